@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from job.experiments.growth.model import build, decays
 from job.models.blocks import Experts, FeedForward
-from job.models.growth import build, decays
 from job.spec import GrowthConfig, GrowthModel, Precision
 from job.spec.growth import shape
 from job.train import device

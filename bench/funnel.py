@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 import triton
 
-from job.kernels import adversarial, planted
-from job.kernels.funnel import Judge
-from job.kernels.planted import STOPS_AT
-from job.kernels.verdict import Switches, Verdict
-from job.kernels.worker import Workers
+from job.experiments.kernel.judge import adversarial, planted
+from job.experiments.kernel.judge.funnel import Judge
+from job.experiments.kernel.judge.planted import STOPS_AT
+from job.experiments.kernel.judge.verdict import Switches, Verdict
+from job.experiments.kernel.judge.worker import Workers
 from job.spec.kernel import Funnel
 
 LIMITS = Funnel(candidate_s=30.0, memory_gb=2.0, trials=3)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from job.models.char_gpt import CharGpt
+from job.experiments.pretrain.model import CharGpt
+from job.experiments.pretrain.muon import MUON, OwnedMuon
 from job.spec.pretrain import CharModel
-from job.train.muon import MUON, OwnedMuon
 from job.train.parallel import meet, shard
 
 RANKS = 2

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from job.models.growth import build, decays
+from job.experiments.growth.model import build, decays
 from job.spec import GrowthConfig, GrowthModel
 from job.spec.growth import Precision, TextData
 from job.train import device, optimizer

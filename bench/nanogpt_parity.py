@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from job.experiments.growth.model import Growth, build, decays, load
 from job.models import blocks
-from job.models.growth import Growth, build, decays, load
 from job.spec import GrowthConfig, GrowthModel, Precision
 from job.train.optimizer import groups
 

@@ -28,7 +28,7 @@ from infra.definition.loader import find, load
 from job.contract import metrics
 from job.contract.run import Task
 from job.dataset import prepare, sources
-from job.models.growth import build
+from job.experiments.growth.model import build
 from job.spec import GrowthConfig
 from job.spec.common import PhaseSize, Rung
 from job.train import __main__ as trainer

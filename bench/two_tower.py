@@ -20,8 +20,8 @@ from statistics import median
 
 import torch
 
-from job.experiments.two_tower_members import Members, clip_each
-from job.models.two_tower import Noise, draw_noise
+from job.experiments.two_tower.members import Members, clip_each
+from job.experiments.two_tower.model import Noise, draw_noise
 from job.spec import TwoTowerConfig
 from job.train import device
 

@@ -23,7 +23,6 @@ SCHEMA = 1
 # rate, how often; of each kind of job its own `leaves_speed` besides. Everything else counts, a new setting too.
 SPEED_LEFT = ("seed", "gpus", "checkpoint", "guard", "deliver", "log", "eval.every", "data.source", "optim")
 _COUNTS = ("optim.kind",)  # although its section is free
-_CODE = ("train", "models", "experiments", "spec")  # folders of job/ that decide how long a step takes
 NEARLY = 0.995  # of a step's rows: less is no rounding of the line's figures
 _BESIDE = ("timed", "best", "stop")  # saves beside the steps: that at a phase's end has no moments and delays none
 
@@ -34,11 +33,17 @@ def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in _flat(parameters, "") if path in _COUNTS or not _matches_any(path, free)}
 
 
-def code_sha256(folder: Path | None = None) -> str:
-    """One name for the code that trains: every Python file of `_CODE`, by path and bytes, under `folder` (job/)."""
+def code_folders(experiment: str) -> tuple[str, ...]:
+    """Folders of job/ whose own files decide how long a step takes: not a judge or a server that lies further down."""
+    module = EXPERIMENTS[experiment].trainer.partition(":")[0]
+    return ("train", "models", "spec", "experiments", "/".join(module.split(".")[1:-1]))
+
+
+def code_sha256(experiment: str, folder: Path | None = None) -> str:
+    """One name for the code that trains: every Python file of its folders, by path and bytes, under `folder` (job/)."""
     root = Path(job.__file__).parent if folder is None else folder
     digest = hashlib.sha256()
-    for path in sorted(path for name in _CODE for path in (root / name).rglob("*.py")):
+    for path in sorted({path for name in code_folders(experiment) for path in (root / name).glob("*.py")}):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
@@ -113,7 +118,7 @@ def document(
         "device": dict(device),
         "versions": dict(versions),
         "settings": settings(experiment, parameters),
-        "code_sha256": code_sha256(),
+        "code_sha256": code_sha256(experiment),
         "start_s": start_s,
         "setup_s": setup_s,
         "finish_s": finish_s,

@@ -1,7 +1,7 @@
 """A sixth kind of job is three new files and its entry in the registry: nothing else knows any kind by name.
 
-In a copy of the project `tests/sixth` becomes job/spec/toy.py, job/experiments/toy.py and stacks/toy.yaml. The kind is
-then priced, prepared, rehearsed and receipted like those that are shipped.
+In a copy of the project `tests/sixth` becomes job/spec/toy.py, job/experiments/toy/run.py and stacks/toy.yaml. The kind
+is then priced, prepared, rehearsed and receipted like those that are shipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NEW = {"spec.py": "job/spec/toy.py", "trainer.py": "job/experiments/toy.py", "toy.yaml": "stacks/toy.yaml"}
+NEW = {"spec.py": "job/spec/toy.py", "trainer.py": "job/experiments/toy/run.py", "toy.yaml": "stacks/toy.yaml"}
 ENTRY = '    "toy": __import__("job.spec.toy", fromlist=["ToyConfig"]).ToyConfig,\n'
 REGISTRY = "EXPERIMENTS: dict[str, type[JobConfig]] = {\n"
 
@@ -30,6 +30,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("Pulumi.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     for name, place in NEW.items():
+        (folder / place).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / "tests" / "sixth" / name, folder / place)
     registry = folder / "job" / "spec" / "__init__.py"
     text = registry.read_text()

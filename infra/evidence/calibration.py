@@ -224,12 +224,13 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
     ranks = config.ranks(instance.gpu_count)
     if int(tree["device"]["ranks"]) != ranks:
         return f"it was measured with {tree['device']['ranks']} processes, {instance.type} would run {ranks}"
-    if tree["code_sha256"] != _code():
-        return "the code that trains (job/train, job/models, job/experiments, job/spec) has changed"
+    if tree["code_sha256"] != _code(tree["experiment"]):
+        folders = ", ".join(f"job/{name}" for name in measured.code_folders(tree["experiment"]))
+        return f"the code that trains ({folders}) has changed"
     lacking = not_reached(tree, config)
     return f"it did not reach phase {lacking[0]}" if lacking else ""
 
 
 @cache
-def _code() -> str:
-    return measured.code_sha256()
+def _code(experiment: str) -> str:
+    return measured.code_sha256(experiment)

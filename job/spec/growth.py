@@ -112,7 +112,7 @@ class Eval:
 class GrowthConfig(JobConfig):
     """tinystories-growth: train dense, upcycle to experts, grow width and depth; verified at each boundary."""
 
-    trainer: ClassVar[str] = "job.experiments.tinystories_growth:TinystoriesGrowth"
+    trainer: ClassVar[str] = "job.experiments.growth.run:TinystoriesGrowth"
     efficiency: ClassVar[float] = 0.5  # its own targets are 0.52 to 0.56 of its limit
     dataset_kind: ClassVar[str] = "windows"
     leaves_speed: ClassVar[tuple[str, ...]] = (

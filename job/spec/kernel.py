@@ -50,16 +50,16 @@ STARTED_GPU_S = 6.0
 # thread CPU time of funnel.Judge on four tasks, the last of packing and comparing alone, torch on the CPU in the
 # candidate's place; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to the GPU and kernels, is assumed.
 CORRECT_GPU_S = 35.0
-FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # of that stage 4; its random inputs then, and job/kernels/tasks.py's
+FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # of that stage 4; its random inputs then, and those of judge/tasks.py
 INTERPRETED_S = 0.3  # of a rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
-CHEATS = 56  # job/kernels/adversarial.py (of 57 one needs a CPU)
+CHEATS = 56  # job/experiments/kernel/judge/adversarial.py (of 57 one needs a CPU)
 # The funnel and two rows without one of its extensions, on the same candidates; two rows without its rules, on those
 # that are known. An upper bound: two rows carry over what was wrong before.
 RULED_ROWS, OTHER_ROWS = 3, 2
 AT_ONCE = 32  # sequences of a rank generated together, and lost together when it is stopped
 TRIED = 4  # candidates per task of a curriculum's evaluation
-HELD_OUT = 0.02  # share of the pairs that each evaluation runs over (job/dataset/kernel_pairs.py)
+HELD_OUT = 0.02  # share of the pairs that each evaluation runs over (job/experiments/kernel/pairs.py)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class KernelData:
 class Generation:
     """`candidates` per task, sampled with seeds by (seed, task, candidate)."""
 
-    tasks: int = bounded(20, 1, 20)  # job/kernels/catalog.py has no more
+    tasks: int = bounded(20, 1, 20)  # job/experiments/kernel/judge/catalog.py has no more
     candidates: int = bounded(10, 1, 10_000)
     max_tokens: int = bounded(2048, 1, 131072)
     temperature: float = bounded(0.8, 0.0, 10.0)
@@ -101,7 +101,7 @@ class Funnel:
 class KernelConfig(TuningConfig):
     """kernel-sft: all weights of a 7-8 B code model, 20 tasks x 10 candidates, judged on the node's GPUs and CPUs."""
 
-    trainer: ClassVar[str] = "job.experiments.kernel:Kernel"
+    trainer: ClassVar[str] = "job.experiments.kernel.run:Kernel"
     efficiency: ClassVar[float] = 0.4
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
     # Untrusted candidates run in namespaces, which docker's default profile forbids.
@@ -236,7 +236,7 @@ class KernelConfig(TuningConfig):
         yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from job.dataset.kernel_pairs import prepare_kernels  # brings numpy
+        from job.experiments.kernel.pairs import prepare_kernels  # brings numpy
 
         return prepare_kernels(
             folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say

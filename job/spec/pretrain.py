@@ -115,7 +115,7 @@ class CharEval:
 class PretrainConfig(JobConfig):
     """pretrain-d64: as deep as the budget allows, stopped when validation stops improving, then served."""
 
-    trainer: ClassVar[str] = "job.experiments.pretrain:Pretrain"
+    trainer: ClassVar[str] = "job.experiments.pretrain.run:Pretrain"
     efficiency: ClassVar[float] = 0.45
     dataset_kind: ClassVar[str] = "characters"
     file_arguments: ClassVar[dict[str, str]] = {"text": "FILE.txt"}
@@ -248,7 +248,7 @@ class PretrainConfig(JobConfig):
         return replace(self, steps=min(self.steps, steps), early_stop=stop)
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from job.dataset.characters import prepare_characters
+        from job.experiments.pretrain.characters import prepare_characters
 
         return prepare_characters(folder, self.data, seed=self.seed, text=given.text, say=given.say)
 

@@ -97,7 +97,7 @@ class Measures:
 class SftConfig(TuningConfig):
     """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated five ways."""
 
-    trainer: ClassVar[str] = "job.experiments.sft:Sft"
+    trainer: ClassVar[str] = "job.experiments.sft.run:Sft"
     efficiency: ClassVar[float] = 0.45
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "data.examples", "data.held_out", "lora.alpha")
 

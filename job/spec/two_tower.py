@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
 LAUNCH_MS = 10.0
-GROUP_SCORES = 1 << 23  # that the loss holds at once, or one member's (job/models/two_tower.py's GROUP)
+GROUP_SCORES = 1 << 23  # that the loss holds at once, or one member's (job/experiments/two_tower/model.py's GROUP)
 SCORE_TENSORS = 3  # of those: a group's gradient until the next group's products and their logarithms stand beside it
 # LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU; trees and features go
 # through every query and model of each fold.
@@ -111,7 +111,7 @@ class Sampled:
 class TwoTowerConfig(JobConfig):
     """two-tower: rank models for a query; cross-validation that never looks at its own test fold."""
 
-    trainer: ClassVar[str] = "job.experiments.two_tower:TwoTower"
+    trainer: ClassVar[str] = "job.experiments.two_tower.run:TwoTower"
     efficiency: ClassVar[float] = 0.5
     dataset_kind: ClassVar[str] = "ranking"
     file_arguments: ClassVar[dict[str, str]] = {"million-llms": "FOLDER"}
@@ -222,12 +222,12 @@ class TwoTowerConfig(JobConfig):
         return replace(self, epochs=min(self.epochs, EVALUATIONS_PROBED), steps_per_epoch=each)  # each is evaluated
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from job.dataset.ranking import prepare_ranking  # brings numpy
+        from job.experiments.two_tower.ranking import prepare_ranking  # brings numpy
 
         return prepare_ranking(folder, self, text=given.text, say=given.say)
 
     def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        from job.dataset.ranking import mismatches
+        from job.experiments.two_tower.ranking import mismatches
 
         queries, models, width = (int(manifest.facts.get(fact, 0)) for fact in ("queries", "models", "width"))
         problems = mismatches(self, (queries, width), (queries, models))
@@ -235,8 +235,8 @@ class TwoTowerConfig(JobConfig):
 
     def check_dataset(self, folder: Path, say: Say) -> None:
         """Says which folds can choose no epoch."""
-        from job.dataset.ranking import read  # brings numpy
-        from job.experiments.two_tower_data import members, require_relevant, without_relevant
+        from job.experiments.two_tower.data import members, require_relevant, without_relevant
+        from job.experiments.two_tower.ranking import read  # brings numpy
 
         labels = read(folder).labels
         for member in members(self):

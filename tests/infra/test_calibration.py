@@ -140,7 +140,8 @@ def test_many_changes_are_counted_not_listed(tmp_path: Path) -> None:
 
 def test_changed_job_code_is_refused(tmp_path: Path) -> None:
     place(tmp_path, measurement(code_sha256="0" * 64))
-    assert "the code that trains (job/train, job/models, job/experiments, job/spec) has changed" in refusal(tmp_path)
+    folders = "job/train, job/models, job/spec, job/experiments, job/experiments/growth"
+    assert f"the code that trains ({folders}) has changed" in refusal(tmp_path)
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:

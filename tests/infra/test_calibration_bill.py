@@ -204,7 +204,7 @@ def test_the_seed_of_a_loaded_definition_leaves_it_calibrated(tmp_path: Path, mo
     assert isinstance(config, GrowthConfig)
     file = calibration.path_for(path.parents[1], "small-growth", "NVIDIA A10G")
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({**measurement(config), "code_sha256": measured.code_sha256()}))
+    file.write_text(json.dumps({**measurement(config), "code_sha256": measured.code_sha256("tinystories-growth")}))
     other = replace(wanted, job=replace(wanted.job, parameters=replace(config, seed=1)))
     found = calibration.find_all(other, CATALOG.instances, path.parents[1])
     assert isinstance(found["g5.2xlarge"], calibration.Calibration)

@@ -25,10 +25,10 @@ from infra.commands import prepare as prepare_command
 from infra.definition.loader import load, rehearsal_text
 from infra.evidence.observations import Observation
 from job.dataset import weights
-from job.dataset.kernel_pairs import byte_tokenizer
 from job.dataset.prepare import read_manifest
 from job.dataset.rendering import TEMPLATES
-from job.experiments.two_tower_data import fold_of
+from job.experiments.kernel.pairs import byte_tokenizer
+from job.experiments.two_tower.data import fold_of
 from job.models import hf_config
 from job.spec.common import Decoder
 

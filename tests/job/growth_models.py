@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from job.experiments.growth.growing import State, upcycle
+from job.experiments.growth.model import Growth, build, decays, load
 from job.models.blocks import Experts
-from job.models.growing import State, upcycle
-from job.models.growth import Growth, build, decays, load
 from job.spec import Batch, GrowthConfig, GrowthModel, Precision, TextData
 from job.train.optimizer import groups
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from job.kernels import planted, wire
-from job.kernels.catalog import BY_NAME
-from job.kernels.funnel import Judge
-from job.kernels.planted import Candidate
-from job.kernels.verdict import Switches, Verdict
-from job.kernels.worker import Process, Workers
+from job.experiments.kernel.judge import planted, wire
+from job.experiments.kernel.judge.catalog import BY_NAME
+from job.experiments.kernel.judge.funnel import Judge
+from job.experiments.kernel.judge.planted import Candidate
+from job.experiments.kernel.judge.verdict import Switches, Verdict
+from job.experiments.kernel.judge.worker import Process, Workers
 from job.spec.kernel import Funnel
 
 LIMITS = Funnel(candidate_s=30.0, trials=2, memory_gb=2.0, workers=2)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from job.dataset.kernel_pairs import prepare_kernels
+from job.experiments.kernel.pairs import prepare_kernels
 from job.spec import from_json
 from job.spec.kernel import KernelConfig
 

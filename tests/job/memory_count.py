@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from job.models.char_gpt import CharGpt
+from job.experiments.pretrain.model import CharGpt
 from job.models.decoder import Decoder
 from job.spec import common
 from job.spec.common import Memory

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from job.dataset.characters import prepare_characters
+from job.experiments.pretrain.characters import prepare_characters
 from job.spec import from_json
 from job.spec.pretrain import PretrainConfig
 

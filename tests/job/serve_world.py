@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from job.models.char_gpt import CharGpt
-from job.serving.model import open_model
-from job.serving.server import Server
+from job.experiments.pretrain.model import CharGpt
+from job.experiments.pretrain.serve.model import open_model
+from job.experiments.pretrain.serve.server import Server
 from job.spec.pretrain import CharModel
 from job.train.export import export
 

@@ -20,7 +20,7 @@ import two_tower_world as two_tower
 from safetensors.torch import load_file
 
 from job import atomic
-from job.experiments.two_tower import TwoTower
+from job.experiments.two_tower.run import TwoTower
 from job.train import step
 from job.train.experiment import Experiment
 

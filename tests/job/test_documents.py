@@ -21,8 +21,8 @@ from job.contract.commit import Best, Commit, Manifest
 from job.contract.done import FINISHED, Done
 from job.contract.run import RunFile, load
 from job.dataset import prepare, weights
-from job.experiments import kernel_stages
-from job.kernels.verdict import Verdict
+from job.experiments.kernel import stages
+from job.experiments.kernel.judge.verdict import Verdict
 from job.ledger import Ledger
 from job.spec.sft import SftConfig
 from job.supervisor import attempts, receipt, staging
@@ -281,7 +281,7 @@ DOCUMENTS: dict[str, tuple[Any, Any]] = {
     "heartbeat/<instance>.jsonl": (BEAT, attempted("heartbeat/i-1.jsonl")),
     "metrics.jsonl": (LINE, metrics_line),
     "stages/verdicts.jsonl": (VERDICT, ledger(Verdict.from_json)),
-    "stages/candidates.jsonl": (CANDIDATE, ledger(kernel_stages._candidate)),
+    "stages/candidates.jsonl": (CANDIDATE, ledger(stages._candidate)),
 }
 REFUSED = (
     "manifest.json",

@@ -12,8 +12,10 @@ import torch
 import train_world as world
 from torch import nn
 
-from job.experiments.tinystories_growth import TinystoriesGrowth
-from job.models import char_gpt, decoder, growth
+from job.experiments.growth import model as growth
+from job.experiments.growth.run import TinystoriesGrowth
+from job.experiments.pretrain import model as char_gpt
+from job.models import decoder
 from job.models.blocks import any_length
 from job.models.generate import generate
 from job.spec.common import Decoder as Shape

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from job.models import char_gpt, decoder, growth, lora
+from job.experiments.growth import model as growth
+from job.experiments.pretrain import model as char_gpt
+from job.models import decoder, lora
 from job.spec import GrowthConfig
 from job.spec.common import Decoder as Shape
 from job.spec.growth import Batch, GrowthModel, Precision, TextData

@@ -18,10 +18,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
-from job.dataset import characters
 from job.dataset.prepare import read_manifest
-from job.experiments.pretrain import make_optimizer
-from job.models import char_gpt, decoder, growth, lora
+from job.experiments.growth import model as growth
+from job.experiments.pretrain import characters
+from job.experiments.pretrain import model as char_gpt
+from job.experiments.pretrain.rows import Rows
+from job.experiments.pretrain.run import make_optimizer
+from job.models import decoder, lora
 from job.spec import GrowthConfig, from_json
 from job.spec.pretrain import PretrainConfig
 from job.spec.sft import SftConfig
@@ -30,7 +33,6 @@ from job.train.data import Dataset
 from job.train.experiment import Micro
 from job.train.packed_rows import PackedBatches
 from job.train.parallel import World
-from job.train.rows import Rows
 
 GPU = torch.device("cuda", 0)
 Made = tuple[nn.Module, Callable[[], Iterable[Micro]], Callable[[nn.Module], torch.optim.Optimizer]]

@@ -15,11 +15,11 @@ from growth_models import CONFIG, PROBE, dense, experts, generator, moe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from job.experiments import growth_check
-from job.experiments.growth_check import GrowthCheckFailed, cast_difference, check_boundary, compare, fit_capacity
-from job.experiments.growth_routing import Routing, routed, tied
-from job.models.growing import grow
-from job.models.growth import Growth, load
+from job.experiments.growth import check
+from job.experiments.growth.check import GrowthCheckFailed, cast_difference, check_boundary, compare, fit_capacity
+from job.experiments.growth.growing import grow
+from job.experiments.growth.model import Growth, load
+from job.experiments.growth.routing import Routing, routed, tied
 from job.spec import Precision
 
 pytestmark = pytest.mark.xdist_group("growth")
@@ -152,18 +152,16 @@ def test_a_file_that_lost_bits_stops_the_run(monkeypatch: pytest.MonkeyPatch) ->
     def lossy(tensors: dict[str, torch.Tensor], path: Path) -> None:
         save_file({name: t.to(torch.bfloat16).to(t.dtype) for name, t in tensors.items()}, path)
 
-    monkeypatch.setattr(growth_check, "save_file", lossy)
+    monkeypatch.setattr(check, "save_file", lossy)
     with pytest.raises(GrowthCheckFailed, match=r"after a round trip; the saved file does not hold the weights that"):
         check_boundary(CONFIG, 1, *boundary(1), PROBE)
 
 
 def test_a_file_that_lacks_a_tensor_is_not_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = boundary(1)[1]
-    assert growth_check.round_trip(module, tmp_path / "whole.safetensors")
-    monkeypatch.setattr(
-        growth_check, "save_file", lambda tensors, path: save_file(dict(list(tensors.items())[1:]), path)
-    )
-    assert not growth_check.round_trip(module, tmp_path / "less.safetensors")
+    assert check.round_trip(module, tmp_path / "whole.safetensors")
+    monkeypatch.setattr(check, "save_file", lambda tensors, path: save_file(dict(list(tensors.items())[1:]), path))
+    assert not check.round_trip(module, tmp_path / "less.safetensors")
 
 
 def test_the_cast_to_bf16_reports_its_loss_difference() -> None:
@@ -177,15 +175,15 @@ def test_the_cast_to_bf16_reports_its_loss_difference() -> None:
 
 def test_a_cast_that_costs_too_much_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG, precision=Precision(compute="bf16", phase3_state="bf16"))
-    monkeypatch.setattr(growth_check, "LOSS_LIMIT", 1e-9)
+    monkeypatch.setattr(check, "LOSS_LIMIT", 1e-9)
     with pytest.raises(GrowthCheckFailed, match="the cast to bf16 moves the loss by"):
         check_boundary(config, 2, *boundary(2), PROBE)
 
 
 def test_a_cast_or_a_padding_that_gives_no_number_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth_check, "cast_difference", lambda *_: float("nan"))
-    monkeypatch.setattr(growth_check, "fit_capacity", lambda *_: (8.0, float("nan")))
-    monkeypatch.setattr(growth_check, "expert_load", lambda *_: ((5, 3), (1.0, 1.0)))
+    monkeypatch.setattr(check, "cast_difference", lambda *_: float("nan"))
+    monkeypatch.setattr(check, "fit_capacity", lambda *_: (8.0, float("nan")))
+    monkeypatch.setattr(check, "expert_load", lambda *_: ((5, 3), (1.0, 1.0)))
     old, new = boundary(1)
     new.set_dispatch("padded")
     with pytest.raises(
@@ -211,7 +209,7 @@ def test_capacity_is_raised_until_padding_costs_little() -> None:
     capacity, difference = fit_capacity(new, PROBE)
     assert difference is not None
     assert capacity is not None
-    assert abs(difference) <= growth_check.LOSS_LIMIT
+    assert abs(difference) <= check.LOSS_LIMIT
     assert capacity > 1.25
     assert new.capacity == capacity
 
@@ -220,7 +218,7 @@ def test_a_padding_that_lowers_the_loss_is_no_better_than_one_that_raises_it(mon
     _, new = boundary(1)
     new.set_dispatch("padded", 1.5)
     losses = iter([2.0, 1.5, 2.005])  # dropless, then at 1.5 and 2.0
-    monkeypatch.setattr(growth_check, "_loss", lambda *_: next(losses))
+    monkeypatch.setattr(check, "_loss", lambda *_: next(losses))
     capacity, difference = fit_capacity(new, PROBE[:1])
     assert capacity == 2.0
     assert difference == pytest.approx(0.005)
@@ -229,7 +227,7 @@ def test_a_padding_that_lowers_the_loss_is_no_better_than_one_that_raises_it(mon
 def test_what_a_cast_costs_is_the_mean_over_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG, precision=Precision(compute="bf16", phase3_state="bf16"))
     losses = iter([1.0] * len(PROBE) + [1.5] * len(PROBE))
-    monkeypatch.setattr(growth_check, "_loss", lambda *_: next(losses))
+    monkeypatch.setattr(check, "_loss", lambda *_: next(losses))
     assert cast_difference(config, 2, boundary(2)[1], PROBE) == pytest.approx(0.5)
 
 
@@ -251,8 +249,8 @@ def test_where_nothing_is_dropped_a_capacity_is_found_for_the_nodes_where_someth
 def test_what_padding_would_cost_elsewhere_is_no_reason_to_stop_where_nothing_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(growth_check, "CAPACITIES", (1.25,))
-    monkeypatch.setattr(growth_check, "LOSS_LIMIT", 1e-9)
+    monkeypatch.setattr(check, "CAPACITIES", (1.25,))
+    monkeypatch.setattr(check, "LOSS_LIMIT", 1e-9)
     old, new = boundary(1)
     report = check_boundary(CONFIG, 1, old, new, PROBE)
     assert report.padded_loss_difference is not None

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from job.experiments.growth_check import check_boundary
-from job.models.growing import State, grow
-from job.models.growth import build, load
+from job.experiments.growth.check import check_boundary
+from job.experiments.growth.growing import State, grow
+from job.experiments.growth.model import build, load
 from job.spec import GrowthConfig, Precision
 
 CONFIG = replace(GrowthConfig(), device="cpu", precision=Precision(compute="fp32", phase3_state="fp32"))

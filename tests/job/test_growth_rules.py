@@ -13,7 +13,7 @@ import torch
 from growth_models import CONFIG, PROBE, dense, generator, moe, text
 from torch import Tensor
 
-from job.experiments.growth_check import (
+from job.experiments.growth.check import (
     Difference,
     GrowthCheckFailed,
     check_boundary,
@@ -21,9 +21,9 @@ from job.experiments.growth_check import (
     expert_load,
     halves_difference,
 )
+from job.experiments.growth.growing import State, deepen, grow, upcycle, widen
+from job.experiments.growth.model import Growth, build, decays, load
 from job.models.blocks import Experts
-from job.models.growing import State, deepen, grow, upcycle, widen
-from job.models.growth import Growth, build, decays, load
 from job.train.optimizer import groups
 
 pytestmark = pytest.mark.xdist_group("growth")

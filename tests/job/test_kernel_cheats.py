@@ -15,10 +15,10 @@ import pytest
 import torch
 from kernel_judge import judge, never_misses_its_gpu, scratch, verdicts
 
-from job.kernels import adversarial
-from job.kernels.ablation import ROWS
-from job.kernels.verdict import Switches, Verdict
-from job.kernels.worker import Workers
+from job.experiments.kernel.judge import adversarial
+from job.experiments.kernel.judge.ablation import ROWS
+from job.experiments.kernel.judge.verdict import Switches, Verdict
+from job.experiments.kernel.judge.worker import Workers
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -125,7 +125,7 @@ def test_where_no_namespaces_are_allowed_the_guard_and_the_limits_hold(
 CUDA_STARTS = """
 import os, sys, threading
 from pathlib import Path
-from job.kernels import sandbox
+from job.experiments.kernel.judge import sandbox
 
 outer, scratch = os.getpid(), Path(sys.argv[1])
 if not (sandbox.enter() and sandbox.confine(scratch, namespaces=True, cuda=True)):
@@ -199,7 +199,8 @@ def double(x, n, BLOCK: tl.constexpr):
 kernel = ASTSource(double, signature={"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, constexprs={"BLOCK": 128})
 assert triton.compile(kernel, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
-assert JITFunction._pack_args.__module__ == "job.kernels.compiler"  # which refuses launches with code from elsewhere
+# which refuses launches with code from elsewhere
+assert JITFunction._pack_args.__module__ == "job.experiments.kernel.judge.compiler"
 
 LAUNCHER = """
 #include <Python.h>

@@ -19,13 +19,13 @@ from train_world import StopAt
 
 from job.contract.messages import Stop
 from job.dataset.packing import order
-from job.experiments import kernel_stages
-from job.experiments.kernel import Kernel
-from job.kernels import curriculum
-from job.kernels.catalog import BY_NAME, TASKS
-from job.kernels.funnel import digest
-from job.kernels.planted import Candidate
-from job.kernels.verdict import Course, Switches
+from job.experiments.kernel import stages
+from job.experiments.kernel.judge import curriculum
+from job.experiments.kernel.judge.catalog import BY_NAME, TASKS
+from job.experiments.kernel.judge.funnel import digest
+from job.experiments.kernel.judge.planted import Candidate
+from job.experiments.kernel.judge.verdict import Course, Switches
+from job.experiments.kernel.run import Kernel
 from job.ledger import Ledger
 from job.spec import from_json
 from job.spec.kernel import AT_ONCE
@@ -65,7 +65,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half of leaky_relu's attempts succeed after the first epoch, whatever was written."""
     workdir = make(tmp_path_factory.mktemp("compared"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_stages, "pass_rates", lambda *_: RATES)
+        patch.setattr(stages, "pass_rates", lambda *_: RATES)
         assert world.train(workdir) == 0
     return workdir
 
@@ -214,7 +214,7 @@ def test_the_second_epoch_draws_more_of_what_is_half_mastered(tmp_path: Path, mo
         return drawn(weight, seed=seed, epoch=epoch, begun=begun)
 
     monkeypatch.setattr(curriculum, "order", watched)
-    monkeypatch.setattr(kernel_stages, "pass_rates", lambda *_: RATES)
+    monkeypatch.setattr(stages, "pass_rates", lambda *_: RATES)
     workdir = make(tmp_path, "on", generate={"candidates": 1})
     assert world.train(workdir, StopAt(workdir, 7)) == 75  # after the evaluation
     assert world.train(workdir) == 0
@@ -278,18 +278,18 @@ def test_what_timing_rejects_is_not_mastered(tmp_path: Path, monkeypatch: pytest
                 course = Course(one, switches, row, digest(one.source), stage=5)
                 done(course.verdict("its clock" if one.name == "curriculum-relu-0" else None))
 
-    monkeypatch.setattr(kernel_stages, "_generate_share", written)
-    monkeypatch.setattr(kernel_stages, "_judge", lambda kernel: nullcontext(Judge()))
+    monkeypatch.setattr(stages, "_generate_share", written)
+    monkeypatch.setattr(stages, "_judge", lambda kernel: nullcontext(Judge()))
     session = SimpleNamespace(world=World(), say=print, workdir=tmp_path)
     made, module = SimpleNamespace(config=kernel.typed(), session=session), SimpleNamespace()
-    assert kernel_stages.pass_rates(made, module, "4 1.0") == {"relu": 0.75, "leaky_relu": 1.0}  # type: ignore[arg-type]
+    assert stages.pass_rates(made, module, "4 1.0") == {"relu": 0.75, "leaky_relu": 1.0}  # type: ignore[arg-type]
 
 
 def test_what_is_tried_before_a_stop_is_neither_written_nor_judged_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight are tried, two at once, each of six tokens: a stop at the ninth token, then one after the third verdict."""
-    monkeypatch.setattr(kernel_stages, "AT_ONCE", 2)
+    monkeypatch.setattr(stages, "AT_ONCE", 2)
     workdir = make(tmp_path, "on", generate={"candidates": 1})
     assert world.train(workdir, StopAt(workdir, 4 + 8)) == 75
     written = kernel.lines(workdir, "tried")

@@ -8,11 +8,11 @@ from pathlib import Path
 import kernel_world as world
 import pytest
 
-from job.dataset.kernel_pairs import GeneratedKernels, PairsFile, admitted, byte_tokenizer, prepare_kernels
 from job.dataset.packing import PackedRows
 from job.dataset.rendering import TEMPLATES
-from job.kernels import planted, rules
-from job.kernels.catalog import TASKS
+from job.experiments.kernel.judge import planted, rules
+from job.experiments.kernel.judge.catalog import TASKS
+from job.experiments.kernel.pairs import GeneratedKernels, PairsFile, admitted, byte_tokenizer, prepare_kernels
 
 
 def written(folder: Path, *pairs: object) -> Path:

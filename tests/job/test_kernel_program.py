@@ -7,7 +7,7 @@ import ast
 import pytest
 from kernel_judge import honest
 
-from job.kernels import answers, rules
+from job.experiments.kernel.judge import answers, rules
 
 JITTED = "@triton.jit\ndef kernel():\n    pass\n"
 

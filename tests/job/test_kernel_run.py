@@ -16,9 +16,9 @@ import train_world as world
 from safetensors.torch import load_file
 from train_world import StopAt
 
-from job.experiments import kernel_stages
-from job.kernels import adversarial, funnel, planted
-from job.kernels.worker import Workers
+from job.experiments.kernel import stages
+from job.experiments.kernel.judge import adversarial, funnel, planted
+from job.experiments.kernel.judge.worker import Workers
 from job.ledger import Ledger
 from job.train import metrics
 
@@ -78,7 +78,7 @@ def test_the_log_says_how_far_the_generation_is_also_within_a_batch(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"AT_ONCE": 2, "SILENT_S": 0.0}.items():
-        monkeypatch.setattr(kernel_stages, name, value)
+        monkeypatch.setattr(stages, name, value)
     assert world.train(kernel.make(tmp_path, funnel={"planted": 0})) == 0
     said = [
         line.rpartition("sft: ")[2] for line in capsys.readouterr().out.splitlines() if "candidates written" in line
@@ -104,9 +104,9 @@ def test_a_line_within_a_batch_is_said_once_a_minute(monkeypatch: pytest.MonkeyP
     session = SimpleNamespace(requests=SimpleNamespace(stop=lambda: None), say=lambda line: said.append(now[0]))
     config = SimpleNamespace(generate=SimpleNamespace(max_tokens=2048, temperature=1.0), seed=1)
     one = SimpleNamespace(session=session, config=config, renderer=SimpleNamespace(end=0))
-    monkeypatch.setattr(kernel_stages, "generate", generated)
+    monkeypatch.setattr(stages, "generate", generated)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    kernel_stages._generate(one, None, [], "", "sft")  # type: ignore[arg-type]
+    stages._generate(one, None, [], "", "sft")  # type: ignore[arg-type]
     assert said == pytest.approx([60.0, 120.0], abs=0.3)
 
 
@@ -140,7 +140,7 @@ def test_candidates_are_a_function_of_seed_task_and_number(finished: Path, tmp_p
 def test_a_trainer_that_dies_at_any_result_repeats_none_and_changes_no_verdict(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_stages, "AT_ONCE", 2)
+    monkeypatch.setattr(stages, "AT_ONCE", 2)
     append, workdir = Ledger.append, kernel.make(tmp_path)
     made: list[str] = []
 

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 import kernel_world as world
 import pytest
 
-from job.dataset import kernel_pairs
-from job.kernels import adversarial, planted, tasks
-from job.kernels.catalog import TASKS
+from job.experiments.kernel import pairs
+from job.experiments.kernel.judge import adversarial, planted, tasks
+from job.experiments.kernel.judge.catalog import TASKS
 from job.spec import KernelConfig, decoder, kernel
 from job.spec.common import Decoder
 from job.spec.kernel import Funnel, Generation
@@ -161,5 +161,5 @@ def test_each_evaluation_between_two_epochs_writes_four_candidates_per_task_and_
 
 
 def test_the_share_held_out_is_what_is_prepared() -> None:
-    assert kernel.HELD_OUT == kernel_pairs.HELD_OUT
+    assert kernel.HELD_OUT == pairs.HELD_OUT
     assert replace(FULL, epochs=2).phases()[0].forward_tokens == int(2 * 0.02 * 1000 * 8192)

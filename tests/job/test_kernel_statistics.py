@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from job.kernels import ablation, curriculum
-from job.kernels.ablation import carried, line
-from job.kernels.funnel import digest
-from job.kernels.planted import Candidate
-from job.kernels.statistics import fast_p, interval, paired_interval, pass_at_k, share_interval
-from job.kernels.verdict import Course, Switches, Verdict
+from job.experiments.kernel.judge import ablation, curriculum
+from job.experiments.kernel.judge.ablation import carried, line
+from job.experiments.kernel.judge.funnel import digest
+from job.experiments.kernel.judge.planted import Candidate
+from job.experiments.kernel.judge.statistics import fast_p, interval, paired_interval, pass_at_k, share_interval
+from job.experiments.kernel.judge.verdict import Course, Switches, Verdict
 from job.ledger import Ledger
 
 

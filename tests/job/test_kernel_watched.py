@@ -8,11 +8,11 @@ import pytest
 import torch
 from kernel_judge import honest, judged, run
 
-from job.kernels import planted, rules, timing, wire
-from job.kernels.catalog import BY_NAME
-from job.kernels.verdict import Switches
-from job.kernels.watched import WIDTH, Ops
-from job.kernels.worker import Workers
+from job.experiments.kernel.judge import planted, rules, timing, wire
+from job.experiments.kernel.judge.catalog import BY_NAME
+from job.experiments.kernel.judge.verdict import Switches
+from job.experiments.kernel.judge.watched import WIDTH, Ops
+from job.experiments.kernel.judge.worker import Workers
 
 
 def test_inputs_reach_the_candidate_with_their_gaps(workers: Workers) -> None:

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from job import ledger
-from job.experiments.merge import Done
+from job.experiments.sft.merge import Done
 from job.ledger import Ledger
 from job.train.experiment import Session
 from job.train.parallel import World

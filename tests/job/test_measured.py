@@ -128,14 +128,13 @@ def test_muon_and_adamw_are_different_speeds() -> None:
 
 
 def test_the_code_that_trains_has_a_name_that_changes_with_it(tmp_path: Path) -> None:
-    for name in ("train/loop.py", "models/dense.py", "experiments/one.py", "spec/one.py", "supervisor/meter.py"):
-        (tmp_path / name).parent.mkdir()
+    own = ("train/loop.py", "models/dense.py", "spec/one.py", "experiments/tuning.py", "experiments/kernel/run.py")
+    others = ("supervisor/meter.py", "experiments/sft/run.py", "experiments/kernel/judge/funnel.py")
+    for name in own + others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
-    first = measured.code_sha256(tmp_path)
-    (tmp_path / "supervisor" / "meter.py").write_text("x = 2\n")
-    assert measured.code_sha256(tmp_path) == first
-    (tmp_path / "models" / "dense.py").write_text("x = 2\n")
-    second = measured.code_sha256(tmp_path)
-    assert second != first
-    (tmp_path / "spec" / "one.py").write_text("x = 2\n")  # it chooses the micro-batch
-    assert measured.code_sha256(tmp_path) != second
+    now = measured.code_sha256("kernel-sft", tmp_path)
+    for name in own + others:
+        (tmp_path / name).write_text("x = 2\n")
+        before, now = now, measured.code_sha256("kernel-sft", tmp_path)
+        assert (now != before) == (name in own), name

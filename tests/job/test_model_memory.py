@@ -12,9 +12,9 @@ from memory_count import Alive
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from job.experiments.growth.model import Growth, build, load
 from job.models import decoder, lora
 from job.models.blocks import DTYPES, rotations
-from job.models.growth import Growth, build, load
 from job.spec import Precision
 from job.spec.common import Compute, TokenBatch
 from job.spec.common import Decoder as Shape

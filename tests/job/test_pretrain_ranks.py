@@ -19,11 +19,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from job import atomic
 from job.contract.codes import TrainerExit
-from job.experiments.pretrain import Pretrain
+from job.experiments.pretrain import muon
+from job.experiments.pretrain.run import Pretrain
 from job.spec import EXPERIMENTS
 from job.spec.common import Rung
 from job.train import __main__ as trainer
-from job.train import muon, parallel
+from job.train import parallel
 from job.train.experiment import Phase
 
 pytestmark = pytest.mark.xdist_group("ranks")

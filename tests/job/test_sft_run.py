@@ -20,8 +20,9 @@ from train_world import StopAt
 
 from job import atomic
 from job.contract.codes import TrainerExit
-from job.experiments import merge, tuning
-from job.experiments.sft import Sft
+from job.experiments import tuning
+from job.experiments.sft import merge
+from job.experiments.sft.run import Sft
 from job.models import decoder, hf, hf_config, lora
 from job.models.decoder import build
 from job.spec import from_json

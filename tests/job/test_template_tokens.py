@@ -18,9 +18,9 @@ from torch import Tensor
 from train_world import StopAt
 
 from job.dataset import weights
-from job.dataset.kernel_pairs import byte_tokenizer
 from job.dataset.packed import prepare_sft
 from job.dataset.rendering import TEMPLATES
+from job.experiments.kernel.pairs import byte_tokenizer
 from job.models import hf, lora
 from job.models.decoder import Decoder, build
 from job.spec import from_json

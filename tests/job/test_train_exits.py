@@ -24,8 +24,8 @@ from job.contract.codes import TrainerExit
 from job.contract.messages import Stop
 from job.contract.metrics import KEYS
 from job.contract.workdir import ACCEPT, PREFLIGHT, START
-from job.experiments.tinystories_growth import TinystoriesGrowth
-from job.models import growing
+from job.experiments.growth import growing
+from job.experiments.growth.run import TinystoriesGrowth
 from job.spec import from_json
 from job.train import __main__ as trainer
 from job.train import export, rungs, step

@@ -24,8 +24,8 @@ import two_tower_world as two_tower
 from train_world import StopAt
 
 from job import atomic
-from job.experiments.pretrain import Pretrain
-from job.experiments.two_tower import TwoTower
+from job.experiments.pretrain.run import Pretrain
+from job.experiments.two_tower.run import TwoTower
 from job.spec import Guard
 from job.supervisor.commits import commits
 from job.train import step

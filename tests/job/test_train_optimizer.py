@@ -10,8 +10,8 @@ import torch
 import train_world as world
 from torch import nn
 
-from job.experiments.tinystories_growth import TinystoriesGrowth
-from job.models.growth import build
+from job.experiments.growth.model import build
+from job.experiments.growth.run import TinystoriesGrowth
 from job.spec import AdamW, GrowthConfig
 from job.spec.common import Rung
 from job.train import optimizer

@@ -12,8 +12,8 @@ from train_world import STEPS, StopAt
 
 from job import atomic
 from job.dataset import prepare, sources
-from job.experiments.tinystories_growth import TinystoriesGrowth
-from job.models import growth
+from job.experiments.growth import model as growth
+from job.experiments.growth.run import TinystoriesGrowth
 from job.spec.growth import CAPACITY
 from job.train import identity
 from job.train.checkpoint import Checkpoints

@@ -20,9 +20,9 @@ from train_world import STEPS, StopAt
 
 from job import atomic
 from job.contract.commit import Commit
-from job.experiments.kernel import Kernel
-from job.experiments.pretrain import Pretrain
-from job.experiments.tinystories_growth import TinystoriesGrowth
+from job.experiments.growth.run import TinystoriesGrowth
+from job.experiments.kernel.run import Kernel
+from job.experiments.pretrain.run import Pretrain
 from job.spec import from_json
 from job.supervisor.commits import commits
 from job.train import metrics, step

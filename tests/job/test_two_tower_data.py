@@ -9,9 +9,8 @@ import pytest
 import two_tower_world as world
 from two_tower_world import TABLES, flipped
 
-from job.dataset.ranking import generate
-from job.experiments import two_tower_baselines as baselines
-from job.experiments.two_tower_data import (
+from job.experiments.two_tower import baselines
+from job.experiments.two_tower.data import (
     Member,
     fold_of,
     gains,
@@ -21,6 +20,7 @@ from job.experiments.two_tower_data import (
     watched,
     weak_labels,
 )
+from job.experiments.two_tower.ranking import generate
 from job.spec.two_tower import Weak
 
 CONFIG = world.config()

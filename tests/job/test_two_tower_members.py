@@ -9,8 +9,8 @@ import torch
 import two_tower_world as world
 from torch import Tensor
 
-from job.experiments.two_tower_members import HARD_POOL, Members, clip_each, sampled_loss
-from job.models.two_tower import Towered, diversity, draw_noise, softmax_loss
+from job.experiments.two_tower.members import HARD_POOL, Members, clip_each, sampled_loss
+from job.experiments.two_tower.model import Towered, diversity, draw_noise, softmax_loss
 from job.spec import TwoTowerConfig
 from job.spec.two_tower import Sampled
 

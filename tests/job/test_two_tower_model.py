@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from job.models.two_tower import (
+from job.experiments.two_tower.model import (
     Noise,
     Stack,
     Towered,

@@ -17,18 +17,16 @@ from torch import Tensor
 from two_tower_world import TABLES, flipped
 
 from job.contract import metrics
-from job.dataset import ranking
-from job.dataset.ranking import GAINS, Tables
-from job.experiments import two_tower_baselines as baselines
-from job.experiments import two_tower_results as results
-from job.experiments import two_tower_tables as tables_of
-from job.experiments.two_tower import REFIT_SEEDS, TwoTower
-from job.experiments.two_tower_batches import Batches
-from job.experiments.two_tower_data import fold_of, members, rows_of, watched
-from job.experiments.two_tower_members import Members
+from job.experiments.student import t95
+from job.experiments.two_tower import baselines, ranking, results
+from job.experiments.two_tower import tables as tables_of
+from job.experiments.two_tower.batches import Batches
+from job.experiments.two_tower.data import fold_of, members, rows_of, watched
+from job.experiments.two_tower.members import Members
+from job.experiments.two_tower.ranking import GAINS, Tables
+from job.experiments.two_tower.run import REFIT_SEEDS, TwoTower
 from job.spec.common import Rung
 from job.spec.two_tower import REFIT, variants
-from job.student import t95
 
 CONFIG = world.config()
 HONEST = [member for member in members(CONFIG) if member.protocol == "honest"]

@@ -19,11 +19,12 @@ import two_tower_world as world
 from safetensors.numpy import load_file
 from train_world import StopAt
 
-from job.dataset import prepare, ranking
-from job.experiments import two_tower, two_tower_baselines
-from job.experiments.ranking_metrics import ndcg
-from job.experiments.two_tower_batches import Batches
-from job.experiments.two_tower_data import Member, fold_of
+from job.dataset import prepare
+from job.experiments.two_tower import baselines, ranking
+from job.experiments.two_tower import run as two_tower
+from job.experiments.two_tower.batches import Batches
+from job.experiments.two_tower.data import Member, fold_of
+from job.experiments.two_tower.ranking_metrics import ndcg
 
 SWEEP: dict[str, Any] = {"sweep": ["o", "r"], "epochs": 2, "steps_per_epoch": 2}
 
@@ -42,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_tower_baselines, "MAX_TREES", 3)
+    monkeypatch.setattr(baselines, "MAX_TREES", 3)
 
 
 def test_the_fold_table_has_both_protocols_and_the_baselines_of_the_honest_one(finished: Path) -> None:
@@ -205,8 +206,8 @@ def test_lambdarank_says_a_line_a_minute_and_one_per_fold(
             stop()
         return np.zeros((len(member.test), 31), dtype=np.float32)
 
-    monkeypatch.setattr(two_tower_baselines, "lambdarank", lambdarank)
-    monkeypatch.setattr(two_tower_baselines, "lambdarank_missing", lambda models: None)
+    monkeypatch.setattr(baselines, "lambdarank", lambdarank)
+    monkeypatch.setattr(baselines, "lambdarank_missing", lambda models: None)
     workdir = world.make(tmp_path, optimistic=False, epochs=1)
     assert train_world.train(workdir) == 0
     said = [line for line in "".join(capfd.readouterr()).splitlines() if "LambdaRank, fold" in line]
@@ -222,7 +223,7 @@ def test_lambdarank_says_a_line_a_minute_and_one_per_fold(
 
 
 def test_without_lightgbm_the_table_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_tower_baselines, "lambdarank_missing", lambda models: "not installed")
+    monkeypatch.setattr(baselines, "lambdarank_missing", lambda models: "not installed")
     workdir = world.make(tmp_path, optimistic=False, epochs=1)
     assert train_world.train(workdir) == 0
     methods = {m["method"]: m for m in world.read(workdir, "fold_table.json")["tables"][0]["methods"]}
@@ -237,7 +238,7 @@ def test_a_lightgbm_that_cannot_be_imported_is_said_and_ends_no_run(
     (tmp_path / "lightgbm.py").write_text('raise OSError("libgomp.so.1: cannot open shared object file")\n')
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "lightgbm", raising=False)
-    why = two_tower_baselines.lambdarank_missing(10)
+    why = baselines.lambdarank_missing(10)
     assert why == "cannot be imported: libgomp.so.1: cannot open shared object file"
 
 
@@ -245,7 +246,7 @@ def test_a_lightgbm_that_cannot_be_imported_is_said_and_ends_no_run(
 def test_the_most_models_of_a_query_are_lightgbms_own(models: int) -> None:
     lightgbm = pytest.importorskip("lightgbm")
     rows = lightgbm.Dataset(np.arange(models)[:, None] % 7, label=np.arange(models) % 2, group=[models])
-    if two_tower_baselines.lambdarank_missing(models) is None:
+    if baselines.lambdarank_missing(models) is None:
         lightgbm.train({"objective": "lambdarank", "verbosity": -1}, rows, num_boost_round=1)
     else:
         with pytest.raises(lightgbm.basic.LightGBMError, match="exceeds upper limit"):

@@ -10,11 +10,11 @@ import torch
 import two_tower_world as world
 from memory_count import Alive
 
-from job.dataset.ranking import generate
-from job.experiments import two_tower_baselines
-from job.experiments.two_tower_data import members, refit_member, rows_of
-from job.experiments.two_tower_members import Members
-from job.models.two_tower import TwoTower, draw_noise
+from job.experiments.two_tower import baselines
+from job.experiments.two_tower.data import members, refit_member, rows_of
+from job.experiments.two_tower.members import Members
+from job.experiments.two_tower.model import TwoTower, draw_noise
+from job.experiments.two_tower.ranking import generate
 from job.spec import TwoTowerConfig, two_tower
 from job.spec.two_tower import Variant, variant, variants
 
@@ -183,5 +183,5 @@ def test_a_variant_of_a_sweep_is_the_scenario_of_its_name() -> None:
 def test_lambdarank_is_billed_by_queries_models_and_folds_where_it_runs(data: dict[str, Any], core_s: float) -> None:
     config = replace(FULL, data=replace(FULL.data, **data))
     assert [phase.cpu_core_s for phase in config.phases()] == [0.0, pytest.approx(core_s, rel=1e-12)]
-    missing = two_tower_baselines.lambdarank_missing(config.data.models) or ""
+    missing = baselines.lambdarank_missing(config.data.models) or ""
     assert ("models per query" in missing) == (core_s == 0)

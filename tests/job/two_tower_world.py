@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from job.dataset.ranking import Tables, generate, prepare_ranking
-from job.experiments.two_tower_data import Indices
+from job.experiments.two_tower.data import Indices
+from job.experiments.two_tower.ranking import Tables, generate, prepare_ranking
 from job.spec import TwoTowerConfig, from_json
 
 REHEARSAL: dict[str, Any] = {

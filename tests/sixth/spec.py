@@ -49,7 +49,7 @@ class ToyEval:
 class ToyConfig(JobConfig):
     """toy: an embedding and a head."""
 
-    trainer: ClassVar[str] = "job.experiments.toy:Toy"
+    trainer: ClassVar[str] = "job.experiments.toy.run:Toy"
     dataset_kind: ClassVar[str] = "windows"
     efficiency: ClassVar[float] = 0.3
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps",)

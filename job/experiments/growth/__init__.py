@@ -1,0 +1,1 @@
+"""tinystories-growth: a dense model grown into a mixture of experts."""

@@ -1,0 +1,106 @@
+"""How one phase's weights become the next one's, keeping the function: pure functions, state dict -> state dict.
+
+Exact in real arithmetic; dtype kept. Rounding is what is left, and check.py measures it. New numbers are drawn
+on the CPU in fp32 from the generator given, in the order of the state dict, so a growth can be repeated anywhere.
+
+Three mistakes that look right and are silent: writing E/2 into a tied table (it also halves the input), zero-padding a
+normalised stream (it changes the statistics), copying a layer (it is applied twice).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from job.experiments.growth.model import initial_std
+from job.spec import GrowthConfig
+
+State = dict[str, Tensor]
+
+
+def grow(config: GrowthConfig, phase_index: int, state: State, generator: torch.Generator) -> State:
+    """Phase `phase_index`'s starting weights from the end of the one before: 1 adds experts, 2 width and layers."""
+    model = config.model
+    if phase_index == 1:
+        return upcycle(state, experts=model.experts, router_std=model.router_std, generator=generator)
+    if phase_index == 2:
+        wide = widen(state, noise=model.symmetry_noise, generator=generator)
+        return deepen(wide, new_layers=model.new_layers, router_std=model.router_std, generator=generator)
+    raise ValueError(f"nothing grows into phase {phase_index}; 1 and 2 are grown")
+
+
+def upcycle(state: State, *, experts: int, router_std: float, generator: torch.Generator) -> State:
+    """Every expert is the dense FFN. Weights over the chosen experts sum to 1, so any router keeps the function; a
+    random one, because zero logits tie and send every token to the same two experts.
+    """
+    grown: State = {}
+    for name, tensor in state.items():
+        if ".ffn." not in name:
+            grown[name] = tensor.clone()
+            continue
+        if name.endswith("up.weight"):
+            router = name.replace("up.weight", "router.weight")
+            grown[router] = _normal((experts, tensor.shape[-1]), router_std, tensor, generator)
+        grown[name] = tensor.expand(experts, *tensor.shape).clone()
+    return grown
+
+
+def widen(state: State, *, noise: float, generator: torch.Generator) -> State:
+    """Twice as wide, activations x -> [x; x]: heads doubled in block order (head_dim stays), FFN units duplicated.
+
+    A matrix's inputs arrive twice, so it is halved: exact in binary. `noise` x its own standard deviation is added to
+    one input half and subtracted from the other: it cancels now and lets the copies part in training.
+    """
+    grown: State = {}
+    for name, tensor in state.items():
+        if name == "embed.weight":
+            grown[name] = torch.cat([tensor, tensor], dim=-1)
+        elif name.startswith("norm."):
+            # the tied head [E, E] doubles every logit; its input is halved here, once
+            grown[name] = torch.cat([tensor, tensor]) / 2
+        elif name.endswith("router.weight"):
+            grown[name] = _widened(tensor, 1, noise, generator)  # output count, and with it the choice, kept
+        elif name.endswith("weight") and tensor.ndim > 1:
+            grown[name] = _widened(tensor, 2, noise, generator)
+        else:  # layer norms' gains and biases, Linear biases: one value per output
+            grown[name] = torch.cat([tensor, tensor], dim=-1)
+    return grown
+
+
+def deepen(state: State, *, new_layers: int, router_std: float, generator: torch.Generator) -> State:
+    """`new_layers` blocks appended that add exactly 0: what writes to the residual stream (o and every expert's
+    down-projection, weights and biases) is zero, the rest ordinarily initialised. The old layers' tensors are shared.
+    """
+    layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
+    template = [(name.removeprefix("blocks.0."), tensor) for name, tensor in state.items() if ".0." in name[:9]]
+    grown = {name: tensor for name, tensor in state.items() if not name.startswith("norm.")}
+    for index in range(layers, layers + new_layers):
+        for part, tensor in template:
+            std = initial_std(part, layers + new_layers, router_std)
+            if part.split(".")[-2] in ("o", "down"):
+                fresh = torch.zeros_like(tensor)
+            elif std is None:
+                fresh = torch.full_like(tensor, 1.0 if part.endswith("weight") else 0.0)
+            else:
+                fresh = _normal(tensor.shape, std, tensor, generator)
+            grown[f"blocks.{index}.{part}"] = fresh
+    return grown | {name: tensor for name, tensor in state.items() if name.startswith("norm.")}
+
+
+def _widened(matrix: Tensor, copies: int, noise: float, generator: torch.Generator) -> Tensor:
+    """[W/2 + N, W/2 - N], with a fresh N for each copy of the outputs. N's scale is each matrix's own, also among
+    stacked experts. Written in place: at full size every temporary is a third of a gigabyte.
+    """
+    rows, columns = matrix.shape[-2:]
+    wide = matrix.new_empty(*matrix.shape[:-2], copies * rows, 2 * columns)
+    half, scale = matrix / 2, matrix.std(dim=(-2, -1), keepdim=True)
+    for start in range(0, copies * rows, rows):
+        copy = wide[..., start : start + rows, :]
+        n = _normal(matrix.shape, noise, matrix, generator).mul_(scale)
+        torch.add(half, n, out=copy[..., :columns])
+        torch.sub(half, n, out=copy[..., columns:])
+    return wide
+
+
+def _normal(shape: tuple[int, ...], std: float, like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.empty(shape).normal_(0.0, std, generator=generator).to(like)

@@ -1,0 +1,132 @@
+"""The program in an answer, without what it never uses.
+
+Models like to add a test, a main block, a module class or imports for them; the rules would refuse those, and none of
+them matters. They are dropped here, before anything is judged: what is left is the program, for the rules and for the
+process that runs it alike, so what is dropped can do nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import symtable
+import textwrap
+
+from job.experiments.kernel.judge.catalog import ENTRY
+
+# Of three backticks or more, or tildes; as long at its end as at its beginning, or open there.
+FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
+THOUGHT = "</think>"
+DEFINED = re.compile(rf"^[ \t]*(def[ \t]+{ENTRY}\b|{ENTRY}[ \t]*=)", re.MULTILINE)
+JIT = re.compile(r"@(?!torch\.)(\w+\.)?jit\b")  # torch.jit.script decorates the program that was asked about
+
+
+def program(answer: str) -> str:
+    """What the fence holds that defines the entry, the first that has a kernel too: before it may come the program that
+    was asked about, or a draft. Then all fences together, a kernel in one and its entry in a later one; then any that
+    defines the entry, else the first, or all of it. A fence may be open at its end, or, where an answer begins with the
+    program, at its beginning. What a model thinks before it answers, as Qwen3 may, is no part of the answer.
+    """
+    answer = answer.rpartition(THOUGHT)[2]
+    fenced = [textwrap.dedent(found[1]) for found in FENCE.findall(answer)]
+    earlier = [part for part in fenced if DEFINED.search(part)][:-1]
+    together = "\n".join(part for part in fenced if part not in earlier)
+    parts = [*fenced, *filter(None, [together]), answer.partition("```")[0], answer]
+    whole = [part for part in parts if DEFINED.search(part)]
+    found = next((part for part in whole if JIT.search(part)), (whole or fenced or parts)[0])
+    return used(found.strip() + "\n")
+
+
+def used(source: str) -> str:
+    """Without definitions, imports and assignments at the top that the entry never comes to, the main block, what is
+    called or asserted after the entry is there, and annotations outside kernels, which mean nothing to Python. As it
+    was where there are none, where there is no entry, or where it cannot be read.
+    """
+    try:
+        tree = ast.parse(source)
+        if not any(ENTRY in _names(node) for node in tree.body):
+            return source
+        before = ast.dump(tree)
+        main = [node for node in tree.body if isinstance(node, ast.If) and not node.orelse and _is_main(node.test)]
+        entry = max(number for number, node in enumerate(tree.body) if ENTRY in _names(node))
+        tried = [node for node in tree.body[entry:] if isinstance(node, ast.Expr | ast.Assert)]  # an example, a test
+        tree.body = [node for node in tree.body if node not in main and node not in tried]
+        for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
+            if not any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+                _forget_annotations(function)
+        tree.body = _reached(tree.body)
+        return source if ast.dump(tree) == before else ast.unparse(tree) + "\n"
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return source
+
+
+def _is_main(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
+
+
+class _Plain(ast.NodeTransformer):
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        return node if node.value is None else ast.copy_location(ast.Assign([node.target], node.value), node)
+
+
+def _forget_annotations(function: ast.FunctionDef) -> None:
+    for node in ast.walk(_Plain().visit(function)):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+
+
+def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
+    """What the entry names, and what that names, and so on; with all that gives nothing a name."""
+    whole = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names if not alias.asname}
+    wanted, seen, givers = [ENTRY], set[str](), dict[str, list[ast.stmt]]()
+    for node in body:
+        if not (names := _names(node)):
+            wanted += _mentions(node)
+        for name in names if not isinstance(node, ast.Import | ast.ImportFrom) else []:
+            givers.setdefault(name, []).append(node)
+    while wanted:
+        name = wanted.pop()
+        if name not in seen:
+            seen.add(name)
+            for node in givers.get(name, []):
+                wanted += _mentions(node)
+    kept: list[ast.stmt] = []
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [alias for alias in node.names if _is_wanted(alias, seen, whole)]
+            if node.names and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+                kept.append(node)
+        elif seen.intersection(_names(node)) or not _names(node):
+            kept.append(node)
+    return kept
+
+
+def _is_wanted(alias: ast.alias, seen: set[str], whole: set[str]) -> bool:
+    """`import a.b` gives a name to `a` alone, which `import a` may have done."""
+    name = alias.asname or alias.name.partition(".")[0]
+    return alias.name == "*" or (name in seen and (bool(alias.asname) or name == alias.name or name not in whole))
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """What a statement at the top gives a meaning; empty where it may do more than that."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    each = [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    names = [target.id for target in each if isinstance(target, ast.Name)]
+    return names if len(names) == len(each) else []
+
+
+def _mentions(node: ast.stmt) -> list[str]:
+    """The module's names that it may need. What a function calls its own is none of them: an example's `x` is not."""
+    found, left = list[str](), [symtable.symtable(ast.unparse(node), "answer", "exec")]
+    while left:
+        scope = left.pop()
+        left += scope.get_children()
+        within = scope.get_type() != "module"
+        found += [symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global() or not within]
+    return found

@@ -1,0 +1,346 @@
+"""A candidate's process, and the server that forks one for each.
+
+After `python -m job.experiments.kernel.judge.child FD`:
+    serve        imports torch and triton once, computes nothing, forks on request
+    compile 90   the same for processes that compile, for sm_90 (compiler.py)
+    one JSON     one candidate in a fresh process, for GPUs: CUDA does not survive a fork
+
+The process knows neither the reference nor the expected output nor the task. It gets a source and tensors, and answers
+with tensors; whether they are right is judged elsewhere. What it says about itself (`ops`, `alias`) can only harm it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from job.experiments.kernel.judge import compiler, interpreter, sandbox, wire
+from job.experiments.kernel.judge.watched import GIVEN, Computes, Fences, Ops, filled, refuse_operators
+
+ENTRY = "kernel_function"
+# All that the interpreter would otherwise import in each child anew.
+PRELOADED = ("triton", "triton.compiler.code_generator", "triton.experimental.gluon", "triton.language.extra.libdevice")
+BROADCASTS = "torch.fx.experimental.symbolic_shapes"  # of torch.broadcast_shapes; looks into frames as it is imported
+FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # more than a core's own caches; more than an H100's 50 MB L2, 5 times
+_clock, _cpu, _usage = time.perf_counter, time.process_time, resource.getrusage  # as they are before a candidate comes
+_Event: Any = torch.cuda.Event
+# A launch that costs what those of candidates cost in Python, of a kernel that does nothing.
+NOTHING = f"""
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    pass
+
+def {ENTRY}(x):
+    kernel[(1,)](x, x, 1, BLOCK=1024)
+"""
+
+
+class Harness:
+    """One candidate: load, run, trial."""
+
+    turn = 0  # counts its calls, from a number of the judge's: which configuration it gets tells it nothing
+    names: Mapping[str, Any] = {}  # what an interpreted module calls by these is another than Python's
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.entry: Callable[..., Any] | None = None
+        self.given: list[Tensor] = []
+        self.inputs: list[Tensor] = []  # as it was given, moved on by the shifts
+        self.fences = Fences(GIVEN)  # around the inputs
+        self.shifts: list[int] = []
+        self.ops: Ops | None = None  # of the last call, where they were asked for
+        self.output: Any = None
+        self._flush: Tensor | None = None
+        self._empty: dict[str, Callable[..., Any]] = {}
+
+    def answer(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
+        """The reply to one message of the judge's."""
+        act: Callable[..., wire.Message] = getattr(self, f"_{head['do']}")
+        return act(head, blobs)
+
+    def _load(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
+        """The text that was judged, not bytes that could be read as another. With `refuses` it may not compute with
+        torch in any call; of those that are listed, `ops` says more.
+        """
+        Harness.turn = head.get("turn", 0)
+        if head.get("refuses"):
+            refuse_operators()
+        self.entry = _entry("candidate", blobs[0].decode(), Harness.names)
+        return {}, []
+
+    def _compile(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
+        """What its launches are for the inputs of `calls`, compiled."""
+        assert self.entry is not None
+        problem = compiler.compile_launches(self.entry, head["calls"], head["device"])
+        return {"problem": problem}, []
+
+    def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
+        """New inputs; with `as_timed` where those of the trials are, if they can be: else an address would tell."""
+        given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
+        self.given, self.shifts = [_placed(tensor, self.device, Fences(GIVEN)) for tensor in given], [0] * len(given)
+        if head.get("as_timed") and list(map(_layout, given)) == list(map(_layout, self.inputs)):
+            for tensor, content in zip(self.inputs, self.given, strict=True):
+                tensor.copy_(content)
+        else:
+            self.fences = Fences(GIVEN)
+            self.inputs = [_placed(tensor, self.device, self.fences) for tensor in given]
+        self._sync()
+        return {}, []
+
+    def _run(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
+        """One call on inputs of its own, and its output. With `as_timed` nothing tells that it is not timed.
+        What was given before, for trials, stays where it is, and is there again when one is made ready.
+        """
+        kept = self.given, self.inputs, self.fences, self.shifts
+        self._give(head, blobs)
+        with nullcontext() if head.get("as_timed") else filled():
+            self._trial(head, [])
+        found = self._collect(head, [])
+        self.given, self.inputs, self.fences, self.shifts = kept
+        return found
+
+    def _ready(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
+        """What is in the memory of each input moved on by one of `shifts`, so that what is remembered of it, by address
+        or by what a kernel has read, is wrong; caches emptied when asked to; nothing under way. A trial may follow.
+        """
+        self.shifts = head.get("shifts", self.shifts)
+        for tensor, content in zip(self.inputs, self._contents(), strict=True):
+            tensor.copy_(content)
+        if head["flush"]:
+            if self._flush is None:
+                size = FLUSH_BYTES[self.device.type] // 4
+                self._flush = torch.zeros(size, dtype=torch.int32, device=self.device)
+            self._flush.add_(1)
+        self._sync()
+        return {}, []
+
+    def _contents(self) -> list[Tensor]:
+        """What the inputs are to hold."""
+        return [tensor.roll(shift) if shift else tensor for tensor, shift in zip(self.given, self.shifts, strict=True)]
+
+    def _trial(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
+        """One timed call, or an `empty` launch. Seconds by events on the stream, or by the clock on a CPU. With `ops`
+        the torch functions that it calls are listed, which takes time.
+        """
+        call = self._nothing(head["empty"]) if head.get("empty") else self.entry
+        Harness.turn += not head.get("empty")
+        assert call is not None
+        _forget_allocator()
+        self.ops = Ops(fenced=head["do"] == "run") if head.get("ops") else None  # a trial's addresses are all alike
+        with self.ops or nullcontext():
+            if self.device.type == "cuda":
+                start, end = (_Event(enable_timing=True) for _ in range(2))
+                start.record()
+                self.output = call(*self.inputs)
+                end.record()
+                self._sync()
+                return {"seconds": start.elapsed_time(end) / 1000}, []
+            started = _clock()
+            self.output = call(*self.inputs)
+            return {"seconds": _clock() - started}, []
+
+    def _nothing(self, kind: str) -> Callable[..., Any]:
+        """An empty launch: of a Triton `kernel`, or an eager `operation` on one element."""
+        if not self._empty:
+            one = torch.zeros(1, device=self.device)
+            launch = _entry("nothing", NOTHING, {})
+            self._empty = {"kernel": lambda *_: launch(one), "operation": lambda *_: one.add_(1)}
+        return self._empty[kind]
+
+    def _stopwatch(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
+        """A call as many would time it: no warm-up, no flush, whatever `time.perf_counter` is by now."""
+        assert self.entry is not None
+        started = time.perf_counter()
+        self.output = self.entry(*self.inputs)
+        self._sync()
+        return {"seconds": time.perf_counter() - started}, []
+
+    def _collect(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
+        """The output of the last call, and what it has done besides."""
+        found = self.output
+        reply: dict[str, Any] = {"ops": sorted(self.ops.names)} if self.ops is not None else {}
+        if not isinstance(found, Tensor):
+            return {**reply, "type": type(found).__name__}, []
+        place = found.untyped_storage().data_ptr()
+        reply["alias"] = any(place == tensor.untyped_storage().data_ptr() for tensor in self.inputs)
+        same = (torch.equal(_bits(a), _bits(b)) for a, b in zip(self._contents(), self.inputs, strict=True))
+        reply["changed"] = not all(same)
+        if self.fences.broken or (self.ops is not None and self.ops.fences.broken):
+            return {"error": "it writes beyond what it was given or has made"}, []
+        shape, dtype = list(found.shape), str(found.dtype).removeprefix("torch.")
+        return {**reply, "shape": shape, "dtype": dtype}, [wire.raw(found)]
+
+    def _sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _entry(name: str, text: str, names: Mapping[str, Any]) -> Any:
+    """What a module defines as ENTRY, to which `names` mean something besides."""
+    path = Path(f"{name}.py").resolve()
+    path.write_text(text, encoding="utf-8", newline="")  # triton reads a kernel's source from its file
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    module.__dict__.update(names)
+    exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__[ENTRY]
+
+
+def _forget_allocator() -> None:
+    """What a call has given Triton to ask for memory may know of that call: the next one's kernels do not ask it."""
+    allocation = importlib.import_module("triton.runtime._allocation")
+    allocation.set_allocator(allocation.NullAllocator())
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """NaN equals NaN, and 0 is not -0."""
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def _placed(tensor: Tensor, device: torch.device, fences: Fences) -> Tensor:
+    """A copy on the device with the same strides and gaps, which `clone` would close."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage()).to(device)
+    return fences.around(whole, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: bool) -> None:
+    """Talks until the judge hangs up. Never returns."""
+    scratch, device = Path(asked["scratch"]), asked["device"]
+    isolated = asked["confined"] and sandbox.confine(scratch, namespaces=namespaces, cuda=device == "cuda")
+    os.chdir(scratch)
+    os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
+    os.environ["TRITON_CACHE_DIR"] = compiler.CACHE
+    tempfile.tempdir = str(scratch)  # what was imported has looked at TMPDIR, as at HOME, already
+    output = os.open(compiler.PRINTED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    torch.set_num_threads(1)  # before any operation: a pool of the server's would be gone in its child
+    warnings.simplefilter("ignore")
+    harness = Harness(torch.device(device))
+    wire.send(dialogue, {"isolated": isolated, **_unreachable(harness.device)})
+    if asked["guarded"]:
+        programs = compiler.tools() if asked["compiles"] else ()
+        sandbox.guard(
+            scratch,
+            lambda what: wire.send(dialogue, {"violation": what}),
+            programs=None if harness.device.type == "cuda" else programs,
+        )
+    try:
+        while True:
+            head, blobs = wire.receive(dialogue)
+            try:
+                reply, content = harness.answer(head, blobs)
+            except Exception as error:  # noqa: BLE001 - whatever a candidate raises is its result
+                reply, content = {"error": f"{type(error).__name__}: {str(error)[:300]}"}, []
+            except Computes as error:
+                reply, content = {"error": f"computes with torch: {error}"}, []
+            except BaseException as error:  # noqa: BLE001 - it may not leave, either
+                reply, content = {"error": type(error).__name__}, []
+            programs_s = sum(_usage(resource.RUSAGE_CHILDREN)[:2])
+            wire.send(dialogue, {**reply, "cpu_s": _cpu() + programs_s}, content)
+    except wire.Closed:
+        pass
+    finally:
+        os._exit(0)
+
+
+def _unreachable(device: torch.device) -> dict[str, Any]:
+    """An error where nothing can be computed there. Known before a candidate comes, so it is none of a candidate's."""
+    try:
+        for left in (3, 2, 1, 0) if device.type == "cuda" else ():
+            try:
+                torch.zeros(1, device=device).add_(1).cpu()
+                break
+            except torch.OutOfMemoryError:  # of a process that was here before, and is not all gone
+                if not left:
+                    raise
+                time.sleep(5)
+    except Exception as error:  # noqa: BLE001 - whatever CUDA says
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    return {}
+
+
+def _reap(*_: object) -> None:
+    """No zombies, and their CPU time added to this process's."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def serve(control: socket.socket, lacks: str | None) -> None:
+    """Says what it lacks, then forks a candidate's process per message {scratch, device, compiles, confined, guarded}
+    with one socket, and answers with its id. Ends with the judge, and ends them.
+    """
+    sandbox.adopt_orphans()
+    signal.signal(signal.SIGCHLD, _reap)
+    gc.collect()
+    gc.freeze()
+    wire.send(control, {"lacks": lacks, "triton": importlib.import_module("triton").__version__})
+    while True:
+        content, descriptors = b"", list[int]()
+        with suppress(ConnectionResetError):
+            content, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        if not content:  # the judge is gone, killed perhaps, and what runs on would have a core for ever
+            sandbox.end_children()
+            return
+        asked = json.loads(content)
+        pid, namespaces = sandbox.fork() if asked["confined"] else (os.fork(), False)
+        if pid == 0:
+            os.setsid()  # one signal reaches all of its group; a spawned one's has begun with it
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            candidate(socket.socket(fileno=descriptors[0]), asked, namespaces=namespaces)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.sendall(f"{pid}\n".encode())
+
+
+def main(argv: list[str]) -> None:
+    """See above."""
+    end = socket.socket(fileno=int(argv[0]))
+    end.set_inheritable(False)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    if argv[1] != "one":  # no GPU to wait for: what comes after that is to be seen all the same
+        torch.cuda.synchronize = lambda device=None: None
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        Harness.names = interpreter.install(lambda: Harness.turn)
+    if argv[1] == "serve":
+        importlib.import_module(BROADCASTS)
+        serve(end, None)
+    elif argv[1] == "compile":
+        serve(end, compiler.install(int(argv[2])))
+    else:
+        sandbox.die_with_parent()
+        compiler.refuse_foreign_code()
+        asked = json.loads(argv[2])
+        candidate(end, asked, namespaces=asked["confined"] and sandbox.enter())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

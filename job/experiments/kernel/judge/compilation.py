@@ -1,0 +1,121 @@
+"""Stage 2: each source is loaded and compiled once, and what came of it kept.
+
+    <folder>/<sha256 of the source>-<arguments>-<target>-<Triton's version>/
+        outcome.json    {"problem": why it does not load or compile, or null, "seconds": how long that took}
+        cache/          Triton's cache as the candidate's own process left it
+
+Files come from a candidate's process and go to processes of that same source alone: only plain ones are taken, into a
+folder of their own, after the process has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from job import atomic
+from job.experiments.kernel.judge import tasks, timing
+from job.experiments.kernel.judge.catalog import Task
+from job.experiments.kernel.judge.compiler import CACHE
+from job.experiments.kernel.judge.worker import Process, Workers
+from job.spec.kernel import Funnel as Limits
+
+MOST_BYTES, MOST_FILES = 1 << 26, 1000  # of one source; a kernel's files are about 50 kB
+OUTCOME = "outcome.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """`problem` None: it compiles, and `built` holds what came of it."""
+
+    problem: str | None
+    built: Path
+    seconds: float  # wall-clock, when it was made
+
+
+class Compilation:
+    """Stage 2 of one judge. Safe for threads."""
+
+    def __init__(self, workers: Workers, limits: Limits, seed: int) -> None:
+        self._workers, self._limits, self._seed = workers, limits, seed
+        self._folder = workers.folder / "compiled"
+        self._folder.mkdir(exist_ok=True)
+        self._under_way: dict[str, threading.Lock] = {}
+
+    @property
+    def words(self) -> str:
+        """What it does on this machine."""
+        if self._workers.lacks is not None:
+            return f"loads candidates and compiles nothing ({self._workers.lacks})"
+        return f"compiles for sm_{self._workers.capability}"
+
+    @property
+    def _target(self) -> str:
+        compiles = f"sm_{self._workers.capability}-{self._workers.triton}"
+        return f"{compiles}-{self._workers.device}" if self._workers.lacks is None else "loaded"
+
+    def of(self, source: str, sha256: str, task: Task, note: Callable[[Process], None]) -> Outcome:
+        """The source's, for the arguments of the task. `note` gets the process, where one was needed, when it is over.
+        Raises Lost; that is not kept.
+        """
+        arguments = hashlib.sha256(json.dumps(tasks.layouts(task, self._seed)).encode()).hexdigest()[:16]
+        name = f"{sha256}-{arguments}-{self._target}"
+        with self._under_way.setdefault(name, threading.Lock()):  # the other one's, where two come at the same time
+            return self._known(name) or self._compile(name, source, task, note)
+
+    def _known(self, name: str) -> Outcome | None:
+        found = self._folder / name
+        tree = atomic.read_object(found / OUTCOME)
+        if tree is None:  # or torn by a lost power supply, and who knows what else of it
+            shutil.rmtree(found, ignore_errors=True)
+            return None
+        return Outcome(problem=tree["problem"], built=found / CACHE, seconds=tree["seconds"])
+
+    def _compile(self, name: str, source: str, task: Task, note: Callable[[Process], None]) -> Outcome:
+        started = time.perf_counter()
+        with self._workers.start(memory_bytes=self._limits.memory_gb * 1e9, compiles=True) as process:
+            try:
+                ask = timing.bound(process, self._limits.candidate_s)
+                problem = timing.load_problem(ask, source)
+                if problem is None and self._workers.lacks is None:
+                    calls, device = tasks.layouts(task, self._seed), self._workers.device
+                    said = ask({"do": "compile", "calls": calls, "device": device})[0].get("problem")
+                    problem = None if said is None else f"does not compile: {str(said)[:400]}"
+            finally:
+                process.end()
+                note(process)
+            return self._keep(name, problem, process.scratch, time.perf_counter() - started)
+
+    def _keep(self, name: str, problem: str | None, scratch: Path, seconds: float) -> Outcome:
+        """Whole or not at all, whenever this process dies."""
+        made = Path(tempfile.mkdtemp(dir=self._folder, prefix="."))
+        (made / CACHE).mkdir()
+        with suppress(OSError):  # a candidate may have made its files unreadable
+            found = list(_plain(scratch / CACHE))
+            if len(found) <= MOST_FILES and sum(path.stat().st_size for path in found) <= MOST_BYTES:
+                for path in found:
+                    (made / CACHE / path.parent.name).mkdir(exist_ok=True)
+                    shutil.copyfile(path, made / CACHE / path.parent.name / path.name)
+        (made / OUTCOME).write_text(json.dumps({"problem": problem, "seconds": seconds}))
+        made.rename(self._folder / name)
+        return Outcome(problem=problem, built=self._folder / name / CACHE, seconds=seconds)
+
+
+def _plain(cache: Path) -> Iterator[Path]:
+    """The files of cache/*/ that are files: no links, which could lead anywhere, and no pipes."""
+    if not cache.is_dir() or cache.is_symlink():
+        return
+    for folder in os.scandir(cache):
+        if folder.is_dir(follow_symlinks=False):
+            for entry in os.scandir(folder.path):
+                if entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path)

@@ -1,0 +1,145 @@
+"""The judge's side of a process that has imported everything and forks candidates' processes (child.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from job.experiments.kernel.judge.wire import Closed, Late, receive
+
+START_S = 120.0  # to import torch and triton
+PASSED_ON = (  # no credentials
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "CUDA_HOME", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES",
+)  # fmt: skip
+
+
+class ForkServer:
+    """One of them; started again when it ends. `said`: its first words."""
+
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        self._arguments, self._environment = list(arguments), environment
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self.live: set[int] = set()
+        self.said: dict[str, Any] = {}
+        self._ready = False
+        self._begin()
+
+    @property
+    def pid(self) -> int:
+        assert self._server is not None
+        return self._server.pid
+
+    def _begin(self) -> None:
+        """Does not wait until it can fork."""
+        if self._control is not None:
+            self._control.close()
+        ours, theirs = socket.socketpair()
+        self._server = python(theirs, self._arguments, self._environment)
+        theirs.close()
+        self._control, self._ready = ours, False
+
+    def ready(self) -> None:
+        """Waits for it. Raises RuntimeError."""
+        with self._lock:
+            self._greeted()
+
+    def _greeted(self) -> socket.socket:
+        assert self._control is not None
+        if not self._ready:
+            try:
+                self.said, _ = receive(self._control, until=time.monotonic() + START_S)
+            except (Closed, Late):
+                raise RuntimeError("the fork server of the funnel did not start; see stderr") from None
+            self._ready = True
+            self._control.settimeout(START_S)
+        return self._control
+
+    def fork(self, theirs: socket.socket, asked: str) -> int:
+        """A process that talks through `theirs`, and its id."""
+        with self._lock:
+            for _ in range(2):
+                assert self._server is not None
+                if self._server.poll() is not None:
+                    self._begin()
+                with suppress(OSError):
+                    control = self._greeted()
+                    socket.send_fds(control, [asked.encode()], [theirs.fileno()])
+                    reply = control.recv(64)
+                    if reply:
+                        pid = int(reply)
+                        self.live.add(pid)  # before anybody may take it for a stray
+                        return pid
+                self._server.kill()  # it answers no more, and its end may not have been noticed yet
+                self._server.wait()
+        raise RuntimeError("the fork server of the funnel ended twice; see stderr")
+
+    def ended(self, pid: int) -> None:
+        """Also ends what got away from its parent: children of the server that nobody asked for."""
+        self.live.discard(pid)
+        with self._lock:
+            for stray in set(children(self.pid)) - self.live:
+                kill_all(stray)
+
+    def close(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._server is not None:
+            kill_all(self._server.pid)
+            self._server.wait()
+
+
+def python(theirs: socket.socket, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """child.py in a new process that holds `theirs` and no credentials."""
+    kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
+    fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path}
+    return subprocess.Popen(
+        [sys.executable, "-m", "job.experiments.kernel.judge.child", str(theirs.fileno()), *arguments],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**kept, **fixed, **environment},
+        start_new_session=True,
+    )
+
+
+def kill_all(pid: int) -> None:
+    """A process after its offspring, and after what that starts meanwhile: two looks in a row find nobody new."""
+    killed, quiet = set[int](), 0
+    while quiet < 2:
+        found = set(offspring(pid)) - killed
+        quiet = 0 if found else quiet + 1
+        for one in found:
+            _kill(one)
+        killed |= found
+    _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    with suppress(OSError, ValueError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def offspring(pid: int) -> Iterator[int]:
+    left = [pid]
+    while left:
+        found = children(left.pop())
+        left += found
+        yield from found

@@ -1,0 +1,323 @@
+"""The funnel: 1 static rules, 2 compile, 3 tiny run, 4 full run, 5 timing. It stops at the first failure.
+
+A verdict is the judge's alone: the candidate's process gets a source and inputs and gives bytes; the expected output is
+computed here, after those bytes have arrived. Each candidate has one process that compiles and one that runs, and
+`candidate_s` per stage to answer in; what the judge does between two questions is not counted, so that a busy judge
+rejects nobody. A process that hangs, crashes, does what is forbidden or answers what is no answer loses its candidate
+and nothing else. One that was right on every input, and for whose timing the time did not suffice, has passed without a
+speed-up.
+
+Stages 1 and 2 need no GPU: where there are GPUs they go ahead on all cores, and one worker per GPU does the others. On
+a CPU, where kernels are interpreted, one worker per core does all five; stage 2 compiles for a GPU there too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from job.experiments.kernel.judge import catalog, planted, rules, source_text, tasks, timing, wire
+from job.experiments.kernel.judge.catalog import Task
+from job.experiments.kernel.judge.compilation import Compilation
+from job.experiments.kernel.judge.planted import Candidate
+from job.experiments.kernel.judge.timing import Rejected, Timing
+from job.experiments.kernel.judge.verdict import STAGES, Course, Switches, Verdict
+from job.experiments.kernel.judge.worker import GREET_S, Lost, NoDeviceError, NotBegun, OutOfTime, Process, Workers
+from job.spec.kernel import Funnel as Limits
+
+
+class _ReferenceLost(Exception):
+    """Nothing can be timed against its process, nor against what it would answer next."""
+
+
+class Judge:
+    """Judges candidates one after another or many at once. `gpus`: how many to use; 0 interprets on the CPU."""
+
+    def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
+        self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
+        self._device = "cuda" if gpus else "cpu"
+        self._case = tasks.Cases(seed, self._device).case
+        self._cores = len(os.sched_getaffinity(0))
+        self.parallel = limits.workers or gpus or self._cores
+        self._at_once = self.parallel + (self._cores if gpus else 0)
+        self.compilation = Compilation(workers, limits, seed)
+        self._free: SimpleQueue[int] = SimpleQueue()
+        self._idle: list[SimpleQueue[Process]] = [SimpleQueue() for _ in range(max(1, gpus))]
+        for worker in range(self.parallel):
+            self._free.put(worker % max(1, gpus))
+
+    def prove(self, say: Callable[[str], None]) -> None:
+        """One kernel that is right, through a process like a candidate's on each GPU, before any candidate: what fails
+        here is no candidate's fault. Where it fails in namespaces alone, candidates run without. Raises NoDeviceError.
+        """
+        gpus, reasons = range(len(self._idle)), list[str]()
+        with ThreadPoolExecutor(len(gpus)) as pool:
+            for confines in (True, True, False):  # twice: isolation is not given up for a moment's trouble
+                self._workers.confines = confines
+                failed = [f"{gpu}: {why}" for gpu, why in zip(gpus, pool.map(self._failure, gpus), strict=True) if why]
+                if not failed:
+                    break
+                reasons.append(failed[0])
+            else:
+                raise NoDeviceError(
+                    f"a kernel that is right fails on this machine's {self._device}:{reasons[0]}; without namespaces "
+                    f"{reasons[-1]}"
+                )
+        if not self._workers.confines:
+            say(f"a kernel that is right fails in namespaces, {self._device}:{reasons[0]}; candidates run without")
+
+    def _failure(self, gpu: int) -> str | None:
+        task = catalog.BY_NAME["relu"]
+        try:
+            with self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu) as process:
+                self._check(task, self._loaded(process, planted.source(task), ops=True), ["tiny"], Switches())
+        except (Rejected, Lost, NoDeviceError) as error:
+            return str(error)
+        return None
+
+    def bound_s(self, count: int) -> float:
+        """No `count` candidates keep us waiting longer. What the judge computes itself comes on top."""
+        reading = count * source_text.LONGEST_S  # in one thread at a time
+        # One process compiles, one runs stages 3 to 5; in the last its reference has as long as it, and what is checked
+        # among the trials once more.
+        waiting = 3 * GREET_S + (len(STAGES) + 1) * self.limits.candidate_s
+        return reading + -(-count // self.parallel) * waiting
+
+    def all(
+        self,
+        candidates: Iterable[Candidate],
+        switches: Switches,
+        row: str,
+        done: Callable[[Verdict], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Judges in parallel; `done` gets each verdict as it falls, in this thread. `check` may raise to give up: then
+        what is under way is ended, without a verdict.
+        """
+        waiting, running, more = iter(candidates), set[Future[Course | Verdict]](), True
+        with self._pools() as (compiles, runs):
+            while more or running:
+                check()
+                while more and len(running) < self._at_once:
+                    candidate = next(waiting, None)
+                    more = candidate is not None
+                    if candidate is not None:
+                        running.add(compiles.submit(self._begun, candidate, switches, row))
+                ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    found = future.result()
+                    if isinstance(found, Verdict):
+                        done(found)
+                    else:
+                        running.add(runs.submit(self._ended, found))
+
+    @contextmanager
+    def _pools(self) -> Iterator[tuple[ThreadPoolExecutor, ThreadPoolExecutor]]:
+        """For stages 1 and 2, and for the others. On an error what waits there never begins, what is at work ends."""
+        runs = ThreadPoolExecutor(self.parallel)
+        compiles = ThreadPoolExecutor(self._cores) if self._gpus else runs
+        try:
+            yield compiles, runs
+        except BaseException:
+            for pool in (compiles, runs):
+                pool.shutdown(wait=False, cancel_futures=True)
+            self._workers.give_up()
+            raise
+        finally:
+            compiles.shutdown()
+            runs.shutdown()
+            self._close_idle()
+
+    def verdict(self, candidate: Candidate, switches: Switches, row: str) -> Verdict:
+        """One candidate through the funnel."""
+        found = self._begun(candidate, switches, row)
+        return found if isinstance(found, Verdict) else self._ended(found)
+
+    def _begun(self, candidate: Candidate, switches: Switches, row: str) -> Course | Verdict:
+        """Stages 1 and 2. Raises ValueError for a generated candidate without the rules: isolation alone does not hold
+        one (docs/kernels.md).
+        """
+        if not switches.funnel and not candidate.known:
+            raise ValueError(f"{candidate.name}: a generated candidate is judged under the rules alone")
+        course = Course(candidate, switches, row, digest(candidate.source))
+        try:
+            if switches.funnel:
+                with course.at("rules"):
+                    problem = rules.problem(candidate.source)
+                    if problem is not None:
+                        raise Rejected(problem)
+            with course.at("compile"):
+                if (why := source_text.unreadable(candidate.source)) is not None:
+                    raise Rejected(why)
+                task = catalog.BY_NAME[candidate.task]
+                found = self.compilation.of(candidate.source, course.sha256, task, course.note)
+            course.seconds["compile"] = found.seconds  # also where it was kept: a later row would seem to cost less
+            if found.problem is not None:
+                raise Rejected(found.problem)
+            course.built = found.built
+        except (Rejected, Lost) as error:
+            return _fallen(course, error)
+        return course
+
+    def _ended(self, course: Course) -> Verdict:
+        """Stages 3 to 5."""
+        gpu = self._free.get()
+        try:
+            self._judge(course, gpu)
+        except (Rejected, Lost) as error:
+            return _fallen(course, error)
+        finally:
+            self._free.put(gpu)
+        return course.verdict(None)
+
+    def _judge(self, course: Course, gpu: int) -> None:
+        built = course.built if self._gpus else None  # the interpreter has no use for it
+        with course.at("tiny" if course.switches.funnel else "full"):
+            process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, built=built)
+        try:
+            self._run(catalog.BY_NAME[course.candidate.task], process, course, gpu)
+            process.look()  # its last answer may have come before anybody looked again
+        finally:
+            process.close()
+            course.note(process)
+
+    def _run(self, task: Task, process: Process, course: Course, gpu: int) -> None:
+        wrong: Rejected | None = None
+        switches, source = course.switches, course.candidate.source
+        if switches.funnel:
+            with course.at("tiny"):
+                ask = self._loaded(process, source, ops=True)
+                self._check(task, ask, ["tiny"], switches)
+        with course.at("full"):
+            bounded = timing.bound(process, self.limits.candidate_s)
+            ask = bounded if switches.funnel else self._loaded(process, source, ops=False)
+            try:
+                self._check(task, ask, self._full(switches), switches)
+                if switches.funnel:  # who waits for what only a timed call shows would never be seen to be wrong
+                    self._check(task, ask, ["timing"], switches, as_timed=True)
+            except Rejected as error:
+                if switches.funnel:
+                    raise
+                wrong = error  # without the funnel a wrong one is timed all the same
+        tolerant = suppress(Rejected, Lost) if wrong else nullcontext()
+        with tolerant, course.at("timing"):
+            try:
+                with self._reference(gpu) as reference:
+                    before = reference.cpu_s
+                    try:
+                        course.timing = self._time(task, process, reference, course)
+                    finally:
+                        course.cpu_s += reference.cpu_s - before
+            except _ReferenceLost as error:  # no fault of the candidate's
+                course.timing = Timing(speedup=None, why=f"the reference: {error}")
+        if wrong is not None:
+            course.stage = STAGES.index("full") + 1
+            raise wrong
+
+    def _time(self, task: Task, process: Process, reference: Process, course: Course) -> Timing:
+        ask, more, own = (timing.bound(one, self.limits.candidate_s) for one in (process, process, reference))
+
+        def once_more(*asked: Any, **kwargs: Any) -> wire.Message:
+            try:
+                return more(*asked, **kwargs)
+            except OutOfTime as error:  # as in stage 4: these calls have its time, and are no measurement
+                raise Rejected(str(error)) from error
+
+        def other(*asked: Any, **kwargs: Any) -> wire.Message:
+            try:
+                with process.paused():
+                    reply, blobs = own(*asked, **kwargs)
+            except Lost as error:
+                raise _ReferenceLost(str(error)) from error
+            if "error" in reply:  # out of memory, a lost device
+                raise _ReferenceLost(reply["error"])
+            return reply, blobs
+
+        try:
+            other({"do": "load"}, [task.reference_source.encode()])
+            if not course.switches.timing:
+                return timing.stopwatch(task, ask, other, self._case)
+            switches = course.switches
+            names = tasks.ADVERSARIAL if switches.multi_input else ()
+            return timing.calibrated(
+                task,
+                self.seed,
+                ask,
+                other,
+                self._case,
+                trials=self.limits.trials,
+                suspicious=self.limits.suspicious,
+                ops=switches.funnel,
+                secret=course.sha256,
+                limit_s=self.limits.candidate_s,
+                others=[partial(self._check, task, once_more, [name], switches, as_timed=True) for name in names],
+            )
+        except OutOfTime as error:  # it was right on every input; how fast it is depends on who else is at work here
+            return Timing(speedup=None, why=f"{error} while it was timed")
+
+    @contextmanager
+    def _reference(self, gpu: int) -> Iterator[Process]:
+        """A process for references. It is ours, so the next candidate's may use it too, unless it is lost."""
+        try:
+            process = self._idle[gpu].get_nowait()
+        except Empty:
+            try:
+                process = self._workers.start(
+                    memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, confined=False, guarded=False
+                )
+            except Lost as error:
+                raise _ReferenceLost(str(error)) from error
+        try:
+            yield process
+        except (Rejected, Lost):  # of the candidate: this one waits for its next question
+            self._idle[gpu].put(process)
+            raise
+        except BaseException:
+            process.close()
+            raise
+        self._idle[gpu].put(process)
+
+    def _close_idle(self) -> None:
+        for idle in self._idle:
+            while not idle.empty():
+                idle.get().close()
+
+    def _loaded(self, process: Process, source: str, *, ops: bool) -> timing.Ask:
+        """The stage's questions, the candidate loaded; with `ops` it may not compute with torch."""
+        ask = timing.bound(process, self.limits.candidate_s)
+        turn = random.Random(f"{self.seed} {digest(source)} turn").getrandbits(30)
+        problem = timing.load_problem(ask, source, turn, ops=ops)
+        if problem is not None:
+            raise Rejected(problem)
+        return ask
+
+    def _full(self, switches: Switches) -> list[str]:
+        """The cases of stage 4."""
+        several = [*(f"random-{number}" for number in range(self.limits.inputs)), *tasks.ADVERSARIAL]
+        return several if switches.multi_input else ["random-0"]
+
+    def _check(
+        self, task: Task, ask: timing.Ask, names: Iterable[str], switches: Switches, *, as_timed: bool = False
+    ) -> None:
+        """Every case's output."""
+        for name in names:
+            timing.run(ask, task, self._case(task, name), ops=switches.funnel, as_timed=as_timed)
+
+
+def _fallen(course: Course, error: Rejected | Lost) -> Verdict:
+    """Raises NoDeviceError where it is this machine that fails, not the candidate."""
+    if isinstance(error, NotBegun):
+        raise NoDeviceError(f"a candidate's process, {error}") from error
+    return course.verdict(str(error))
+
+
+def digest(source: str) -> str:
+    """What names a source."""
+    return hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()

@@ -1,0 +1,78 @@
+"""Candidates whose fate is known: per task five kinds, each stopping at a stage of its own (or passing all)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from job.experiments.kernel.judge.catalog import ENTRY, TASKS, Task
+
+Kind = Literal["correct", "syntax-error", "wrong-result", "writes-nothing", "small-shapes-only"]
+STOPS_AT: dict[str, int] = {  # stage of the funnel; 6: none
+    "syntax-error": 1,
+    "wrong-result": 3,
+    "writes-nothing": 3,
+    "small-shapes-only": 4,
+    "correct": 6,
+}
+KINDS: tuple[Kind, ...] = get_args(Kind)
+BLOCKS = (1024, 512)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A program to judge. `origin`: generated, planted or adversarial; `label` its kind, where it is known."""
+
+    name: str
+    task: str
+    source: str
+    origin: str
+    label: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Ours, not a model's: what it does is known before anybody judges it."""
+        return self.origin != "generated"
+
+
+def source(task: Task, *, block: int = 1024, kind: Kind = "correct", body: str | None = None) -> str:
+    """A module with a kernel over flat blocks. `body` replaces the expression."""
+    expression = body or task.triton
+    if kind == "wrong-result":
+        expression = f"({expression}) + 0.05"
+    pointers = ", ".join(f"{name}_ptr" for name in task.arguments)
+    loads = "".join(f"    {name} = tl.load({name}_ptr + at, mask=inside, other=0.0)\n" for name in task.arguments)
+    store = f"tl.store(out_ptr + at, {expression}, mask=inside)"
+    blocks = "1" if kind == "small-shapes-only" else f"triton.cdiv(n, {block})"
+    colon = "" if kind == "syntax-error" else ":"
+    return (
+        "import torch\nimport triton\nimport triton.language as tl\n\n\n"
+        "@triton.jit\n"
+        f"def kernel({pointers}, out_ptr, n, BLOCK: tl.constexpr):\n"
+        "    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n"
+        "    inside = at < n\n"
+        f"{loads}"
+        f"    {'at + 0' if kind == 'writes-nothing' else store}\n\n\n"
+        f"def {ENTRY}({', '.join(task.arguments)}){colon}\n"
+        + "".join(f"    {name} = {name}.contiguous()\n" for name in task.arguments)
+        + "    out = torch.empty_like(x)\n    n = out.numel()\n"
+        f"    kernel[({blocks},)]({', '.join(task.arguments)}, out, n, BLOCK={block})\n"
+        "    return out\n"
+    )
+
+
+def candidates(count: int) -> list[Candidate]:
+    """The first `count` of tasks x kinds x two block sizes, going round the tasks last; 200 are all."""
+    made = [
+        Candidate(
+            name=f"planted-{task.name}-{kind}-{block}",
+            task=task.name,
+            source=source(task, block=block, kind=kind),
+            origin="planted",
+            label=kind,
+        )
+        for block in BLOCKS
+        for kind in KINDS
+        for task in TASKS
+    ]
+    return made[:count]

@@ -1,0 +1,300 @@
+"""Stage 5: how fast, against the reference, and whether that can be believed.
+
+Calibrated: warm-up, caches flushed before each trial, minus an empty launch, median and quartiles. The reference is
+timed before and after the candidate; where its two medians differ by more than REPEAT the machine is not quiet enough,
+and after TRIES there is no speed-up rather than a wrong one. Slow programs get fewer trials, so that the tries fit into
+the stage's time.
+
+An empty launch is what the program's own launches cost besides their work: of a Triton kernel that does nothing for a
+candidate, which pays for Triton's launcher in Python, and of an eager operation on one element for the reference. So it
+is kernels that are compared, and not a launcher with a dispatcher. What else a program does in Python is its own.
+
+No call gets what one before it got: the inputs are moved on within the same memory by numbers that the judge draws, so
+a remembered result is a wrong one, however it is remembered, and finding that out is part of the time. Between the
+trials are calls of which the torch functions are listed, and of some trials the output is wanted afterwards. Which, is
+drawn from the judge's seed and the source's hash; the candidate's process learns it when the call is over, or never.
+
+A candidate's own process reads the clock, so the judge keeps its own beside it: trials that took the judge much longer
+than they are said to have taken are a lie, and no speed-up is above what the judge's clock can tell. Above `suspicious`
+the judge's clock sees it again on inputs drawn for that, every output checked, and the verdict keeps the flag.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median, quantiles
+from typing import Any, Literal
+
+from job.experiments.kernel.judge import rules, tasks, wire
+from job.experiments.kernel.judge.catalog import Task
+from job.experiments.kernel.judge.tasks import Case
+from job.experiments.kernel.judge.worker import Process
+
+WARM_UP, REPEAT, TRIES, FRESH = 2, 0.05, 3, 3
+LISTED, LOOKED_AT = 5, 3  # calls among the trials: a cheat in half of the calls passes both in one of 256
+EMPTIES = 20  # at most
+LEAST = 3  # trials of the slowest
+LIE, LIE_S = 2.0, 1e-3  # the judge's quickest trial may show this many times the slowest claim, and so much more
+SHORTEST_S = 1e-9
+
+
+class Rejected(Exception):
+    """The candidate does not pass, and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trials:
+    """Seconds of one program: (lower quartile, median, upper quartile), and the judge's own median, give or take
+    `blur`.
+    """
+
+    quartiles: tuple[float, float, float]
+    judged: float
+    blur: float
+    quickest: float  # of the judge's own
+    slowest: float  # as it says
+
+    @property
+    def incredible(self) -> bool:
+        """A busy machine delays some trials on their way to the judge; only a lie shows in all of them."""
+        return self.quickest > LIE * self.slowest + LIE_S
+
+    @property
+    def median(self) -> float:
+        return self.quartiles[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """`speedup` None: not known, `why` says so. `suspicious`: it was said to be so fast that it was run again."""
+
+    speedup: float | None
+    why: str = ""
+    suspicious: bool = False
+    kernel: Trials | None = None
+    reference: Trials | None = None
+
+
+Ask = Callable[..., wire.Message]  # Process.ask with the stage's limit filled in
+Draw = Callable[[Task, str], Case]  # tasks.case of the judge's seed, for its device
+Empty = Literal["kernel", "operation"]  # which launch of nothing is subtracted: of a Triton kernel, or an eager one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """Whose calls are timed. `listed`, `looked_at`: how many of them are checked, each time; with `ops` also for what
+    they call. `random`: the judge's.
+    """
+
+    ask: Ask
+    task: Task
+    given: Case
+    random: random.Random
+    empty: Empty
+    listed: int = 0
+    looked_at: int = 0
+    ops: bool = False
+
+    def trials(self, count: int, others: Sequence[Callable[[], object]] = ()) -> Trials:
+        """`others` are calls to be made among the trials. Raises Rejected where a checked call is not right."""
+        for _ in range(WARM_UP):
+            self._call()
+            self._nothing()
+        empty = [self._nothing() for _ in range(min(count, EMPTIES))]
+        timed = list[tuple[float, float]]()
+        plan: list[Callable[[], object]] = [
+            partial(lambda checked: timed.append(self._call(checked=checked)), number < self.looked_at)
+            for number in range(count)
+        ]
+        plan += [partial(self._call, listed=True, checked=True)] * min(count, self.listed)
+        plan += others
+        self.random.shuffle(plan)
+        for act in plan:
+            act()
+        nothing, way = median(own for own, _ in empty), [judged for _, judged in empty]
+        own = [max(SHORTEST_S, seconds - nothing) for seconds, _ in timed]
+        judged = [max(SHORTEST_S, seconds - median(way)) for _, seconds in timed]
+        return Trials(
+            quartiles=_quartiles(own),
+            judged=median(judged),
+            blur=_quartiles(way)[2] - _quartiles(way)[0],
+            quickest=min(judged),
+            slowest=max(own),
+        )
+
+    def again(self) -> float:
+        """Seconds by the judge's clock of FRESH calls, every one checked."""
+        give(self.ask, self.given)
+        way = median(self._nothing()[1] for _ in range(FRESH))
+        return max(SHORTEST_S, median(self._call(checked=True)[1] for _ in range(FRESH)) - way)
+
+    def pace_s(self) -> float:
+        """Seconds that a trial takes with all that belongs to it."""
+        self._call()
+        started = time.monotonic()
+        self._call()
+        return time.monotonic() - started
+
+    def _nothing(self) -> tuple[float, float]:
+        """As `_call`, of an empty launch: there is nothing to flush for."""
+        self.ask({"do": "ready", "flush": False})
+        return _trial(self.ask, empty=self.empty)
+
+    def _call(self, *, listed: bool = False, checked: bool = False) -> tuple[float, float]:
+        """Seconds by the program's process and by the judge."""
+        shifts = [self.random.randrange(tensor.numel()) for tensor in self.given.tensors]
+        self.ask({"do": "ready", "flush": True, "shifts": shifts})
+        found = _trial(self.ask, ops=listed and self.ops)
+        if checked:
+            moved = tuple(tensor.roll(shift) for tensor, shift in zip(self.given.tensors, shifts, strict=True))
+            case = Case(name="while it was timed", tensors=moved)
+            check(self.task, case, *self.ask({"do": "collect"}, most_bytes=room(case)), ops=listed and self.ops)
+        return found
+
+
+def calibrated(
+    task: Task,
+    seed: int,
+    ask: Ask,
+    reference: Ask,
+    draw: Draw,
+    *,
+    trials: int,
+    suspicious: float,
+    ops: bool = False,
+    secret: str = "",
+    limit_s: float = math.inf,
+    others: Sequence[Callable[[], object]] = (),
+) -> Timing:
+    """`secret`: what the candidate could not know when it was written, its own hash; `limit_s`: all tries may take;
+    `others`: checked calls to be made among the trials of the first. Raises Rejected for a lie or a wrong output, Lost
+    where a process ends.
+    """
+    given, own = draw(task, "timing"), random.Random(f"{seed} {task.name} {secret}")
+    ours = Program(
+        ask=reference, task=task, given=given, random=random.Random(f"{seed} {task.name}"), empty="operation"
+    )
+    program = replace(ours, ask=ask, random=own, empty="kernel", listed=LISTED, looked_at=LOOKED_AT, ops=ops)
+    for one in (program, ours):
+        give(one.ask, given)
+    pace = program.pace_s() + ours.pace_s()
+    count = trials if pace * trials * 2 * TRIES <= limit_s else min(trials, max(LEAST, int(limit_s / pace / 2 / TRIES)))
+    after, lies = ours.trials(count), True
+    for number in range(TRIES):
+        before, kernel, after = after, program.trials(count, () if number else others), ours.trials(count)
+        shorter, longer = sorted((before.median, after.median))
+        repeat = longer / shorter - 1
+        lies &= kernel.incredible
+        if repeat <= REPEAT and shorter > SHORTEST_S and not kernel.incredible:
+            break
+    if lies:
+        claimed, seen = kernel.slowest * 1e3, kernel.quickest * 1e3
+        raise Rejected(f"it says at most {claimed:.3f} ms per call, the judge's clock at least {seen:.3f} ms")
+    speedup = (before.median + after.median) / 2 / kernel.median
+    took, flagged = kernel.judged, speedup > suspicious
+    if flagged:
+        took = max(took, replace(program, given=draw(task, "again-0")).again())
+    speedup = min(speedup, ((before.judged + after.judged) / 2 + kernel.blur) / max(SHORTEST_S, took - kernel.blur))
+    why = ""
+    if shorter <= SHORTEST_S:
+        why = "the reference takes no longer than an empty operation"
+    elif repeat > REPEAT:
+        why = f"the reference's own repeat differs by {100 * repeat:.0f} %, more than {100 * REPEAT:.0f} %"
+    elif kernel.incredible:
+        why = "its clock and the judge's did not agree in the last try"
+    return Timing(speedup=None if why else speedup, why=why, suspicious=flagged, kernel=kernel, reference=before)
+
+
+def stopwatch(task: Task, ask: Ask, reference: Ask, draw: Draw) -> Timing:
+    """As many would do it: one call, wall clock."""
+    given = draw(task, "random-0")
+    seconds = []
+    for program in (ask, reference):
+        give(program, given)
+        seconds.append(_seconds(program({"do": "stopwatch"})[0]))
+    return Timing(speedup=seconds[1] / seconds[0])
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return low, middle, high
+
+
+def _trial(ask: Ask, *, empty: Empty | None = None, ops: bool = False) -> tuple[float, float]:
+    """Seconds by the program's process and by the judge."""
+    started = time.perf_counter()
+    reply, _ = ask({"do": "trial", "empty": empty, "ops": ops})
+    return _seconds(reply), time.perf_counter() - started
+
+
+def load_problem(ask: Ask, source: str, turn: int = 0, *, ops: bool = False) -> str | None:
+    """Why a program does not load; None when it does. `turn`: of tuned kernels' configurations, where to begin. With
+    `ops` none of its calls may compute with torch.
+    """
+    reply, _ = ask({"do": "load", "turn": turn, "refuses": ops}, [source.encode()])
+    return f"does not load: {reply['error'][:300]}" if "error" in reply else None
+
+
+def run(ask: Ask, task: Task, given: Case, *, ops: bool, as_timed: bool = False) -> None:
+    """One checked call on inputs of its own, watched or as a timed one is. Raises Rejected."""
+    packed = [wire.pack(tensor) for tensor in given.tensors]
+    head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": ops and not as_timed, "as_timed": as_timed}
+    answer = ask(head, [blob for _, blob in packed], most_bytes=room(given))
+    check(task, given, *answer, ops=ops and not as_timed)
+
+
+def check(task: Task, given: Case, reply: dict[str, Any], blobs: list[wire.Blob], *, ops: bool) -> None:
+    """Raises Rejected unless a reply holds the expected output, of a new tensor; with `ops`, of a call that computed
+    nothing with torch.
+    """
+    if "error" in reply:
+        raise Rejected(f"{given.name}: {reply['error'][:300]}")
+    if "shape" not in reply or "dtype" not in reply or len(blobs) != 1:
+        raise Rejected(f"{given.name}: gives {reply.get('type', 'nothing')[:40]}, not a tensor")
+    problem = tasks.difference(task, given, tuple(reply["shape"]), reply["dtype"], blobs[0])
+    if problem is not None:
+        raise Rejected(problem[:300])
+    if reply.get("alias", True) or reply.get("changed", True):
+        raise Rejected(f"{given.name}: gives its input back, or changes it")
+    if ops and (bad := rules.forbidden_ops(reply.get("ops", ["?"]))):
+        raise Rejected(f"{given.name}: computes with torch: {', '.join(bad)[:200]}")
+
+
+def room(given: Case) -> int:
+    """Bytes that an output may have, right or not: as if it were of twice the width."""
+    return 2 * given.tensors[0].numel() * given.tensors[0].element_size()
+
+
+def give(ask: Ask, given: Case) -> None:
+    """Its next inputs. Raises Rejected."""
+    packed = [wire.pack(tensor) for tensor in given.tensors]
+    reply, _ = ask({"do": "give", "inputs": [spec for spec, _ in packed]}, [blob for _, blob in packed])
+    if "error" in reply:
+        raise Rejected(reply["error"][:300])
+
+
+def _seconds(reply: dict[str, Any]) -> float:
+    """Raises Rejected where the process gives no time."""
+    if "seconds" not in reply:
+        raise Rejected(reply.get("error", "it does not say how long a call takes")[:300])
+    return max(SHORTEST_S, float(reply["seconds"]))
+
+
+def bound(process: Process, limit_s: float) -> Ask:
+    """`process.ask` where all answers together may take `limit_s`. Between them the clock stands still."""
+    left = limit_s
+
+    def ask(head: dict[str, Any], blobs: list[wire.Blob] | None = None, *, most_bytes: int = 0) -> wire.Message:
+        nonlocal left
+        started = time.monotonic()
+        try:
+            return process.ask(head, blobs or [], limit_s=max(0.001, left), most_bytes=most_bytes)
+        finally:
+            left -= time.monotonic() - started
+
+    return ask

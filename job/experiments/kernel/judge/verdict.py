@@ -1,0 +1,134 @@
+"""What is known of a candidate: while it is judged, and afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from job.contract import reading
+from job.contract.reading import DoubtError, Fields
+from job.experiments.kernel.judge.planted import Candidate
+from job.experiments.kernel.judge.timing import Timing
+from job.experiments.kernel.judge.worker import Process
+
+STAGES = ("rules", "compile", "tiny", "full", "timing")
+PASSED = len(STAGES) + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switches:
+    """The extensions that can be left out for the ablation table. Isolation and limits cannot."""
+
+    funnel: bool = True  # rules and the list of operations; stages that stop at the first failure
+    multi_input: bool = True  # several random inputs and the adversarial ones; otherwise one random input
+    timing: bool = True  # calibrated; otherwise one call by the wall clock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """`stage`: where it stopped, 1 to 5, or 6 when it passed all. Seconds are wall-clock, those of stage 2 of the
+    source's first compilation, which the others find. `suspicious`: it was said to be so fast that it was run again.
+    """
+
+    row: str
+    candidate: str
+    task: str
+    origin: str
+    label: str
+    source_sha256: str
+    passed: bool
+    stage: int
+    reason: str
+    seconds: dict[str, float]
+    cpu_s: float  # of the candidate's and the reference's process
+    isolated: bool | None  # namespaces were allowed; None: no process was needed
+    speedup: float | None = None
+    suspicious: bool = False
+    kernel_s: tuple[float, float, float] | None = None  # quartiles
+    reference_s: tuple[float, float, float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, as JSON gives them back: quartiles as lists."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Verdict:
+        """Raises DoubtError for what is no verdict."""
+        fields, quartiles = Fields(tree), reading.listed(reading.number)
+        kernel_s, reference_s = (fields.take(key, quartiles, None) for key in ("kernel_s", "reference_s"))
+        if any(pair is not None and len(pair) != 3 for pair in (kernel_s, reference_s)):
+            raise DoubtError("quartiles are three")
+        return cls(
+            row=fields.need("row", reading.text),
+            candidate=fields.need("candidate", reading.text),
+            task=fields.need("task", reading.text),
+            origin=fields.need("origin", reading.text),
+            label=fields.need("label", reading.text),
+            source_sha256=fields.need("source_sha256", reading.text),
+            passed=fields.need("passed", reading.flag),
+            stage=fields.need("stage", reading.choice(*range(1, PASSED + 1))),
+            reason=fields.need("reason", reading.text),
+            seconds=fields.need("seconds", reading.mapping(reading.number)),
+            cpu_s=fields.need("cpu_s", reading.number),
+            isolated=fields.take("isolated", reading.flag, None),
+            speedup=fields.take("speedup", reading.number, None),
+            suspicious=fields.take("suspicious", reading.flag, False),
+            kernel_s=kernel_s,  # type: ignore[arg-type]
+            reference_s=reference_s,  # type: ignore[arg-type]
+        )
+
+
+@dataclass(slots=True)
+class Course:
+    """One that is being judged."""
+
+    candidate: Candidate
+    switches: Switches
+    row: str
+    sha256: str
+    built: Path | None = None  # what stage 2 left
+    seconds: dict[str, float] = field(default_factory=dict)
+    stage: int = 1
+    cpu_s: float = 0.0
+    isolated: bool | None = None
+    timing: Timing | None = None
+
+    @contextmanager
+    def at(self, stage: str) -> Iterator[None]:
+        self.stage = STAGES.index(stage) + 1
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+
+    def note(self, process: Process) -> None:
+        """One that is over."""
+        self.isolated = process.isolated
+        self.cpu_s += process.cpu_s
+
+    def verdict(self, reason: str | None) -> Verdict:
+        """None: it has passed."""
+        found = self.timing
+        return Verdict(
+            row=self.row,
+            candidate=self.candidate.name,
+            task=self.candidate.task,
+            origin=self.candidate.origin,
+            label=self.candidate.label,
+            source_sha256=self.sha256,
+            passed=reason is None,
+            stage=PASSED if reason is None else self.stage,
+            reason=reason or (found.why if found else ""),
+            seconds={name: round(value, 6) for name, value in self.seconds.items()},
+            cpu_s=round(self.cpu_s, 6),
+            isolated=self.isolated,
+            speedup=found.speedup if found else None,
+            suspicious=found is not None and found.suspicious,
+            kernel_s=found.kernel.quartiles if found and found.kernel else None,
+            reference_s=found.reference.quartiles if found and found.reference else None,
+        )

@@ -1,0 +1,135 @@
+"""kernel-sft's pairs of a PyTorch program and a Triton one, packed into rows as packed.py writes them.
+
+A JSONL file has {prompt, answer} a line, as KernelBook's pairs are easily written; `data.samples` of them are chosen by
+the seed. Generated pairs are seeded kernels of the twenty tasks, with a tokenizer of bytes: any program can be written
+in 256 ids and a few special tokens. The loss is on the answer. User mistakes raise ValueError.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from job.dataset.chat import Conversation, Turn, hashed, lines_of, object_of, text_at
+from job.dataset.packed import prepare_packed
+from job.dataset.packing import Packing
+from job.dataset.prepare import DatasetManifest
+from job.dataset.rendering import TEMPLATES, FileTokenizer, Template, own_tokenizer
+from job.experiments.kernel.judge import answers, planted, rules
+from job.experiments.kernel.judge.catalog import TASKS
+from job.experiments.kernel.judge.curriculum import require_practice, tasks_of
+from job.spec.kernel import KernelConfig
+
+HELD_OUT = 0.02  # share of the pairs, for a validation loss; at least one
+LOOKED_AT = 1000  # answers at most: the longest take a second each
+FEW = 0.5  # of the answers: what a model learns from fewer is mostly refused
+BLOCKS = (128, 256, 512, 1024, 2048)
+WANTED = "prompt and answer"  # of a line
+
+
+def prepare_kernels(
+    folder: Path,
+    config: KernelConfig,
+    *,
+    text: Path | None = None,
+    tokenizer: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> DatasetManifest:
+    """The dataset in `folder`, made now or found there, from a JSONL file (`text`) or generated. `tokenizer`: the base
+    weights' own tokenizer.json. Raises ValueError.
+    """
+    data, template = config.data, TEMPLATES[config.model.family]
+    how = Packing(row=data.row, longest=data.row, held_out=HELD_OUT, seed=config.seed)
+    if data.source == "generated-kernels" and text is None:
+        pairs: GeneratedKernels | PairsFile = GeneratedKernels(data.samples, config.seed)
+        own = byte_tokenizer(template)
+    elif text is None:
+        raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK pairs.jsonl")
+    else:
+        pairs, own = PairsFile(text, data.samples, config.seed), own_tokenizer(tokenizer)
+        if data.curriculum != "off":
+            _ = pairs.name  # raises ValueError where the file cannot be read
+            tasks = (tasks_of(question.text) for question, _ in pairs.conversations())
+            said = f"{text}: job.parameters.data.curriculum is {data.curriculum}, but no pair"
+            require_practice(tasks, TASKS[: config.generate.tasks], said)  # as the trainer would on a paid node
+    found = prepare_packed(folder, pairs, own, template, how, model_vocab=config.model.vocab, say=say)
+    if isinstance(pairs, PairsFile):
+        say(admitted(pairs))
+    return found
+
+
+def admitted(pairs: PairsFile) -> str:
+    """How many answers the funnel's rules would admit, and why not the others: a model writes what it is shown."""
+    first = itertools.islice(pairs.conversations(), LOOKED_AT)
+    found = [rules.problem(answers.program(answer.text)) for _, answer in first]
+    why = Counter(re.sub(r"^line \d+: ", "", problem) for problem in found if problem is not None)
+    count = f"{found.count(None)} of {len(found)} answers are programs that the funnel's rules admit"
+    if not why:
+        return count
+    often = ", ".join(f"{problem[:60]} ({number})" for problem, number in why.most_common(3))
+    warning = "WARNING: " if found.count(None) < FEW * len(found) else ""
+    return f"{warning}{count}; most often refused: {often}"
+
+
+@dataclass(frozen=True)
+class GeneratedKernels:
+    """`count` seeded kernels, going round the tasks; they differ in their block size."""
+
+    count: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"generated kernels: {self.count} from seed {self.seed}"
+
+    def conversations(self) -> Iterator[Conversation]:
+        draw = random.Random(f"kernels {self.seed}")
+        for number in range(self.count):
+            task = TASKS[number % len(TASKS)]
+            yield Turn("user", task.prompt), Turn("assistant", planted.source(task, block=draw.choice(BLOCKS)))
+
+
+@dataclass(frozen=True)
+class PairsFile:
+    """`samples` of the file's pairs, chosen by the seed, in the file's order; all of them where there are fewer."""
+
+    path: Path
+    samples: int
+    seed: int
+
+    @cached_property
+    def name(self) -> str:
+        return f"kernel pairs: {self.samples} by seed {self.seed} of sha256 {hashed(self.path)}"
+
+    def conversations(self) -> Iterator[Conversation]:
+        """Raises ValueError with the lines that are no pair."""
+        pairs = list(lines_of(self.path, _pair, WANTED))
+        chosen = random.Random(f"pairs {self.seed}").sample(range(len(pairs)), min(self.samples, len(pairs)))
+        yield from (pairs[index] for index in sorted(chosen))
+
+
+def _pair(line: bytes) -> Conversation:
+    tree = object_of(line, WANTED)
+    return Turn("user", text_at(tree, "prompt")), Turn("assistant", text_at(tree, "answer"))
+
+
+def byte_tokenizer(template: Template) -> FileTokenizer:
+    """One id per byte, then the template's special tokens; 256 and a few."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(template.specials))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tokenizer.json"
+        file.write_text(made.to_str(), encoding="utf-8")
+        return FileTokenizer(file)

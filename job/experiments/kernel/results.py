@@ -1,0 +1,82 @@
+"""What a finished kernel-sft leaves: the table that judges the judging, and the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+
+from job import atomic
+from job.contract.workdir import RESULTS
+from job.experiments.kernel.judge import ablation
+from job.experiments.kernel.judge.verdict import STAGES, Verdict
+from job.experiments.kernel.stages import KernelRun
+from job.spec.kernel import per_candidate
+from job.train import metrics
+
+
+def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> None:
+    """ablation.json, results.json and a few lines. `found`: the verdicts by row of the table; `digest`: sha256 of the
+    weights.
+    """
+    session, config, phase = kernel.session, kernel.config, kernel.phases[-1]
+    full = found[ablation.FULL]
+    table = [ablation.line(row, found[row], full, seed=config.seed) for row in ablation.ROWS if row in found]
+    generated = [verdict for verdict in full if verdict.origin == "generated"]
+    own = ablation.figures(phase.name, generated, seed=config.seed)
+    low, high = own["pass@1_interval"]
+    statement = (
+        f"{own['candidates']} candidates of {own['tasks']} tasks: pass@1 {own['pass@1']:.3f}, 95 % interval over tasks "
+        f"{low:.3f} to {high:.3f}. Only {phase.steps} optimizer steps on {kernel.manifest.facts['examples']} pairs "
+        "were trained: expect the answers' format from that, not skill."
+    )
+    trained = {each.name: found.get(each.name, generated) for each in kernel.phases}
+    val_loss = kernel.progress["val_loss"]
+    compared = ablation.compared(trained, seed=config.seed) if len(trained) > 1 else []
+    compared = [{**row, "val_loss": val_loss[row["row"]]} for row in compared]
+    atomic.write_json(session.workdir / "ablation.json", {"schema": 1, "rows": table, "curriculum": compared})
+    results = {
+        "schema": 1,
+        "experiment": "kernel-sft",
+        "statement": statement,
+        "steps": phase.steps,
+        "val_loss": val_loss[phase.name],
+        "generated": own,
+        "stages_reached": {str(stage): sum(v.stage == stage for v in generated) for stage in range(1, 7)},
+        "isolated": all(v.isolated for v in full if v.isolated is not None),
+        "curriculum": {
+            "mode": config.data.curriculum,
+            "evaluations": kernel.progress["evaluations"],
+            "compared": compared,
+        },
+        "ablation": table,
+        "device": session.device.name,
+        "ranks": session.world.size,
+        "torch": torch.__version__,
+        "dataset": {"sha256": kernel.manifest.sha256, **kernel.manifest.facts},
+        "predicted": session.prediction(phase.name),
+        "measured": metrics.measured(session.metrics.records(phase.name)),
+        "funnel": {"predicted": per_candidate(config), "measured": _per_candidate(full)},
+        "final": phase.name,
+        **kernel.outcome,
+        "weights_sha256": digest,
+    }
+    atomic.write_json(session.workdir / RESULTS, results)
+    session.say(statement)
+    for text in (*ablation.text(table), *ablation.text(compared)):
+        session.say(text)
+    if compared:
+        session.say(f"final/ holds the weights of {phase.name}")
+    if not results["isolated"]:
+        session.say("this machine allows no namespaces: candidates ran with static rules, guard and limits alone")
+
+
+def _per_candidate(full: Sequence[Verdict]) -> dict[str, float]:
+    """Of the full funnel, by the names of what the bill assumes. Correct is what stage 5 gets to see."""
+    judged = STAGES[STAGES.index("compile") + 1 :]
+    return {
+        "compile_s": fmean(verdict.seconds.get("compile", 0.0) for verdict in full),
+        "judge_s": fmean(sum(verdict.seconds.get(stage, 0.0) for stage in judged) for verdict in full),
+        "correct": fmean(verdict.stage > STAGES.index("full") + 1 for verdict in full),
+    }

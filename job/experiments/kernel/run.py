@@ -1,0 +1,174 @@
+"""kernel-sft: all weights of a code model trained on kernel pairs, candidates generated, and judged in the funnel.
+
+Training is FSDP2. What follows it is in stages.py; each stage appends what it has finished to stages/*.jsonl,
+so a restart repeats no finished candidate. With `data.curriculum: on` the model is tried at the end of each epoch and
+the next one draws more from tasks that it half masters (judge/curriculum.py). With `compare` there are two
+phases of equally many steps, each from the base: without that, then with it; the candidates of the first are written
+at its end. Leaves `final/` (the last phase's bf16 weights as published ones look, the tokenizer),
+`stages/candidates.jsonl`, `stages/verdicts.jsonl`, `ablation.json` and `results.json`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from job import atomic
+from job.contract.workdir import FINAL
+from job.dataset.packing import order
+from job.dataset.prepare import read_manifest
+from job.experiments import tuning
+from job.experiments.kernel import results, stages
+from job.experiments.kernel.judge import curriculum
+from job.experiments.kernel.judge.catalog import TASKS
+from job.models import decoder
+from job.models.decoder import Decoder
+from job.spec.common import Rung
+from job.spec.kernel import KernelConfig
+from job.train import optimizer
+from job.train.data import Ids, in_epochs
+from job.train.experiment import Experiment, Phase, Session, Weights, Work
+from job.train.export import META
+from job.train.packed_rows import PackedBatches
+
+
+class Kernel(Experiment):
+    """The experiment as the training loop asks it."""
+
+    saves_improvements = False  # 98 GB each, and only the last weights are used
+
+    def __init__(self, session: Session) -> None:
+        assert isinstance(session.config, KernelConfig)
+        self.session, self.config = session, session.config
+        self.config.require()
+        self.manifest = read_manifest(session.data)
+        tuning.check_dataset(session, self.manifest, self.config)
+        self.batches = PackedBatches(session.data, self.manifest, session.world, session.device.torch)
+        self.renderer = tuning.renderer(session, self.manifest, self.config)
+        self.per_step = self.config.batch.tokens // self.config.data.row
+        self.rows = len(self.batches.splits["train"])
+        steps = self.batches.steps(self.per_step, self.config.epochs)
+        sizes = [size for size in self.config.with_facts(self.manifest.facts).phases() if size.steps]
+        self.phases = [
+            Phase.from_size(size, index=index, first=index * steps, steps=steps) for index, size in enumerate(sizes)
+        ]
+        self.params_total = sizes[0].params_total
+        self.row_tasks = [] if self.config.data.curriculum == "off" else self._row_tasks()
+        # Evaluations: [steps done, task -> pass rate], oldest first. val_loss: of each phase that is over, by name.
+        self.progress: dict[str, Any] = {"evaluations": [], "val_loss": {}}
+        self.module: Decoder | None = None
+
+    def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
+        """The base, sharded: the same for every phase."""
+        self.session.say(
+            f"{phase.name}: {self.params_total:,} parameters, all trained; {phase.steps} steps of {self.per_step} rows,"
+            f" {self.config.epochs} epochs of {self.rows:,} rows; {self.manifest.facts['examples']:,} pairs"
+        )
+        self.module = tuning.trained_whole(self.session, self.config, written=True)
+        return self.module
+
+    def blank(self, phase: Phase) -> nn.Module:
+        """Room for a checkpoint's."""
+        self.module = tuning.trained_whole(self.session, self.config, written=False)
+        return self.module
+
+    def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
+        """AdamW on everything, as the decoder's table says."""
+        groups = optimizer.groups(module, decoder.decays, self.config.optim.weight_decay)
+        return optimizer.make(groups, self.config.optim, seed=self.config.seed)
+
+    def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
+        """Linear warm-up, then a cosine."""
+        lr = tuning.cosine(self.config.optim, step - phase.first, phase.steps)
+        optimizer.set_lr(opt, lr)
+        return lr
+
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
+        """The next rows of the epoch, this rank's part: a function of the seed, the step and the last evaluation."""
+        return self.batches.work("train", self.step_rows(phase, step), rung.micro, per_step=self.per_step)
+
+    def step_rows(self, phase: Phase, step: int) -> Ids:
+        """Of the global batch. Before the phase's first evaluation every row is as likely as another."""
+        done = step - phase.first
+        places = np.arange(done * self.per_step, min((done + 1) * self.per_step, self.config.epochs * self.rows))
+        known = [(at, rates) for at, rates in self.progress["evaluations"] if phase.first < at <= step]
+        at, rates = known[-1] if known else (phase.first, {})
+        over = (at - phase.first) * self.per_step  # rows drawn when they were known; a step holds rows of two epochs
+        return in_epochs(places, self.rows, lambda epoch: self._epoch(epoch, rates, max(0, over - epoch * self.rows)))
+
+    def validation(self, phase: Phase, rung: Rung) -> Work:
+        """All rows held out."""
+        return self.batches.work("validation", self.batches.fixed(len(self.batches.splits["validation"])), rung.micro)
+
+    def evaluated(self, phase: Phase, step: int) -> bool:
+        """At the end of each epoch."""
+        ends = {-(-epoch * self.rows // self.per_step) for epoch in range(1, self.config.epochs + 1)}
+        return step - phase.first in ends or step == phase.last
+
+    @torch.no_grad()
+    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
+        """Loss on the rows held out; for the curriculum also pass rates, when another epoch comes."""
+        loss = super().evaluate(phase, step, module, rung)
+        if self.config.data.curriculum != "off" and phase is self.phases[-1] and step < phase.last:
+            assert self.module is not None
+            rates = stages.pass_rates(self, self.module, tuning.of_weights(step, loss))
+            self.progress["evaluations"].append([step, rates])
+            half = sorted(task for task, rate in rates.items() if curriculum.LOW <= rate <= curriculum.HIGH)
+            self.session.say(f"curriculum after step {step}: {', '.join(half) or 'no task'} between 20 and 80 %")
+        return loss
+
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
+        """Candidates of a phase whose weights are not kept; the last one's are `finish`'s. Raises Stopped."""
+        assert isinstance(module, Decoder)
+        module.checkpointing = False
+        self.progress["val_loss"][phase.name] = weights.val_loss
+        if phase is not self.phases[-1]:
+            stages.candidates(self, module, phase)
+
+    def finish(self) -> None:
+        """Weights, candidates, verdicts, results. Raises Stopped."""
+        assert self.module is not None
+        if (found := stages.finish(self, self.module)) is not None:
+            results.write(self, *found)
+
+    def cut(self, step: int, weights: Weights) -> None:
+        """Weights as the last step left them, unless `finish` has written them."""
+        written = (atomic.read_object(self.session.workdir / FINAL / META) or {}).get("step") == step
+        if self.module is not None and not self.session.world.agree(written):
+            name = next(phase.name for phase in self.phases if step <= phase.last)
+            meta = {"experiment": "kernel-sft", "phase": name, **weights._asdict(), **self.outcome}
+            tuning.leave(self.session, self.manifest, self.config, self.module, meta)
+
+    def _epoch(self, epoch: int, rates: dict[str, float], begun: int) -> Ids:
+        """The epoch's rows in order; with pass rates known when `begun` of them were over, those after them."""
+        weight = [float(np.mean(curriculum.weights(tasks, rates))) for tasks in self.row_tasks]
+        if not rates or len(set(weight)) == 1:  # nothing to choose: as without a curriculum
+            return order(self.config.seed, epoch, self.rows)
+        drawn = curriculum.order(weight, seed=self.config.seed, epoch=epoch, begun=begun)
+        return np.array([-1] * begun + drawn, dtype=np.int64)
+
+    def _row_tasks(self) -> list[list[frozenset[str]]]:
+        """The tasks of each example of each row. Raises ValueError where a curriculum has nothing to weigh."""
+        per_epoch, data = -(-self.rows // self.per_step), self.config.data
+        if per_epoch >= self.phases[0].steps:
+            raise ValueError(
+                f"data.curriculum: {data.curriculum}, but all epochs of the {self.rows} rows of {self.session.data} "
+                f"make one step of {self.per_step}: the model is never tried between two. Lower batch.tokens."
+            )
+        train, found = self.batches.splits["train"], []
+        for tokens, marks in zip(train.tokens, train.marks, strict=True):
+            documents, asked = marks >> 1, (marks & 1) == 0
+            questions = [
+                self.renderer.tokenizer.decode(tokens[(documents == number) & asked].tolist())
+                for number in range(1, int(documents.max()) + 1)
+            ]
+            found.append([curriculum.tasks_of(question) for question in questions])
+        said = f"data.curriculum: {data.curriculum}, but no pair of {self.session.data}"
+        tried = TASKS[: self.config.generate.tasks]
+        curriculum.require_practice(itertools.chain.from_iterable(found), tried, said)
+        return found

@@ -1,0 +1,296 @@
+"""What follows kernel-sft's training: weights to keep, candidates, verdicts, and the table that judges the judging.
+
+    final/                    bf16 weights of the last phase as published ones look, the tokenizer, meta.json
+    stages/candidates.jsonl   one generated program a line (candidates-R.jsonl: rank R's share)
+    stages/verdicts.jsonl     one verdict a line: row of the ablation, stage reached, reason, seconds, times
+    stages/tried.jsonl, stages/verdicts-tried.jsonl   the same of a curriculum's evaluations
+    ablation.json             five rows: the full funnel, and without one or all of its extensions; and, compared, one
+                              row with the curriculum and one without, over the same tasks and seeds
+    results.json
+
+Each rank takes the trained weights whole, rounded to bf16 as they are kept, and generates its share of the candidates
+on its own, so it heeds a stop at the next token; then all agree. Rank 0 judges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from job.contract import reading
+from job.contract.reading import DoubtError, Fields
+from job.contract.workdir import STAGES
+from job.dataset.chat import Turn
+from job.dataset.prepare import DatasetManifest
+from job.dataset.rendering import Renderer
+from job.experiments import tuning
+from job.experiments.kernel.judge import ablation, adversarial, answers, planted
+from job.experiments.kernel.judge.catalog import BY_NAME, TASKS, Task
+from job.experiments.kernel.judge.funnel import Judge
+from job.experiments.kernel.judge.planted import Candidate
+from job.experiments.kernel.judge.verdict import Verdict
+from job.experiments.kernel.judge.worker import NoDeviceError, Workers
+from job.ledger import Ledger
+from job.models import decoder
+from job.models.blocks import DTYPES
+from job.models.decoder import Decoder
+from job.models.generate import generate
+from job.spec.kernel import AT_ONCE, TRIED, KernelConfig
+from job.train import parallel
+from job.train.device import NodeRefusedError
+from job.train.experiment import Phase, Session, Stopped
+
+SILENT_S = 60.0  # between two lines within a batch
+T = TypeVar("T")
+Pair = tuple[Task, int]  # what is asked for, and for the how-manieth time
+
+
+class KernelRun(Protocol):
+    """What the stages need of the experiment."""
+
+    session: Session
+    config: KernelConfig
+    manifest: DatasetManifest
+    renderer: Renderer
+    phases: Sequence[Phase]
+    progress: dict[str, Any]
+    outcome: Mapping[str, Any]
+
+
+def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]], str] | None:
+    """Weights, candidates and their verdicts: these by row of the table, and the weights' sha256; None on ranks other
+    than the first. Raises Stopped between two tensors, tokens or candidates.
+    """
+    session, phase = kernel.session, kernel.phases[-1]
+    tensors = tuning.gathered(session, module)
+    val_loss = kernel.progress["val_loss"][phase.name]
+    meta = {"experiment": "kernel-sft", "phase": phase.name, "step": phase.last, "val_loss": val_loss}
+    meta |= kernel.outcome
+    digest = tuning.deliver(session, kernel.manifest, kernel.config, tensors, torch.bfloat16, meta)
+    session.world.barrier()
+    made = {each.name: candidates(kernel, module if each is phase else None, each) for each in kernel.phases}
+    found = _by_the_first(session, partial(_verified, kernel, made))
+    return None if found is None else (found, digest)
+
+
+def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[Candidate]:
+    """Every candidate of the weights that `phase` ends with, in order; the missing ones are written now, by `module`.
+    Raises Stopped, and ValueError where some are missing and the weights are gone.
+    """
+    weights = tuning.of_weights(phase.last, kernel.progress["val_loss"][phase.name])
+    return _written(kernel, module, "candidates", phase.name, weights, kernel.config.generate.candidates)
+
+
+def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, float]:
+    """Per task, of a few candidates of the present weights, which go by that name. All ranks generate. Raises Stopped,
+    on all of them; what is written and judged by then is there for the next start that finds the same weights.
+    """
+    session, prefix = kernel.session, "curriculum"
+    written = _written(kernel, module, "tried", prefix, weights, TRIED, salt=prefix)
+
+    def judged() -> dict[str, float]:
+        ledger = Ledger(session.workdir / STAGES / "verdicts-tried.jsonl")
+        look = partial(_look, kernel)
+        with _judge(kernel) as judge:
+            found = ablation.verify(judge, written, ledger, rows=[ablation.FULL], check=look, say=session.say)
+        correct = [verdict.task for verdict in found[ablation.FULL] if verdict.passed]  # however fast
+        return {task.name: correct.count(task.name) / TRIED for task in TASKS[: kernel.config.generate.tasks]}
+
+    return session.world.agree(_by_the_first(session, judged) or {})
+
+
+def _written(
+    kernel: KernelRun, module: Decoder | None, file: str, prefix: str, weights: str, each: int, *, salt: str = ""
+) -> list[Candidate]:
+    """`each` candidates of every task, in order, from stages/`file`*.jsonl, where those of other weights do not count;
+    the missing ones are written now. Their names begin with `prefix`. Raises as `candidates` does.
+    """
+    session, config = kernel.session, kernel.config.generate
+    folder, rank = session.workdir / STAGES, session.world.rank
+    wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(each)]
+    ledger = Ledger(folder / (f"{file}.jsonl" if rank == 0 else f"{file}-{rank}.jsonl"))
+    session.world.barrier()  # nobody's last line is half written now
+    known = _known(folder, file, weights)
+    session.world.barrier()
+    missing = [pair for pair in wanted if _name(prefix, *pair) not in known]
+
+    def keep(part: list[Pair], texts: list[str]) -> None:
+        for pair, text in zip(part, texts, strict=True):
+            name, task = _name(prefix, *pair), pair[0].name
+            entry = {"name": name, "weights": weights, "task": task, "source": answers.program(text), "answer": text}
+            try:
+                ledger.append(entry)
+            except OSError as error:  # a full disk, on which the funnel could not judge either
+                raise NodeRefusedError(f"{ledger.path} cannot be written: {error.strerror}") from error
+
+    if missing:
+        if module is None:
+            raise ValueError(
+                f"{folder}: {len(missing)} candidates of {prefix} are missing and its weights are gone: "
+                "start the run anew, under another run id"
+            )
+        session.say(
+            f"{prefix}: generating {len(missing)} of {len(wanted)} candidates, at most {config.max_tokens} tokens each"
+        )
+        _generate_share(kernel, module, missing, salt, keep, prefix)
+        known = _known(folder, file, weights)
+    return [known[_name(prefix, *pair)] for pair in wanted]
+
+
+def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:
+    """Those of these weights, from the files of all ranks."""
+    kept = [each for path in sorted(folder.glob(f"{file}*.jsonl")) for each in Ledger(path).read(_candidate)]
+    return {candidate.name: candidate for of, candidate in kept if of == weights}
+
+
+def _candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
+    """The weights that wrote it, and a candidate. Raises DoubtError."""
+    fields = Fields(entry)
+    name, task, source = fields.need("name", reading.text), fields.need("task", reading.text), entry.get("source")
+    if task not in BY_NAME or not isinstance(source, str):  # of any characters: stage 1 says what it thinks of them
+        raise DoubtError(f"{name} is no candidate")
+    made = Candidate(name=name, task=task, source=source, origin="generated", label="")
+    return fields.need("weights", reading.text), made
+
+
+def _generate_share(
+    kernel: KernelRun,
+    module: Decoder,
+    wanted: list[Pair],
+    salt: str,
+    keep: Callable[[list[Pair], list[str]], None],
+    name: str,
+) -> None:
+    """This rank's share of `wanted`, a batch at a time; `keep` gets each batch that is finished, and the log says so,
+    under `name`: a silent job is taken for a stuck one. Raises Stopped on all ranks when any of them heeded a stop:
+    within a batch none waits for another, after the last all meet.
+    """
+    session, world = kernel.session, kernel.session.world
+    model = _as_kept(kernel, module)
+    own, mine = wanted[world.rank :: world.size], " by the first rank" if world.size > 1 else ""
+    reason: tuple[str, bool] | None = None
+    try:
+        for start in range(0, len(own), AT_ONCE):
+            part = own[start : start + AT_ONCE]
+            keep(part, _generate(kernel, model, part, salt, f"{name}: {start} of {len(own)} candidates written{mine}"))
+            session.say(f"{name}: {start + len(part)} of {len(own)} candidates written{mine}")
+    except Stopped as error:
+        reason = (str(error), error.ends)
+    del model
+    session.device.tidy()
+    heeded = [each for each in world.every(reason) if each is not None]
+    if heeded:
+        why, ends = heeded[0]
+        session.say(f"stopped while generating: {why}")
+        raise Stopped(why, ends=ends)
+
+
+@torch.no_grad()
+def _as_kept(kernel: KernelRun, module: Decoder) -> Decoder:
+    """A whole decoder on this rank's device with the weights of `module` as final/ holds them, in the compute dtype."""
+    compute = DTYPES[kernel.config.precision.compute]
+    model = decoder.build(kernel.config.model, compute=compute, dtype=compute, device=kernel.session.device.torch)
+    for name, parameter in module.named_parameters():
+        model.get_parameter(name).copy_(parallel.full_tensor(parameter).to(torch.bfloat16))
+    return model
+
+
+def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, far: str) -> list[str]:
+    """Answers, sampled with a seed by (seed, task, number). Says now and then how `far` it is. Raises Stopped between
+    two tokens.
+    """
+    config, renderer = kernel.config.generate, kernel.renderer
+    asked = [renderer.prompt([Turn("user", task.prompt), Turn("assistant", "")]) for task, _ in wanted]
+    seeds = [
+        int.from_bytes(hashlib.sha256(f"{kernel.config.seed} {task.name} {number}{salt}".encode()).digest()[:8], "big")
+        for task, number in wanted
+    ]
+    token, said_s = itertools.count(), time.monotonic()
+
+    def look() -> None:
+        nonlocal said_s
+        _look(kernel)
+        number = next(token)
+        if number and time.monotonic() >= said_s + SILENT_S:
+            said_s = time.monotonic()
+            kernel.session.say(f"{far}, {number} of at most {config.max_tokens} tokens of the next {len(wanted)}")
+
+    written = generate(model, asked, config.max_tokens, config.temperature, seeds, {renderer.end}, look)
+    return [renderer.tokenizer.decode(ids) for ids in written]
+
+
+def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
+    """What rank 0 finds alone, while the others wait; on those None. Raises Stopped on all when it heeds a stop."""
+    found: T | None = None
+    stopped: tuple[str, bool] | None = None
+    if session.world.first:
+        try:
+            found = act()
+        except Stopped as error:
+            stopped = str(error), error.ends
+    heeded = session.world.agree(stopped)
+    if heeded is not None:
+        reason, ends = heeded
+        raise Stopped(reason, ends=ends)
+    return found
+
+
+def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]]:
+    """Verdicts of every row of the ablation, on the last phase's candidates and those that are known, and by the name
+    of an earlier phase the full funnel's on that one's. Raises Stopped.
+    """
+    session, funnel, kept = kernel.session, kernel.config.funnel, kernel.phases[-1].name
+    judged = [*made[kept], *planted.candidates(funnel.planted)]
+    if funnel.ablations:
+        judged += adversarial.candidates(gpus=session.device.is_cuda)
+    rows = list(ablation.ROWS) if funnel.ablations else [ablation.FULL]
+    ledger = Ledger(session.workdir / STAGES / "verdicts.jsonl")
+    with _judge(kernel) as judge:
+        session.say(
+            f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "
+            f"at most {judge.bound_s(len(judged)) / 60:.0f} min a row; stage 2 {judge.compilation.words}"
+        )
+        verify = partial(ablation.verify, judge, ledger=ledger, check=partial(_look, kernel), say=session.say)
+        try:
+            found = verify(judged, rows=rows)
+            others = [(name, verify(own, rows=[ablation.FULL])) for name, own in made.items() if name != kept]
+        except Stopped as error:
+            session.say(f"stopped in the funnel: {error}")
+            raise
+    return found | {name: verdicts[ablation.FULL] for name, verdicts in others}
+
+
+@contextmanager
+def _judge(kernel: KernelRun) -> Iterator[Judge]:
+    """Tried on this machine. Where that cannot judge, it is no verdict: the run goes on on another."""
+    session = kernel.session
+    gpus = torch.cuda.device_count() if session.device.is_cuda else 0
+    with _workers(kernel) as workers:
+        judge = Judge(kernel.config.funnel, kernel.config.seed, workers, gpus=gpus)
+        try:
+            judge.prove(session.say)
+            yield judge
+        except NoDeviceError as error:
+            raise NodeRefusedError(f"the funnel: {error}") from error
+
+
+def _look(kernel: KernelRun) -> None:
+    """For one rank alone. Raises Stopped."""
+    if (stop := kernel.session.requests.stop()) is not None:
+        raise Stopped(stop.reason, ends=stop.ends)
+
+
+def _workers(kernel: KernelRun) -> Workers:
+    return Workers(kernel.session.workdir / "scratch", gpus=kernel.session.device.is_cuda)
+
+
+def _name(phase: str, task: Task, number: int) -> str:
+    return f"{phase}-{task.name}-{number}"

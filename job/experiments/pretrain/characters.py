@@ -1,0 +1,157 @@
+"""Characters for pretrain-d64: a text of 17 symbols, or generated sums, as two shards of one byte per character.
+
+    dataset.json     kind "characters"; facts: train_characters, validation_characters, held_out, vocab, symbols [..]
+    train.bin, validation.bin       the header of shards.py, then ids 0 to 16 as uint8
+
+The split is by characters, the last part for validation; records (a blank line between them) are not looked at.
+Standard library only. User mistakes raise ValueError with the choice to make.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from job.dataset import prepare
+from job.dataset.shards import read_header, write_payload
+from job.spec.pretrain import SYMBOLS, CharData
+
+BOS = len(SYMBOLS)  # <|bos|>, never in a text
+VOCAB = BOS + 1
+TRAIN, VALIDATION = "train.bin", "validation.bin"
+_IDS = bytes.maketrans(SYMBOLS.encode(), bytes(range(len(SYMBOLS))))
+_FOREIGN = re.compile(b"[^" + re.escape(SYMBOLS.encode()) + b"]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFile:
+    """A file of the 17 symbols and nothing else; byte-order mark and carriage returns are taken off. `name` says
+    everything that its characters depend on.
+    """
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return f"text: sha256 {hashlib.sha256(self.characters()).hexdigest()}"
+
+    def characters(self) -> bytes:
+        try:
+            return self.path.read_bytes().removeprefix(codecs.BOM_UTF8).replace(b"\r\n", b"\n")
+        except OSError as error:
+            raise ValueError(f"{self.path}: cannot be read ({error.strerror})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """`count` characters of sums and differences from a seed: `12+34`, the result on the next line, a blank line."""
+
+    count: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"generated sums: {self.count} characters from seed {self.seed}"
+
+    def characters(self) -> bytes:
+        draw = random.Random(f"sums {self.seed}")
+        parts: list[str] = []
+        left = self.count
+        while left > 0:
+            a, b = (draw.randrange(10 ** draw.randint(1, 3)) for _ in range(2))
+            parts.append(f"{a}+{b}\n{a + b}\n\n" if draw.random() < 0.5 else f"{a}-{b}\n{a - b}\n\n")
+            left -= len(parts[-1])
+        return "".join(parts)[: self.count].encode()
+
+
+def prepare_characters(
+    folder: Path, data: CharData, *, seed: int, text: Path | None = None, say: Callable[[str], None] = lambda line: None
+) -> prepare.DatasetManifest:
+    """The prepared dataset in `folder`, made now or found there. `text` goes before `data.source`. Raises ValueError:
+    no text, a character outside the symbols, with its position, or too few characters for one row of `data.sequence` +
+    1 in both parts.
+    """
+    source: TextFile | Sums
+    sequence, held_out = data.sequence, data.held_out
+    if text is not None:
+        source = TextFile(path=text)
+    elif data.source == "generated-sums":
+        source = Sums(count=data.characters, seed=seed)
+    else:
+        raise ValueError(
+            f"{folder}: not prepared, and job.parameters.data.source is text: name the file of characters (gpufleet "
+            "prepare STACK TEXT), or set data.source: generated-sums"
+        )
+    where = source.name if text is None else str(text)
+    ids = encode(source.characters(), where)
+    cut = len(ids) - round(len(ids) * held_out)
+    parts = {TRAIN: ids[:cut], VALIDATION: ids[cut:]}
+    least = 2 * sequence + 1  # what the trainer asks of each part (rows.py)
+    for name in (TRAIN, VALIDATION):
+        if len(parts[name]) < least:
+            raise ValueError(
+                f"{where}: {len(parts[name])} characters in {name}, at least {least} are needed for rows of "
+                f"{sequence} + 1: give more text, lower data.sequence, or change data.held_out ({held_out:g})"
+            )
+
+    def write(made: Path) -> None:
+        for name, payload in parts.items():
+            write_payload(made / name, payload, VOCAB, token_bytes=1)
+
+    return prepare.publish(
+        folder,
+        kind="characters",
+        source=source.name,
+        facts={
+            "train_characters": cut,
+            "validation_characters": len(ids) - cut,
+            "held_out": held_out,
+            "vocab": VOCAB,
+            "symbols": list(SYMBOLS),
+        },
+        write=write,
+        train=(TRAIN,),
+        validation=(VALIDATION,),
+        say=say,
+    )
+
+
+def encode(text: bytes, where: str = "text") -> bytes:
+    """One id per character, one byte each. Raises ValueError naming the first foreign character and its position."""
+    if foreign := _FOREIGN.search(text):
+        at = foreign.start()
+        line = text.count(b"\n", 0, at) + 1
+        column = at - (text.rfind(b"\n", 0, at) + 1) + 1
+        raise ValueError(
+            f"{where}: {_shown(text, at)} at position {at} (line {line}, column {column}) is not one of the "
+            f"{len(SYMBOLS)} symbols {SYMBOLS!r}; remove or replace it"
+        )
+    return text.translate(_IDS)
+
+
+def decode(ids: list[int]) -> str:
+    """The text of ids 0 to 16."""
+    return "".join(SYMBOLS[i] for i in ids)
+
+
+def check_header(path: Path) -> int:
+    """How many characters a shard holds. Raises ValueError when it is none of ours."""
+    header = read_header(path)
+    if header.token_bytes != 1 or header.vocab != VOCAB:
+        raise ValueError(f"{path}: not a shard of characters; prepare the dataset again")
+    return header.tokens
+
+
+def _shown(text: bytes, at: int) -> str:
+    """The character at a byte position, whole where the text is UTF-8."""
+    for length in range(1, 5):
+        try:
+            return f"the character {text[at : at + length].decode()!r}"
+        except UnicodeDecodeError:
+            continue
+    return f"the byte 0x{text[at]:02x}"

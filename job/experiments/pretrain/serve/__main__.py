@@ -1,0 +1,80 @@
+"""`python -m job.experiments.pretrain.serve DIR --port 8000`: answers HTTP requests from a model, a run's final/ folder.
+
+Bound to this machine alone unless --host says otherwise: there is no password. SIGTERM and Ctrl-C end it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is told to end. 2: there is nothing to serve, or the port is taken."""
+    parser = argparse.ArgumentParser(prog="python -m job.experiments.pretrain.serve", description=__doc__)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="model.safetensors and meta.json, a run's final/")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network (default: %(default)s)")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
+    args = parser.parse_args(argv)
+    if not args.host:  # an unset variable; to a socket it is every address of this machine
+        parser.error("--host is empty; 127.0.0.1 serves this machine alone, 0.0.0.0 the network too")
+    try:
+        import torch  # seconds: not for --help, and Ctrl-C ends them too
+
+        from job.experiments.pretrain.serve.model import open_model
+        from job.experiments.pretrain.serve.server import Server
+
+        served = open_model(args.folder, device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except KeyboardInterrupt:  # hashing and loading 16 GB takes half a minute
+        return 0
+    except (ValueError, OSError, RuntimeError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    try:
+        server = Server((args.host, args.port), served)
+    except (OSError, OverflowError) as error:
+        sys.stderr.write(f"{refusal(args.host, args.port, error)}\n")
+        return 2
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # shutdown waits for serve_forever, which this very thread runs
+        threading.Thread(target=server.shutdown, name="shutdown").start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    with server:
+        host, port = server.server_address[:2]
+        sys.stdout.write(f"{served.name} on http://{host!s}:{port} (GET /health, GET /info, POST /generate)\n")
+        sys.stdout.flush()
+        server.serve_forever(poll_interval=0.1)
+    if not server.idle:
+        os._exit(0)  # the interpreter's own end would take threads out of torch's C++, which aborts (SIGABRT)
+    return 0
+
+
+def refusal(host: str, port: int, error: OSError | OverflowError) -> str:
+    """What is wrong with --host or --port, and what to give instead."""
+    if isinstance(error, OverflowError):
+        return f"--port {port}: 0 to 65535 are allowed; 0 takes a free one"
+    why = error.strerror or str(error)
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"--host {host}: no IPv4 address of this machine ({why}); 127.0.0.1 serves this machine alone, 0.0.0.0 the "
+            "network too"
+        )
+    if error.errno == errno.EADDRINUSE:
+        return f"--port {port} on {host} is in use; --port 0 takes a free one"
+    return f"--port {port} on {host}: {why}; --port 0 takes a free one"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

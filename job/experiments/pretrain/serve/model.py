@@ -1,0 +1,105 @@
+"""A model from its exported folder, `model.safetensors` and `meta.json`, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from job import atomic
+from job.experiments.pretrain import characters
+from job.experiments.pretrain.model import CharGpt, generate
+from job.experiments.pretrain.serve.request import Generation
+from job.spec.pretrain import SYMBOLS, CharModel
+from job.train.export import META, WEIGHTS
+
+EXPERIMENT = "pretrain-d64"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """A model in memory. `name` says which one in every answer; `sequence` is the length it was trained on."""
+
+    module: CharGpt
+    name: str
+    sequence: int
+    meta: dict[str, Any]
+
+    def generate(self, asked: Generation) -> Iterator[str]:
+        """The characters that follow the prompt, one by one."""
+        ids = generate(
+            self.module,
+            list(characters.encode(asked.prompt.encode())),
+            allowed=len(SYMBOLS),
+            max_tokens=asked.max_tokens,
+            window=self.sequence,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            seed=asked.seed,
+            stop=[SYMBOLS.index("\n")] if asked.stop_on_newline else (),
+        )
+        return (SYMBOLS[i] for i in ids)
+
+    def info(self) -> dict[str, Any]:
+        """What `GET /info` says."""
+        shape = self.module.model
+        return {
+            "model": self.name,
+            "step": self.meta.get("step"),
+            "tokens": self.meta.get("tokens"),
+            "val_loss": self.meta.get("val_loss"),
+            "layers": shape.layers,
+            "width": shape.width,
+            "heads": shape.width // shape.head_dim,
+            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            "vocabulary": list(SYMBOLS),
+            "sequence": self.sequence,
+            "device": str(self.module.embed.weight.device),
+        }
+
+
+def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
+    """The model in `folder`, products in fp32. Raises ValueError when it is not a character model's, is damaged, or the
+    device cannot take it.
+    """
+    meta = atomic.read_object(folder / META)
+    if meta is None or not (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"{folder}: no exported model: {META} and {WEIGHTS} are needed, as a run's final/ holds them "
+            "(gpufleet results STACK brings it here)"
+        )
+    if meta.get("experiment") != EXPERIMENT:
+        raise ValueError(
+            f"{folder}: a model of {meta.get('experiment', 'an unknown experiment')}; only the character models of "
+            f"{EXPERIMENT} can be served"
+        )
+    try:
+        shape = CharModel(**{f.name: meta["shape"][f.name] for f in fields(CharModel)})
+        sequence, entry = int(meta["sequence"]), meta["files"][0]
+        if (size := (folder / WEIGHTS).stat().st_size) != int(entry["bytes"]):
+            raise ValueError(f"{WEIGHTS} is {size} bytes, {META} says {entry['bytes']}: copy it again")
+        if atomic.sha256(folder / WEIGHTS) != entry["sha256"]:  # reads what is mapped below, about 1 s per GiB
+            raise ValueError(f"{WEIGHTS} is damaged: its sha256 is not the one in {META}; copy it again")
+        with torch.device("meta"):
+            module = CharGpt(shape)
+        module.load_state_dict(load_file(folder / WEIGHTS), assign=True)
+    except (KeyError, IndexError, TypeError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{folder}: damaged export ({type(error).__name__}: {error}); copy it again") from error
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    module.eval()
+    try:
+        module.to(device)
+        with torch.no_grad():  # some take the weights and compute nothing: meta
+            module(torch.zeros(1, 1, dtype=torch.int64, device=device)).logits.cpu()
+    # no such device, no driver, no memory; not built in; a dtype that it lacks
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(f"{folder}: cannot be put on device {str(device)!r} ({said}); try --device cpu") from error
+    name = f"m{shape.layers}x{shape.width} step {meta.get('step')}"
+    return Served(module=module, name=name, sequence=sequence, meta=meta)

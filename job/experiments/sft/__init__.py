@@ -1,0 +1,1 @@
+"""sft-h100: LoRA fine-tuning of a published decoder, then its merge."""

@@ -1,0 +1,181 @@
+"""sft-h100: an adapter, or all weights, of a Llama- or Qwen-class decoder trained on packed chat examples.
+
+The base is frozen in bf16 and only the adapter is trained, checkpointed and reduced over ranks (replicated); with
+`method: full` the fp32 weights are spread over the ranks (FSDP2). One phase; what follows it is in merge.py. Leaves
+`final/` (merged weights as published ones look, the tokenizer, `adapter/`) and `results.json`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from job import atomic
+from job.contract.workdir import RESULTS
+from job.dataset.prepare import read_manifest
+from job.experiments import tuning
+from job.experiments.sft import merge
+from job.models import decoder, lora
+from job.models.decoder import Decoder
+from job.spec.common import Rung
+from job.spec.sft import SftConfig
+from job.text import counted
+from job.train import metrics, optimizer, parallel
+from job.train.experiment import Experiment, Phase, Session, Weights, Work
+from job.train.packed_rows import PackedBatches
+
+EXPERIMENT = "sft-h100"
+
+
+class Sft(Experiment):
+    """The experiment as the training loop asks it."""
+
+    def __init__(self, session: Session) -> None:
+        assert isinstance(session.config, SftConfig)
+        self.session, self.config = session, session.config
+        self.config.require()
+        self.manifest = read_manifest(session.data)
+        self.batches = self._opened()
+        self.per_step = self.config.batch.tokens // self.config.data.row
+        self.size = self.config.with_facts(self.manifest.facts).phases()[0]
+        self.phases = [Phase.from_size(self.size, steps=self.batches.steps(self.per_step, self.config.epochs))]
+        self.progress: dict[str, Any] = {}
+        self.module: Decoder | None = None
+        self.trained = Weights(0, None)
+        self._began = time.monotonic()
+
+    def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
+        """The base with a fresh adapter, or the base itself."""
+        self._announce(phase)
+        return self._make(fresh=True)
+
+    def blank(self, phase: Phase) -> nn.Module:
+        """The same, the trained tensors not yet written."""
+        self._announce(phase)
+        return self._make(fresh=False)
+
+    def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
+        """AdamW on the adapter, without decay unless asked for; or on everything, as the decoder's table says."""
+        decay = self.config.optim.weight_decay
+        if self.config.method == "lora":
+            groups: list[dict[str, Any]] = [{"params": list(lora.weights(module).values()), "weight_decay": decay}]
+        else:
+            groups = optimizer.groups(module, decoder.decays, decay)
+        return optimizer.make(groups, self.config.optim, seed=self.config.seed)
+
+    def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
+        """Linear warm-up, then a cosine."""
+        lr = tuning.cosine(self.config.optim, step, phase.steps)
+        optimizer.set_lr(opt, lr)
+        return lr
+
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
+        """The next rows of the epoch, this rank's part."""
+        rows = self.batches.step(self.config.seed, step, self.per_step, self.config.epochs)
+        return self.batches.work("train", rows, rung.micro, per_step=self.per_step)
+
+    def validation(self, phase: Phase, rung: Rung) -> Work:
+        """Rows spread evenly over those held out."""
+        return self.batches.work("validation", self.batches.fixed(self.config.eval.rows), rung.micro)
+
+    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """The adapter alone, or everything."""
+        return lora.weights(module) if self.config.method == "lora" else super().weights(module)
+
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
+        """What follows is `finish`'s, which remembers how far it came."""
+        assert isinstance(module, Decoder)
+        self.trained = weights
+        module.checkpointing = False
+        self.trained_s = time.monotonic() - self._began
+
+    def finish(self) -> None:
+        """Validation of the merge, stored answers, final/, results.json. Raises Stopped; MergeDiffersError, on every
+        rank, when all of it is written.
+        """
+        assert self.module is not None
+        found = merge.finish(self, self.module)
+        if self.session.world.first:
+            atomic.write_json(self.session.workdir / RESULTS, self._results(found))
+        report = found.get("merge")  # None: nothing was merged, or another rank has it
+        refused = self.session.world.agree(report and not report["fp32_matches"] and report["fp32_difference"])
+        if refused:
+            raise merge.MergeDiffersError(refused)
+
+    def cut(self, step: int, weights: Weights) -> None:
+        """The adapter, not merged, or all weights."""
+        if self.module is not None and self.config.method == "lora":
+            merge.keep_adapter(self, self.module)
+        elif self.module is not None:
+            meta = {"experiment": EXPERIMENT, "phase": self.phases[0].name, **weights._asdict(), **self.outcome}
+            tuning.leave(self.session, self.manifest, self.config, self.module, meta)
+
+    def _make(self, *, fresh: bool) -> Decoder:
+        """On the device, replicated or sharded."""
+        config, session = self.config, self.session
+        if config.method == "full":
+            self.module = tuning.trained_whole(session, config, written=fresh)
+        else:
+            self.module = tuning.base(session, config, torch.bfloat16)
+            drawn = torch.Generator().manual_seed(config.seed + 1) if fresh else None
+            rows = tuning.template_ids(session, self.manifest, config) if config.lora.template_tokens else ()
+            parallel.replicate(lora.attach(self.module, config.lora, drawn, rows), session.world)
+        return self.module
+
+    def _opened(self) -> PackedBatches:
+        """The dataset. Raises ValueError where the prepared rows are not those of the run config."""
+        session = self.session
+        tuning.check_dataset(session, self.manifest, self.config)
+        renderer = None if self.config.measures.pretokenised else tuning.renderer(session, self.manifest, self.config)
+        return PackedBatches(session.data, self.manifest, session.world, session.device.torch, renderer)
+
+    def _announce(self, phase: Phase) -> None:
+        s, facts = self.size, self.manifest.facts
+        rows, examples = (counted(f"{facts[key + 's']:,}", key) for key in ("row", "example"))
+        self.session.say(
+            f"{self.config.method}: {s.params_trained:,} of {s.params_total:,} parameters trained, "
+            f"{counted(phase.steps, 'step')} of {counted(self.per_step, 'row')}, "
+            f"{counted(self.config.epochs, 'epoch')} of {rows}; {examples}, fill {facts['fill']:.1%}"
+        )
+
+    def _results(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Sizes, what was predicted, what was measured, and what the merge gave."""
+        config, session, phase = self.config, self.session, self.phases[0]
+        own = session.metrics.records(phase.name)
+        measured = {
+            **metrics.measured(own),
+            "data_share": round(self.batches.waited_s / self.trained_s, 6),  # of this attempt's time, at most
+        }
+        return {
+            "schema": 1,
+            "experiment": EXPERIMENT,
+            "method": config.method,
+            "steps": phase.steps,
+            "epochs": config.epochs,
+            "tokens": config.epochs * self.manifest.facts["tokens"],
+            "device": session.device.name,
+            "ranks": session.world.size,
+            "torch": torch.__version__,
+            "dataset": {"sha256": self.manifest.sha256, **self.manifest.facts},
+            "measures": {name: getattr(config.measures, name) for name in config.measures.__slots__},
+            "phases": [
+                {
+                    "name": phase.name,
+                    "params_total": self.size.params_total,
+                    "params_trained": self.size.params_trained,
+                    "flops_per_token_causal": phase.flops_per_token,
+                    "steps": phase.steps,
+                    "val_loss": self.trained.val_loss,
+                    "loss_first": own[0]["loss"] if own else None,
+                    "loss_last": own[-1]["loss"] if own else None,
+                    "predicted": session.prediction(phase.name),
+                    "measured": measured,
+                }
+            ],
+            **self.outcome,
+            **found,
+        }

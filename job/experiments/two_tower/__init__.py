@@ -1,0 +1,1 @@
+"""two-tower: a ranking model of users and items, and its baselines."""

@@ -1,0 +1,156 @@
+"""What the towers must beat: popularity, LambdaRank and random order, on the same folds and the same training queries.
+
+Each gives one row of scores per query, from a model that saw neither the query's fold nor its watched fold (LambdaRank
+stops early on the latter, as the towers do). Legend: T training or known queries, M models, S sentence width,
+P principal axes, F features.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from job.experiments.two_tower.arrays import Floats, Labels, unit_rows
+from job.experiments.two_tower.data import Indices, Member, fold_of, gains
+from job.experiments.two_tower.ranking import GAINS, Tables
+from job.spec.two_tower import MOST_RANKED
+
+NEIGHBOURS = 10  # of the neighbour feature
+PROJECTIONS = 8  # principal directions of the training queries' sentence vectors
+FEATURES = 5 + PROJECTIONS
+PARTS = 8  # of the training queries: the features of each come from the other seven
+MAX_TREES, PATIENCE = 100, 10  # a tree takes 0.2 core-seconds on 274 queries x 1131 models
+LAMBDARANK = {
+    "objective": "lambdarank",
+    "label_gain": [GAINS[0], GAINS[2], GAINS[1]],  # of irrelevant, good, best
+    "metric": "ndcg",
+    "eval_at": [10],
+    "learning_rate": 0.1,
+    "num_leaves": 31,
+    "min_data_in_leaf": 50,
+    "feature_fraction": 0.9,
+    "deterministic": True,
+    "force_row_wise": True,
+    "verbosity": -1,
+}
+
+
+def popularity(member: Member, tables: Tables) -> Floats:
+    """Mean gain of each model on the training queries: the same order for every query. [test, M]"""
+    mean_M = _mean(tables.labels[member.train], GAINS).astype(np.float32)
+    return np.tile(mean_M, (len(member.test), 1))
+
+
+def random_order(member: Member, tables: Tables, seed: int) -> Floats:
+    """[test, M] of uniform numbers."""
+    draw = np.random.default_rng([seed, member.fold])
+    return draw.random((len(member.test), tables.labels.shape[1]), dtype=np.float32)
+
+
+def lambdarank_missing(models: int) -> str | None:
+    """Why there is no LambdaRank; None where there is."""
+    if models > MOST_RANKED:
+        return f"LightGBM ranks at most {MOST_RANKED:,} models per query, here are {models:,}"
+    if importlib.util.find_spec("lightgbm") is None:
+        return "not installed (.venv/bin/python -m pip install -c constraints.txt -e '.[ranking]')"
+    try:
+        importlib.import_module("lightgbm")
+    except (ImportError, OSError) as error:  # scipy or a system library that it needs
+        return f"cannot be imported: {error}"
+    return None
+
+
+def lambdarank(
+    member: Member, tables: Tables, *, seed: int, threads: int, stop: Callable[[], None] = lambda: None
+) -> Floats:
+    """LightGBM's LambdaRank. `stop` is called after each tree and may raise. [test, M]"""
+    lightgbm = importlib.import_module("lightgbm")
+    train, watch, test = member.train, member.watch, member.test
+    axes_PS = principal_axes(tables.queries[train])
+    given = {
+        "train": (train, training_features(tables, train, axes_PS, seed)),
+        "watch": (watch, features(tables, train, watch, axes_PS)),
+    }
+    sets: dict[str, Any] = {}
+    for name, (queries, seen) in given.items():
+        relevance = np.array([0, 2, 1], dtype=np.int32)[tables.labels[queries]]
+        sets[name] = lightgbm.Dataset(
+            seen.reshape(-1, FEATURES),
+            label=relevance.reshape(-1),
+            group=np.full(len(queries), relevance.shape[1]),
+            reference=sets.get("train"),
+            free_raw_data=False,
+        )
+    ranker = lightgbm.train(
+        {**LAMBDARANK, "seed": seed, "num_threads": threads},
+        sets["train"],
+        num_boost_round=MAX_TREES,
+        valid_sets=[sets["watch"]],
+        callbacks=[lightgbm.early_stopping(PATIENCE, verbose=False), lambda environment: stop()],
+    )
+    asked = features(tables, train, test, axes_PS).reshape(-1, FEATURES)
+    scores = ranker.predict(asked, num_threads=threads)
+    found: Floats = np.asarray(scores, dtype=np.float32).reshape(len(test), -1)
+    return found
+
+
+def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int) -> Floats:
+    """[train, M, F]: of each of PARTS parts of the training queries, from the other parts.
+
+    A query that only left itself out would tell its label: of a model's rows, exactly those of its positive queries
+    would show one positive query less. Trees read that, and on a test query it is not there.
+    """
+    found = np.zeros((len(train), tables.labels.shape[1], FEATURES), dtype=np.float32)
+    parts = min(PARTS, len(train))
+    part_T = fold_of(len(train), parts, seed)
+    for part in range(parts):
+        own = part_T == part
+        found[own] = features(tables, train[~own], train[own], axes_PS)
+    return found
+
+
+def features(tables: Tables, known: Indices, queries: Indices, axes_PS: Floats) -> Floats:
+    """[queries, M, F]: what LambdaRank sees of a query and a model, from the judgements of `known`, none of `queries`.
+
+    Popularity (share of known queries with a label), mean and variance of the gain, the gain of the NEIGHBOURS most
+    similar known queries weighted by similarity, the cosine between the query and the gain-weighted mean query of the
+    model, and the query's coordinates on `axes_PS`.
+    """
+    labels_TM, known_TS, sentences = tables.labels[known], tables.queries[known], tables.queries[queries]
+    gains_TM = gains(labels_TM)
+    mean_M = _mean(labels_TM, GAINS)
+    cosine = sentences @ known_TS.T
+    nearest = np.argsort(-cosine, axis=1, kind="stable")[:, :NEIGHBOURS]
+    weight = np.maximum(np.take_along_axis(cosine, nearest, axis=1), 0)
+    shares = np.zeros_like(cosine)
+    np.put_along_axis(shares, nearest, weight / np.maximum(weight.sum(axis=1, keepdims=True), 1e-9), axis=1)
+    coordinates = sentences @ axes_PS.T
+    found = np.zeros((len(queries), labels_TM.shape[1], FEATURES), dtype=np.float32)
+    found[:, :, 0] = _mean(labels_TM, [float(gain > 0) for gain in GAINS])
+    found[:, :, 1] = mean_M
+    found[:, :, 2] = _mean(labels_TM, [gain**2 for gain in GAINS]) - mean_M**2
+    found[:, :, 3] = shares @ gains_TM
+    found[:, :, 4] = sentences @ unit_rows(gains_TM.T @ known_TS).T
+    found[:, :, 5 : 5 + coordinates.shape[1]] = coordinates[:, None, :]
+    return found
+
+
+def principal_axes(sentences_TS: Floats) -> Floats:
+    """[at most PROJECTIONS, S]: the directions in which the sentence vectors differ most."""
+    found: Floats = np.linalg.svd(sentences_TS - sentences_TS.mean(axis=0), full_matrices=False)[2][:PROJECTIONS]
+    return found
+
+
+def _mean(labels_TM: Labels, worth: Sequence[float]) -> NDArray[np.float64]:
+    """Mean over the queries of what labels 0, 1, 2 are worth, [M]; of no query 0. From counts: models with the same
+    counts get the same number, where sums of gains would differ by the order of their queries.
+    """
+    total_M = np.zeros(labels_TM.shape[1])
+    for label, each in enumerate(worth):
+        total_M += each * (labels_TM == label).sum(axis=0)
+    return total_M / max(1, len(labels_TM))

@@ -1,0 +1,79 @@
+"""What the members of a phase see of the data, on the training device: one joint step's batch, and the watched folds.
+
+Legend: K members, R rows of a member, Q queries of a step, V watched queries, M models, S sentence width, B sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from job.experiments.two_tower.data import Member, rows_of, watched
+from job.experiments.two_tower.members import Members
+from job.experiments.two_tower.model import Noise, draw_noise
+from job.experiments.two_tower.ranking import Tables
+from job.experiments.two_tower.ranking_metrics import ndcg
+from job.spec.two_tower import TwoTowerConfig
+from job.train.data import mix
+from job.train.experiment import Micro, Work
+
+
+class Batches:
+    """Made once per phase; weak labels too."""
+
+    def __init__(self, members: Sequence[Member], tables: Tables, config: TwoTowerConfig, device: torch.device) -> None:
+        self._device = device
+        weak = min(config.weak.queries, len(tables.discovery))
+        self.queries = max(len(member.train) for member in members) + weak  # of each member, padding included
+        rows = [rows_of(member, tables, config.weak, self.queries) for member in members]
+        self.weak = [own.weak for own in rows]  # discovery queries of each member
+        self._x_KRS = self._placed(np.stack([own.sentences for own in rows]))
+        self._targets_KRM = self._placed(np.stack([own.targets for own in rows]))
+        self._weights_KR = self._placed(np.stack([own.weights for own in rows]))
+        if any(len(member.watch) for member in members):
+            queries_KV, gains_KVM, weights_KV = watched(members, tables)
+            self._watched_x_KVS = self._placed(tables.queries[queries_KV])
+            self._watched_gains_KVM = self._placed(gains_KVM)
+            self._watched_weights_KV = self._placed(weights_KV)
+
+    def work(self, config: TwoTowerConfig, place: int, micro: int) -> Work:
+        """The joint step that (seed, `place`) names: every query, or those that the objective samples, in chunks of
+        `micro`. Dropout's bits are drawn for all chunks at once.
+        """
+        generator = torch.Generator(self._device).manual_seed(mix(config.seed, place))
+        members, models = self._targets_KRM.shape[0], self._targets_KRM.shape[2]
+        x_KQS, targets_KQM, weights_KQ, draws = self._x_KRS, self._targets_KRM, self._weights_KR, None
+        if config.objective == "sampled":
+            batch = config.sampled.batch
+            chosen_KB = torch.multinomial(self._weights_KR, batch, replacement=True, generator=generator)
+            rows = torch.arange(members, device=self._device)[:, None]
+            x_KQS, targets_KQM = x_KQS[rows, chosen_KB], targets_KQM[rows, chosen_KB]
+            weights_KQ = torch.ones(members, batch, device=self._device)
+            size = (members, batch, 1 + 2 * config.sampled.negatives)
+            draws = torch.rand(size, generator=generator, device=self._device)
+        noise = draw_noise(config.towers, members, x_KQS.shape[1], models, generator)
+        return Work(_chunks(x_KQS, targets_KQM, weights_KQ, noise, draws, micro), x_KQS.shape[1])
+
+    def watched_ndcg(self, module: Members) -> Tensor:
+        """Each member's mean nDCG@10 on the fold it watches, float64 [K]."""
+        values_KV = ndcg(module.score(self._watched_x_KVS), self._watched_gains_KVM, 10)
+        return (values_KV * self._watched_weights_KV).sum(-1)
+
+    def _placed(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _chunks(
+    x_KQS: Tensor, targets_KQM: Tensor, weights_KQ: Tensor, noise: Noise | None, draws: Tensor | None, micro: int
+) -> Iterator[Micro]:
+    for first in range(0, x_KQS.shape[1], micro):
+        part = slice(first, first + micro)
+        rows = x_KQS[:, part], targets_KQM[:, part], weights_KQ[:, part]
+        bits = (None, None) if noise is None else (noise.query[:, part], noise.model)
+        extra = () if draws is None else (draws[:, part],)
+        yield Micro((*rows, *bits, *extra), rows[0].shape[1], first)

@@ -1,0 +1,309 @@
+"""two-tower: rank models for a query; every fold's model trained at once, judged once.
+
+One phase per family of towers (the config's own, or each variant of the sweep), then a refit of the family that the
+inner folds prefer, on all judged queries, for the median of its folds' chosen epochs. An epoch is `steps_per_epoch`
+joint steps. A member stops to improve its record after `patience` epochs without a better one; the phase ends when all
+have. Leaves `fold_table.json`, `fold_table.md`, `results.json`, `exports/scores.npz` and `final/`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import asdict
+from statistics import fmean, median_low
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from job import atomic
+from job.contract.workdir import FINAL
+from job.dataset.prepare import read_manifest
+from job.experiments.two_tower import baselines, ranking, results
+from job.experiments.two_tower.batches import Batches
+from job.experiments.two_tower.data import Member, members, refit_member
+from job.experiments.two_tower.members import Members, clip_each
+from job.experiments.two_tower.model import TwoTower as Towers
+from job.experiments.two_tower.model import decays
+from job.experiments.two_tower.tables import spread
+from job.models.blocks import DTYPES
+from job.spec.common import CosineAdamW, Rung
+from job.spec.two_tower import REFIT, TwoTowerConfig, parameters, variants
+from job.text import counted
+from job.train import export, optimizer
+from job.train.experiment import Experiment, Phase, Session, Weights, Work
+
+BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none
+FLOOR = 0.1  # of the learning rate, where the cosine ends
+SCORED = 512  # queries scored at once when a phase has ended
+SPOKEN_S = 60.0  # between two lines about one fold's trees: a job that says nothing for long is taken for a stuck one
+REFIT_SEEDS = 1_000_000  # of initial weights and of dropout: apart from every fold's
+
+
+class TwoTower(Experiment):
+    """The experiment as the training loop asks it."""
+
+    def __init__(self, session: Session) -> None:
+        assert isinstance(session.config, TwoTowerConfig)
+        self.session, self.config = session, session.config
+        self.families = variants(session.config)
+        self.tables = ranking.read(session.data)
+        problems = ranking.mismatches(self.config, self.tables.queries.shape, self.tables.labels.shape)
+        if problems:
+            raise ValueError(f"{session.data}: " + "; ".join(problems))
+        if session.device.is_cuda and self.config.products() == "tf32":
+            torch.set_float32_matmul_precision("high")  # TF32: ranks do not need fp32's last digits
+        self.phases = Phase.chain(self.config.phases())
+        self.progress: dict[str, Any] = {"families": {}, "refit": None}
+        self._losses_K: Tensor | None = None  # of the newest step that was read back
+
+    def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
+        """Fresh members; what earlier families scored goes on with them."""
+        if phase.name == REFIT:
+            self.progress["refit"] = self._choose_refit()
+        else:
+            count = len(members(self.config))
+            record = {"best": [None] * count, "epoch": [0] * count, "stopped": [0] * count, "epochs": 0, "weak": []}
+            self.progress["families"][self._name(phase)] = record
+        module = self.blank(phase)
+        if previous is not None:
+            assert isinstance(module, Members)
+            assert isinstance(previous, Members)
+            module.scores.copy_(previous.scores)
+            module.optimistic.copy_(previous.optimistic)
+        return module
+
+    def blank(self, phase: Phase) -> nn.Module:
+        """The members of a phase with the weights of their seeds, and their tensors on the device."""
+        config, refit = self._config(phase), phase.name == REFIT
+        self._members = [refit_member(config.data.queries)] if refit else members(config)
+        self._batches = Batches(self._members, self.tables, config, self.session.device.torch)
+        compute = DTYPES[config.precision.compute]
+        module = Members(config, len(self._members), REFIT_SEEDS if refit else 0, compute)
+        families, data = len(self.families), config.data
+        module.register_buffer("scores", torch.zeros(families, data.folds, data.queries, data.models))
+        module.register_buffer("optimistic", torch.zeros(families, data.queries, data.models))
+        self._announce(phase, config)
+        return module.to(self.session.device.torch)
+
+    def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
+        """AdamW over all members: element by element, so theirs is what each would have alone."""
+        groups = optimizer.groups(module, decays, self.config.optim.weight_decay)
+        return optimizer.make(groups, CosineAdamW(betas=BETAS, eps=EPS), seed=self.config.seed)
+
+    def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
+        """Cosine to a tenth over all planned epochs, however many are trained: the refit follows the folds' rates."""
+        share = (step - phase.first) / phase.steps
+        lr = self.config.optim.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * share)))
+        optimizer.set_lr(opt, lr)
+        return lr
+
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
+        """Every query of every member, in chunks."""
+        place = step - phase.first + (REFIT_SEEDS if phase.name == REFIT else 0)
+        return self._batches.work(self._config(phase), place, rung.micro)
+
+    def validation(self, phase: Phase, rung: Rung) -> Work:
+        """Not used: `evaluate` ranks instead of measuring a loss."""
+        return Work((), 1)
+
+    def evaluated(self, phase: Phase, step: int) -> bool:
+        """After each epoch; in the refit when it is over."""
+        local = step - phase.first
+        if phase.name == REFIT:
+            epochs: int = self.progress["refit"]["epochs"]
+            return local == epochs * self.config.steps_per_epoch
+        return local % self.config.steps_per_epoch == 0
+
+    def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
+        """1 - the honest members' mean nDCG@10 on the folds they watch; None for the refit, which watches none."""
+        assert isinstance(module, Members)
+        return None if phase.name == REFIT else 1 - fmean(self._watched(module)[: self.config.data.folds])
+
+    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
+        """The same. Keeps the record of each member, and its weights where they are its best so far."""
+        assert isinstance(module, Members)
+        if phase.name == REFIT:
+            return None
+        assert self._losses_K is not None  # a step that is evaluated was read back
+        found = self._watched(module)
+        record = self.progress["families"][self._name(phase)]
+        epoch = record["epochs"] = record["epochs"] + 1
+        better = []
+        for k, value in enumerate(found):
+            if not record["stopped"][k] and (record["best"][k] is None or value > record["best"][k]):
+                record["best"][k], record["epoch"][k] = value, epoch
+                better.append(k)
+            late = epoch - record["epoch"][k] >= self.config.patience and epoch >= self.config.first_stop
+            if late and not record["stopped"][k]:
+                record["stopped"][k] = epoch
+        module.keep(torch.tensor(better, dtype=torch.int64, device=module.best.device))
+        folds = self.config.data.folds
+        self._say_epoch(phase, epoch, self._losses_K[:folds].tolist(), found)
+        return 1 - fmean(found[:folds])
+
+    def clip(self, opt: Optimizer) -> Tensor:
+        """Each member by its own norm; the mean of them."""
+        return clip_each(optimizer.parameters(opt), self.config.optim.clip).mean()
+
+    def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
+        """The members' losses go to the epoch's line, not to metrics.jsonl."""
+        self._losses_K = aux["losses"].float().cpu()
+        return {}
+
+    def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
+        """When no member can improve its record any more; the refit at its last epoch."""
+        if phase.name == REFIT:
+            epochs = self.progress["refit"]["epochs"]
+            said = f"{counted(epochs, 'epoch')}, the median that the folds chose"
+            return said if epochs < self.config.epochs else None
+        record = self.progress["families"][self._name(phase)]
+        if all(record["stopped"]):
+            return f"no member improved for {counted(self.config.patience, 'epoch')}"
+        return None
+
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
+        """A family's scores by each member's best weights: the only look at the test folds. The refit's export."""
+        assert isinstance(module, Members)
+        self._module = module
+        if phase.name == REFIT:
+            self._export(module)
+            return
+        module.stack.unpack(module.best)
+        module.eval()
+        folds, family = self.config.data.folds, phase.index
+        judged = torch.from_numpy(self.tables.queries).to(self.session.device.torch)
+        scores_KQM = torch.cat([module.score(part) for part in torch.split(judged, SCORED)], dim=1)
+        module.scores[family] = scores_KQM[:folds]
+        for member, scores_QM in zip(self._members, scores_KQM, strict=True):
+            if member.protocol == "optimistic":
+                module.optimistic[family][member.test] = scores_QM[member.test]
+        self.progress["families"][self._name(phase)]["weak"] = self._batches.weak
+
+    def finish(self) -> None:
+        """Baselines on the same folds, the tables and the comparison."""
+        config, tables = self.config, self.tables
+        own = [member for member in members(config) if member.protocol == "honest"]
+        self.session.say("baselines: popularity, LambdaRank and random order on the same folds")
+        missing = baselines.lambdarank_missing(config.data.models)
+        outcome = results.Outcome(
+            config=config,
+            tables=tables,
+            families=[name for name, _ in self.families],
+            progress=self.progress,
+            scores=self._module.scores.cpu().numpy(),
+            optimistic=self._module.optimistic.cpu().numpy() if config.optimistic else None,
+            baselines={
+                "popularity": results.by_query(own, tables, lambda m: baselines.popularity(m, tables)),
+                "LambdaRank": missing or results.by_query(own, tables, self._lambdarank),
+                "random": results.by_query(own, tables, lambda m: baselines.random_order(m, tables, config.seed)),
+            },
+        )
+        session, meta = self.session, atomic.read_object(self.session.workdir / FINAL / export.META) or {}
+        results.write(
+            outcome,
+            session.workdir,
+            {
+                "device": session.device.name,
+                "torch": torch.__version__,
+                "dataset": read_manifest(session.data).facts,
+                "weights_sha256": meta["files"][0]["sha256"],
+                **self.outcome,
+                "predicted": list(session.predicted),
+                "measured": results.measured(self.phases, session.metrics.records()),
+            },
+            say=session.say,
+        )
+
+    def _lambdarank(self, member: Member) -> Any:
+        """The scores of one fold, a line when they are there, and one a minute until then. A stop is heeded after each
+        tree; the last checkpoint stands at the end of training, so a restart makes the baselines again.
+        """
+        began = spoken = time.monotonic()
+        trees, fold = 0, f"LambdaRank, fold {member.fold + 1}/{self.config.data.folds}"
+
+        def after_tree() -> None:
+            nonlocal spoken, trees
+            self.session.check_stop()
+            trees += 1
+            now = time.monotonic()
+            if now - spoken >= SPOKEN_S:
+                spoken = now
+                self.session.say(
+                    f"{fold}: {counted(trees, 'tree')} in {now - began:.0f} s, of at most {baselines.MAX_TREES}"
+                )
+
+        # Training is over, and the bill counts on the core that it left to the supervisor (job/train/__main__.py).
+        given = "OMP_NUM_THREADS" in os.environ
+        threads = torch.get_num_threads() if given else len(os.sched_getaffinity(0))
+        found = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
+        self.session.say(f"{fold}: done, {counted(trees, 'tree')} in {time.monotonic() - began:.0f} s")
+        return found
+
+    @torch.no_grad()
+    def _watched(self, module: Members) -> list[float]:
+        """Each member's nDCG@10 on the fold that it watches."""
+        module.eval()
+        found: list[float] = self._batches.watched_ndcg(module).tolist()
+        module.train()
+        return found
+
+    def _choose_refit(self) -> dict[str, Any]:
+        """The family that the watched folds prefer, and the median of its folds' epochs. No test fold is looked at."""
+        folds = self.config.data.folds
+        records = self.progress["families"]
+        name = max(records, key=lambda name: fmean(records[name]["best"][:folds]))
+        return {"family": name, "epochs": median_low(records[name]["epoch"][:folds])}
+
+    def _config(self, phase: Phase) -> TwoTowerConfig:
+        """The family's that the phase trains."""
+        if phase.name == REFIT:
+            return dict(self.families)[self.progress["refit"]["family"]]
+        return self.families[phase.index][1]
+
+    def _name(self, phase: Phase) -> str:
+        return self.families[phase.index][0]
+
+    def _announce(self, phase: Phase, config: TwoTowerConfig) -> None:
+        alike, weak = counted(len(self._members), "member"), self._batches.weak
+        self.session.say(
+            f"phase {phase.index + 1}/{len(self.phases)} {phase.name}: {alike} of {parameters(config):,} parameters,"
+            f" {self._batches.queries} queries each, of them {min(weak)} to {max(weak)} weakly labelled"
+        )
+
+    def _say_epoch(self, phase: Phase, epoch: int, losses: list[float], found: list[float]) -> None:
+        folds, record = self.config.data.folds, self.progress["families"][self._name(phase)]
+        loss, inner, best = spread(losses), spread(found[:folds]), fmean(record["best"][:folds])
+        optimistic = f", optimistic {fmean(found[folds:]):.4f}" if found[folds:] else ""
+        stopped = sum(map(bool, record["stopped"]))
+        self.session.say(
+            f"{phase.name} epoch {epoch:3d}/{self.config.epochs} | loss {loss['mean']:.4f} ± {loss['std']:.4f} | "
+            f"inner nDCG@10 {inner['mean']:.4f} ± {inner['std']:.4f} (best {best:.4f}{optimistic}) | "
+            f"{stopped}/{len(found)} stopped"
+        )
+
+    def _export(self, module: Members) -> None:
+        """final/: the refit as a model of its own."""
+        config, chosen = module.config, self.progress["refit"]
+        alone = Towers(config.towers, config.data.models)
+        alone.load_state_dict({name: p[0].detach().cpu() for name, p in module.stack.members.named_parameters()})
+        export.export(
+            self.session.workdir / FINAL,
+            alone,
+            {
+                "experiment": "two-tower",
+                "family": chosen["family"],
+                "epochs": chosen["epochs"],
+                "step": self.phases[-1].first + chosen["epochs"] * self.config.steps_per_epoch,
+                "val_loss": None,  # nothing is held out
+                **self.outcome,
+                "towers": asdict(config.towers),
+                "models": self.tables.names["models"],
+                "encoder": self.tables.encoder,
+                "dataset_sha256": read_manifest(self.session.data).sha256,
+                "config_sha256": self.session.config_sha256,
+            },
+        )
