@@ -1,4 +1,4 @@
-"""`python -m job.experiments.pretrain.serve DIR --port 8000`: answers HTTP requests from a model, a run's final/ folder.
+"""`python -m job.experiments.pretrain.serve DIR --port 8000`: HTTP answers from the model in DIR, a run's final/.
 
 Bound to this machine alone unless --host says otherwise: there is no password. SIGTERM and Ctrl-C end it.
 """
