@@ -35,8 +35,8 @@ def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def code_folders(experiment: str) -> tuple[str, ...]:
     """Folders of job/ whose own files decide how long a step takes: not a judge or a server that lies further down."""
-    module = EXPERIMENTS[experiment].trainer.partition(":")[0]
-    return ("train", "models", "spec", "experiments", "/".join(module.split(".")[1:-1]))
+    shared, trainer = ("train", "models", "spec", "experiments"), EXPERIMENTS[experiment].trainer
+    return (*shared, "/".join(trainer.split(".")[1:-1])) if trainer else shared  # a user's command has none of ours
 
 
 def code_sha256(experiment: str, folder: Path | None = None) -> str:
