@@ -158,7 +158,8 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
         if variant.variant.reference or variant.nodes > 1:
             continue
         held = variant.variant.hold_hours, variant.variant.buffer
-        key = (variant.job.parameters, variant.estimate, held, variant.storage, variant.own_data)
+        storage = repr(variant.storage)  # its map of inputs has no hash
+        key = (variant.job.parameters, variant.estimate, held, storage, variant.own_data)
         found.setdefault(key, []).append(variant)
     # Where a scenario asks for another region, the stack's own is what is compared.
     return [

@@ -26,6 +26,8 @@ MIBPS_PER_IOPS = 0.25  # the same
 BASE_IOPS = 3000  # included with any size
 _TAG = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
 PLACE = "a folder inside the project, or s3://bucket/prefix"
+ANYWHERE = "a folder, as seen from the project's, or s3://bucket/prefix"
+_INPUT = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
 
 
@@ -44,16 +46,19 @@ def check(
     impossible = _model(s.job.parameters, findings)
     _placement(s.fleet, findings, catalog)
     # Of what cannot be read, or built, nobody knows phases, memory or weights; the types are judged all the same.
-    unknown = impossible or bool(findings.bad & {"job.experiment", "job.parameters"})
+    unknown = impossible or bool(findings.bad & {"job", "job.experiment", "job.parameters"})
     instance_types(s.fleet, None if unknown else s.job.parameters, findings, catalog, launchable=launchable)
     if launchable and not unknown:
         gpus_asked(s.fleet, s.job.parameters, findings, catalog)
     _storage(s.storage, findings)
+    if "job" not in findings.bad:
+        _given(s, findings)
     _account(s.account, s.fleet, findings)
     _limits(s.limits, findings, now, past_deadline)
     _check_keep(s, findings, now)
     if not unknown:
         _base_weights(s, findings)
+        _saves(s, findings)
         _estimate(s, findings)
 
 
@@ -61,7 +66,7 @@ def _model(config: JobConfig, findings: Findings) -> bool:
     """Whether there is anything: no model of such a run config can be built."""
     found = config.problems()
     for path, sentence in found:
-        findings.add(f"job.parameters.{path}", sentence, default=_standing(config, path))
+        findings.add(f"{config.path}.{path}", sentence, default=_standing(config, path))
     return bool(found)
 
 
@@ -108,8 +113,47 @@ def _storage(storage: Storage, findings: Findings) -> None:
     if storage.data is not None:
         _disk("storage.data", storage.data, findings)
     for name, place in (("dataset", storage.dataset), ("base_weights", storage.base_weights)):
-        if place is not None and (problem := _place_problem(place)):
+        if place and (problem := _place_problem(place)):
             findings.add(f"storage.{name}", PLACE, problem)
+    for name, place in (storage.inputs or {}).items():
+        if not _INPUT.fullmatch(name):
+            findings.add(f"storage.inputs.{name}", "a name of 1 to 40 of A-Z, a-z, 0-9, _ and -", value=name)
+        elif problem := _place_problem(place, anywhere=True):
+            findings.add(f"storage.inputs.{name}", ANYWHERE, problem)
+
+
+def _given(s: StackDefinition, findings: Findings) -> None:
+    """A ready-made job takes a dataset, a command what it likes, by name."""
+    storage, config = s.storage, s.job.parameters
+    if config.dataset_kind:
+        if not storage.dataset:
+            findings.add("storage.dataset", PLACE)
+        if storage.inputs is not None:
+            findings.add("storage.inputs", "nothing in a ready-made job", "Its data is storage.dataset.")
+        return
+    for key, place in (("dataset", storage.dataset), ("base_weights", storage.base_weights)):
+        if place:
+            hint = "Name it under storage.inputs: {inputs.NAME} is where it lies for the command."
+            findings.add(f"storage.{key}", "nothing beside job.command", hint)
+    for path, folder in config.folders():
+        shipped = "A folder of this machine is shipped." if "://" in folder else _place_problem(folder, anywhere=True)
+        if shipped:
+            findings.add(f"{config.path}.{path}", "a folder, as seen from the project's", shipped)
+    named = storage.inputs or {}
+    for path, name in config.inputs_named():
+        if name not in named:
+            there = f"an input of storage.inputs, which has {', '.join(named) or 'none'}"
+            findings.add(f"{config.path}.{path}", there, nearest(name, named), value=f"{{inputs.{name}}}")
+
+
+def _saves(s: StackDefinition, findings: Findings) -> None:
+    """On spot the price of a loss is how much of the work it repeats."""
+    if s.fleet.capacity == "spot" and not s.job.parameters.says_when_it_saves:
+        findings.add(
+            f"{s.job.parameters.path}.checkpoint.every",
+            "how often the command saves by itself, {steps: N} or {minutes: N}",
+            "On spot a loss repeats what came after the last save: the bill prices it by this.",
+        )
 
 
 def _account(account: Account, fleet: Fleet, findings: Findings) -> None:
@@ -127,6 +171,8 @@ def _account(account: Account, fleet: Fleet, findings: Findings) -> None:
 
 def _base_weights(s: StackDefinition, findings: Findings) -> None:
     named, config = s.storage.base_weights is not None, s.job.parameters
+    if not config.dataset_kind:  # _given has said it
+        return
     if not config.sizes().base_weights:
         if named:
             hint = f"{s.job.experiment} starts from no weights: take the key out."
@@ -153,8 +199,8 @@ def _disk(path: str, disk: Disk, findings: Findings) -> None:
         )
 
 
-def _place_problem(place: str) -> str:
-    """Why this is neither a folder of the project nor an s3:// prefix, or nothing."""
+def _place_problem(place: str, *, anywhere: bool = False) -> str:
+    """Why this is neither a folder of the project, or `anywhere` on this machine, nor an s3:// prefix; or nothing."""
     if place.startswith("s3://"):
         return (
             ""
@@ -164,7 +210,9 @@ def _place_problem(place: str) -> str:
     if ":" in place:
         return "Only s3:// addresses are read; a local folder has no colon."
     path = PurePosixPath(place)
-    if path.is_absolute() or ".." in path.parts or not path.parts or place.startswith("~"):
+    if anywhere and place.startswith("~"):
+        return "No shell reads this, so ~ is no home: write it relative to the project, as in ../my-model, or in full."
+    if not anywhere and (path.is_absolute() or ".." in path.parts or not path.parts or place.startswith("~")):
         return "Write it relative to the project, as in data/tinystories."
     if not place.isprintable():  # NUL no system takes; the others make two names look like one, or break a line in two
         return "It holds a line break or another character that is not shown: write a plain name."

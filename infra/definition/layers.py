@@ -6,11 +6,11 @@ import re
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infra.definition import checks
 from infra.definition.model import Interruptions, StackDefinition, Variant
-from infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of
+from infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of, job_keys
 from infra.definition.yaml_tree import Mapping, Node, find_node, merge
 from infra.errors import Problem, of_form
 from infra.program.boot import user_data
@@ -37,7 +37,7 @@ def definition(
     """The tree's definition and what is wrong in it. Not `launchable`: its types need only be known."""
     findings = Findings(tree=tree)
     check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
-    parts = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
+    parts: dict[str, Any] = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
     interruptions = build(
         Interruptions, find_node(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings
     )
@@ -64,7 +64,7 @@ def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
     entries: dict[str, Node] = dict(tree.entries)
     for name in OVERLAID:
         if name in overlay:
-            entries[name] = merge(entries.get(name), _laid_over(name, overlay[name]))
+            entries[name] = merge(entries.get(name), _laid_over(name, overlay[name], entries.get(name)))
     return replace(tree, entries=entries)
 
 
@@ -86,7 +86,7 @@ def variants(
             continue
         entries = entries_of(entry, where, f"a section with the keys {', '.join([*own, *OVERLAID])}", findings)
         check_keys(entries, [*own, *OVERLAID], where, findings)
-        _parameters_alone(entries, where, findings)
+        _same_job(entries, tree, where, findings)
         kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
         variant = build(Variant, kept, where, findings)
         sections = {key: node for key, node in entries.items() if key in OVERLAID}
@@ -98,12 +98,13 @@ def variants(
     return laid_over, findings.problems + problems
 
 
-def overlay_problems(overlay: Node) -> list[Problem]:
+def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
+    """What is wrong in a `rehearsal` section that is laid over the tree `under`, before any of its values is read."""
     allowed = [*OVERLAID, "interruptions"]
     findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
     entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
     check_keys(entries, allowed, "rehearsal", findings)
-    _parameters_alone(entries, "rehearsal", findings)
+    _same_job(entries, under, "rehearsal", findings)
     return findings.problems
 
 
@@ -117,17 +118,18 @@ def purpose(text: str) -> str:
     return "\n".join(block)
 
 
-def _parameters_alone(entries: dict[str, Node], where: str, findings: Findings) -> None:
-    """Reports what else of `job` is to be laid over: it would be left out."""
-    if isinstance(job := entries.get("job"), Mapping):
-        check_keys(job.entries, ["parameters"], f"{where}.job", findings)
+def _same_job(entries: dict[str, Node], under: Mapping, where: str, findings: Findings) -> None:
+    """Reports what of `job` cannot be laid over: it would be left out."""
+    if isinstance(laid := entries.get("job"), Mapping):
+        check_keys(laid.entries, job_keys(under.entries.get("job"), laid_over=True), f"{where}.job", findings)
 
 
-def _laid_over(section: str, overlay: Node) -> Node:
-    """Of `job` only the parameters: a rehearsal or scenario runs the same experiment in the same image."""
+def _laid_over(section: str, overlay: Node, under: Node | None) -> Node:
+    """Of `job` only what a rehearsal or scenario may change: it runs the same job in the same image."""
     if section != "job" or not isinstance(overlay, Mapping):
         return overlay
-    return replace(overlay, entries={key: node for key, node in overlay.entries.items() if key == "parameters"})
+    known = job_keys(under, laid_over=True)
+    return replace(overlay, entries={key: node for key, node in overlay.entries.items() if key in known})
 
 
 def _user_data(definition: StackDefinition, findings: Findings) -> None:

@@ -49,7 +49,7 @@ def load(
     if len(problems) > SHOWN:  # enough to mend; each form that is laid over would find them all again
         raise DefinitionError(str(path), in_order(problems))
     if overlay is not None:
-        problems += layers.overlay_problems(overlay)
+        problems += layers.overlay_problems(overlay, tree)
         merged, found = layers.definition(layers.rehearsed(tree), path, text, now, past_deadline, catalog=catalog)
         problems += of_form("rehearsal", found)
     problems += layers.variants(tree, path, text, now, catalog)[1]

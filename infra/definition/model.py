@@ -27,13 +27,23 @@ class Run:
     owner: str
 
 
+# What gpufleet's own part runs in beside a command's image: Python and nothing else, in a registry without a login.
+SUPERVISOR_IMAGE = "public.ecr.aws/docker/library/python:3.13-slim"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """What is trained, and in which container image."""
 
-    experiment: str
+    experiment: str  # of a command of the user's own the name of its kind
     image: str  # repository:tag, or repository:tag@sha256:... once pinned
-    parameters: JobConfig  # the experiment's own typed config; the file holds only what differs from its defaults
+    supervisor_image: str | None = None  # what gpufleet's own part runs in; None: in the job's, which is ready-made
+    parameters: JobConfig  # the kind's own typed config; the file holds only what differs from its defaults
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """All that a node pulls."""
+        return tuple(filter(None, (self.image, self.supervisor_image)))
 
 
 Capacity = Literal["spot", "on-demand"]
@@ -70,21 +80,34 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
-    """Disks and inputs. `dataset` and `base_weights` are each a local folder or an s3:// prefix."""
+    """Disks and inputs. `dataset`, `base_weights` and each of `inputs` are a local folder or an s3:// prefix."""
 
-    dataset: str
+    dataset: str = ""  # of a ready-made job, which needs one; empty: of a command
     base_weights: str | None = None
+    inputs: dict[str, str] | None = None  # of a command, by name: {inputs.NAME} is where they lie for it
     root: Disk = Disk(size_gib=100)
     data: Disk | None = None
     keep: Keep = Keep()
 
     def dataset_folder(self, root: Path) -> Path | None:
-        """Where the dataset lies, or will. None: it is in a bucket."""
-        return _local(self.dataset, root)
+        """Where the dataset lies, or will. None: there is none, or it is in a bucket."""
+        return _local(self.dataset, root) if self.dataset else None
 
     def weights_folder(self, root: Path) -> Path | None:
         """Where the base weights lie. None: there are none, or they are in a bucket."""
         return None if self.base_weights is None else _local(self.base_weights, root)
+
+    def input_folders(self, root: Path) -> dict[str, Path]:
+        """Those of `inputs` that are no s3:// prefix, by name."""
+        places = {name: _local(place, root) for name, place in (self.inputs or {}).items()}
+        return {name: folder for name, folder in places.items() if folder is not None}
+
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """All that lies in a bucket already, by what it is called in the nodes' rights."""
+        named = {"Dataset": self.dataset, "BaseWeights": self.base_weights}
+        named |= {f"Input{index}": place for index, place in enumerate((self.inputs or {}).values())}
+        return {sid: place for sid, place in named.items() if place and place.startswith("s3://")}
 
 
 def _local(place: str, root: Path) -> Path | None:

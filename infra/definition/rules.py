@@ -18,13 +18,19 @@ from infra.definition.model import (
     Keep,
     Limits,
     Run,
-    Storage,
     Variant,
     Vpc,
 )
 from job.spec import EXPERIMENTS
 from job.spec.convert import Rule
 
+_IMAGE = Rule(
+    # As docker tells a registry from a folder of Docker Hub's: by a dot or a port in its name.
+    pattern=r"(?=.{1,255}$)(?=[^/]*[.:])[a-z0-9.-]+(:443)?(/[a-z0-9._-]+)+(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})(@sha256:[0-9a-f]{64})?",
+    allowed="registry/repository:tag, with @sha256: and 64 hexadecimal digits once pinned",
+    hint="Name the registry (docker.io is Docker Hub; nodes reach port 443 alone) and a tag; "
+    "gpufleet doctor --pin adds the digest.",
+)
 # gp3: botocore 1.44.5 service model, EC2 CreateVolume and EbsBlockDevice; larger than the 2020 limits since 2025-09.
 RULES: dict[tuple[type[Any], str], Rule] = {
     (Run, "id"): Rule(
@@ -35,13 +41,8 @@ RULES: dict[tuple[type[Any], str], Rule] = {
         pattern=r"(?!aws:)[A-Za-z0-9_.:/=+@-]([A-Za-z0-9 _.:/=+@-]{0,126}[A-Za-z0-9_.:/=+@-])?",
         allowed="1 to 128 of A-Z a-z 0-9 space _ . : / = + - @, not starting with aws: (it is a tag)",
     ),
-    (Job, "image"): Rule(
-        # As docker tells a registry from a folder of Docker Hub's: by a dot or a port in its name.
-        pattern=r"(?=.{1,255}$)(?=[^/]*[.:])[a-z0-9.-]+(:443)?(/[a-z0-9._-]+)+(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})(@sha256:[0-9a-f]{64})?",
-        allowed="registry/repository:tag, with @sha256: and 64 hexadecimal digits once pinned",
-        hint="Name the registry (docker.io is Docker Hub; nodes reach port 443 alone) and a tag; "
-        "gpufleet doctor --pin adds the digest.",
-    ),
+    (Job, "image"): _IMAGE,
+    (Job, "supervisor_image"): _IMAGE,
     (Fleet, "zones"): Rule(most=6),  # us-east-1 has the most
     (Fleet, "instance_types"): Rule(most=20),  # a choice: a longer list is no longer read by anyone
     (Fleet, "ami"): Rule(
@@ -98,9 +99,8 @@ RULES: dict[tuple[type[Any], str], Rule] = {
 
 # What is allowed under a required key that is missing, where its type alone (text, a list) would not say it.
 REQUIRED: dict[tuple[type[Any], str], str] = {
-    (Job, "experiment"): "one of " + ", ".join(sorted(EXPERIMENTS)),
+    (Job, "experiment"): f"one of {', '.join(sorted(EXPERIMENTS))}; or job.command in its place, for your own script",
     (Fleet, "region"): "a region with prices in the catalog, such as us-east-2",
     (Fleet, "zones"): "a list of the region's zones, such as [us-east-2a, us-east-2b]",
     (Fleet, "instance_types"): "a list of GPU instance types, such as [g5.2xlarge]",
-    (Storage, "dataset"): "a folder inside the project, or s3://bucket/prefix",
 }

@@ -16,11 +16,11 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any, Literal
 
-from infra.definition.model import Account, Estimate, Fleet, Job, Limits, Run, Storage
+from infra.definition.model import SUPERVISOR_IMAGE, Account, Estimate, Fleet, Job, Limits, Run, Storage
 from infra.definition.rules import REQUIRED, RULES
 from infra.definition.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, find_node
 from infra.errors import Problem
-from job.spec import EXPERIMENTS, JobConfig
+from job.spec import EXPERIMENTS, CommandConfig, JobConfig, command
 from job.spec.convert import Rule, describe, rule_of, unwrap
 from job.spec.convert import hints as hints_of
 
@@ -37,6 +37,7 @@ SECTIONS: dict[str, type[Any]] = {
 _HOME = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
 # What other tools call it.
 _ALSO = {"gpu": "cuda", "nvidia": "cuda", "learning_rate": "lr", "learning-rate": "lr"}
+READY_MADE = ("experiment", "image", "parameters")  # the keys of such a job
 _BAD: Any = object()
 _SCALARS = (str, bool, datetime, int, float, Decimal)
 
@@ -116,17 +117,57 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
     """The dataclass at `path`. A wrong or missing value is reported, and a placeholder stands in. What is not written
     is as in `default`, where the section around it has one of its own, or else as in `cls`.
     """
+    if cls is Job:
+        return _job(node, findings)
     names = [f.name for f in dataclasses.fields(cls)]
     hints = hints_of(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     hint_text = _as_section(cls, hints, node.text) if isinstance(node, Scalar) else ""
     entries = entries_of(node, path, f"a section with the keys {', '.join(names)}", findings, hint_text)
-    check_keys(entries, names, path, findings, None if cls is Job else _nested_keys(names, hints))
+    check_keys(entries, names, path, findings, _nested_keys(names, hints))
+    values = _values(cls, names, entries, path, findings, default)
+    return cls(**values) if default is None else dataclasses.replace(default, **values)
+
+
+def _job(node: Node | None, findings: Findings) -> Job:
+    """The section `job`: a ready-made job with its parameters, or a command, whose keys stand beside the image's."""
+    hint_text = _as_section(Job, hints_of(Job), node.text) if isinstance(node, Scalar) else ""
+    allowed = f"a section with the keys {', '.join(READY_MADE)}; or command in place of experiment"
+    entries = entries_of(node, "job", allowed, findings, hint_text)
+    if "command" in entries and "experiment" in entries:
+        findings.add("job", "one of them", value="both command and experiment")
+    check_keys(entries, job_keys(node), "job", findings)
+    if "command" not in entries:
+        values = _values(Job, ["experiment", "image"], entries, "job", findings)
+        return Job(**values, parameters=_parameters(entries, "job.parameters", findings))
+    images = ["image", "supervisor_image"]
+    values = _values(Job, images, entries, "job", findings)
+    if "supervisor_image" not in entries:
+        values["supervisor_image"] = SUPERVISOR_IMAGE
+    names = [f.name for f in dataclasses.fields(CommandConfig)]
+    config = CommandConfig(**_values(CommandConfig, names, entries, "job", findings))
+    return Job(**values, experiment=command.NAME, parameters=config)
+
+
+def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
+    """What may stand under `job` where `node` does; `laid_over`: in a rehearsal or scenario, which runs the same job in
+    the same image.
+    """
+    if not isinstance(node, Mapping) or "command" not in node.entries:
+        return ["parameters"] if laid_over else list(READY_MADE)
+    names = [f.name for f in dataclasses.fields(CommandConfig)]
+    return names if laid_over else ["image", "supervisor_image", *names]
+
+
+def _values(
+    cls: type[Any], names: Iterable[str], entries: dict[str, Node], path: str, findings: Findings, default: Any = None
+) -> dict[str, Any]:
+    """The typed values of a section's fields `names`, but for those that keep their default."""
+    hints = hints_of(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
-        hint, rule, where = hints[spec.name], _rule(cls, spec), f"{path}.{spec.name}"
-        if cls is Job and spec.name == "parameters":
-            values["parameters"] = _parameters(entries, where, findings)
+        if spec.name not in names:
             continue
+        hint, rule, where = hints[spec.name], _rule(cls, spec), f"{path}.{spec.name}"
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
         kept = spec.default if default is None else getattr(default, spec.name)
         allowed = REQUIRED.get((cls, spec.name), "")
@@ -138,7 +179,7 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
             if written is None:
                 findings.add(where, allowed or describe(hint, rule))
             values[spec.name] = _placeholder(hint)
-    return cls(**values) if default is None else dataclasses.replace(default, **values)
+    return values
 
 
 def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, hint: str = "") -> dict[str, Node]:
@@ -210,7 +251,8 @@ def _parameters(entries: dict[str, Node], where: str, findings: Findings) -> Job
     if name in EXPERIMENTS:
         config: JobConfig = build(EXPERIMENTS[name], entries.get("parameters"), where, findings)
         return config
-    findings.add("job.experiment", "one of " + ", ".join(sorted(EXPERIMENTS)), nearest(name, EXPERIMENTS))
+    known = "one of " + ", ".join(sorted(EXPERIMENTS))
+    findings.add("job.experiment", known if name else REQUIRED[Job, "experiment"], nearest(name, EXPERIMENTS))
     return next(iter(EXPERIMENTS.values()))()
 
 

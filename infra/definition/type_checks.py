@@ -10,6 +10,7 @@ from infra.definition.model import Fleet
 from infra.definition.schema import Findings
 from job.spec import JobConfig
 from job.spec.common import DEVICE_RESERVE_GB
+from job.text import counted
 
 if TYPE_CHECKING:
     from infra.catalog import Catalog, Instance
@@ -85,9 +86,16 @@ def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Cat
     """A node with fewer GPUs than the job asks for would be refused, and so would its replacement."""
     asked = config.least_gpus()
     kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instances.get(name)) is not None]
+    if config.needs_like_nodes and len({kind.gpu_count for kind in kinds}) > 1:
+        findings.add(
+            "fleet.instance_types",
+            f"types with equally many GPUs, or {config.path}.checkpoint.same_gpus: false",
+            "A checkpoint of 4 GPUs' shards is read by 4 again, unless your script says otherwise.",
+            value=", ".join(f"{kind.type} has {counted(kind.gpu_count, 'GPU')}" for kind in kinds),
+        )
     few = [f"{kind.type} has {kind.gpu_count}" for kind in kinds if kind.gpu_count < asked]
     if few:
-        findings.add("job.parameters.gpus", f"at most the GPUs of each listed type; {', '.join(few)}", value=str(asked))
+        findings.add(f"{config.path}.gpus", f"at most the GPUs of each listed type; {', '.join(few)}", value=str(asked))
 
 
 def _launchable(region: str, catalog: Catalog) -> list[Instance]:
@@ -102,7 +110,7 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
     if config is None or config.device == "cpu":
         return ""
     if config.precision.compute == "bf16" and not kind.gpu.bf16:
-        return f"{kind.gpu.name} has no bf16 tensor cores (job.parameters.precision.compute)"
+        return f"{kind.gpu.name} has no bf16 tensor cores ({config.path}.precision.compute)"
     ranks = config.ranks(kind.gpu_count)
     needs: list[tuple[float, str]] = []
     for index, phase in enumerate(config.phases()):

@@ -196,7 +196,7 @@ def creation_digest(definition: StackDefinition) -> str:
     kinds, zones = definition.fleet.instance_types, definition.fleet.zones
     taken = {
         "run": asdict(definition.run),
-        "job": asdict(definition.job),
+        "job": {key: value for key, value in asdict(definition.job).items() if value is not None},
         "fleet": {**asdict(definition.fleet), "instance_types": sorted(kinds), "zones": sorted(zones)},  # sets
         "disks": [
             asdict(definition.storage.root),
@@ -204,6 +204,7 @@ def creation_digest(definition: StackDefinition) -> str:
         ],
         "dataset": definition.storage.dataset,
         "base_weights": definition.storage.base_weights,
+        **({"inputs": definition.storage.inputs} if definition.storage.inputs else {}),
         "limits": asdict(definition.limits),
         **({"account": asdict(definition.account)} if definition.account != Account() else {}),
     }

@@ -22,7 +22,7 @@ _NODE_KEY = re.compile(rf"{ATTEMPTS}([\w.-]+)\.json|{HEARTBEATS}([\w.-]+)\.jsonl
 
 # Beside the runs: no run may be called so.
 INPUTS, GRAPHS = workdir.INPUTS, workdir.GRAPHS
-ARCHIVE = "job.tar.gz"  # the job's code, below inputs/<its sha256>/
+ARCHIVE, CODE = "job.tar.gz", "code.tar.gz"  # gpufleet's job package and a command's code, below inputs/<its sha256>/
 
 
 def attempt_key(instance: str) -> str:

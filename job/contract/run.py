@@ -58,8 +58,9 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """A dataset, or base weights. `uri` None: under inputs/<sha256>/ beside the run. No files: an s3:// prefix whose
-    dataset.json (weights.json) names them.
+    """A dataset, base weights, a command's code or one of its inputs. `uri` None: under inputs/<sha256>/ beside the
+    run. No files: an s3:// prefix whose dataset.json (weights.json) names them; of a command's input all that lies
+    there, and `sha256` is the listing's.
     """
 
     uri: str | None
@@ -76,8 +77,10 @@ class RunFile:
     config_sha256: str
     limits: Limits
     fixed_usd: Decimal
-    dataset: Dataset
+    dataset: Dataset | None  # None for a command
     weights: Dataset | None  # base weights; None for a job that starts from nothing
+    code: Dataset | None  # of a command: one archive; None: its image has all
+    folders: dict[str, Dataset]  # a command's inputs, by name
     estimate: dict[str, Any]
     tree: dict[str, Any]
 
@@ -166,7 +169,8 @@ def document(
 
     `rates`: per type {"on_demand", "spot": {zone: USD}, "gpus"}; `extras`: {"hourly_usd": {line: USD}, "fixed_usd"}.
     `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
-    where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket.
+    where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket. A
+    command has "code" like `dataset` (and "commit", "changed") and "folders": {name: like `dataset`} in their place.
     `expires`: when AWS ends the fleet.
     """
     return {
@@ -233,10 +237,11 @@ def _typed(fields: Fields) -> RunFile:
         Fields(archive, "inputs.archive").take("sha256", reading.text, None)
     _check_rates(fields)
     _check_estimate(fields.section("estimate"), hourly)
+    config = from_json(experiment, parameters)
     fields.section("run").need("stack", reading.text)
     return RunFile(
         run=fields.section("run").need("id", reading.name),
-        config=from_json(experiment, parameters),
+        config=config,
         config_sha256=config_digest(experiment, parameters),
         limits=Limits(
             max_usd=limits.need("max_usd", reading.unsigned),
@@ -245,8 +250,12 @@ def _typed(fields: Fields) -> RunFile:
             expires=limits.take("expires", reading.moment, None),
         ),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
-        dataset=_inputs(given.section("dataset")),
+        dataset=_inputs(given.section("dataset")) if config.dataset_kind else None,
         weights=_inputs(given.section("base_weights")) if given.tree.get("base_weights") else None,
+        code=_inputs(given.section("code")) if given.tree.get("code") else None,
+        folders={name: _inputs(each) for name, each in given.table("folders").items()}
+        if "folders" in given.tree
+        else {},
         estimate=fields.section("estimate").tree,
         tree=fields.tree,
     )

@@ -15,7 +15,8 @@ class Settings:
     stack: str
     run: str
     region: str
-    image: str
+    image: str  # the supervisor's
+    job_image: str  # of a command, which has a container to itself; empty: it is the supervisor's
     bucket: str
     log_group: str
     run_config_sha256: str
@@ -40,6 +41,7 @@ class Settings:
             run=environment["RUN_ID"],
             region=environment["REGION"],
             image=environment["IMAGE"],
+            job_image=environment.get("JOB_IMAGE", ""),
             bucket=environment["BUCKET"],
             log_group=environment["LOG_GROUP"],
             run_config_sha256=environment["RUN_CONFIG_SHA256"],

@@ -397,12 +397,38 @@ class CommandConfig(JobConfig):
                 " --signals-to-handle names them",
             )
         yield from self._environment_problems()
-        for path, text in (("command", self.command), ("resume.args", self.resume.args), ("setup", self.setup)):
+        for path, text in self.texts():
             if unknown := unknown_placeholders(text, extra=path.startswith("resume")):
                 yield (
                     path,
                     f"the placeholders {', '.join(PLACEHOLDERS)}; {{{{ is a brace, and {unknown} is none of them",
                 )
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """All that may hold placeholders, as (path under job, text)."""
+        yield from (("command", self.command), ("setup", self.setup), ("resume.args", self.resume.args))
+        for path, table in (("env", self.env), ("resume.env", self.resume.env)):
+            yield from ((f"{path}.{name}", value) for name, value in (table or {}).items())
+        yield "checkpoint.folder", self.checkpoint.folder
+        yield "progress.file", self.progress.file or ""
+        for path, several in (("checkpoint.also", self.checkpoint.also), ("outputs", self.outputs)):
+            yield from ((f"{path}[{index}]", text) for index, text in enumerate(several))
+
+    def inputs_named(self) -> Iterator[tuple[str, str]]:
+        for path, text in self.texts():
+            yield from ((path, found[1]) for found in _INPUT.finditer(text))
+
+    def folders(self) -> Iterator[tuple[str, str]]:
+        if self.code is not None:
+            yield "code.folder", self.code.folder
+
+    @property
+    def says_when_it_saves(self) -> bool:
+        return self.checkpoint.every != Every()
+
+    @property
+    def needs_like_nodes(self) -> bool:
+        return self.checkpoint.same_gpus and self.gpus is None
 
     def _checkpoint_problems(self) -> Iterator[tuple[str, str]]:
         saved = self.checkpoint
@@ -460,7 +486,7 @@ class CommandConfig(JobConfig):
 
     def doubts(self, steps: int) -> Iterator[str]:
         """What makes a paid run worth less, a sentence each."""
-        if self.checkpoint.every == Every():
+        if not self.says_when_it_saves:
             yield (
                 "job.checkpoint.every is not said: a loss is priced as if it repeated an hour, and only your script"
                 " knows how often it saves"
@@ -481,6 +507,7 @@ SECRET = re.compile(r"ssm:/[A-Za-z0-9_.\-/]{1,1000}|secretsmanager:[A-Za-z0-9/_+
 # Tokens of Hugging Face, AWS and GitHub, and 40 hexadecimal digits (W&B's keys).
 KEY_LIKE = re.compile(r"\bhf_[A-Za-z0-9]{20,}|\bAKIA[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\b[0-9a-f]{40}\b")
 PLACEHOLDERS = ("{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}")
+_INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
 _NAMES = re.compile(r"checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run")
 
 

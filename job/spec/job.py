@@ -111,8 +111,26 @@ class JobConfig(ABC):
         """
 
     def problems(self) -> list[tuple[str, str]]:
-        """What no field's own range can say, as (path under job.parameters, sentence)."""
+        """What no field's own range can say, as (path under `path`, sentence)."""
         return []
+
+    def folders(self) -> Iterator[tuple[str, str]]:
+        """Of the user's machine that its parameters name, as (path of the key, folder)."""
+        yield from ()
+
+    def inputs_named(self) -> Iterator[tuple[str, str]]:
+        """Of storage.inputs that its parameters speak of, as (path of the key, name)."""
+        yield from ()
+
+    @property
+    def says_when_it_saves(self) -> bool:
+        """Whether `save_interval_s` is more than a guess."""
+        return True
+
+    @property
+    def needs_like_nodes(self) -> bool:
+        """Whether a node can resume only what one with equally many GPUs has saved."""
+        return False
 
     def with_facts(self: Self, facts: Mapping[str, Any]) -> Self:
         """The same as its prepared dataset is: counts that `data` and `eval` could only expect, from the facts of its

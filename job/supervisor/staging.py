@@ -66,7 +66,8 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
 
     Raises ValueError when they are not what the run names, MismatchError when bytes arrive wrong.
     """
-    _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / DATA, opened)
+    if stage.run.dataset is not None:
+        _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / DATA, opened)
     if stage.run.weights is not None:
         _fill(stage, "base weights", stage.run.weights, WEIGHTS, stage.workdir / INPUTS, opened)
 

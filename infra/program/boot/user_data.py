@@ -36,7 +36,8 @@ def known(definition: StackDefinition) -> dict[str, Any]:
         "stack": definition.name,
         "run_id": definition.run.id,
         "region": definition.fleet.region,
-        "image": definition.job.image,
+        "image": definition.job.supervisor_image or definition.job.image,
+        "job_image": definition.job.image if definition.job.supervisor_image else "",
         "timer_seconds": timer_seconds(definition),
         "device": definition.job.parameters.device,
         "container_options": definition.job.parameters.container_options,
@@ -50,6 +51,7 @@ def render(
     run_id: str,
     region: str,
     image: str,
+    job_image: str = "",
     bucket: str,
     log_group: str,
     archive_sha256: str,
@@ -61,6 +63,7 @@ def render(
 ) -> str:
     """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do.
 
+    `image`: the supervisor's; `job_image`: of a command of the user's own, which has a container to itself, else empty.
     `device`: "cuda" or "cpu". `container_options`: words for `docker run`. `data_volume`: None, "blank" (formatted when
     nothing is on it) or "snapshot" (never formatted).
     """
@@ -71,6 +74,7 @@ def render(
         "RUN_ID": run_id,
         "REGION": region,
         "IMAGE": image,
+        **({"JOB_IMAGE": job_image} if job_image else {}),
         "BUCKET": bucket,
         "LOG_GROUP": log_group,
         "ARCHIVE_SHA256": archive_sha256,
@@ -92,7 +96,8 @@ def too_long(header: Mapping[str, Any]) -> Problem | None:
     size = len(render(**header, **_UNKNOWN).encode())
     if size <= LIMIT_BYTES:
         return None
-    path, value = max(("job.image", header["image"]), ("run.id", header["run_id"]), key=lambda each: len(each[1]))
+    longest = header.get("job_image") or header["image"]
+    path, value = max(("job.image", longest), ("run.id", header["run_id"]), key=lambda each: len(each[1]))
     return Problem(
         path=path,
         value=value,

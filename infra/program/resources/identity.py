@@ -125,8 +125,8 @@ def node_statements(definition: StackDefinition, bucket_arn: str, log_group_arn:
             "Action": "s3:GetObject",
             "Resource": f"{bucket_arn}/{bucket.INPUTS}/*",
         },
-        *_private_image(ecr.repository(definition.job.image)),
-        *(statement for sid, uri in _foreign_inputs(definition) for statement in _foreign_prefix(sid, uri)),
+        *_private_images([found for image in definition.job.images if (found := ecr.repository(image))]),
+        *(statement for sid, uri in definition.storage.prefixes.items() for statement in _foreign_prefix(sid, uri)),
         *_own_key(definition),
         {
             "Sid": "OwnLogs",
@@ -170,14 +170,15 @@ def log_retention(days: int) -> int:
     return next((allowed for allowed in LOG_RETENTION_DAYS if allowed >= days), LOG_RETENTION_DAYS[-1])
 
 
-def _private_image(repository: ecr.Repository | None) -> list[dict[str, Any]]:
-    """Log in to ECR and pull from one repository. Another account's must allow it too, in its own policy."""
-    if repository is None:
+def _private_images(repositories: list[ecr.Repository]) -> list[dict[str, Any]]:
+    """Log in to ECR and pull from these alone. Another account's must allow it too, in its own policy."""
+    if not repositories:
         return []
+    arns = [each.arn for each in repositories]
     log_in, pull = "ecr:GetAuthorizationToken", ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
     return [
         {"Sid": "LogInToEcr", "Effect": "Allow", "Action": log_in, "Resource": "*"},  # it knows no resource
-        {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": repository.arn},
+        {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": arns[0] if len(arns) == 1 else arns},
     ]
 
 
@@ -194,11 +195,6 @@ def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
             "Condition": {"StringEquals": {"kms:ViaService": f"s3.{definition.fleet.region}.amazonaws.com"}},
         }
     ]
-
-
-def _foreign_inputs(definition: StackDefinition) -> list[tuple[str, str]]:
-    inputs = (("Dataset", definition.storage.dataset), ("BaseWeights", definition.storage.base_weights))
-    return [(sid, uri) for sid, uri in inputs if uri and uri.startswith("s3://")]
 
 
 def _foreign_prefix(sid: str, uri: str) -> list[dict[str, Any]]:
