@@ -216,13 +216,14 @@ class InProcess(Engine):
 
     def destroy(self) -> Result:
         """In the reverse order of creation; what has gone meanwhile is passed over, as with `refresh: always`."""
-        deleted, kept = [], 0
+        deleted, kept, regions = [], 0, dict[str, Aws]()
         created = json.loads(self._state.read_text())["resources"] if self._state.exists() else []
         for resource in reversed(created):
             if not resource["id"] or resource["options"]["retain_on_delete"]:
                 kept += bool(resource["id"])
                 continue
-            aws = Aws(environment=self._environment, region=resource["region"])
+            region = resource["region"]
+            aws = regions.setdefault(region, Aws(environment=self._environment, region=region))
             if handler(resource["type"]).read(aws, resource["id"], resource["state"]) is None:
                 continue
             self._say(f"delete {resource['type']} {resource['name']}")

@@ -6,12 +6,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import forked
 from engine_world import STACK
 
 from rehearsal import gate, provider
@@ -66,8 +66,12 @@ def seeded(seed: int) -> int:
 def killed_standin(cloud: Cloud, project: Path, at: int | str) -> list[str]:
     """The in-process runner's `up`, killed after that write; the writes it has done."""
     killer = Killer(cloud, at)
-    command = [sys.executable, "-m", "rehearsal.inprocess", "up", str(project), STACK, os.devnull]
-    _run(killer, command, project, cloud.environment())
+
+    def begun(process: int) -> None:
+        killer.kill = lambda: os.kill(process, signal.SIGKILL)
+
+    up = ["rehearsal.inprocess", "up", str(project), STACK, os.devnull]
+    forked.run(up, scratch(cloud.environment()), project / "printed.txt", begun=begun)
     return _end_kill(cloud, killer)
 
 
@@ -77,23 +81,18 @@ def killed_engine(cloud: Cloud, project: Path, at: int | str) -> list[str]:
     with provider.serve(cloud.environment()) as port:
         environment = {**cloud.environment(), **settings(project, port), "NO_COLOR": "1"}
         Pulumi(project, environment, STACK, lambda line: None)  # makes the stack
-        up = ["pulumi", "up", "--yes", "--skip-preview", "--non-interactive", "--stack", STACK]
-        _run(killer, up, project, environment)
+        process = subprocess.Popen(
+            ["pulumi", "up", "--yes", "--skip-preview", "--non-interactive", "--stack", STACK],
+            cwd=project,
+            env=scratch(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        killer.kill = lambda: os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return _end_kill(cloud, killer)
-
-
-def _run(killer: Killer, command: list[str], project: Path, environment: Mapping[str, str]) -> None:
-    process = subprocess.Popen(
-        command,
-        cwd=project,
-        env=scratch(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    killer.kill = lambda: os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _end_kill(cloud: Cloud, killer: Killer) -> list[str]:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from botocore.exceptions import ClientError
 from declared import as_node
@@ -41,6 +42,7 @@ def declared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[C
     file = pinned(project(folder / "project"))
     file.write_text(file.read_text() + ACCOUNT)
     with (
+        forked.programs(folder),
         Cloud(folder / "cloud") as cloud,
         Engine.open(folder / "project", cloud.environment(), STACK, say=lambda line: None, real=False) as engine,
     ):

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from declared import fleet
 from engine_world import DEFINITION, STACK, pinned, project
@@ -54,6 +55,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     file = project(folder / "project")
     lines: list[str] = []
     with (
+        forked.programs(folder),
         Cloud(folder / "cloud") as cloud,
         Engine.open(folder / "project", cloud.environment(), STACK, say=lines.append, real=False) as engine,
     ):

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from engine_world import STACK, edit, pinned, project
 
@@ -279,6 +280,7 @@ def test_a_destroy_leaves_the_kept_bucket_and_nothing_else(story: Story) -> None
 def test_both_ways_to_run_the_program_end_with_the_same(story: Story, tmp_path: Path) -> None:
     pinned(project(tmp_path / "project"))
     with (
+        forked.programs(tmp_path),
         Cloud(tmp_path / "cloud", clock=ManualClock()) as cloud,
         Engine.open(tmp_path / "project", cloud.environment(), STACK, real=False) as engine,
     ):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
 import pytest
 from engine_world import STACK, pinned, project
 from killed import WRITES, killed_engine, killed_standin, seeded
@@ -53,7 +54,10 @@ def test_a_sweep_removes_what_a_killed_up_has_left(
     assert main(["sweep", STACK]) == (1 if stays(world) else 0), capsys.readouterr().out
     assert main(["sweep", STACK, "--delete", "--yes"]) == 0, capsys.readouterr().out
     assert stays(world) == set()
-    with Engine.open(world.project, world.cloud.environment(), STACK, real=False) as engine:
+    with (
+        forked.programs(world.project),
+        Engine.open(world.project, world.cloud.environment(), STACK, real=False) as engine,
+    ):
         assert engine.up().ok
         assert engine.destroy().ok
     assert main(["sweep", STACK]) == 0, capsys.readouterr().out
