@@ -1,6 +1,7 @@
 """The AWS actions that moto lacks or answers wrongly, put in its place for accounts that belong to a Cloud.
 
 Each answers in the API's own spelling; moto's serializers write the protocol. Other accounts keep moto's behaviour.
+What EC2 does not delete while it is in use is refused before moto's own action, which would delete it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,77 @@ from collections.abc import Callable
 from typing import Any
 
 from moto.core.responses import ActionResult
+from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.responses import EC2Response
 from moto.iam.access_control import IAMPolicy, PermissionResult
 from moto.s3.models import FakeBucket
 from moto.servicequotas.responses import ServiceQuotasResponse
 
-from rehearsal import in_use
 from rehearsal.account import QUOTAS, spot_price
 from rehearsal.controller import FleetController
+
+
+def _refuse_subnet(backend: Any, asked: dict[str, Any]) -> None:
+    """DeleteSubnet: not from under a network interface. Its route table associations go with it."""
+    subnet_id = asked["SubnetId"]
+    if any(each.subnet.id == subnet_id for each in backend.enis.values()):
+        raise _violation(f"The subnet '{subnet_id}' has dependencies and cannot be deleted.")
+    for table in backend.route_tables.values():
+        mine = [key for key, inside in table._associations.items() if inside == subnet_id]
+        for key in mine:
+            del table._associations[key]
+
+
+def _refuse_security_group(backend: Any, asked: dict[str, Any]) -> None:
+    """DeleteSecurityGroup: neither while an interface has it, nor while another group's rule names it."""
+    group_id = asked.get("GroupId")
+    worn = any(group.id == group_id for each in backend.enis.values() for group in each.group_set)
+    named = any(
+        (rule.source_group or {}).get("GroupId") == group_id
+        for groups in backend.groups.values()
+        for other in groups.values()
+        if other.id != group_id
+        for rule in (*other.ingress_rules, *other.egress_rules)
+    )
+    if worn or named:
+        raise _violation(f"resource {group_id} has a dependent object")
+
+
+def _refuse_gateway(backend: Any, asked: dict[str, Any]) -> None:
+    """DetachInternetGateway: not while a machine in the VPC has a public address."""
+    vpc_id = asked["VpcId"]
+    if any(each.subnet.vpc_id == vpc_id and each.public_ip for each in backend.enis.values()):
+        raise _violation(
+            f"Network {vpc_id} has some mapped public address(es). Please unmap those public address(es) before "
+            "detaching the gateway."
+        )
+
+
+def _refuse_vpc(backend: Any, asked: dict[str, Any]) -> None:
+    """DeleteVpc: not with a gateway, an endpoint or a security group of somebody's in it; moto itself knows subnets and
+    route tables.
+    """
+    vpc_id = asked["VpcId"]
+    inside = (
+        *(each for each in backend.internet_gateways.values() if each.vpc and each.vpc.id == vpc_id),
+        *(each for each in backend.vpc_end_points.values() if each.vpc_id == vpc_id and each.state != "deleted"),
+        *(each for each in backend.groups[vpc_id].values() if each.name != "default"),
+    )
+    if inside:
+        raise _violation(f"The vpc '{vpc_id}' has dependencies and cannot be deleted.")
+
+
+_REFUSALS = {
+    "delete_subnet": _refuse_subnet,
+    "delete_security_group": _refuse_security_group,
+    "detach_internet_gateway": _refuse_gateway,
+    "delete_vpc": _refuse_vpc,
+}
+
+
+def _violation(message: str) -> EC2ClientError:
+    return EC2ClientError("DependencyViolation", message)
+
 
 FLEETS: dict[str, FleetController] = {}  # by account: whose fleets answer
 
@@ -147,7 +211,7 @@ _EC2: dict[str, Action] = {
     "terminate_instances": _terminate_instances,
     "create_launch_template": _create_launch_template,
     "describe_launch_templates": _describe_launch_templates,
-    **{name: _unless_in_use(name, refuse) for name, refuse in in_use.REFUSALS.items()},
+    **{name: _unless_in_use(name, refuse) for name, refuse in _REFUSALS.items()},
 }
 for _name, _action in _EC2.items():
     _replace(EC2Response, _name, _action)

@@ -10,12 +10,14 @@ is read or written, so a forgotten variable cannot touch a real stack.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,10 @@ from rehearsal import provider
 from rehearsal.environment import scratch
 from rehearsal.handlers import handler
 from rehearsal.handlers.table import Aws
-from rehearsal.process import streamed
 
 REPOSITORY = Path(infra.__file__).parents[1]
 Say = Callable[[str], None]
+END_S = 20.0  # what the engine needs at most to finish the one resource it is at and to end its plugins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,3 +267,40 @@ class InProcess(Engine):
             outputs=found["outputs"],
             text=text,
         )
+
+
+def streamed(command: list[str], *, folder: Path | None, environment: Mapping[str, str], say: Say) -> tuple[int, str]:
+    """Runs a command, says each line as it comes. Gives the exit code and all it printed."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a terminal's second Ctrl-C makes the engine leave its plugins behind
+    )
+    lines = []
+    with process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                say(line.rstrip("\n"))
+        except BaseException:
+            _end(process)
+            raise
+    return process.returncode, "".join(lines)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Asked first: the engine's plugins are in process groups of their own, and only the engine knows them."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from infra.definition.model import StackDefinition
 from infra.errors import GpufleetError
 from infra.pricing import as_prepared
 from job import ledger
@@ -20,7 +21,32 @@ from job.contract.done import FINISHED, Done
 from job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
 from job.spec.common import PhaseSize
 from rehearsal.account import Resource
-from rehearsal.state import Rehearsal
+from rehearsal.cloud import Cloud
+from rehearsal.engine import Engine
+from rehearsal.node import NodeRunner
+from rehearsal.timeline import Timeline
+from rehearsal.watch import Watch
+
+
+@dataclass(kw_only=True, slots=True)
+class Rehearsal:
+    """One rehearsal: where it works, what it works on, and what it has seen."""
+
+    definition: StackDefinition  # the rehearsal's form
+    folder: Path  # rehearsals/<stack>/<run>.unfinished
+    project: Path  # the scratch project
+    root: Path  # the user's project
+    timeline: Timeline
+    cloud: Cloud
+    engine: Engine
+    runner: NodeRunner
+    watch: Watch | None = None
+    torch_s: float = 0.0  # importing torch in a new process, on this machine
+
+    @property
+    def name(self) -> str:
+        return self.definition.name
+
 
 NOTICE_SEEN_S = 5.0  # as often as the supervisor asks
 STAGE_KEYS = ("row", "candidate", "name", "what", "index")  # what names a result of a stage after training

@@ -6,10 +6,12 @@ can do is stood in for by rehearsal.cloud; what only a GPU can do is made small 
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,20 +21,19 @@ from typing import get_args, get_type_hints
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.definition.loader import load, project_root, rehearsal_text
+from infra.definition.loader import load, project_root, rehearsal_text, stacks_of
 from infra.definition.model import StackDefinition
 from infra.definition.selected import selected
 from infra.errors import GpufleetError
 from infra.pricing import as_prepared
+from infra.text import table
 from rehearsal import environment, evidence, report, scratch
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Result
-from rehearsal.evidence import Evidence
-from rehearsal.interruptions import plan, possible
+from rehearsal.evidence import Evidence, Rehearsal
 from rehearsal.node import NodeRunner
-from rehearsal.state import Rehearsal
 from rehearsal.timeline import Timeline, say
-from rehearsal.watch import Watch
+from rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
 RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
@@ -307,3 +308,46 @@ def _git_status(root: Path) -> str:
 
 def _shown(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say) -> int:
+    """Every stack in turn, then one table. 0 when all of them held, 1 otherwise, 130 on Ctrl-C."""
+    root = root or project_root(Path.cwd())
+    rows, failed = [], False
+    for path in (root / "stacks" / f"{name}.yaml" for name in stacks_of(root)):
+        began = time.monotonic()
+        try:
+            code = rehearse(str(path), root=root, out=out)
+        except GpufleetError as error:
+            out(str(error))
+            code = 1
+        if code == 130:
+            return code
+        failed |= bool(code)
+        rows.append(_row(root, path, code, time.monotonic() - began))
+    out("")
+    heads = ("stack", "held", "seconds", "steps", "nodes", "taken away", "lost", "repeated", "validation", "USD")
+    for line in table(heads, rows, right=(2, 3, 4, 6, 7, 8, 9)):
+        out(line)
+    return int(failed)
+
+
+def _row(root: Path, path: Path, code: int, seconds: float) -> tuple[str, ...]:
+    if code:  # the file itself may be what is wrong, so it is not read again
+        return (path.stem, "NO", f"{seconds:.0f}", "", "", "", "", "", "", "")
+    run = load(path, now=datetime.now(UTC), rehearsal=True).run.id
+    found = root / "rehearsals" / path.stem / run / "summary.json"
+    told = json.loads(found.read_text(encoding="utf-8"))
+    loss = told["val_loss"]
+    return (
+        path.stem,
+        "slow" if told["slow"] else "yes",
+        f"{seconds:.0f}",
+        str(told["steps"]),
+        str(told["nodes"]),
+        ", ".join(told["interruptions"]),
+        str(told["lost_on_notice"]),
+        str(told["repeated_after_loss"]),
+        "-" if loss is None else f"{told['validation']} {loss:.4f}",
+        str(told["spent_usd"]),
+    )

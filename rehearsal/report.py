@@ -1,4 +1,4 @@
-"""The closing report of a rehearsal, its picture, and what is saved of one that failed."""
+"""The closing report of a rehearsal, and what is saved of one that failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from job.contract.workdir import RECEIPT
 from job.supervisor import receipt as receipts
-from job.text import counted
 from rehearsal import picture
 from rehearsal.account import Resource
 from rehearsal.cloud import Cloud
@@ -31,7 +30,7 @@ def write(
     """Writes receipt.json, loss.png and summary.json beside the results, and prints the report."""
     rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
     (folder / RECEIPT).write_bytes((folder / "results" / RECEIPT).read_bytes())
-    draw(evidence, folder / "loss.png")
+    picture.draw(evidence, folder / "loss.png")
     out(f"\n== {rehearsal.name}, run {rehearsal.definition.run.id}, rehearsed with {rehearsal.engine.name}\n")
     for moment in rehearsal.timeline.select(*TOLD):
         out(f"{clock(moment.t)}  {moment.text}")
@@ -99,54 +98,12 @@ def losses(evidence: Evidence) -> Iterator[str]:
         inside = [line for line in evidence.metrics if first <= int(line["step"]) <= last]
         trained = [line["loss"] for line in inside if line.get("loss") is not None]
         held = [line["val_loss"] for line in inside if line.get("val_loss") is not None]
-        shown = [f"{value:.4f}" if value is not None else "-" for value in _ends(trained)]
+        shown = [f"{trained[end]:.4f}" if trained else "-" for end in (0, -1)]
         validation = f"{phase.validation} {held[-1]:.4f}" if held else "-"
         yield (
             f"{phase.name:<8} {phase.params_total:>10,}  {phase.params_active:>10,}  {done[phase.name]:>5}"
             f"  {shown[0]:>10}  {shown[1]:>6}  {validation}"
         )
-
-
-def draw(evidence: Evidence, target: Path) -> None:
-    """loss.png from the run's own metrics and the timeline."""
-    rehearsal = evidence.rehearsal
-    assert rehearsal.watch is not None
-    timeline, views = rehearsal.timeline, list(rehearsal.watch.views.values())
-    phases = [
-        picture.Phase(name=f"{phase.name}, {phase.params_total:,} parameters", first=first, last=last)
-        for phase, first, last in evidence.spans()
-    ]
-    words = {"notice": "notice: {} lost", "loss": "gone: {} repeated"}
-    marks = [
-        picture.Mark(step=r.last_step, kind=r.kind, text=words[r.kind].format(counted(r.lost, "step")))
-        for r in evidence.resumptions()
-    ]
-    lanes = []
-    for view in views:
-        instance = view.node.instance
-        assert instance.ended_at is not None
-        notice = instance.notice_at if view.interrupted is not None else None
-        lanes.append(
-            picture.Lane(
-                name=view.name,
-                launched=timeline.since_began(instance.launched_at),
-                trains=None if view.first_step_at is None else timeline.since_began(view.first_step_at),
-                notice=None if notice is None else timeline.since_began(notice),
-                ended=timeline.since_began(instance.ended_at),
-                how=view.interrupted.kind if view.interrupted else "done",
-            )
-        )
-    interruptions = counted(len(marks), "interruption")
-    picture.draw(
-        target,
-        title=f"{rehearsal.name}, run {rehearsal.definition.run.id}: rehearsed with {interruptions}",
-        metrics=evidence.metrics,
-        validation=", ".join(dict.fromkeys(phase.validation for phase in evidence.phases if phase.validation)),
-        phases=phases,
-        marks=marks,
-        lanes=lanes,
-        checkpoints=[moment.t for moment in timeline.select("checkpoint")],
-    )
 
 
 def save_bucket(cloud: Cloud, folder: Path) -> None:
@@ -159,7 +116,3 @@ def save_bucket(cloud: Cloud, folder: Path) -> None:
                     target = folder / entry["Key"]
                     target.parent.mkdir(parents=True, exist_ok=True)
                     s3.download_file(bucket["Name"], entry["Key"], str(target))
-
-
-def _ends(values: Sequence[float]) -> tuple[float | None, float | None]:
-    return (values[0], values[-1]) if values else (None, None)

@@ -1,4 +1,4 @@
-"""Follows a run from outside while it trains, and interrupts it as planned.
+"""Follows a run from outside while it trains, and interrupts it as planned: where the definition's seed has it.
 
 Looks where a person could: the fleet, the nodes' own logs and metrics, the bucket. Drives nothing but interruptions.
 """
@@ -6,23 +6,76 @@ Looks where a person could: the fleet, the nodes' own logs and metrics, the buck
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from infra.definition.model import Interruptions, Place, StackDefinition
 from infra.errors import GpufleetError
 from job.contract import bucket
 from job.contract.workdir import CHECKPOINTS, METRICS, STAGES, STEPS
 from rehearsal.cloud import Cloud
 from rehearsal.imds import NOTICE_PATHS
-from rehearsal.interruptions import Planned
 from rehearsal.launch import Instance
 from rehearsal.node import Node, NodeRunner
 from rehearsal.timeline import Timeline
+
+Kind = Literal["notice", "loss"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """One interruption: as soon as the job has logged `step` or a later one, and is at the place asked for.
+
+    A loss also waits for the first checkpoint in the bucket.
+    """
+
+    step: int
+    kind: Kind
+    place: Place = "step"
+
+
+def possible(definition: StackDefinition) -> Interruptions:
+    """The definition's, as far as AWS makes such: it gives no notice to a node on demand, and credits it no hour."""
+    on_demand = definition.fleet.capacity == "on-demand"
+    return replace(definition.interruptions, with_notice=0) if on_demand else definition.interruptions
+
+
+def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Planned, ...]:
+    """In the order in which they come, a node each.
+
+    In the first phase: in its second to fourth fifth. At a step, or while saving: spread over all phases but the first,
+    so that a phase boundary has been crossed, each in the second to fourth fifth of its share of the steps: there is
+    something to lose before it, and something to do after it. Between phases: at the last step of a phase. In a stage:
+    after the last step.
+    """
+    seeded = random.Random(interruptions.seed)
+    places: list[tuple[Kind, Place]] = [("notice", interruptions.notice_at)] * interruptions.with_notice
+    places += [("loss", interruptions.loss_at)] * interruptions.without_notice
+    steps = [count for count in phase_steps if count]
+    total = sum(steps)
+    first = steps[0] if len(steps) > 1 else 0
+    drawn = [(kind, place) for kind, place in places if place in ("step", "save")]
+    share = (total - first) / max(1, len(drawn))
+    planned = [
+        Planned(step=max(1, round(first + share * (number + seeded.uniform(0.2, 0.6)))), kind=kind, place=place)
+        for number, (kind, place) in enumerate(drawn)
+    ]
+    early = [(kind, place) for kind, place in places if place == "first"]
+    planned += [Planned(step=max(1, round(steps[0] * seeded.uniform(0.3, 0.7))), kind=k, place=p) for k, p in early]
+    ends = [sum(steps[: place + 1]) for place in range(len(steps) - 1)] or [total]
+    between = [(kind, place) for kind, place in places if place == "boundary"]
+    planned += [
+        Planned(step=ends[number % len(ends)], kind=kind, place=place) for number, (kind, place) in enumerate(between)
+    ]
+    planned += [Planned(step=total, kind=kind, place=place) for kind, place in places if place == "stage"]
+    return tuple(sorted(planned, key=lambda one: (one.step, one.place == "stage")))
+
 
 POLL_S = 0.05
 TAIL = 15  # lines of a failed container's log that are shown

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import select
 import shlex
 import shutil
 import socket
+import stat
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 from infra.catalog import load_catalog
 from infra.definition.loader import names_of, project_root
 from infra.errors import GpufleetError
 from job.spec import EXPERIMENTS
-from rehearsal import environment, process
+from rehearsal import environment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"cd {shlex.quote(str(project))}")
                 print(f"# {example(names)}")
                 print("# Ctrl-C here ends it and removes the folder.", flush=True)
-                process.wait_for_end(args.timeout)
+                _wait_for_end(args.timeout)
     except KeyboardInterrupt:  # Ctrl-C; a polite end or a closed terminal, as infra.cli passes them on
         print("\n# The embedded AWS is gone.")
     return 0
@@ -87,3 +92,22 @@ def _check(args: argparse.Namespace) -> None:
             raise GpufleetError(
                 f"--port {args.port} on 127.0.0.1: {error.strerror}; give another, or 0 for any free one"
             ) from None
+
+
+def _wait_for_end(timeout_s: float | None) -> None:
+    """Returns at the end of a piped standard input or after `timeout_s`; a terminal or /dev/null never end."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    piped = _is_pipe()
+    while deadline is None or time.monotonic() < deadline:
+        left = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        readable, _, _ = select.select([sys.stdin] if piped else [], [], [], left)
+        if readable and not os.read(sys.stdin.fileno(), 4096):
+            return
+
+
+def _is_pipe() -> bool:
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # closed, or a test's
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

@@ -33,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
         selected(args.stack, project_root(Path.cwd()))  # a misspelled one is said before seconds of imports
     environment.forget_account()
     try:
-        from rehearsal.every import rehearse_all
-        from rehearsal.rehearse import rehearse
+        from rehearsal.rehearse import rehearse, rehearse_all
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install -e '.[job,rehearsal]'") from error
     return rehearse_all() if args.all else rehearse(args.stack)

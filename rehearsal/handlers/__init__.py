@@ -1,12 +1,10 @@
 """Every resource type our program declares, over boto3. A type that is not in this table is an error, not a success."""
 
-from rehearsal.handlers import compute, identity, network, routing, security, storage
+from rehearsal.handlers import compute, identity, network, storage
 from rehearsal.handlers.table import Handler, RefusedError
 
 HANDLERS: dict[str, Handler] = {
     **network.HANDLERS,
-    **routing.HANDLERS,
-    **security.HANDLERS,
     **storage.HANDLERS,
     **identity.HANDLERS,
     **compute.HANDLERS,

@@ -12,7 +12,19 @@ from typing import Any
 
 from job.text import stamp
 from rehearsal.handlers.network import retag, tag_specification
-from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_list, tag_map, tagged
+from rehearsal.handlers.table import (
+    BOOLEANS,
+    Aws,
+    Handler,
+    Properties,
+    RefusedError,
+    absent,
+    api,
+    fields,
+    from_api,
+    tag_list,
+    tagged,
+)
 
 _POLL_S = 0.05
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
@@ -28,27 +40,16 @@ _DATA = {
     "blockDeviceMappings": "BlockDeviceMappings",
     "tagSpecifications": "TagSpecifications",
 }
-_BOOLEANS = ("encrypted", "deleteOnTermination")  # strings in the provider, so that unset differs from false
 
 
 def _to_api(value: Any, key: str = "") -> Any:
     if key == "tags":
         return tag_list(value)
     if isinstance(value, dict):
-        return {_DATA.get(name, name[0].upper() + name[1:]): _to_api(item, name) for name, item in value.items()}
+        return {_DATA.get(name, api(name)): _to_api(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [_to_api(item) for item in value]
-    return value == "true" if key in _BOOLEANS else value
-
-
-def _from_api(value: Any, key: str = "") -> Any:
-    if key == "Tags":
-        return tag_map(value)
-    if isinstance(value, dict):
-        return {name[0].lower() + name[1:]: _from_api(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_from_api(item) for item in value]
-    return str(value).lower() if isinstance(value, bool) and key[0].lower() + key[1:] in _BOOLEANS else value
+    return value == "true" if key in BOOLEANS else value
 
 
 def _template_data(inputs: Properties) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties |
     newest = aws.ec2.describe_launch_template_versions(LaunchTemplateId=resource_id, Versions=["$Latest"])
     data = newest["LaunchTemplateVersions"][0]["LaunchTemplateData"]
     return {
-        **{key: _from_api(data[api], api) for key, api in _DATA.items() if api in data},
+        **{key: from_api(data[name], name) for key, name in _DATA.items() if name in data},
         "name": template["LaunchTemplateName"],
         "latestVersion": template["LatestVersionNumber"],
         "defaultVersion": template["DefaultVersionNumber"],
@@ -133,22 +134,9 @@ def _read_fleet(aws: Aws, resource_id: str, like: Properties) -> Properties | No
     fleet = _fleet(aws, resource_id)
     if fleet is None or fleet["FleetState"] in _GONE_STATES:
         return None
-    begin, until = fleet.get("ValidFrom"), fleet.get("ValidUntil")
-    return {
-        "type": fleet["Type"],
-        "launchTemplateConfigs": _from_api(fleet["LaunchTemplateConfigs"]),
-        "targetCapacitySpecification": _from_api(fleet["TargetCapacitySpecification"]),
-        "spotOptions": _from_api(fleet.get("SpotOptions")),
-        "excessCapacityTerminationPolicy": fleet["ExcessCapacityTerminationPolicy"],
-        "terminateInstancesWithExpiration": fleet["TerminateInstancesWithExpiration"],
-        "replaceUnhealthyInstances": fleet["ReplaceUnhealthyInstances"],
-        "validFrom": stamp(begin) if begin else None,
-        "validUntil": stamp(until) if until else None,
-        "fleetState": fleet["FleetState"],
-        "fulfilledCapacity": fleet["FulfilledCapacity"],
-        "arn": aws.arn("ec2", f"fleet/{resource_id}"),
-        **tagged(fleet.get("Tags")),
-    }
+    times = {key: stamp(fleet[api(key)]) for key in ("validFrom", "validUntil") if fleet.get(api(key))}
+    arn = aws.arn("ec2", f"fleet/{resource_id}")
+    return {**from_api(fleet), **times, "arn": arn, **tagged(fleet.get("Tags"))}
 
 
 def _update_fleet(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:

@@ -1,10 +1,13 @@
-"""VPC, subnets, internet gateway and the S3 endpoint; and how EC2 resources are tagged."""
+"""Where nodes run: VPC, subnets, gateway, S3 endpoint, routes, the security group; and how EC2 resources are tagged.
+
+A security group's rules are resources of their own, so it starts with none.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rehearsal.handlers.table import Aws, Handler, Properties, absent, fields, tag_diff, tag_list, tagged
+from rehearsal.handlers.table import Aws, Handler, Properties, absent, api, described, fields, tag_diff, tag_list
 
 
 def tag_specification(kind: str, inputs: Properties) -> list[dict[str, Any]]:
@@ -21,6 +24,17 @@ def retag(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
         aws.ec2.create_tags(Resources=[resource_id], Tags=tag_list(changed))
 
 
+_VPC = described("describe_vpcs", "VpcIds", "Vpcs", "InvalidVpcID.NotFound", arn="vpc")
+_GATEWAY = described(
+    "describe_internet_gateways", "InternetGatewayIds", "InternetGateways", "InvalidInternetGatewayID.NotFound",
+    arn="internet-gateway",
+)  # fmt: skip
+_GROUP = described(
+    "describe_security_groups", "GroupIds", "SecurityGroups", "InvalidGroup.NotFound",
+    arn="security-group", name="groupName",
+)  # fmt: skip
+
+
 def _create_vpc(aws: Aws, inputs: Properties) -> str:
     vpc = aws.ec2.create_vpc(CidrBlock=inputs["cidrBlock"], TagSpecifications=tag_specification("vpc", inputs))["Vpc"]
     _update_vpc(aws, vpc["VpcId"], {"tags": inputs.get("tags")}, inputs)
@@ -30,20 +44,16 @@ def _create_vpc(aws: Aws, inputs: Properties) -> str:
 def _update_vpc(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     for name in ("enableDnsSupport", "enableDnsHostnames"):
         if name in new and new[name] != old.get(name):
-            aws.ec2.modify_vpc_attribute(VpcId=resource_id, **{name[0].upper() + name[1:]: {"Value": new[name]}})
+            aws.ec2.modify_vpc_attribute(VpcId=resource_id, **{api(name): {"Value": new[name]}})
     retag(aws, resource_id, old, new)
 
 
 def _read_vpc(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    answer = absent(lambda: aws.ec2.describe_vpcs(VpcIds=[resource_id]), "InvalidVpcID.NotFound")
-    if answer is None:
-        return None
-    vpc = answer["Vpcs"][0]
-    live = {"cidrBlock": vpc["CidrBlock"], "arn": aws.arn("ec2", f"vpc/{resource_id}"), **tagged(vpc.get("Tags"))}
+    live = _VPC(aws, resource_id, like)
     for name in ("enableDnsSupport", "enableDnsHostnames"):
-        if name in like:
-            key = name[0].upper() + name[1:]
-            live[name] = aws.ec2.describe_vpc_attribute(VpcId=resource_id, Attribute=name)[key]["Value"]
+        if live is not None and name in like:
+            answer = aws.ec2.describe_vpc_attribute(VpcId=resource_id, Attribute=name)
+            live[name] = answer[api(name)]["Value"]
     return live
 
 
@@ -65,21 +75,6 @@ def _update_subnet(aws: Aws, resource_id: str, old: Properties, new: Properties)
     retag(aws, resource_id, old, new)
 
 
-def _read_subnet(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    answer = absent(lambda: aws.ec2.describe_subnets(SubnetIds=[resource_id]), "InvalidSubnetID.NotFound")
-    if answer is None:
-        return None
-    subnet = answer["Subnets"][0]
-    return {
-        "vpcId": subnet["VpcId"],
-        "cidrBlock": subnet["CidrBlock"],
-        "availabilityZone": subnet["AvailabilityZone"],
-        "mapPublicIpOnLaunch": subnet["MapPublicIpOnLaunch"],
-        "arn": aws.arn("ec2", f"subnet/{resource_id}"),
-        **tagged(subnet.get("Tags")),
-    }
-
-
 def _create_gateway(aws: Aws, inputs: Properties) -> str:
     specification = tag_specification("internet-gateway", inputs)
     gateway = aws.ec2.create_internet_gateway(TagSpecifications=specification)["InternetGateway"]["InternetGatewayId"]
@@ -88,19 +83,8 @@ def _create_gateway(aws: Aws, inputs: Properties) -> str:
 
 
 def _read_gateway(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    answer = absent(
-        lambda: aws.ec2.describe_internet_gateways(InternetGatewayIds=[resource_id]),
-        "InvalidInternetGatewayID.NotFound",
-    )
-    if answer is None:
-        return None
-    gateway = answer["InternetGateways"][0]
-    attached = [attachment["VpcId"] for attachment in gateway["Attachments"]]
-    return {
-        "vpcId": attached[0] if attached else None,
-        "arn": aws.arn("ec2", f"internet-gateway/{resource_id}"),
-        **tagged(gateway.get("Tags")),
-    }
+    live = _GATEWAY(aws, resource_id, like)
+    return live and {**live, "vpcId": next((each["vpcId"] for each in live["attachments"]), None)}
 
 
 def _delete_gateway(aws: Aws, resource_id: str, state: Properties) -> None:
@@ -134,24 +118,108 @@ def _update_endpoint(aws: Aws, resource_id: str, old: Properties, new: Propertie
     retag(aws, resource_id, old, new)
 
 
-def _read_endpoint(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    answer = absent(
-        lambda: aws.ec2.describe_vpc_endpoints(VpcEndpointIds=[resource_id]), "InvalidVpcEndpointId.NotFound"
-    )
-    found = [e for e in answer["VpcEndpoints"] if e["State"] not in ("deleted", "deleting")] if answer else []
-    if not found:
-        return None
-    endpoint = found[0]
+def _create_table(aws: Aws, inputs: Properties) -> str:
+    specification = tag_specification("route-table", inputs)
+    table = aws.ec2.create_route_table(VpcId=inputs["vpcId"], TagSpecifications=specification)
+    return str(table["RouteTable"]["RouteTableId"])
+
+
+def _table(aws: Aws, table: str) -> dict[str, Any] | None:
+    answer = absent(lambda: aws.ec2.describe_route_tables(RouteTableIds=[table]), "InvalidRouteTableID.NotFound")
+    return answer["RouteTables"][0] if answer else None
+
+
+def _create_route(aws: Aws, inputs: Properties) -> str:
+    target = {"DestinationCidrBlock": inputs["destinationCidrBlock"], "GatewayId": inputs["gatewayId"]}
+    aws.ec2.create_route(RouteTableId=inputs["routeTableId"], **target)
+    return f"r-{inputs['routeTableId']}-{inputs['destinationCidrBlock']}"
+
+
+def _update_route(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    target = {"DestinationCidrBlock": new["destinationCidrBlock"], "GatewayId": new["gatewayId"]}
+    aws.ec2.replace_route(RouteTableId=new["routeTableId"], **target)
+
+
+def _read_route(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    table = _table(aws, like["routeTableId"])
+    for route in table["Routes"] if table else []:
+        if route.get("DestinationCidrBlock") == like["destinationCidrBlock"]:
+            return {
+                "routeTableId": like["routeTableId"],
+                "destinationCidrBlock": route["DestinationCidrBlock"],
+                "gatewayId": route.get("GatewayId"),
+                "state": route.get("State", "active"),
+                "origin": route.get("Origin", "CreateRoute"),
+            }
+    return None
+
+
+def _create_association(aws: Aws, inputs: Properties) -> str:
+    answer = aws.ec2.associate_route_table(RouteTableId=inputs["routeTableId"], SubnetId=inputs["subnetId"])
+    return str(answer["AssociationId"])
+
+
+def _read_association(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    table = _table(aws, like["routeTableId"])
+    for association in table["Associations"] if table else []:
+        if association["RouteTableAssociationId"] == resource_id:
+            return {"routeTableId": like["routeTableId"], "subnetId": association.get("SubnetId")}
+    return None
+
+
+def _create_group(aws: Aws, inputs: Properties) -> str:
+    group = aws.ec2.create_security_group(
+        GroupName=inputs["name"],
+        Description=inputs["description"],
+        VpcId=inputs["vpcId"],
+        TagSpecifications=tag_specification("security-group", inputs),
+    )["GroupId"]
+    # The provider removes the rule that AWS adds to every new group: everything out.
+    rules = aws.ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"][0]["IpPermissionsEgress"]
+    if rules:
+        aws.ec2.revoke_security_group_egress(GroupId=group, IpPermissions=rules)
+    return str(group)
+
+
+def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    live = _GROUP(aws, resource_id, like)
+    return live and {**live, "ingress": [_permission(rule) for rule in live["ipPermissions"]]}
+
+
+def _permission(rule: dict[str, Any]) -> Properties:
     return {
-        "vpcId": endpoint["VpcId"],
-        "serviceName": endpoint["ServiceName"],
-        "vpcEndpointType": endpoint["VpcEndpointType"],
-        "routeTableIds": endpoint["RouteTableIds"],
-        "policy": endpoint["PolicyDocument"],
-        "state": endpoint["State"],
-        "arn": aws.arn("ec2", f"vpc-endpoint/{resource_id}"),
-        **tagged(endpoint.get("Tags")),
+        "protocol": rule["ipProtocol"],
+        "fromPort": rule.get("fromPort", 0),
+        "toPort": rule.get("toPort", 0),
+        "cidrBlocks": [block["cidrIp"] for block in rule.get("ipRanges", [])],
     }
+
+
+def _rule(inputs: Properties) -> dict[str, Any]:
+    return {
+        "IpProtocol": inputs["ipProtocol"],
+        "FromPort": inputs["fromPort"],
+        "ToPort": inputs["toPort"],
+        "IpRanges": [{"CidrIp": inputs["cidrIpv4"], "Description": inputs.get("description", "")}],
+    }
+
+
+def _create_egress(aws: Aws, inputs: Properties) -> str:
+    answer = aws.ec2.authorize_security_group_egress(
+        GroupId=inputs["securityGroupId"],
+        IpPermissions=[_rule(inputs)],
+        TagSpecifications=tag_specification("security-group-rule", inputs),
+    )
+    return str(answer["SecurityGroupRules"][0]["SecurityGroupRuleId"])
+
+
+def _update_egress(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    keys = ("ipProtocol", "fromPort", "toPort", "cidrIpv4", "description")
+    if any(old.get(key) != new.get(key) for key in keys):
+        rule = {api(key): new[key] for key in keys if key in new}
+        change = {"SecurityGroupRuleId": resource_id, "SecurityGroupRule": rule}
+        aws.ec2.modify_security_group_rules(GroupId=new["securityGroupId"], SecurityGroupRules=[change])
+    retag(aws, resource_id, old, new)
 
 
 HANDLERS = {
@@ -173,7 +241,7 @@ HANDLERS = {
         replaces=fields("vpcId cidrBlock availabilityZone"),
         computed=fields("arn tagsAll"),
         create=_create_subnet,
-        read=_read_subnet,
+        read=described("describe_subnets", "SubnetIds", "Subnets", "InvalidSubnetID.NotFound", arn="subnet"),
         update=_update_subnet,
         delete=lambda aws, resource_id, state: aws.ec2.delete_subnet(SubnetId=resource_id),
     ),
@@ -196,8 +264,81 @@ HANDLERS = {
         computed=fields("arn state tagsAll"),
         allowed={"vpcEndpointType": fields("Gateway")},
         create=_create_endpoint,
-        read=_read_endpoint,
+        read=described(
+            "describe_vpc_endpoints",
+            "VpcEndpointIds",
+            "VpcEndpoints",
+            "InvalidVpcEndpointId.NotFound",
+            arn="vpc-endpoint",
+            policy="policyDocument",
+        ),
         update=_update_endpoint,
         delete=lambda aws, resource_id, state: aws.ec2.delete_vpc_endpoints(VpcEndpointIds=[resource_id]),
+    ),
+    "aws:ec2/routeTable:RouteTable": Handler(
+        source="ec2/vpc_route_table; routes are resources of their own",
+        required=fields("vpcId"),
+        optional=fields("tags"),
+        replaces=fields("vpcId"),
+        computed=fields("arn tagsAll"),
+        create=_create_table,
+        read=described(
+            "describe_route_tables", "RouteTableIds", "RouteTables", "InvalidRouteTableID.NotFound", arn="route-table"
+        ),
+        update=retag,
+        delete=lambda aws, resource_id, state: aws.ec2.delete_route_table(RouteTableId=resource_id),
+    ),
+    "aws:ec2/route:Route": Handler(
+        source="ec2/vpc_route",
+        required=fields("routeTableId destinationCidrBlock gatewayId"),
+        replaces=fields("routeTableId destinationCidrBlock"),
+        computed=fields("state origin"),
+        create=_create_route,
+        read=_read_route,
+        update=_update_route,
+        delete=lambda aws, resource_id, state: aws.ec2.delete_route(
+            RouteTableId=state["routeTableId"], DestinationCidrBlock=state["destinationCidrBlock"]
+        ),
+    ),
+    "aws:ec2/routeTableAssociation:RouteTableAssociation": Handler(
+        source="ec2/vpc_route_table_association; another table changes the id, so here it replaces",
+        required=fields("routeTableId subnetId"),
+        replaces=fields("routeTableId subnetId"),
+        create=_create_association,
+        read=_read_association,
+        delete=lambda aws, resource_id, state: aws.ec2.disassociate_route_table(AssociationId=resource_id),
+    ),
+    "aws:ec2/securityGroup:SecurityGroup": Handler(
+        source="ec2/vpc_security_group; rules are resources of their own",
+        required=fields("vpcId description"),
+        optional=fields("name tags"),
+        replaces=fields("vpcId description name"),
+        computed=fields("arn ingress tagsAll"),
+        name="name",
+        create=_create_group,
+        read=_read_group,
+        update=retag,
+        delete=lambda aws, resource_id, state: aws.ec2.delete_security_group(GroupId=resource_id),
+    ),
+    "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": Handler(
+        source="ec2/vpc_security_group_egress_rule",
+        required=fields("securityGroupId ipProtocol fromPort toPort cidrIpv4"),
+        optional=fields("description tags"),
+        replaces=fields("securityGroupId"),
+        computed=fields("arn securityGroupRuleId tagsAll"),
+        create=_create_egress,
+        read=described(
+            "describe_security_group_rules",
+            "SecurityGroupRuleIds",
+            "SecurityGroupRules",
+            "InvalidSecurityGroupRuleId.NotFound",
+            "InvalidGroup.NotFound",
+            arn="security-group-rule",
+            securityGroupId="groupId",
+        ),
+        update=_update_egress,
+        delete=lambda aws, resource_id, state: aws.ec2.revoke_security_group_egress(
+            GroupId=state["securityGroupId"], SecurityGroupRuleIds=[resource_id]
+        ),
     ),
 }

@@ -17,9 +17,8 @@ import boto3
 from botocore.exceptions import ClientError
 
 Properties = dict[str, Any]
-UNKNOWN = (
-    "04da6b54-80e4-46f7-96ec-b56ff0331ba9"  # how the engine writes a value it does not know yet (its RPC protocol)
-)
+UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"  # how the engine writes what it does not know yet (its RPC protocol)
+BOOLEANS = ("encrypted", "deleteOnTermination")  # strings in the provider, so that unset differs from false
 
 
 class RefusedError(Exception):
@@ -66,13 +65,16 @@ class Aws:
         return f"arn:aws:{service}:{self.region}:{self.account()}:{resource}"
 
 
+Read = Callable[[Aws, str, Properties], Properties | None]  # id, inputs or state -> what AWS has now; None: gone
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handler:
     """One resource type over boto3. Only what our program declares is accepted; anything else is an error."""
 
     source: str  # of `replaces`: the ForceNew fields in terraform-provider-aws internal/service/, read 2026-11-21
     create: Callable[[Aws, Properties], str]  # inputs -> id
-    read: Callable[[Aws, str, Properties], Properties | None]  # id, inputs or state -> what AWS has now; None: gone
+    read: Read
     delete: Callable[[Aws, str, Properties], None]
     update: Callable[[Aws, str, Properties, Properties], None] | None = None  # id, old state, new inputs
     required: frozenset[str] = frozenset()
@@ -188,6 +190,39 @@ def absent(call: Callable[[], Any], *codes: str) -> Any:
         if error.response["Error"]["Code"] in codes:
             return None
         raise
+
+
+def api(name: str) -> str:
+    """A property's name as the EC2 API spells it: cidrBlock is CidrBlock."""
+    return name[0].upper() + name[1:]
+
+
+def from_api(value: Any, key: str = "") -> Any:
+    """An answer of the EC2 API in the provider's spelling."""
+    if key == "Tags":
+        return tag_map(value)
+    if isinstance(value, dict):
+        return {name[0].lower() + name[1:]: from_api(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [from_api(item) for item in value]
+    return str(value).lower() if isinstance(value, bool) and key[0].lower() + key[1:] in BOOLEANS else value
+
+
+def described(operation: str, ids: str, answer: str, *absent_codes: str, arn: str, **renamed: str) -> Read:
+    """A read of an EC2 resource: what `operation` answers about the one whose id it is given as `ids`. Of `renamed`
+    properties the API's name is another one. `arn`: the resource's kind in its ARN.
+    """
+
+    def read(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+        asked = absent(lambda: getattr(aws.ec2, operation)(**{ids: [resource_id]}), *absent_codes)
+        there = [each for each in asked[answer] if each.get("State") not in ("deleted", "deleting")] if asked else []
+        if not there:
+            return None
+        live = from_api(there[0])
+        named = {name: live.get(theirs) for name, theirs in renamed.items()}
+        return {**live, **named, "arn": aws.arn("ec2", f"{arn}/{resource_id}"), **tagged(there[0].get("Tags"))}
+
+    return read
 
 
 def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rehearsal import process
+from rehearsal.engine import streamed
 
 
 def started(script: str) -> list[int]:
@@ -19,7 +19,7 @@ def started(script: str) -> list[int]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        process.streamed(["bash", "-c", script], folder=None, environment=os.environ, say=interrupted)
+        streamed(["bash", "-c", script], folder=None, environment=os.environ, say=interrupted)
     return pids
 
 
@@ -41,7 +41,7 @@ def test_it_is_asked_so_that_it_can_end_its_plugins() -> None:
 
 
 def test_it_is_killed_with_its_group_when_it_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "END_S", 0.2)
+    monkeypatch.setattr("rehearsal.engine.END_S", 0.2)
     engine, child = started("trap '' INT; sleep 600 & echo $$ $!; wait")
     assert process_ended(engine)
     assert process_ended(child)

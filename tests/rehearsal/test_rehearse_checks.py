@@ -15,7 +15,7 @@ from infra.definition.loader import load
 from infra.errors import GpufleetError
 from rehearsal import evidence
 from rehearsal.evidence import Evidence
-from rehearsal.interruptions import Planned
+from rehearsal.watch import Planned
 
 STACK = Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml"
 NODES = ("i-1", "i-2", "i-3")

@@ -21,11 +21,10 @@ from infra.errors import GpufleetError
 from rehearsal import environment, scratch
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
-from rehearsal.interruptions import Planned
 from rehearsal.node import NodeRunner
 from rehearsal.rehearse import rehearse, unchanged
 from rehearsal.timeline import Timeline
-from rehearsal.watch import RunFailedError, Watch
+from rehearsal.watch import Planned, RunFailedError, Watch
 
 REPOSITORY = Path(__file__).parents[2]
 Watching = Callable[..., Watch]

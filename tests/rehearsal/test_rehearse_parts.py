@@ -1,4 +1,4 @@
-"""What a rehearsal is made of: the plan of interruptions, the timeline, the scratch project, the picture."""
+"""What a rehearsal is made of: the plan of interruptions, the timeline, the scratch project."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from infra.definition.loader import load
 from infra.definition.model import Interruptions
-from rehearsal import environment, picture, scratch
-from rehearsal.interruptions import plan, possible
+from rehearsal import environment, scratch
 from rehearsal.timeline import Timeline, clock
+from rehearsal.watch import plan, possible
 
 GROWTH = Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml"
 
@@ -116,18 +116,3 @@ def test_a_scratch_project_takes_nothing_of_the_users_aws_or_pulumi_along(
     project = scratch.make(tmp_path / "project", {"a": "run: {}\n"})
     assert (project / "stacks" / "a.yaml").read_text() == "run: {}\n"
     assert (project / "Pulumi.yaml").is_file()
-
-
-def test_the_picture_can_be_drawn_of_a_run_without_interruptions_or_losses(tmp_path: Path) -> None:
-    target = tmp_path / "loss.png"
-    lane = picture.Lane(name="node 1", launched=1, trains=None, notice=None, ended=5, how="done")
-    picture.draw(
-        target,
-        title="a run",
-        metrics=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": None, "val_loss": 1.5}],
-        phases=[picture.Phase(name="dense", first=1, last=2), picture.Phase(name="moe", first=3, last=4)],
-        marks=[],
-        lanes=[lane],
-        checkpoints=[],
-    )
-    assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

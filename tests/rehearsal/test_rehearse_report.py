@@ -13,8 +13,9 @@ import pytest
 
 from infra.definition.loader import load
 from infra.errors import GpufleetError
-from rehearsal import every, report
+from rehearsal import picture, rehearse, report
 from rehearsal.evidence import Check, Evidence
+from rehearsal.timeline import Timeline
 
 STACKS = Path(__file__).parents[2] / "stacks"
 
@@ -80,6 +81,17 @@ def test_a_loss_that_is_held_out_is_called_val(tmp_path: Path) -> None:
     assert report.summary(evidence, [])["validation"] == "val"
 
 
+def test_the_picture_can_be_drawn_of_a_run_without_interruptions_or_losses(tmp_path: Path) -> None:
+    lossless: dict[str, Any] = {**line("dense", 2, 0.0, 1.5), "loss": None}
+    evidence, now = told(tmp_path, "tinystories-growth", [line("dense", 1, 2.0), lossless]), datetime.now(UTC)
+    node = SimpleNamespace(instance=SimpleNamespace(launched_at=now, notice_at=None, ended_at=now))
+    view = SimpleNamespace(name="node 1", node=node, first_step_at=None, interrupted=None)
+    rehearsal: Any = evidence.rehearsal
+    rehearsal.watch.views["i-1"], rehearsal.timeline = view, Timeline(tmp_path / "timeline.jsonl")
+    picture.draw(evidence, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
 @pytest.mark.parametrize(("seconds", "held"), [(299.9, True), (300.0, True), (326.0, False)])
 def test_a_whole_rehearsal_has_five_minutes(seconds: float, held: bool) -> None:
     check = report.duration_check(seconds)
@@ -104,7 +116,7 @@ def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow:
     folder = tmp_path / "rehearsals" / "two-tower" / "r1"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text(json.dumps(report.summary(evidence, checks)))
-    row = every._row(tmp_path, STACKS / "two-tower.yaml", 0, 75.0)
+    row = rehearse._row(tmp_path, STACKS / "two-tower.yaml", 0, 75.0)
     assert (row[1], row[3], row[8]) == (held, "260", "1-nDCG@10 0.3392")
 
 
@@ -114,13 +126,13 @@ def test_a_file_that_cannot_be_read_does_not_keep_the_next_stack_from_its_rehear
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / "broken.yaml").write_text("run: {id: r1}\n")
     shutil.copy(STACKS / "two-tower.yaml", tmp_path / "stacks")
-    monkeypatch.setattr(every, "rehearse", lambda name, **_: load(Path(name), now=datetime.now(UTC)) and 1)
+    monkeypatch.setattr(rehearse, "rehearse", lambda name, **_: load(Path(name), now=datetime.now(UTC)) and 1)
     said: list[str] = []
-    assert every.rehearse_all(root=tmp_path, out=said.append) == 1
+    assert rehearse.rehearse_all(root=tmp_path, out=said.append) == 1
     assert said[0].startswith(f"{tmp_path}/stacks/broken.yaml: ")
     assert [line.split()[:2] for line in said[-2:]] == [["broken", "NO"], ["two-tower", "NO"]]
 
 
 def test_where_there_is_no_stack_none_is_said_to_have_held(tmp_path: Path) -> None:
     with pytest.raises(GpufleetError, match="no stacks/ folder"):
-        every.rehearse_all(root=tmp_path)
+        rehearse.rehearse_all(root=tmp_path)
