@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from infra.account import aws, late_receipt
+from infra.account import aws, results
 from infra.account.run_folder import RunFolder, find_folder, find_log_groups, no_run
 from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
@@ -70,8 +70,8 @@ class Reader:
             self.sleep(POLL_S)
 
     def _end_detail(self, folder: RunFolder) -> str | None:
-        objects = [each for sign in late_receipt.SIGNS for each in folder.objects(sign)]
-        end = late_receipt.cut_off(self.definition, folder.owner, objects, self.ec2, datetime.now(UTC))
+        objects = [each for sign in results.SIGNS for each in folder.objects(sign)]
+        end = results.cut_off(self.definition, folder.owner, objects, self.ec2, datetime.now(UTC))
         return end.detail if end else None
 
     def _silence(self) -> str:

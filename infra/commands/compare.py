@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from infra.commands import stack
-from infra.compare import record as compare_record
 from infra.compare import table as compare_table
 from infra.compare.comparison import Comparison, compare_file
 from infra.compare.ranking import frontier
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         _draw(found, args.plot)
     if args.json:
-        tree = compare_record.record(
+        tree = compare_table.record(
             found.definition, found.listed, found.rows, found.frontier, found.policy[0] if found.policy else None
         )
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")

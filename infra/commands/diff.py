@@ -9,8 +9,8 @@ from pathlib import Path
 
 from infra.definition.loader import project_root
 from infra.errors import GpufleetError
+from infra.review.compare import record
 from infra.review.markdown import render
-from infra.review.record import record
 from infra.review.review import review_commits
 from job import atomic
 

@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "refresh":
         if args.json:
             raise GpufleetError("--json shows prices; refresh writes them: run `gpufleet prices --json` afterwards")
-        from infra.prices import aws, renew  # here: showing prices needs no boto3
+        from infra.prices import aws, refresh
 
         pricing, ec2_in = aws.client("pricing", API_REGION), functools.partial(aws.client, "ec2")
         to = args.to or project_prices(Path.cwd())
-        return renew.renew(catalog, regions, to, pricing=pricing, ec2_in=ec2_in, now=now)
+        return refresh.renew(catalog, regions, to, pricing=pricing, ec2_in=ec2_in, now=now)
     if args.to:
         raise GpufleetError("--to goes with refresh: gpufleet prices refresh --to FOLDER")
     if args.json:

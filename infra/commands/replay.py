@@ -15,7 +15,7 @@ from infra.definition.loader import project_root
 from infra.errors import GpufleetError
 from infra.evidence.traces import read as read_trace
 from infra.pricing import bill_of
-from infra.risk import replay, replay_table
+from infra.risk import replay
 from infra.risk.simulation import Exposure
 
 
@@ -34,11 +34,11 @@ def run(args: argparse.Namespace) -> int:
     traces = [read_trace(path) for path in args.traces]
     type_, exposure = _exposure(args)
     found = [replay.compare(exposure, trace) for trace in traces]
-    held = replay_table.interval_held(found)
+    held = replay.interval_held(found)
     if args.json:
-        sys.stdout.write(json.dumps(replay_table.record(args.stack, type_, exposure, found), indent=2) + "\n")
+        sys.stdout.write(json.dumps(replay.record(args.stack, type_, exposure, found), indent=2) + "\n")
     else:
-        sys.stdout.write(replay_table.render(args.stack, type_, exposure, found))
+        sys.stdout.write(replay.render(args.stack, type_, exposure, found))
     return 0 if held else 1
 
 

@@ -1,18 +1,113 @@
-"""A comparison as text: scenarios beside their claims, the ranked options, the decision matrix."""
+"""A comparison as text: scenarios beside their claims, the ranked options, the decision matrix; and for programs.
+
+The matrix is what to choose between layouts by, each criterion with a figure instead of a mark out of ten. Accuracy is
+measured by runs and by nothing else: a scenario of which none has finished says so.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from decimal import Decimal
+from typing import Any, Literal
 
+from infra.bill.record import quantiles
 from infra.bill.side import Quantiles
 from infra.catalog.regions import known_regions
-from infra.compare import criteria
+from infra.compare import deadline
 from infra.compare.deadline import Policy
 from infra.compare.rows import Row
+from infra.definition.model import StackDefinition
+from infra.evidence.outcomes import FinishedRun
 from infra.text import hours, table, wrap
+from job.text import counted
+
+Layout = Literal["one process", "replicated", "sharded"]
+
+# The test that resumes a run of this layout from its own checkpoint, on CPU.
+RESUME_TESTS: dict[Layout, str] = {
+    "one process": "tests/job/test_train_resume.py",
+    "replicated": "tests/job/test_train_ranks.py",
+    "sharded": "tests/job/test_train_ranks.py",
+}
+AGREE = 0.005  # of the loss: layouts compute alike, and a difference is a bug
+_SPREAD = ("gpus", "reshard_after_forward", "batch.micro", "measures", "checkpoint", "log")  # change no loss
+CRITERIA_EXPLAINED = (
+    "cost and time: to the end of the job's last phase, p50 / p90. lost: mean minutes of restarts and repeated work."
+    " accuracy: the last validation loss of a finished run of the scenario (its results/, as gpufleet results brings"
+    " them), and where it did the default's work in another layout, how far it is from that one's: every layout"
+    " computes in the same precision, so more than 0.5 % is a bug. settings: keys that differ from the file; no layout"
+    " needs another package. resume: the test that continues this layout from its checkpoint on CPU."
+)
+
+
+def layout(row: Row) -> Layout:
+    """How the job is spread over processes."""
+    if row.ranks <= 1:
+        return "one process"
+    return "sharded" if row.sharded else "replicated"
+
+
+def _cost(row: Row, _: Row) -> str:
+    return f"{row.usd.p50:.2f} / {row.usd.p90:.2f} USD" if row.usd else f"no figure: {row.why or 'no price'}"
+
+
+def _time(row: Row, _: Row) -> str:
+    return f"{row.wall_hours.p50:.2f} / {row.wall_hours.p90:.2f} h" if row.wall_hours else "-"
+
+
+def _risk(row: Row, _: Row) -> str:
+    if row.interrupted is None or row.lost_minutes is None:
+        return "-"
+    return f"P(stop) {row.interrupted:.0%}, {row.lost_minutes:.0f} min lost"
+
+
+def _launch(row: Row, _: Row) -> str:
+    return f"{counted(row.nodes, 'node')}, {'launchable' if row.launchable and row.fits else 'NOT launchable'}"
+
+
+def _accuracy(row: Row, default: Row) -> str:
+    own, other = row.outcome, default.outcome
+    if own is None:
+        return "not measured"
+    said = f"{own.val_loss:.4f} ({own.run})"
+    if other is None or own is other or not _comparable(own, other):
+        return said
+    apart = own.val_loss / other.val_loss - 1
+    return f"{said}, {apart:+.2%} of {default.scenario}'s" + (": DIFFERS" if abs(apart) > AGREE else "")
+
+
+def _comparable(one: FinishedRun, other: FinishedRun) -> bool:
+    """Whether they differ in nothing but how the work was spread and kept."""
+    spread = tuple(f"job.parameters.{path}" for path in _SPREAD)
+    differing = [path for path, value in one.settings.items() if other.settings.get(path) != value]
+    same = (one.data_seed, one.tokens) == (other.data_seed, other.tokens)
+    return same and all(path.startswith(spread) for path in differing)
+
+
+def _complexity(row: Row, default: Row) -> str:
+    start = f", {row.side.runtime.setup_s:.0f} s cold start" if row.side else ""
+    extra = len([key for key, value in row.settings.items() if default.settings.get(key) != value])
+    return f"{counted(max(1, row.ranks), 'process')}, {counted(extra, 'setting')}{start}"
+
+
+def _reliability(row: Row, _: Row) -> str:
+    kind = layout(row)
+    return f"{kind}: {RESUME_TESTS[kind].rpartition('/')[2]}"
+
+
+CRITERIA: tuple[tuple[str, Callable[[Row, Row], str]], ...] = (
+    ("cost", _cost),
+    ("time", _time),
+    ("risk", _risk),
+    ("nodes", _launch),
+    ("accuracy", _accuracy),
+    ("complexity", _complexity),
+    ("resume", _reliability),
+)
+
 
 WIDTH = 120
 BEST = 3  # options of each work, when there are many
@@ -146,10 +241,10 @@ def matrix(rows: Sequence[Row], defaults: Row) -> str:
     """The measured criteria, a line per scenario in each of two tables: side by side no terminal holds them."""
     shown = [row for row in rows if not row.reference]
     lines: list[str] = []
-    for part in (criteria.CRITERIA[:4], criteria.CRITERIA[4:]):
+    for part in (CRITERIA[:4], CRITERIA[4:]):
         cells = [(row.scenario, *(measure(row, defaults) for _, measure in part)) for row in shown]
         lines += [*table(("scenario", *(name for name, _ in part)), cells, right=()), ""]
-    return "\n".join([*lines, *_wrap(criteria.EXPLAINED)]) + "\n"
+    return "\n".join([*lines, *_wrap(CRITERIA_EXPLAINED)]) + "\n"
 
 
 def policy(found: Policy, type_: str) -> str:
@@ -219,3 +314,59 @@ def _hours(value: float | None) -> str:
 
 def _wrap(text: str, indent: int = 2) -> list[str]:
     return wrap(text, WIDTH, indent)
+
+
+def record(
+    definition: StackDefinition, listed: list[Row], rows: list[Row], edge: list[Row], switch: deadline.Policy | None
+) -> dict[str, Any]:
+    """Keys as documented in docs/compare.md."""
+    front = {id(row) for row in edge}
+    return {
+        "schema": 1,
+        "stack": definition.name,
+        "region": definition.fleet.region,
+        "scenarios": [record_row(row) for row in listed],
+        "options": [{**record_row(row), "frontier": id(row) in front} for row in rows],
+        "deadline_policy": None if switch is None else asdict(switch),
+    }
+
+
+def record_row(row: Row) -> dict[str, Any]:
+    """One scenario or option."""
+    return {
+        "scenario": row.scenario,
+        "type": row.type,
+        "capacity": row.capacity,
+        "nodes": row.nodes,
+        "gpus_used": row.ranks,
+        "claim": {
+            "hours": None if row.claim.hours is None else str(row.claim.hours),
+            "usd": None if row.claim.usd is None else str(row.claim.usd),
+        },
+        "reference": row.reference,
+        "tokens": row.tokens,
+        "dataset": row.dataset or None,
+        "gpu_hours": None if row.billed_gpu_h is None else round(row.billed_gpu_h, 4),
+        "gpu_hours_used": None if row.used_gpu_h is None else round(row.used_gpu_h, 4),
+        "compute_hours": None if row.compute_h is None else round(row.compute_h, 6),
+        "rates": {
+            rate.region: {
+                "on_demand": None if rate.on_demand is None else str(rate.on_demand),
+                "spot": None if rate.spot is None else str(rate.spot),
+            }
+            for rate in row.rates
+        },
+        "hours": row.hours and quantiles(row.hours),
+        "wall_hours": row.wall_hours and quantiles(row.wall_hours),
+        "usd": row.usd and quantiles(row.usd),
+        "free_usd": None if row.free_usd is None else str(row.free_usd),
+        "interruptions": None if row.interruptions is None else round(row.interruptions, 3),
+        "fits": row.fits,
+        "launchable": row.launchable,
+        "over_limit": row.over_limit,
+        "late": round(row.late, 4),
+        "basis": row.basis,
+        "why": row.why,
+        "nearest": row.nearest,
+        "lost": row.lost,
+    }

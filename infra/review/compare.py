@@ -1,4 +1,4 @@
-"""What changed between two commits, in dollars and by setting.
+"""What changed between two commits, in dollars and by setting; and that for programs.
 
 Both sides are priced with the code that runs, each with its own commit's prices and measurements. The
 difference of a stack is taken apart from BASE to HEAD: the prices first, then what was measured, then each changed key
@@ -301,3 +301,48 @@ def _shown(node: Node | None) -> str:
 
 def _named(catalog: Catalog) -> str:
     return f"{catalog.name}, {catalog.as_of}"
+
+
+def record(review: Review) -> dict[str, Any]:
+    """Keys as documented in docs/review.md. Money is a decimal string."""
+    return {
+        "schema": 1,
+        "base": {"commit": review.base, "prices": review.base_prices},
+        "head": {"commit": review.head, "prices": review.head_prices},
+        "exit_code": review.exit_code,
+        "notes": list(review.notes),
+        "stacks": [_stack_record(stack) for stack in review.stacks],
+    }
+
+
+def _stack_record(stack: StackReview) -> dict[str, Any]:
+    return {
+        "stack": stack.name,
+        "changed": stack.changed,
+        "base": stack.base and _side_record(stack.base),
+        "head": stack.head and _side_record(stack.head),
+        "steps": [
+            {
+                "keys": list(step.keys),
+                "before": step.before,
+                "after": step.after,
+                "p50": str(step.p50),
+                "p90": str(step.p90),
+            }
+            for step in stack.steps
+        ],
+        "without_effect": list(stack.aside),
+        "over_cap": stack.over_cap,
+        "refused": list(stack.refused),
+        "policy": [{"rule": each.rule, "message": each.message} for each in stack.policy],
+    }
+
+
+def _side_record(side: Side) -> dict[str, Any]:
+    usd = side.usd
+    return {
+        "p50": str(usd.p50) if usd else None,
+        "p90": str(usd.p90) if usd else None,
+        "calibrated": side.bill.calibrated if side.bill else None,
+        "errors": list(side.errors),
+    }

@@ -1,28 +1,35 @@
-"""The review of two commits of a project: what each knows, its stacks, and what has changed between them."""
+"""The review of two commits of a project: what each knows, its stacks, and what has changed between them.
+
+Of a commit only what a bill stands on is read, from git's own store, and no checkout is touched: stacks, policy, prices
+and what was measured (calibrations, receipts, traces).
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
+import subprocess
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 
 from infra.bill.side import Hazards
-from infra.catalog import Catalog
+from infra.catalog import SHIPPED, Catalog, files, load_catalog
 from infra.errors import GpufleetError
 from infra.evidence import calibration, receipts
 from infra.evidence.observations import TRACES, observations
-from infra.review import commits, policy
+from infra.review import policy
 from infra.review.compare import Known, Review, compare
 from infra.risk.hazard import learn
 
 
 def review_commits(project: Path, base: str, head: str, rules: Path | None = None) -> Review:
     """The review of two commits of a project. Raises GpufleetError: unknown commit, broken policy or prices."""
-    hashes = [commits.resolve(project, name) for name in (base, head)]
-    now = commits.moment(project, hashes[1])
+    hashes = [_commit_hash(project, name) for name in (base, head)]
+    now = _made_at(project, hashes[1])
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as scratch:
         folders = [Path(scratch) / side for side in ("BASE", "HEAD")]
-        links = [commits.extract(project, commit, folder) for commit, folder in zip(hashes, folders, strict=True)]
+        links = [_extract(project, commit, folder) for commit, folder in zip(hashes, folders, strict=True)]
         if links[1]:  # what it leads to would be run, and would be in no review
             raise GpufleetError(
                 f"HEAD has {links[1][0]} as a link, which a review does not follow: commit the file itself"
@@ -32,13 +39,13 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
                 f"neither commit has a definition file in stacks/ of {project}: run this inside the project"
             )
         try:
-            new, new_note = commits.catalog(folders[1])
+            new, new_note = _catalog_of(folders[1])
             chosen = policy.find_policy(folders[1]) if rules is None else policy.load(rules)
             hazards = learn(observations(folders[1]))
         except GpufleetError as error:
             raise GpufleetError(str(error).replace(f"{scratch}/", "")) from None
         try:
-            old, old_note = commits.catalog(folders[0])
+            old, old_note = _catalog_of(folders[0])
         except GpufleetError:
             old, old_note = new, "its prices cannot be read; HEAD's stand in"
         notes = [f"{side}: {note}" for side, note in (("BASE", old_note), ("HEAD", new_note)) if note]
@@ -82,3 +89,100 @@ def _texts(folder: Path) -> dict[str, bytes]:
 
 def _bytes(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
+
+
+_WANTED = re.compile(
+    r"stacks/[^/.][^/]*\.yaml|policy\.yaml|prices/[^/]+/(on_demand|spot|services)\.csv"
+    r"|infra/catalog/(gpus|instances|on_demand|spot|services)\.csv|(calibrations|receipts)/[^/]+/[^/.][^/]*\.json"
+    r"|traces/[^/.][^/]*\.(csv|json)"
+)
+_REGULAR = ("100644", "100755")  # no links, no submodules
+
+
+def _commit_hash(project: Path, name: str) -> str:
+    """The full hash of a commit. Raises GpufleetError when this clone does not have it, or git cannot say."""
+    _git(project, "rev-parse", "--git-dir")  # no git, no repository, one of somebody else's: git's own words say which
+    try:
+        return (
+            _git(project, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}").decode().strip()
+        )
+    except GpufleetError:
+        raise GpufleetError(
+            f"{name!r} is not a commit of the git repository at {project}; in CI, check out with fetch-depth: 0"
+        ) from None
+
+
+def _made_at(project: Path, commit: str) -> datetime:
+    """When the commit was made, UTC: the only clock of a review."""
+    return datetime.fromtimestamp(int(_git(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)), UTC)
+
+
+def _extract(project: Path, commit: str, folder: Path) -> list[str]:
+    """Writes what a bill of the commit stands on into `folder`, laid out as in the project. Gives the paths that are
+    links there: they are not followed."""
+    top = Path(_git(project, "rev-parse", "--show-toplevel").decode().strip())
+    prefix = project.resolve().relative_to(top.resolve()).as_posix()
+    prefix = "" if prefix == "." else f"{prefix}/"
+    listed = _git(top, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8", "backslashreplace")
+    blobs: dict[str, str] = {}
+    links: list[str] = []
+    for entry in filter(None, listed.split("\0")):
+        facts, _, path = entry.partition("\t")
+        mode, _, blob = facts.split(" ")
+        inside = path.removeprefix(prefix)
+        if not path.startswith(prefix) or not _WANTED.fullmatch(inside):
+            continue
+        if mode in _REGULAR:
+            blobs[inside] = blob
+        else:
+            links.append(inside)
+    (folder / "stacks").mkdir(parents=True)
+    for path, content in zip(blobs, _contents(top, list(blobs.values())), strict=True):
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    return links
+
+
+def _catalog_of(folder: Path) -> tuple[Catalog, str]:
+    """The prices of an extracted commit, and a sentence when it is not quite them.
+
+    A commit's own shipped catalog counts where this version can read it, else this version's. A broken prices/ folder
+    is an error: GpufleetError.
+    """
+    own = folder / "infra" / "catalog"
+    if not own.is_dir():
+        return load_catalog(folder), ""
+    try:
+        files.read(own)
+        return load_catalog(folder, shipped=own), ""
+    except (GpufleetError, KeyError, ValueError, TypeError, AttributeError, OSError):
+        return load_catalog(folder, shipped=SHIPPED), "its shipped catalog has another form; this version's stands in"
+
+
+def _contents(top: Path, blobs: list[str]) -> list[bytes]:
+    out = _git(top, "cat-file", "--batch", feed="".join(f"{blob}\n" for blob in blobs).encode())
+    found: list[bytes] = []
+    start = 0
+    for _ in blobs:
+        head = out.index(b"\n", start)
+        facts = out[start:head].split()
+        if len(facts) != 3:
+            raise GpufleetError(
+                f"git does not have {blobs[len(found)]}, a file of a commit under review: fetch both commits whole,"
+                " without a filter"
+            )
+        size = int(facts[2])
+        found.append(out[head + 1 : head + 1 + size])
+        start = head + 1 + size + 1
+    return found
+
+
+def _git(folder: Path, *words: str, feed: bytes = b"") -> bytes:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], input=feed, capture_output=True)
+    except FileNotFoundError:
+        raise GpufleetError("git is not installed; a review reads both commits with it") from None
+    if done.returncode:
+        raise GpufleetError(f"git {words[0]}: {done.stderr.decode(errors='replace').strip() or 'failed'}")
+    return done.stdout

@@ -12,9 +12,9 @@ import pytest
 from botocore.exceptions import ClientError
 from commands_world import EXPIRES, advance, declare_bucket, declare_fleet, put
 
-from infra.account import late_receipt
+from infra.account import results
 from infra.account.fleet import nodes_of
-from infra.account.late_receipt import cut_off
+from infra.account.results import cut_off
 from infra.bill.estimate import price
 from infra.catalog import load_catalog
 from infra.cli import main
@@ -153,7 +153,7 @@ def test_while_aws_does_not_say_that_the_run_is_over_no_receipt_is_made_and_none
     def refused(*_: Any, **__: Any) -> Any:
         raise ClientError({"Error": {"Code": "UnauthorizedOperation"}}, "DescribeFleets")
 
-    monkeypatch.setattr(late_receipt, "fleets_of", refused)
+    monkeypatch.setattr(results, "fleets_of", refused)
     assert main(["results", "small-growth"]) == 1
     receipt = path.parents[1] / "results/small-growth/r1/receipt.json"
     assert not receipt.exists()
@@ -177,8 +177,8 @@ def test_a_run_is_cut_off_once_nothing_of_its_owner_s_may_write_any_more(
     stack: StackDefinition, monkeypatch: pytest.MonkeyPatch, owner: str, node: str, state: str, over: bool
 ) -> None:
     tags = [{"Key": "gpufleet:owner", "Value": node}] if node else []
-    monkeypatch.setattr(late_receipt, "nodes_of", lambda *_: [{"State": {"Name": state}, "Tags": tags}])
-    monkeypatch.setattr(late_receipt, "fleets_of", lambda *_: [])
+    monkeypatch.setattr(results, "nodes_of", lambda *_: [{"State": {"Name": state}, "Tags": tags}])
+    monkeypatch.setattr(results, "fleets_of", lambda *_: [])
     names = ("attempts/i-1.json", "heartbeat/i-1.jsonl", "node.log")  # a log is written later
     objects = [SimpleNamespace(name=n, written=datetime(2026, 11, 21, h, tzinfo=UTC)) for h, n in enumerate(names)]
     found = cut_off(stack, owner, objects, None, datetime.now(UTC))  # type: ignore[arg-type]

@@ -11,9 +11,8 @@ from commands_world import AMI, EXPIRES, advance, declare_bucket, declare_fleet,
 
 from infra.account import aws
 from infra.account import wait as wait_module
-from infra.account.explain import explain
 from infra.account.fleet import find_instances
-from infra.account.wait import Watch
+from infra.account.wait import Watch, explain
 from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.account import ami_id

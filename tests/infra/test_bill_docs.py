@@ -12,7 +12,7 @@ from infra.bill.estimate import price
 from infra.catalog import load_catalog
 from infra.compare import deadline, ranking
 from infra.compare.cheaper import cheaper
-from infra.compare.record import record_row
+from infra.compare.table import record_row
 from job.contract.metrics import KEYS
 
 ROOT = Path(__file__).parents[2]

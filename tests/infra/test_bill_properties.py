@@ -22,8 +22,7 @@ from infra.catalog import load_catalog
 from infra.definition.model import Disk, Keep, Limits, StackDefinition, Variant
 from infra.errors import PriceMissing
 from infra.risk.hazard import Hazard
-from infra.risk.luck import ATTEMPTS_IN_STEP
-from infra.risk.simulation import Exposure, simulate, simulate_each
+from infra.risk.simulation import ATTEMPTS_IN_STEP, Exposure, simulate, simulate_each
 from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 settings.register_profile(

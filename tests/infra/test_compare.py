@@ -15,7 +15,7 @@ from infra.bill.estimate import price
 from infra.bill.options import type_cost
 from infra.bill.side import UNBOUND
 from infra.catalog import load_catalog
-from infra.compare import criteria, ranking
+from infra.compare import ranking
 from infra.compare import rows as compare_rows
 from infra.compare import table as compare_table
 from infra.compare.rows import Row
@@ -447,7 +447,7 @@ def test_refining_keeps_the_order_by_mean_dollars() -> None:
 
 
 def test_the_resume_tests_that_the_matrix_names_exist() -> None:
-    for place in criteria.RESUME_TESTS.values():
+    for place in compare_table.RESUME_TESTS.values():
         assert "resume" in (ROOT / place).read_text()
 
 

@@ -11,7 +11,7 @@ import pytest
 from test_calibration import find, measurement
 from test_receipts import receipt
 
-from infra.account import late_receipt
+from infra.account import results
 from infra.commands.receipts import table
 from infra.errors import GpufleetError
 from infra.evidence import calibration, observations, outcomes, receipts, traces
@@ -64,7 +64,7 @@ def an_earlier_receipt(content: bytes, root: Path) -> None:
         tree = reading.parse(content)
     except reading.DoubtError:
         return
-    assert set(late_receipt._said(tree).values()) <= {True, False}
+    assert set(results._said(tree).values()) <= {True, False}
 
 
 def place(root: Path, name: str, content: bytes) -> None:

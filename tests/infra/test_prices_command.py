@@ -19,7 +19,7 @@ from infra.cli import main
 from infra.commands import prices
 from infra.errors import AwsRefused, GpufleetError
 from infra.prices import aws, coverage
-from infra.prices.renew import renew
+from infra.prices.refresh import renew
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 TODAY = NOW.date()

@@ -83,7 +83,7 @@ def test_a_loss_that_is_held_out_is_called_val(tmp_path: Path) -> None:
 
 def test_the_picture_can_be_drawn_of_a_run_without_interruptions_or_losses(tmp_path: Path) -> None:
     lossless: dict[str, Any] = {**line("dense", 2, 0.0, 1.5), "loss": None}
-    evidence, now = told(tmp_path, "tinystories-growth", [line("dense", 1, 2.0), lossless]), datetime.now(UTC)
+    evidence, now = make_evidence(tmp_path, "tinystories-growth", [line("dense", 1, 2.0), lossless]), datetime.now(UTC)
     node = SimpleNamespace(instance=SimpleNamespace(launched_at=now, notice_at=None, ended_at=now))
     view = SimpleNamespace(name="node 1", node=node, first_step_at=None, interrupted=None)
     rehearsal: Any = evidence.rehearsal
