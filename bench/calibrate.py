@@ -71,7 +71,7 @@ def main() -> None:
     say("# Calibration\n")
     say(
         f"{datetime.now(UTC):%Y-%m-%d}, {name}, {os.cpu_count()} cores, load {load_before:.1f} before it began and "
-        f"{os.getloadavg()[0]:.1f} at its end, torch {machine.record(())['versions']['torch']}, "
+        f"{os.getloadavg()[0]:.1f} at its end, torch {machine.describe(()).versions['torch']}, "
         f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}.\n"
     )
     say(f"tinystories-growth's rehearsal model, {args.steps_per_phase} steps per phase; probes of 200 steps in all.\n")

@@ -18,6 +18,7 @@ from infra.pricing import as_prepared
 from job import ledger
 from job.contract import bucket
 from job.contract.done import FINISHED, Done
+from job.contract.receipt import Receipt
 from job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
 from job.spec.common import PhaseSize
 from rehearsal.account import Resource
@@ -84,7 +85,7 @@ class Evidence:
         folder = rehearsal.folder / "results"
         self.rehearsal = rehearsal
         self.folder = folder
-        self.receipt = _document(folder / RECEIPT)
+        self.receipt = Receipt.from_json(_document(folder / RECEIPT))
         self.done = Done.from_json(_document(folder / bucket.DONE))
         _document(folder / RESULTS)  # raises without one
         report = folder / "growth_report.json"
@@ -114,19 +115,18 @@ class Evidence:
     def resumptions(self) -> list[Resumption]:
         """One per interruption, in order."""
         assert self.rehearsal.watch is not None
-        by_instance = {attempt["instance"]: attempt for attempt in self.receipt["attempts"]}
+        by_instance = {attempt.instance: attempt for attempt in self.receipt.attempts}
         found = []
         for before, after in pairwise(self.rehearsal.watch.views.values()):
             if before.interrupted is None:
                 continue
             left, taken = (by_instance[view.node.instance.id] for view in (before, after))
-            started = _document(self.folder / bucket.attempt_key(after.node.instance.id)).get("started_s")
             found.append(
                 Resumption(
                     kind=before.interrupted.kind,
-                    last_step=max(int(left["last_step"]), before.last_step),
-                    resumed_step=int(taken["resumed_step"]),
-                    started_s=None if started is None else float(started),
+                    last_step=max(left.last_step, before.last_step),
+                    resumed_step=taken.resumed_step,
+                    started_s=None if taken.started_s is None else float(taken.started_s),
                 )
             )
         return found
@@ -150,11 +150,11 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
     last = max((int(line["step"]) for line in evidence.metrics), default=0)
     yield _steps(evidence, last)
     planned = definition.interruptions
-    counted = evidence.receipt["interruptions"]
+    counted = (evidence.receipt.with_notice, evidence.receipt.without_notice)
     yield Check(
         name="interruptions in the receipt",
-        figure=f"{counted['with_notice']} with notice, {counted['without_notice']} without",
-        held=(counted["with_notice"], counted["without_notice"]) == (planned.with_notice, planned.without_notice),
+        figure=f"{counted[0]} with notice, {counted[1]} without",
+        held=counted == (planned.with_notice, planned.without_notice),
     )
     nodes = planned.with_notice + planned.without_notice + 1
     yield Check(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)

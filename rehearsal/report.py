@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from job.contract.receipt import money
 from job.contract.workdir import RECEIPT
 from job.supervisor import receipt as receipts
 from rehearsal import picture
@@ -86,7 +87,7 @@ def summary(evidence: Evidence, checks: Sequence[Check]) -> dict[str, Any]:
         "repeated_after_loss": sum(r.lost for r in resumptions if r.kind == "loss"),
         "val_loss": validated[-1]["val_loss"] if validated else None,
         "validation": called[validated[-1]["phase"]] if validated else None,  # what val_loss is
-        "spent_usd": evidence.receipt["usd"]["actual"],
+        "spent_usd": money(evidence.receipt.actual),
     }
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -33,7 +34,7 @@ from job import atomic
 from job.contract import bucket, reading
 from job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
 from job.contract.done import EARLY, FLEET_GONE, NODE_ENDED, Done
-from job.contract.reading import DoubtError, Fields
+from job.contract.receipt import Receipt, parse
 from job.contract.run import load
 from job.contract.workdir import RECEIPT, RESULTS, RUN
 from job.supervisor import attempts, fleet, receipt
@@ -138,9 +139,9 @@ def _late(
     done = done or cut_off(definition, folder.owner, objects, ec2, datetime.now(UTC))
     if done is None:  # a receipt made earlier may be all there is
         return None, False
-    before = atomic.read_object(target / RECEIPT) or {}
-    if not before or before.get("counted_until") != done.at:  # of an earlier life of this run's id
-        before = {}
+    before = earlier_receipt(target / RECEIPT)
+    if before is None or before.at != done.at:  # of an earlier life of this run's id
+        before = None
         (target / RECEIPT).unlink(missing_ok=True)
     if not done.reason:
         return done, False
@@ -149,9 +150,16 @@ def _late(
     except ValueError as error:
         say(f"No receipt can be made of what the run left: {error}.")
         return done, False
-    atomic.write_json(target / RECEIPT, made)
+    atomic.write_json(target / RECEIPT, made.to_json())
     say(receipt_text(made))
     return done, True
+
+
+def earlier_receipt(path: Path) -> Receipt | None:
+    """The one at `path`, if it is one."""
+    with suppress(FileNotFoundError, ValueError):
+        return parse(path.read_bytes())
+    return None
 
 
 def _download(folder: RunFolder, each: Stored, target: Path) -> None:
@@ -226,33 +234,22 @@ def make_receipt(
     target: Path,
     done: Done,
     now: float,
-    before: Mapping[str, Any],
+    before: Receipt | None,
     say: Callable[[str], None],
-) -> dict[str, Any]:
-    """The object of receipt.json, `now` in epoch seconds; run.json is in `target`. `before`: the one made earlier of
-    this end, empty without; what the fleet said then stands, since AWS forgets. Raises ValueError with what keeps it
-    from being made.
+) -> Receipt:
+    """The receipt, `now` in epoch seconds; run.json is in `target`. `before`: one made earlier of this end. What the
+    fleet said then stands, since AWS forgets. Raises ValueError with what keeps it from being made.
     """
     try:
         run, store = load(target / RUN), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
         found = attempts.read(store, run, done=done, say=say)
         if not found:
             raise ValueError("no node has left a record")
-        found = attempts.with_reclaims(found, _said(before))
+        found = attempts.with_reclaims(found, attempts.reclaimed(before.attempts if before else ()))
         found = attempts.judged(found, _changes(definition, ec2), now)
         return receipt.build(run, found, done)
     except (OSError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def _said(receipt: Mapping[str, Any]) -> dict[str, bool]:
-    """What a receipt says of who took each of its nodes, where that was known."""
-    try:
-        nodes = Fields(dict(receipt)).sections("attempts")
-        said = {node.need("instance", reading.text): node.take("reclaimed", reading.flag, None) for node in nodes}
-    except DoubtError:
-        return {}
-    return {name: taken for name, taken in said.items() if taken is not None}
 
 
 def _changes(definition: StackDefinition, ec2: Any) -> fleet.Changes:

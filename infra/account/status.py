@@ -108,7 +108,7 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
     for name, record in sorted(found.items(), key=lambda pair: pair[1].booted_at):
         how = "running" if name in alive else "gone without notice"
         if record.exit:
-            how = f"ended: {record.exit['reason']} at {record.exit['at']}"
+            how = f"ended: {record.exit.reason} at {record.exit.at}"
         yield f"attempt     {name}, {record.type} in {record.zone}, booted {record.booted_at}, {how}"
     yield from odd
 

@@ -11,7 +11,8 @@ from infra import text
 from infra.definition.loader import project_root, stacks_of
 from infra.definition.selected import selected
 from infra.evidence import receipts
-from infra.evidence.receipts import CAUSES, Receipt, Score
+from infra.evidence.receipts import Score
+from job.contract.receipt import CAUSES, Receipt
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,7 @@ def table(found: Sequence[Receipt]) -> Iterator[str]:
         (
             receipt.stack,
             receipt.run,
-            "rehearsal" if receipt.rehearsal else receipt.reason,
+            "rehearsal" if receipts.is_rehearsal(receipt) else receipt.reason,
             f"{receipt.estimate:.4f}",
             f"{receipt.actual:.4f}",
             f"{receipt.error_percent:+.1f}%",
@@ -74,7 +75,7 @@ def summary(total: Score) -> Iterator[str]:
 
 
 def _graded(receipt: Receipt) -> str:
-    if not receipt.counts:
+    if not receipts.counts(receipt):
         return "-"
     if receipt.within_range is None:
         return "no range"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cache
@@ -22,6 +23,7 @@ from infra.evidence import receipts
 from job import atomic, measured
 from job.contract import reading
 from job.contract.reading import Fields
+from job.contract.receipt import parse as parse_receipt
 from job.spec import JobConfig
 
 FOLDER = "calibrations"
@@ -186,9 +188,10 @@ def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | Non
     for path in sorted((root / FOLDER / stack).glob("[!.]*.json")):
         yield _sound(atomic.read_object(path)), path
     for path in sorted((root / receipts.FOLDER / stack).glob("[!.]*.json")):
-        tree = (atomic.read_object(path) or {}).get("measured")
-        if isinstance(tree, dict) and (sound := _sound(tree)) is not None:
-            yield sound, path
+        with suppress(ValueError):
+            tree = parse_receipt(path.read_bytes()).measured
+            if tree is not None and (sound := _sound(dict(tree))) is not None:
+                yield sound, path
 
 
 def _sound(tree: dict[str, Any] | None) -> dict[str, Any] | None:

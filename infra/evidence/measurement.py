@@ -88,7 +88,7 @@ def measure(
             outcome = probe.run(workdir, stop_at=plan.stop_at, save_at=plan.save_at, ranks=ranks)
         except probe.ProbeFailedError as error:
             raise GpufleetError(f"the probe failed. {error}") from error
-    found = machine.record(tuple(gpus))
+    found = machine.describe(tuple(gpus))
     tree = measured.document(
         experiment=definition.job.experiment,
         parameters=asdict(config),
@@ -97,11 +97,11 @@ def measure(
             "name": name_of(gpus, config),
             "count": len(gpus) if config.device == "cuda" else 0,
             "ranks": ranks,
-            "memory_gb": found["gpu_memory_gb"],
+            "memory_gb": found.gpu_memory_gb,
             "threads": os.environ.get("OMP_NUM_THREADS"),
-            "cpus": found["cpus"],
+            "cpus": found.cpus,
         },
-        versions={**found["versions"], "python": found["python"], "driver": found["driver"]},
+        versions={**found.versions, "python": found.python, "driver": found.driver},
         source=f"probe of {steps} steps",
         at=stamp(datetime.now(UTC)),
         measured=outcome.phases,

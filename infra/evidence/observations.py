@@ -32,18 +32,18 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
     """
     found = _of_traces(root / TRACES, {path.resolve() for path in but})
     for receipt in receipts.read(root)[0]:
-        if receipt.rehearsal:
+        if receipts.is_rehearsal(receipt) or receipt.capacity != "spot":
             continue
-        for place in dict.fromkeys((node["type"], node["zone"]) for node in receipt.nodes):
-            own = [node for node in receipt.nodes if (node["type"], node["zone"]) == place]
-            hours = sum(node["hours"] for node in own)
+        for place in dict.fromkeys((node.type, node.zone) for node in receipt.attempts):
+            own = [node for node in receipt.attempts if (node.type, node.zone) == place]
+            hours = sum(float(node.lived_s) / 3600 for node in own)
             if hours > 0:
                 found.append(
                     Observation(
                         type=place[0],
                         zone=place[1] or None,
                         node_hours=hours,
-                        interruptions=sum(node["interrupted"] for node in own),
+                        interruptions=sum(node.interrupted for node in own),
                         source=f"receipt of {receipt.stack} {receipt.run}",
                         as_of=date.fromisoformat(receipt.at[:10]),
                     )

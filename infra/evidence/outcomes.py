@@ -13,6 +13,7 @@ from typing import Any
 from job.contract import metrics, reading
 from job.contract.done import FINISHED
 from job.contract.reading import Fields
+from job.contract.receipt import parse
 from job.contract.workdir import METRICS, RECEIPT, RUN
 from job.spec import from_json
 
@@ -57,8 +58,9 @@ def dotted(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
 
 def _finished_run(folder: Path) -> FinishedRun | None:
     try:
-        run, receipt = (Fields(reading.parse((folder / name).read_bytes())) for name in (RUN, RECEIPT))
-        if receipt.need("reason", reading.text) != FINISHED:
+        run = Fields(reading.parse((folder / RUN).read_bytes()))
+        receipt = parse((folder / RECEIPT).read_bytes())
+        if receipt.reason != FINISHED:
             return None
         records = metrics.records((folder / METRICS).read_bytes().split(b"\n"))
         last = [record for record in records if None not in (record["val_loss"], record["tokens"])][-1]
@@ -67,8 +69,8 @@ def _finished_run(folder: Path) -> FinishedRun | None:
         dataset = run.section("inputs").section("dataset").need("sha256", reading.text)
         return FinishedRun(
             run=run.section("run").need("id", reading.text),
-            at=receipt.need("counted_until", reading.text),
-            types=tuple(attempt.need("type", reading.text) for attempt in receipt.sections("attempts")),
+            at=receipt.at,
+            types=tuple(attempt.type for attempt in receipt.attempts),
             settings=dict(dotted(asdict(parameters), "job.parameters")),
             data_seed=(dataset, parameters.seed),
             tokens=int(last["tokens"]),

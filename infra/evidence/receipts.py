@@ -13,49 +13,15 @@ from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from job import atomic
-from job.contract import reading
+from job.contract import receipt as contract
 from job.contract.done import GRADED
-from job.contract.reading import Fields
+from job.contract.receipt import CAUSES, Receipt
 from job.text import counted
 
 FOLDER = "receipts"
-CAUSES = ("price", "runtime", "interruptions", "other")
 TARGET = 0.8  # share of runs that should end between p10 and p90
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Receipt:
-    """One run, graded. Money in USD; `causes` add up to actual - estimate."""
-
-    stack: str
-    run: str
-    reason: str
-    at: str  # UTC
-    rehearsal: bool
-    estimate: Decimal
-    actual: Decimal
-    p10: Decimal
-    p90: Decimal
-    causes: Mapping[str, Decimal]
-    nodes: tuple[Mapping[str, Any], ...]  # spot only: type, zone, hours, interrupted
-
-    @property
-    def counts(self) -> bool:
-        """Whether it belongs to the score."""
-        return not self.rehearsal and self.reason in GRADED
-
-    @property
-    def within_range(self) -> bool | None:
-        """None for a bill without a range, as on demand: no run meets one figure to a hundredth of a cent."""
-        return None if self.p10 == self.p90 else self.p10 <= self.actual <= self.p90
-
-    @property
-    def error_percent(self) -> float:
-        """Of the estimate; positive: it cost more."""
-        return float((self.actual - self.estimate) / self.estimate * 100)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,31 +58,24 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
     return sorted(found, key=lambda receipt: (receipt.stack, receipt.at)), damaged
 
 
+def is_rehearsal(receipt: Receipt) -> bool:
+    """Whether it tells nothing of AWS."""
+    return receipt.device == "cpu"
+
+
+def counts(receipt: Receipt) -> bool:
+    """Whether it belongs to the score."""
+    return not is_rehearsal(receipt) and receipt.reason in GRADED
+
+
 def parse(content: bytes) -> Receipt:
-    """A receipt.json. Raises ValueError with what is wrong."""
-    fields = Fields(reading.parse(content))
-    fields.schema(1)
-    usd, span, causes = (fields.section(key) for key in ("usd", "range_usd", "causes"))
-    spot = fields.take("capacity", reading.text, "") == "spot"
-    receipt = Receipt(
-        stack=fields.need("stack", reading.text),
-        run=fields.need("run", reading.text),
-        reason=fields.need("reason", reading.text),
-        at=fields.need("counted_until", reading.text),
-        rehearsal=fields.take("device", reading.text, "") == "cpu",
-        estimate=usd.need("estimate", reading.amount),
-        actual=usd.need("actual", reading.amount),
-        p10=span.need("p10", reading.amount),
-        p90=span.need("p90", reading.amount),
-        causes={name: causes.need(name, reading.amount) for name in CAUSES},
-        nodes=tuple(map(_node, fields.sections("attempts"))) if spot else (),
-    )
+    """A receipt.json that adds up. Raises ValueError with what is wrong."""
+    receipt = contract.parse(content)
     date.fromisoformat(receipt.at[:10])
-    lines = [line.need("actual", reading.amount) for line in fields.sections("lines")]
     if receipt.estimate <= 0 or receipt.p10 > receipt.p90:
         raise ValueError("its amounts are not amounts")
-    listed = sum(lines, Decimal(0))
-    if sum(receipt.causes.values()) != receipt.actual - receipt.estimate or listed != receipt.actual:
+    listed = sum((line.actual for line in receipt.lines), Decimal(0))
+    if sum(receipt.causes.values()) != receipt.difference or listed != receipt.actual:
         raise ValueError("it does not add up: lines and causes must equal the amounts they explain")
     return receipt
 
@@ -140,24 +99,14 @@ def score(root: Path, stack: str | None = None) -> Score | None:
 
 def grade(receipts: Sequence[Receipt]) -> Score | None:
     """The score of these receipts; None when none of them counts."""
-    counted = [receipt for receipt in receipts if receipt.counts]
-    if not counted:
+    found = [receipt for receipt in receipts if counts(receipt)]
+    if not found:
         return None
-    ranged = [receipt.within_range for receipt in counted if receipt.within_range is not None]
+    ranged = [receipt.within_range for receipt in found if receipt.within_range is not None]
     return Score(
-        runs=len(counted),
-        error_percent=median(abs(receipt.error_percent) for receipt in counted),
-        bias_percent=median(receipt.error_percent for receipt in counted),
+        runs=len(found),
+        error_percent=median(abs(float(receipt.error_percent)) for receipt in found),
+        bias_percent=median(float(receipt.error_percent) for receipt in found),
         inside=sum(ranged) / len(ranged) if ranged else None,
-        by_cause={name: median(float(abs(r.causes[name]) / r.estimate * 100) for r in counted) for name in CAUSES},
+        by_cause={name: median(float(abs(r.causes[name]) / r.estimate * 100) for r in found) for name in CAUSES},
     )
-
-
-def _node(fields: Fields) -> dict[str, Any]:
-    lived = "lived_s" if "lived_s" in fields.tree else "seconds"
-    return {
-        "type": fields.need("type", reading.text),
-        "zone": fields.need("zone", reading.text),
-        "hours": fields.need(lived, reading.seconds) / 3600,
-        "interrupted": fields.take("interrupted", reading.flag, False),
-    }

@@ -1,14 +1,16 @@
 """What a node says of itself: attempts/<instance>.json, once at boot and whenever something changes, and a line of
 heartbeat/<instance>.jsonl now and then.
 
-The node script writes a record first, the supervisor adds to it. Another node reads both: whoever may write to the
-bucket may have written them, so what cannot be is set aside, said, and taken for missing.
+The node writes a record first, the supervisor adds to it. Another node reads both: whoever may write to the bucket may
+have written them, so what cannot be is set aside, said, and taken for missing.
+
+The node's own Python reads this: no newer than 3.9 here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from decimal import Decimal
 from typing import Any
 
@@ -18,7 +20,7 @@ from job.contract.reading import DoubtError, Fields, epoch
 Aside = Callable[[str], None]  # is told what is set aside
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True)
 class Node:
     """The machine of this attempt, as the node script names it."""
 
@@ -39,7 +41,7 @@ class Node:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True)
 class Beat:
     """A heartbeat: where training is, and what the attempt and its run have cost by then. None: not known then."""
 
@@ -82,37 +84,111 @@ class Beat:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """attempts/<instance>.json, as far as others need it."""
+@dataclass(frozen=True)
+class Exit:
+    """How an attempt ended."""
 
+    code: int
+    reason: str
+    notice: bool = False  # AWS said that it would take the machine
+    at: str | None = None  # UTC, ISO
+    ends_at: str | None = None  # when AWS said that it would
+
+    def to_json(self) -> dict[str, Any]:
+        tree = asdict(self)
+        return tree if self.ends_at is not None else {key: tree[key] for key in tree if key != "ends_at"}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Exit | None:
+        """The `exit` of a document. None: there is none."""
+        if not fields.take("exit", reading.mapping(reading.anything), None):
+            return None
+        found = fields.section("exit")
+        return cls(
+            code=found.take("code", reading.whole, 1),
+            reason=found.take("reason", reading.text, "no reason given"),
+            notice=found.take("notice", reading.flag, False),
+            at=found.take("at", reading.text, None),
+            ends_at=found.take("ends_at", reading.text, None),
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the supervisor finds on its node. None: not known, or there is none."""
+
+    gpu: str | None = None
+    gpu_count: int = 0
+    gpu_memory_gb: float | None = None  # of the smallest
+    driver: str | None = None
+    cpus: int | None = None
+    python: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages
+
+
+@dataclass(frozen=True)
+class Record:
+    """attempts/<instance>.json. None, or empty: not known (yet), and not written."""
+
+    # The node's.
+    instance: str = ""
     type: str = ""
     zone: str = ""
-    launched_at: float = 0.0  # epoch seconds; 0: unknown
+    launched_at: str = ""  # UTC, ISO
     booted_at: str = ""
+    manifest_at_boot: str | None = None  # key of the newest checkpoint's then
+    # The supervisor's.
+    attempt: int | None = None  # of the run, from 1
+    supervised_at: str = ""
+    ranks: int | None = None  # processes that train
+    machine: Machine | None = None
+    resumed_step: int | None = None
     started_s: Decimal | None = None  # from launch to the trainer's first step
-    resumed_step: int = 0
     rung: int | None = None
-    floor: int = 0
-    exit: dict[str, Any] | None = None  # code, reason, notice, at; ends_at where AWS said when
-    reclaimed: dict[str, bool] = field(default_factory=dict)  # what is known of earlier nodes, by instance
+    floor: int | None = None  # rung to begin at: above it memory ran out
+    results: bool = False  # a later stage has left some
+    reclaimed: Mapping[str, bool] = field(default_factory=dict)  # what is known of earlier nodes, by instance
+    preflight: Mapping[str, Any] | None = None  # messages.Preflight
+    compiled: Mapping[str, Any] | None = None  # by phase: job/train/compile_cache.py
+    # Of whichever ends first.
+    exit: Exit | None = None
+
+    @property
+    def launched(self) -> float:
+        """Epoch seconds; 0: unknown."""
+        return epoch(self.launched_at) or epoch(self.booted_at) or 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        tree = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "machine"}
+        tree["started_s"] = None if self.started_s is None else float(self.started_s)
+        tree["exit"] = self.exit and self.exit.to_json()
+        said = {
+            key: value
+            for key, value in tree.items()
+            if value is not None and value is not False and value not in ("", {})
+        }
+        if self.booted_at:
+            said["manifest_at_boot"] = self.manifest_at_boot  # null: there was none
+        return {**said, **(asdict(self.machine) if self.machine else {})}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], aside: Aside) -> Record:
+        """As far as others need it."""
         fields = Fields(tree, aside=aside)
-        booted_at = fields.take("booted_at", reading.text, "")
-        launched = fields.take("launched_at", reading.moment, None)
         return cls(
+            instance=fields.take("instance", reading.text, ""),
             type=fields.take("type", reading.text, ""),
             zone=fields.take("zone", reading.text, ""),
-            launched_at=launched or epoch(booted_at) or 0.0,
-            booted_at=booted_at,
+            launched_at=fields.take("launched_at", _time, ""),
+            booted_at=fields.take("booted_at", reading.text, ""),
+            manifest_at_boot=fields.take("manifest_at_boot", reading.text, None) or None,
+            resumed_step=fields.take("resumed_step", reading.step, None),
             started_s=fields.take("started_s", reading.unsigned, None),
-            resumed_step=fields.take("resumed_step", reading.step, 0),
             rung=fields.take("rung", reading.whole, None),
-            floor=fields.take("floor", reading.whole, 0),
-            exit=_exit(fields),
+            floor=fields.take("floor", reading.whole, None),
+            results=fields.take("results", reading.flag, False),
             reclaimed=fields.take("reclaimed", reading.mapping(reading.flag), {}),
+            exit=Exit.from_fields(fields),
         )
 
 
@@ -136,14 +212,6 @@ def record(content: bytes | None, aside: Aside) -> Record:
     return Record.from_json(tree, aside)
 
 
-def _exit(fields: Fields) -> dict[str, Any] | None:
-    if not (tree := fields.take("exit", reading.mapping(reading.anything), None)):
-        return None
-    exit_ = fields.section("exit")
-    found = {
-        "code": exit_.take("code", reading.whole, 1),
-        "reason": exit_.take("reason", reading.text, "no reason given"),
-        "notice": exit_.take("notice", reading.flag, False),
-        "at": exit_.take("at", reading.text, None),
-    }
-    return found | {"ends_at": exit_.take("ends_at", reading.text, None)} if "ends_at" in tree else found
+def _time(value: Any) -> str:
+    reading.moment(value)
+    return str(value)

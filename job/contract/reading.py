@@ -3,13 +3,15 @@
 A kind is a function that gives the typed value or raises DoubtError. `Fields` adds where in the document the value
 stands. What must be there is `need`ed; of what may be missing, a wrong value is an error too, unless the reader was
 given `aside`: then it is told, and the value counts as missing.
+
+The node's own Python reads with this: no newer than 3.9 here.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
 
@@ -41,7 +43,7 @@ def parse(content: bytes) -> dict[str, Any]:
 
 def show(value: Any) -> str:
     """A value as an error shows it: short, without anything that a terminal would obey."""
-    if isinstance(value, dict | list):
+    if isinstance(value, (dict, list)):
         return "a list" if isinstance(value, list) else "an object"
     said = ascii(value)
     return said if len(said) <= 60 else f"{said[:57]}..."
@@ -233,7 +235,7 @@ def mapping(kind: Kind[T]) -> Kind[dict[str, T]]:
 def epoch(value: Any) -> float | None:
     """Epoch seconds of an ISO time with a zone; None for anything else."""
     try:
-        time = datetime.fromisoformat(value)
+        time = datetime.fromisoformat(f"{value[:-1]}+00:00" if value[-1:] == "Z" else value)  # 3.9 knows no Z
         return time.timestamp() if time.tzinfo else None
     except (TypeError, ValueError, OverflowError):
         return None
@@ -241,7 +243,7 @@ def epoch(value: Any) -> float | None:
 
 def iso(at: float) -> str:
     """The text that `epoch` reads: UTC, milliseconds, Z."""
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _is_exact(found: Decimal) -> bool:

@@ -14,12 +14,13 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from job import atomic
 from job.contract import done as ends
+from job.contract.attempt import Exit, Record
 from job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
 from job.contract.bucket import ATTEMPTS, DONE, attempt_key, boot_log_key
 from job.contract.codes import AttemptExit
@@ -44,6 +45,13 @@ class Node:
         self.folder, self.booted_at = settings.folder, now()
         self.metadata = Metadata(settings.metadata)
         self.objects = Objects(settings.bucket, settings.run)
+        self.record = Record(
+            instance=machine.instance,
+            type=machine.type,
+            zone=machine.zone,
+            launched_at=machine.launched_at,
+            booted_at=self.booted_at,
+        )
         self.manifest: str | None = None
         self.keys: list[str] = []
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
@@ -122,8 +130,8 @@ class Node:
                 self._crash("the attempts cannot be read")
             if boots >= attempts.MOST_FUTILE:
                 self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
-        machine = {"type": self.machine.type, "zone": self.machine.zone, "launched_at": self.machine.launched_at}
-        if not self._record({**machine, "manifest_at_boot": self.manifest}):
+        self.record = replace(self.record, manifest_at_boot=self.manifest)
+        if not self._record(self.record):
             self._crash("the attempt cannot be recorded")
 
     def _futile_boots(self) -> int | None:
@@ -133,8 +141,8 @@ class Node:
         folder = self.folder / ATTEMPTS
         if not self.objects.get_folder(ATTEMPTS, folder):
             return None
-        found = [record for path in folder.glob("*.json") if (record := atomic.read_object(path)) is not None]
-        return attempts.futile_boots(found, self.manifest)
+        trees = [tree for path in folder.glob("*.json") if (tree := atomic.read_object(path)) is not None]
+        return attempts.futile_boots([Record.from_json(tree, _set_aside) for tree in trees], self.manifest)
 
     def _watch_notice(self) -> None:
         """Until the job looks itself: a boot that AWS interrupts is no failed attempt."""
@@ -230,10 +238,10 @@ class Node:
         self._ended = True
         self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
         self._upload_log()
-        ending = (atomic.read_object(self.folder / "attempt.json") or {}).get("exit")
+        ending = Record.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
         launched = datetime.strptime(self.machine.launched_at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
         age = (datetime.now(timezone.utc) - launched).total_seconds()
-        if isinstance(ending, dict) and ending.get("notice") is True and age < FREE_S:
+        if ending is not None and ending.notice and age < FREE_S:
             say(f"interrupted {age:.0f} s after launch: waiting for AWS to end this machine")
             for _ in range(180):
                 time.sleep(5)
@@ -278,19 +286,17 @@ class Node:
     def _noticed(self) -> bool:
         return '"action"' in (self.metadata.get(NOTICE_PATH) or "")
 
-    def _record(self, facts: Mapping[str, Any]) -> bool:
+    def _record(self, own: Record) -> bool:
         """Adds to this machine's record what it lacks. False: the bucket does not take it."""
         file = self.folder / "attempt.json"
-        own = {"instance": self.machine.instance, "booted_at": self.booted_at, **facts}
-        atomic.write_json(file, {**own, **(atomic.read_object(file) or {})})
+        atomic.write_json(file, {**own.to_json(), **(atomic.read_object(file) or {})})
         return retry(3, lambda: self.objects.put(file, attempt_key(self.machine.instance)))
 
     def _record_exit(self, code: int, reason: str) -> bool:
         """What the supervisor wrote stays."""
         with self._recording:
             retry(3, lambda: self.objects.get(attempt_key(self.machine.instance), self.folder / "attempt.json"))
-            ending = {"code": int(code), "reason": reason, "notice": self._noticed(), "at": now()}
-            return self._record({"exit": ending})
+            return self._record(replace(self.record, exit=Exit(int(code), reason, self._noticed(), now())))
 
     def _mark_done(self, reason: str, detail: str) -> bool:
         """done.json, unless the supervisor has said it."""
@@ -335,6 +341,10 @@ class Node:
             *("--query", "UnsuccessfulFleetDeletions[].Error.Message"),
         )
         return refused in ("", "None")
+
+
+def _set_aside(why: str) -> None:
+    say(f"of a record: set aside: {why}")
 
 
 if __name__ == "__main__":

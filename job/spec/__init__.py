@@ -58,6 +58,6 @@ def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:
     key and every value of another type or beyond its field's bounds, which are those that the loader checks.
     """
     if experiment not in KINDS:
-        raise ValueError(f"job.experiment: {experiment!r} is not one of {', '.join(sorted(KINDS))}")
+        raise ValueError(f"job.experiment: {experiment!r:.80} is not one of {', '.join(sorted(KINDS))}")
     kind = KINDS[experiment]
     return convert.from_json(kind, tree, kind.path, kind())

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from job import atomic
 from job.contract import bucket
 from job.contract import done as ends
-from job.contract.attempt import Beat, Node, Record
+from job.contract.attempt import Beat, Exit, Node
 from job.contract.codes import AttemptExit, TrainerExit
 from job.contract.commit import BEST
-from job.contract.messages import Accept, Fatal, Message, Save, Spent, Stop, Unreadable, UsedRung
+from job.contract.messages import Accept, Fatal, Message, Preflight, Save, Spent, Stop, Unreadable, UsedRung
 from job.contract.reading import iso
 from job.contract.run import RunFile
 from job.contract.workdir import CHECKPOINTS, COMPILED, LOG, METRICS, PREFLIGHT, RECEIPT, RUNG, STAGES
@@ -54,7 +54,7 @@ class InterruptedEarlyError(Exception):
 class Supervisor:
     """One attempt. `run` gives the exit code for the node."""
 
-    record: attempts.Record  # these three once it is registered
+    record: attempts.OwnRecord  # these three once it is registered
     earlier: list[attempts.Attempt]  # replaced as a whole, by the pulse's thread
     meter: Meter
 
@@ -146,7 +146,9 @@ class Supervisor:
         log = self.store.get_bytes(LOG)
         if log:
             atomic.write_bytes(self.world.log.path, log)
-        self.record = attempts.Record(self.store, self.node.instance)
+        self.record = attempts.OwnRecord(
+            self.store, self.node.instance, lambda why: self.say(f"of this node's record: set aside: {why}")
+        )
         self.earlier = attempts.read(self.store, self.run_file, but=self.node, say=self.say)
         self.meter = Meter(
             rates=self.run_file.rates(self.node.type, self.node.zone),
@@ -167,7 +169,7 @@ class Supervisor:
             attempt=len(self.earlier) + 1,
             supervised_at=iso(self.clock()),
             ranks=self.world.ranks,
-            **machine.record(self.world.gpus() if self.run_file.config.device == "cuda" else ()),
+            machine=machine.describe(self.world.gpus() if self.run_file.config.device == "cuda" else ()),
         )
 
     def _lacking(self) -> str | None:
@@ -273,8 +275,8 @@ class Supervisor:
     def _tick(self) -> None:
         now = self.clock()
         self.progress.poll()
-        if self.progress.first_at is not None and "started_s" not in self.record.fields:
-            self.record.update(started_s=round(self.progress.first_at - self.node.launched_at, 3))
+        if self.progress.first_at is not None and self.record.now.started_s is None:
+            self.record.update(started_s=Decimal(f"{self.progress.first_at - self.node.launched_at:.3f}"))
         self.uploader.poll()
         if self.cause is None and self.uploader.idle:
             self.graphs.poll(self.world.uploads)
@@ -357,7 +359,7 @@ class Supervisor:
             lost = "the reason is in job.log; no disk took fatal.json"
             return self._finish(ends.FAILED, f"{fatal.error}: {fatal.detail}" if fatal else lost)
         if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may do
-            problems = (self.record.fields.get("preflight") or {}).get("problems") or ["no reason given"]
+            problems = (Preflight.read(self.workdir) or Preflight()).problems or ("no reason given",)
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
         if self.cause is not None and self.cause.ends:
             detail = "" if code == TrainerExit.STOPPED else self.killed or f"the trainer ended with {code}"
@@ -390,7 +392,7 @@ class Supervisor:
         try:
             self._insist(until, lambda: self._in_upload_thread(self.publisher.outputs))
             done = ends.Done(reason, detail, self.node.instance, iso(self.clock()))
-            self.record.update(exit={"code": code, "reason": reason, "notice": False, "at": done.at})
+            self.record.update(exit=Exit(code, reason, at=done.at))
             self._insist(until, lambda: self.pulse.last(self.heartbeat()))
             self._insist(until, lambda: self._write_receipt(done))
             self._insist(until, self.record.flush)
@@ -421,10 +423,10 @@ class Supervisor:
         self.say(f"this attempt failed: {why}")
         if self._metered:
             self._drain(self.clock() + CRASH_S)
-            self._leave({"code": code, "reason": why, "notice": False, "at": iso(self.clock())})
+            self._leave(Exit(code, why, at=iso(self.clock())))
         return code
 
-    def _leave(self, ending: dict[str, Any]) -> None:
+    def _leave(self, ending: Exit) -> None:
         self.record.update(exit=ending)
         for act in (self.record.flush, lambda: self.pulse.last(self.heartbeat())):
             try:
@@ -470,18 +472,17 @@ class Supervisor:
     def _write_receipt(self, done: ends.Done) -> None:
         """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
         try:
-            run, record = self.run_file, self.record.fields
-            own = Record.from_json(record, lambda why: self.say(f"of this node's record: {why}"))
-            every = [*self.earlier, attempts.attempt_from_record(run, self.node.instance, own, self.heartbeat())]
+            run, record = self.run_file, self.record.now
+            every = [*self.earlier, attempts.attempt_from_record(run, self.node.instance, record, self.heartbeat())]
             measurement = receipt.measure(run, every, self.workdir, record, at=done.at)
             made = receipt.build(run, every, done, measurement=measurement)
             text = receipt.text(made)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             self.say(f"no receipt: {type(error).__name__}: {error}")
             return
-        self.store.put_bytes(atomic.json_bytes(made), RECEIPT)
+        self.store.put_bytes(atomic.json_bytes(made.to_json()), RECEIPT)
         with suppress(OSError):
-            atomic.write_json(self.workdir / RECEIPT, made)
+            atomic.write_json(self.workdir / RECEIPT, made.to_json())
         self.world.log.write((text + "\n").encode())
 
     # What it says of itself -------------------------------------------------------------------------------------------
@@ -511,7 +512,7 @@ class Supervisor:
         though the run may be ending anyway; uploads hurry then too.
         """
         now, leaving = self.clock(), self._leaving()
-        if leaving is not None and leaving.deadline is not None and "exit" not in self.record.fields:
+        if leaving is not None and leaving.deadline is not None and self.record.now.exit is None:
             self.uploader.hurry(leaving.deadline)
             self._note(leaving, now)
         elif now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
@@ -531,18 +532,18 @@ class Supervisor:
     def _take_notes(self) -> None:
         """What the trainer has left for attempts/<instance>.json, and what the fleet has said of earlier nodes."""
         taken = attempts.reclaimed(self.earlier)
-        if taken != self.record.fields.get("reclaimed", {}):
+        if taken != self.record.now.reclaimed:
             self.record.update(reclaimed=taken)
         used = UsedRung.read(self.workdir)
-        if used is not None and used.rung != self.record.fields.get("rung"):
+        if used is not None and used.rung != self.record.now.rung:
             self.record.update(rung=used.rung)
         for name, file in (("preflight", PREFLIGHT), ("compiled", COMPILED)):
             noted = atomic.read_object(self.workdir / file)
-            if noted is not None and noted != self.record.fields.get(name):
+            if noted is not None and noted != getattr(self.record.now, name):
                 self.record.update(**{name: noted})
 
     def _refresh(self) -> None:
-        if self.publisher.stages.added and "results" not in self.record.fields:
+        if self.publisher.stages.added and not self.record.now.results:
             self.record.update(results=True)  # taken or lost after this, it has led somewhere: job/node/attempts.py
         self.record.flush()
         self._ask_price()

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from job import atomic
 from job.contract import attempt, bucket, reading
-from job.contract.attempt import Aside, Beat, Node
+from job.contract.attempt import Aside, Beat, Exit, Node, Record
 from job.contract.aws import FREE_S
 from job.contract.codes import AttemptExit
 from job.contract.done import Done
 from job.contract.reading import epoch, iso
+from job.contract.receipt import CENT_100, AttemptCost
 from job.contract.run import RunFile
 from job.supervisor import fleet
-from job.supervisor.meter import CENT_100, MINIMUM_S, hours
+from job.supervisor.meter import MINIMUM_S, hours
 from job.supervisor.store import Store, StoreError
 from job.supervisor.world import Cause
 
@@ -56,14 +56,14 @@ class Attempt:
     idle_s: Decimal  # told to end and waiting for AWS to do it
     rung: int | None
     floor: int  # rung of the ladder to begin at: above it memory ran out
-    exit: dict[str, Any] | None
+    exit: Exit | None
     ceiling_s: Decimal = Decimal(0)  # counted at the ceiling of a spot price, which AWS did not tell
     reclaimed: bool | None = None
 
     @property
     def noticed(self) -> bool:
         """AWS said that it would take the node away."""
-        return bool((self.exit or {}).get("notice"))
+        return self.exit is not None and self.exit.notice
 
     @property
     def interrupted(self) -> bool:
@@ -71,19 +71,17 @@ class Attempt:
         return self.noticed and self.reclaimed is not False
 
 
-def interruption(cause: Cause, at: float) -> dict[str, Any]:
+def interruption(cause: Cause, at: float) -> Exit:
     """The `exit` of an attempt whose machine goes away."""
     noticed = cause.reason == "notice"
-    ending = {"code": AttemptExit.INTERRUPTED, "reason": cause.reason, "notice": noticed, "at": iso(at)}
-    if noticed and cause.deadline is not None:
-        ending["ends_at"] = iso(cause.deadline)
-    return ending
+    ends_at = iso(cause.deadline) if noticed and cause.deadline is not None else None
+    return Exit(AttemptExit.INTERRUPTED, cause.reason, noticed, iso(at), ends_at)
 
 
 def accepts(earlier: Sequence[Attempt]) -> bool:
     """Enough nodes were refused for what they are since one trained: whatever this one is, it trains."""
     since = itertools.takewhile(lambda attempt: attempt.started_s is None, reversed(earlier))
-    refused = [attempt for attempt in since if (attempt.exit or {}).get("code") == AttemptExit.REFUSED]
+    refused = [attempt for attempt in since if attempt.exit and attempt.exit.code == AttemptExit.REFUSED]
     return sum(not _reason(attempt).startswith(WRONG) for attempt in refused) >= REFUSALS
 
 
@@ -93,23 +91,23 @@ def doubts(earlier: Sequence[Attempt], key: str) -> bool:
 
 
 def _reason(attempt: Attempt) -> str:
-    return str((attempt.exit or {}).get("reason"))
+    return attempt.exit.reason if attempt.exit else ""
 
 
-class Record:
-    """attempts/<instance>.json of this attempt. The node script's keys stay; `flush` sends what changed."""
+class OwnRecord:
+    """attempts/<instance>.json of this attempt, `now`. What the node wrote stays; `flush` sends what changed."""
 
-    def __init__(self, store: Store, instance: str) -> None:
+    def __init__(self, store: Store, instance: str, aside: Aside) -> None:
         self._store = store
         self._key = bucket.attempt_key(instance)
-        self.fields: dict[str, Any] = {"instance": instance, **(atomic.parse_object(store.get_bytes(self._key)) or {})}
+        self.now = replace(attempt.record(store.get_bytes(self._key), aside), instance=instance)
         self._changed = False
         self._sending, self._noting = threading.Lock(), threading.Lock()
 
-    def update(self, **fields: Any) -> None:
+    def update(self, **changes: Any) -> None:
         """Notes it here; no network. From any thread."""
         with self._noting:
-            self.fields = {**self.fields, **fields}  # a new dict: another thread may be sending the old one
+            self.now = replace(self.now, **changes)  # a new one: another thread may be sending the old one
         self._changed = True
 
     def flush(self) -> None:
@@ -118,7 +116,7 @@ class Record:
             if self._changed:
                 self._changed = False
                 try:
-                    self._store.put_bytes(json.dumps(self.fields, sort_keys=True).encode(), self._key)
+                    self._store.put_bytes(json.dumps(self.now.to_json(), sort_keys=True).encode(), self._key)
                 except StoreError:
                     self._changed = True
                     raise
@@ -145,7 +143,7 @@ def read(
     def set_aside(key: str) -> Aside:
         return lambda why: say(f"{key}: set aside: {why}")
 
-    def recorded(name: str) -> attempt.Record:
+    def recorded(name: str) -> Record:
         key = bucket.attempt_key(name)
         return attempt.record(texts.get(key), set_aside(key))
 
@@ -155,11 +153,11 @@ def read(
 
     records = {name: recorded(name) for name in set(named.values()) - {but.instance if but else ""}}
     if done and (last := records.get(done.instance)):
-        exit_ = {"code": 1, "reason": done.reason, "notice": False, **(last.exit or {})}
-        records[done.instance] = replace(last, exit={**exit_, "at": done.at})
-    ordered = sorted(records, key=lambda name: records[name].launched_at)
+        ended = last.exit or Exit(AttemptExit.CRASHED, done.reason)
+        records[done.instance] = replace(last, exit=replace(ended, at=done.at))
+    ordered = sorted(records, key=lambda name: records[name].launched)
     end = but.launched_at if but else (epoch(done.at) if done else None) or 0.0
-    launches = [*(records[name].launched_at for name in ordered), end]
+    launches = [*(records[name].launched for name in ordered), end]
     known = {name: taken for each in records.values() for name, taken in each.reclaimed.items()}
     found = [
         attempt_from_record(run, name, records[name], beat(name), until)
@@ -168,15 +166,13 @@ def read(
     return with_reclaims(found, known)
 
 
-def attempt_from_record(
-    run: RunFile, name: str, record: attempt.Record, beat: Beat | None, until: float = 0.0
-) -> Attempt:
+def attempt_from_record(run: RunFile, name: str, record: Record, beat: Beat | None, until: float = 0.0) -> Attempt:
     """What a node's record and its last heartbeat say. `until`: the launch of the node after it."""
-    rates, launched, ended = run.rates(record.type, record.zone), record.launched_at, record.exit or {}
+    rates, launched, ended = run.rates(record.type, record.zone), record.launched, record.exit
     last = beat or Beat()
     seen = last.attempt_s
     lived = seen if last.lived_s is None else last.lived_s
-    told, gone = epoch(ended.get("at")), epoch(ended.get("ends_at"))
+    told, gone = (epoch(at) for at in ((ended.at, ended.ends_at) if ended else (None, None)))
     for time in (told, gone):
         if time is not None and launched:
             lived = max(lived, Decimal(f"{time - launched:.3f}"))
@@ -197,12 +193,12 @@ def attempt_from_record(
         compute_usd=compute.quantize(CENT_100),
         free_usd=Decimal(0),
         started_s=record.started_s,
-        resumed_step=record.resumed_step,
-        last_step=last.step or record.resumed_step,
+        resumed_step=record.resumed_step or 0,
+        last_step=last.step or record.resumed_step or 0,
         step_s=last.step_s or 0.0,
         idle_s=Decimal(f"{max(0.0, gone - told):.3f}") if told and gone else Decimal(0),
         rung=record.rung,
-        floor=record.floor,
+        floor=record.floor or 0,
         exit=record.exit,
         ceiling_s=unasked_s if last.ceiling_s is None else last.ceiling_s,
     )
@@ -233,7 +229,7 @@ def judged(attempts: Sequence[Attempt], changes: fleet.Changes, now: float) -> l
     ]
 
 
-def reclaimed(attempts: Iterable[Attempt]) -> dict[str, bool]:
+def reclaimed(attempts: Iterable[Attempt | AttemptCost]) -> dict[str, bool]:
     """What is known of each, for later attempts: AWS forgets."""
     return {each.instance: each.reclaimed for each in attempts if each.reclaimed is not None}
 

@@ -7,7 +7,8 @@ import os
 import platform
 import subprocess
 from dataclasses import dataclass
-from typing import Any
+
+from job.contract.attempt import Machine
 
 MIB = 1024 * 1024
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "boto3")
@@ -48,7 +49,7 @@ def parse(answer: str) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def record(found: tuple[Gpu, ...]) -> dict[str, Any]:
+def describe(found: tuple[Gpu, ...]) -> Machine:
     """For attempts/<instance>.json."""
     versions = {}
     for name in PACKAGES:
@@ -56,12 +57,12 @@ def record(found: tuple[Gpu, ...]) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "missing"
-    return {
-        "gpu": found[0].name if found else None,
-        "gpu_count": len(found),
-        "gpu_memory_gb": round(min(gpu.memory_gb for gpu in found), 2) if found else None,
-        "driver": found[0].driver if found else None,
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
+    return Machine(
+        gpu=found[0].name if found else None,
+        gpu_count=len(found),
+        gpu_memory_gb=round(min(gpu.memory_gb for gpu in found), 2) if found else None,
+        driver=found[0].driver if found else None,
+        cpus=os.cpu_count(),
+        python=platform.python_version(),
+        versions=versions,
+    )

@@ -15,11 +15,11 @@ from typing import Any
 
 from job.contract import aws
 from job.contract import done as ends
+from job.contract.receipt import CENT_100
 from job.contract.run import Limits, Rates
 from job.supervisor.store import ec2
 
 MINIMUM_S = Decimal(aws.MINIMUM_S)
-CENT_100 = Decimal("0.0001")
 HOUR_S = 3600
 ASK_AGAIN_S = 60.0
 

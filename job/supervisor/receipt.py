@@ -15,7 +15,6 @@ A receipt also keeps what the run measured of its own speed, so that the next bi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from statistics import median
@@ -23,14 +22,14 @@ from typing import Any
 
 from job import measured
 from job.contract import metrics
+from job.contract.attempt import Machine, Record
 from job.contract.aws import FREE_S
 from job.contract.done import Done
+from job.contract.receipt import CAUSES, CENT_100, AttemptCost, Receipt, ReceiptLine, money, seconds
 from job.contract.run import RunFile
 from job.contract.workdir import METRICS
 from job.supervisor.attempts import Attempt
-from job.supervisor.meter import CENT_100, MINIMUM_S, hours
-
-SCHEMA = 1
+from job.supervisor.meter import MINIMUM_S, hours
 
 
 def build(
@@ -39,51 +38,42 @@ def build(
     done: Done,
     *,
     measurement: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """receipt.json; money and hours as decimal strings. `attempts` oldest first, the one that ends the run last.
+) -> Receipt:
+    """What receipt.json says. `attempts` oldest first, the one that ends the run last.
     `done` says how and until when it is counted; `measurement` as `measure` gives it.
     """
-    estimate = run.estimate
-    usd = {key: Decimal(estimate["usd"][key]) for key in ("p10", "p50", "p90")}
-    rows = _rows(run, attempts)
-    total = _total(row.actual for row in rows)
-    used = _total(hours(attempt.seconds) for attempt in attempts)
-    difference = total - usd["p50"]
-    return {
-        "schema": SCHEMA,
-        "run": run.run,
-        "stack": run.tree["run"]["stack"],
-        "reason": done.reason,
-        "detail": done.detail,
-        "counted_until": done.at,
-        "device": run.config.device,
-        "capacity": run.tree["capacity"],
-        "usd": {"estimate": _money(usd["p50"]), "actual": _money(total), "difference": _money(difference)},
-        "error_percent": f"{difference / usd['p50'] * 100:.1f}" if usd["p50"] else None,
-        "range_usd": {"p10": _money(usd["p10"]), "p90": _money(usd["p90"])},
-        "grade": grade(total, usd["p10"], usd["p90"]),
-        "inside_range": None if usd["p10"] == usd["p90"] else usd["p10"] <= total <= usd["p90"],
-        "hours": {"estimate": estimate["hours"]["p50"], "actual": f"{used:.4f}"},
-        "lines": [
-            {"name": row.name, "estimate": _money(row.estimate), "actual": _money(row.actual), "note": row.note}
-            for row in rows
-        ],
-        "causes": {name: _money(amount) for name, amount in causes(run, attempts, difference).items()},
-        "free_first_hour_usd": _money(_total(attempt.free_usd for attempt in attempts)),
-        "interruptions": {
-            "expected": estimate.get("interruptions_expected"),
-            "with_notice": sum(attempt.interrupted for attempt in attempts),
-            "without_notice": sum(attempt.exit is None for attempt in attempts[:-1]),
-        },
-        "attempts": [_attempt(attempt, last=attempt is attempts[-1]) for attempt in attempts],
-        "measured": None if measurement is None else dict(measurement),
-    }
+    estimate, lines = run.estimate, _lines(run, attempts)
+    p10, p50, p90 = (Decimal(estimate["usd"][key]) for key in ("p10", "p50", "p90"))
+    actual = _total(line.actual for line in lines)
+    return Receipt(
+        run=run.run,
+        stack=run.tree["run"]["stack"],
+        reason=done.reason,
+        detail=done.detail,
+        at=done.at,
+        device=run.config.device,
+        capacity=run.tree["capacity"],
+        estimate=p50,
+        actual=actual,
+        p10=p10,
+        p90=p90,
+        estimate_h=Decimal(estimate["hours"]["p50"]),
+        actual_h=_total(hours(attempt.seconds) for attempt in attempts),
+        lines=lines,
+        causes=causes(run, attempts, actual - p50),
+        free_usd=_total(attempt.free_usd for attempt in attempts),
+        expected=estimate.get("interruptions_expected"),
+        with_notice=sum(attempt.interrupted for attempt in attempts),
+        without_notice=sum(attempt.exit is None for attempt in attempts[:-1]),
+        attempts=tuple(_cost(attempt, last=attempt is attempts[-1]) for attempt in attempts),
+        measured=measurement,
+    )
 
 
 def measure(
-    run: RunFile, attempts: Sequence[Attempt], workdir: Path, node: Mapping[str, Any], *, at: str
+    run: RunFile, attempts: Sequence[Attempt], workdir: Path, node: Record, *, at: str
 ) -> dict[str, Any] | None:
-    """What the run's metrics say about its speed (job/measured.py); `node` as in attempts/<instance>.json.
+    """What the run's metrics say about its speed (job/measured.py); `node` is the one that ends it.
 
     None where they say nothing, or were written on more than one type of node.
     """
@@ -95,33 +85,24 @@ def measure(
     if not phases or len({attempt.type for attempt in attempts}) != 1:
         return None
     started = [float(attempt.started_s) for attempt in attempts if attempt.started_s is not None]
+    machine = node.machine or Machine()
     return measured.document(
         experiment=run.tree["job"]["experiment"],
         parameters=run.tree["job"]["parameters"],
         device={
             "kind": run.config.device,
-            "name": node.get("gpu") or "CPU",
-            "count": int(node.get("gpu_count") or 0),
-            "ranks": node["ranks"],
-            "memory_gb": node.get("gpu_memory_gb"),
-            "cpus": node.get("cpus"),
+            "name": machine.gpu or "CPU",
+            "count": machine.gpu_count,
+            "ranks": node.ranks,
+            "memory_gb": machine.gpu_memory_gb,
+            "cpus": machine.cpus,
         },
-        versions={**(node.get("versions") or {}), "python": node.get("python"), "driver": node.get("driver")},
+        versions={**machine.versions, "python": machine.python, "driver": machine.driver},
         source=f"receipt of run {run.run}",
         at=at,
         measured=phases,
         setup_s=round(median(started), 3) if started else None,
     )
-
-
-def grade(actual: Decimal, p10: Decimal, p90: Decimal) -> str:
-    """Where the run ended in the range that eight runs in ten were promised to end in.
-
-    On demand, and where eight runs in ten meet no interruption, the bill has one figure, to a hundredth of a cent.
-    """
-    if p10 == p90:
-        return "no range to be inside of"
-    return "below p10" if actual < p10 else "above p90" if actual > p90 else "inside p10-p90"
 
 
 def causes(run: RunFile, attempts: Sequence[Attempt], difference: Decimal) -> dict[str, Decimal]:
@@ -133,67 +114,64 @@ def causes(run: RunFile, attempts: Sequence[Attempt], difference: Decimal) -> di
     lost_h = hours(_lost(attempts))
     free = _total(attempt.free_usd for attempt in attempts)
     paid = _total(attempt.compute_usd for attempt in attempts)
-    found = {
-        "price": (paid - used_h * price).quantize(CENT_100),
-        "runtime": ((used_h - lost_h - estimated_h) * (price + extras)).quantize(CENT_100),
-        "interruptions": (lost_h * (price + extras) - free - estimated).quantize(CENT_100),
-    }
-    return {**found, "other": difference - _total(found.values())}
+    found = (
+        paid - used_h * price,
+        (used_h - lost_h - estimated_h) * (price + extras),
+        lost_h * (price + extras) - free - estimated,
+    )
+    rounded = [usd.quantize(CENT_100) for usd in found]
+    return dict(zip(CAUSES, (*rounded, difference - _total(rounded)), strict=True))
 
 
-def text(receipt: dict[str, Any]) -> str:
+def text(receipt: Receipt) -> str:
     """The receipt for people: a dozen lines."""
-    usd, used = receipt["usd"], receipt["hours"]
-    error = "" if receipt["error_percent"] is None else f" ({float(receipt['error_percent']):+.1f} %)"
+    error = f" ({receipt.error_percent:+.1f} %)" if receipt.estimate else ""
+    detail = f", {receipt.detail}" if receipt.detail else ""
     said = [
-        f"receipt of {receipt['stack']} {receipt['run']}: {receipt['reason']}"
-        + (f", {receipt['detail']}" if receipt["detail"] else ""),
-        f"  ${usd['actual']} against ${usd['estimate']} estimated{error}, {receipt['grade']} "
-        f"(${receipt['range_usd']['p10']} to ${receipt['range_usd']['p90']}); "
-        f"{used['actual']} h against {used['estimate']} h",
+        f"receipt of {receipt.stack} {receipt.run}: {receipt.reason}{detail}",
+        f"  ${money(receipt.actual)} against ${money(receipt.estimate)} estimated{error}, {receipt.grade} "
+        f"(${money(receipt.p10)} to ${money(receipt.p90)}); "
+        f"{receipt.actual_h:.4f} h against {receipt.estimate_h} h",
     ]
-    for line in receipt["lines"]:
-        note = f"  {line['note']}" if line["note"] else ""
-        said.append(f"  {line['name']:<34} {line['estimate']:>10} {line['actual']:>10}{note}")
-    named = ", ".join(f"{name} {Decimal(amount):+}" for name, amount in receipt["causes"].items())
-    said.append(f"  difference {Decimal(usd['difference']):+} = {named}")
-    for attempt in receipt["attempts"]:
-        end = attempt["exit"]["reason"] if attempt["exit"] else "gone without notice"
-        if attempt["reclaimed"] is False:
+    for line in receipt.lines:
+        note = f"  {line.note}" if line.note else ""
+        said.append(f"  {line.name:<34} {money(line.estimate):>10} {money(line.actual):>10}{note}")
+    named = ", ".join(f"{name} {_signed(usd)}" for name, usd in receipt.causes.items())
+    said.append(f"  difference {_signed(receipt.difference)} = {named}")
+    for attempt in receipt.attempts:
+        end = attempt.exit.reason if attempt.exit else "gone without notice"
+        if attempt.reclaimed is False:
             end += ", as the fleet was changed, deleted or expired"
-        said.append(f"  {attempt['instance']} {attempt['type']} {attempt['seconds']} s ${attempt['usd']}: {end}")
+        paid = f"{seconds(attempt.seconds)} s ${money(attempt.usd)}"
+        said.append(f"  {attempt.instance} {attempt.type} {paid}: {end}")
     return "\n".join(said)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    name: str
-    estimate: Decimal
-    actual: Decimal
-    note: str = ""
-
-
-def _rows(run: RunFile, attempts: Sequence[Attempt]) -> list[_Row]:
+def _lines(run: RunFile, attempts: Sequence[Attempt]) -> tuple[ReceiptLine, ...]:
     """Every line of the bill with what became of it."""
     used = _total(hours(attempt.seconds) for attempt in attempts)
     at_ceiling = _total(hours(attempt.ceiling_s) for attempt in attempts)
     note = f"{at_ceiling:.4f} h at the on-demand price: AWS told no spot price" if at_ceiling else ""
     compute = _total(attempt.compute_usd for attempt in attempts)
-    rows = [_Row(line["name"], Decimal(line["amount"]), compute, note) for line in _of_kind(run, "compute")]
+    found = [_line(line["name"], Decimal(line["amount"]), compute, note) for line in _of_kind(run, "compute")]
     hourly = _of_kind(run, "hourly")
     actual = {line["name"]: (used * run.hourly[line["name"]]).quantize(CENT_100) for line in hourly}
     if hourly:  # the meter rounds each node's sum, so what is left of it goes to the first
         first = hourly[0]["name"]
         actual[first] += _total(each.usd - each.compute_usd for each in attempts) - _total(actual.values())
-    rows += [_Row(line["name"], Decimal(line["amount"]), actual[line["name"]]) for line in hourly]
+    found += [_line(line["name"], Decimal(line["amount"]), actual[line["name"]]) for line in hourly]
     for line in _of_kind(run, "fixed"):
-        rows.append(_Row(line["name"], Decimal(line["amount"]), Decimal(line["amount"]), "as in the bill"))
+        found.append(_line(line["name"], Decimal(line["amount"]), Decimal(line["amount"]), "as in the bill"))
     note = "first hours that AWS does not charge; the rest is in compute"
     doubtful = sum(attempt.noticed and attempt.reclaimed is None and attempt.seconds < FREE_S for attempt in attempts)
     if doubtful:
         note += f"; {doubtful} more counted: the fleet's history did not say that AWS took the node"
     free = _total(attempt.free_usd for attempt in attempts)
-    return [*rows, _Row("interruptions", _amount(_of_kind(run, "interruptions")), -free, note)]
+    return (*found, _line("interruptions", _amount(_of_kind(run, "interruptions")), -free, note))
+
+
+def _line(name: str, estimate: Decimal, actual: Decimal, note: str = "") -> ReceiptLine:
+    return ReceiptLine(name=name, estimate=estimate, actual=actual, note=note)
 
 
 def _of_kind(run: RunFile, kind: str) -> list[dict[str, Any]]:
@@ -221,29 +199,29 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
     return total + billed - max(lived, MINIMUM_S)  # one start in one piece has its minimum too
 
 
-def _attempt(attempt: Attempt, *, last: bool) -> dict[str, Any]:
-    return {
-        "instance": attempt.instance,
-        "type": attempt.type,
-        "zone": attempt.zone,
-        "seconds": f"{attempt.seconds:.3f}",
-        "lived_s": f"{attempt.lived_s:.3f}",
-        "started_s": None if attempt.started_s is None else f"{attempt.started_s:.3f}",
-        "interrupted": attempt.interrupted or (attempt.exit is None and not last),
-        "reclaimed": attempt.reclaimed,
-        "usd": _money(attempt.usd),
-        "ceiling_s": f"{attempt.ceiling_s:.3f}",
-        "free_usd": _money(attempt.free_usd),
-        "resumed_step": attempt.resumed_step,
-        "last_step": attempt.last_step,
-        "rung": attempt.rung,
-        "exit": attempt.exit,
-    }
+def _cost(attempt: Attempt, *, last: bool) -> AttemptCost:
+    return AttemptCost(
+        instance=attempt.instance,
+        type=attempt.type,
+        zone=attempt.zone,
+        seconds=attempt.seconds,
+        lived_s=attempt.lived_s,
+        started_s=attempt.started_s,
+        interrupted=attempt.interrupted or (attempt.exit is None and not last),
+        reclaimed=attempt.reclaimed,
+        usd=attempt.usd,
+        ceiling_s=attempt.ceiling_s,
+        free_usd=attempt.free_usd,
+        resumed_step=attempt.resumed_step,
+        last_step=attempt.last_step,
+        rung=attempt.rung,
+        exit=attempt.exit,
+    )
 
 
 def _total(amounts: Iterable[Decimal]) -> Decimal:
     return sum(amounts, Decimal(0))
 
 
-def _money(amount: Decimal) -> str:
-    return f"{amount.quantize(CENT_100) + 0:f}"  # + 0: no minus zero
+def _signed(usd: Decimal) -> str:
+    return f"{Decimal(money(usd)):+}"

@@ -27,11 +27,12 @@ from infra.program.boot import archive, user_data
 
 JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
+CONTRACT = ("__init__", "attempt", "aws", "bucket", "codes", "done", "environment", "reading", "workdir")
 # What the node imports, all of it written for Python 3.9 (per-file-target-version in pyproject.toml).
 CODE = [
     "__init__.py",
     "atomic.py",
-    *(f"contract/{name}.py" for name in ("__init__", "aws", "bucket", "codes", "done", "environment", "workdir")),
+    *(f"contract/{name}.py" for name in CONTRACT),
     *(path.relative_to(JOB).as_posix() for path in (JOB / "node").glob("*.py")),
 ]
 INSTANCE = "i-0123456789abcdef0"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cost_definitions import definition, growth
+from receipt_tree import receipt
 
 from infra.catalog import load_catalog
 from infra.definition.model import Job, StackDefinition
@@ -170,14 +171,14 @@ def test_the_newest_that_counts_is_taken(tmp_path: Path) -> None:
 
 def test_a_receipt_with_measured_steps_is_a_measurement(tmp_path: Path) -> None:
     tree = measurement(source="receipt of run r7", setup_s=500.0)
-    place(tmp_path, {"schema": 1, "run": "r7", "measured": tree}, "r7", folder="receipts")
+    place(tmp_path, receipt(run="r7", measured=tree), "r7", folder="receipts")
     found = find(tmp_path)
     assert isinstance(found, Calibration)
     assert (found.source, found.setup_s) == ("receipt of run r7", 500.0)
 
 
 def test_a_receipt_without_measured_steps_is_nothing(tmp_path: Path) -> None:
-    place(tmp_path, {"schema": 1, "measured": None}, "r7", folder="receipts")
+    place(tmp_path, receipt(run="r7", measured=None), "r7", folder="receipts")
     place(tmp_path, "{", "r8", folder="receipts")
     assert find(tmp_path) is None
 

@@ -13,9 +13,9 @@ import pytest
 from commands_world import definition as loaded
 from commands_world import project
 from cost_definitions import definition, growth
+from receipt_tree import receipt
 from test_calibration import measurement, place
 from test_receipts import place as keep
-from test_receipts import receipt
 
 from infra.bill import record, runtime
 from infra.bill.bill import Bill

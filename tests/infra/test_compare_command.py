@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from receipt_tree import node, receipt
 
 from infra.cli import main
 from infra.commands import compare as compare_command
@@ -88,9 +89,9 @@ def test_the_matrix_shows_the_loss_of_a_finished_run(project: Path, capsys: pyte
     folder.mkdir(parents=True)
     job = {"experiment": "sft-h100", "parameters": asdict(definition.job.parameters)}
     run = {"run": {"id": "r7"}, "job": job, "inputs": {"dataset": {"sha256": "d"}}}
-    receipt = {"reason": "finished", "counted_until": "2026-11-21", "attempts": [{"type": "p5.4xlarge"}]}
+    cost = receipt(attempts=[{**node("i-1", seconds="9"), "type": "p5.4xlarge"}])
     (folder / "run.json").write_text(json.dumps(run))
-    (folder / "receipt.json").write_text(json.dumps(receipt))
+    (folder / "receipt.json").write_text(json.dumps(cost))
     (folder / "metrics.jsonl").write_text(
         json.dumps({"ts": 1.0, "phase": "train", "step": 1, "tokens": 9, "val_loss": 1.25}) + "\n"
     )

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from cost_definitions import definition, growth
-from test_receipts import node, place, receipt
+from receipt_tree import node, receipt
+from test_receipts import place
 
 from infra.bill import record
 from infra.bill.bill import Bill

@@ -6,9 +6,9 @@ import json
 from decimal import Decimal
 
 import pytest
+from receipt_tree import node, receipt
 from review_world import STACK, Project, reviewed, run
 from test_calibration import measurement
-from test_receipts import node, receipt
 
 from infra.catalog import SHIPPED
 from infra.errors import GpufleetError

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from job.contract.attempt import Record
 from job.node.attempts import futile_boots, newest_manifest
 
 CRASH: dict[str, Any] = {"exit": {"code": 1, "notice": False}}
@@ -26,15 +27,20 @@ CASES: dict[str, tuple[list[dict[str, Any]], int]] = {
 }
 
 
+def read(boot: dict[str, Any]) -> Record:
+    return Record.from_json(boot, print)
+
+
 @pytest.mark.parametrize(("boots", "count"), CASES.values(), ids=CASES.keys())
 def test_boots_in_a_row_that_led_nowhere(boots: list[dict[str, Any]], count: int) -> None:
     timed = [{"manifest_at_boot": NEW, **boot, "booted_at": f"2026-11-21T1{n}:00:00Z"} for n, boot in enumerate(boots)]
 
-    assert futile_boots(reversed(timed), NEW) == count
+    assert futile_boots(map(read, reversed(timed)), NEW) == count
 
 
 def test_no_manifest_then_and_none_now_is_the_same() -> None:
-    assert futile_boots([CRASH, {**CRASH, "manifest_at_boot": None}, {**CRASH, "manifest_at_boot": ""}], None) == 3
+    boots = [CRASH, {**CRASH, "manifest_at_boot": None}, {**CRASH, "manifest_at_boot": ""}]
+    assert futile_boots(map(read, boots), None) == 3
 
 
 def test_the_newest_manifest_is_that_of_the_highest_step() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from receipt_tree import node, receipt
 
 from infra.catalog import load_catalog
 from infra.compare import ranking
@@ -51,14 +52,11 @@ def left(root: Path, run: str, work: StackDefinition, loss: float, **changed: An
         "job": {"experiment": "sft-h100", "parameters": asdict(work.job.parameters)},
         "inputs": {"dataset": {"sha256": "d" * 64}},
     }
-    receipt = {
-        "reason": "finished",
-        "counted_until": f"2026-11-2{run[-1]}T00:00:00Z",
-        "attempts": [{"type": work.fleet.instance_types[0]}],
-    }
+    attempts = [{**node("i-1", seconds="9"), "type": work.fleet.instance_types[0]}]
+    cost = receipt(run=run, counted_until=f"2026-11-2{run[-1]}T00:00:00Z", attempts=attempts)
     lines = [line(512, 9.0), line(1024, loss), line(1536, None)]
     (folder / "run.json").write_text(json.dumps(tree))
-    (folder / "receipt.json").write_text(json.dumps({**receipt, **changed}))
+    (folder / "receipt.json").write_text(json.dumps({**cost, **changed}))
     (folder / "metrics.jsonl").write_text("".join(lines) + '{"torn')
     return folder
 

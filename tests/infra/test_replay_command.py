@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_receipts import node, place, receipt
+from receipt_tree import node, receipt
+from test_receipts import place
 from traces import GAP_H, markov
 
 from infra.cli import main

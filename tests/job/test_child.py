@@ -304,9 +304,9 @@ def test_gpus_are_read_from_the_driver_in_decimal_gigabytes() -> None:
     found = machine.parse("NVIDIA A10G, 23028, 595.91.07\nNo devices were found\n")
     assert [(gpu.name, gpu.driver) for gpu in found] == [("NVIDIA A10G", "595.91.07")]
     assert found[0].memory_gb == pytest.approx(24.15, abs=0.01)
-    record = machine.record(found)
-    assert (record["gpu"], record["gpu_count"], record["gpu_memory_gb"]) == ("NVIDIA A10G", 1, 24.15)
-    assert machine.record(())["gpu"] is None
+    described = machine.describe(found)
+    assert (described.gpu, described.gpu_count, described.gpu_memory_gb) == ("NVIDIA A10G", 1, 24.15)
+    assert machine.describe(()).gpu is None
 
 
 @pytest.mark.parametrize(("options", "told"), [("'--shutdown-timeout',", True), ("'--standalone',", False)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from supervisor_world import Bench
 
 from job import measured
 from job.contract import inputs, metrics, reading
+from job.contract.attempt import Record
 from job.contract.commit import Best, Commit, Manifest
 from job.contract.done import FINISHED, Done
 from job.contract.run import RunFile, load
@@ -199,7 +199,7 @@ def attempted(key: str) -> Any:
         found = attempts.read(store, run, done=DONE, say=said.append)
         made = receipt.build(run, found, DONE)
         receipt.text(made)
-        assert Decimal(made["usd"]["actual"]).is_finite()
+        assert made.actual.is_finite()
 
     return read
 
@@ -212,8 +212,7 @@ def metrics_line(content: bytes, folder: Path) -> None:
     progress.poll()
     assert progress.step_s is None or progress.step_s < 2**53
     MetricsFile(folder / "metrics.jsonl").resume(10)
-    node = {"ranks": 1}
-    assert receipt.measure(run, [], folder, node, at="2027-01-15T09:00:00Z") is None  # of no node
+    assert receipt.measure(run, [], folder, Record(ranks=1), at="2027-01-15T09:00:00Z") is None  # of no node
     measured.phases(metrics.records(content.split(b"\n")))
 
 

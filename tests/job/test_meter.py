@@ -246,7 +246,7 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     assert found["i-killed"].ceiling_s == 0
     assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity
     unknown = attempts.attempt_from_record(
-        run, "i-x", Record(launched_at=T0, resumed_step=30), None
+        run, "i-x", Record(launched_at=iso(0), resumed_step=30), None
     )  # nor when the next one came
     assert [unknown.seconds, unknown.lived_s, unknown.last_step] == [60, 0, 30]
 

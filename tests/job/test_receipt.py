@@ -12,7 +12,9 @@ import pytest
 import runs
 
 from job import measured
+from job.contract.attempt import Exit, Machine, Record
 from job.contract.done import FINISHED, Done
+from job.contract.receipt import Receipt
 from job.contract.run import RunFile, load
 from job.supervisor import receipt
 from job.supervisor.attempts import Attempt
@@ -41,7 +43,7 @@ def attempt(seconds: int, rate: str = "0.36", **changes: Any) -> Attempt:
         "idle_s": Decimal(0),
         "rung": 0,
         "floor": 0,
-        "exit": {"code": 0, "reason": "finished", "notice": False},
+        "exit": Exit(0, "finished"),
     }
     return Attempt(**{**values, **changes})
 
@@ -52,7 +54,11 @@ def run(tmp_path: Path) -> RunFile:
 
 
 def build(run: RunFile, *attempts: Attempt) -> dict[str, Any]:
-    return receipt.build(run, attempts, DONE)
+    return receipt.build(run, attempts, DONE).to_json()
+
+
+def shown(made: dict[str, Any]) -> str:
+    return receipt.text(Receipt.from_json(made))
 
 
 CASES = {
@@ -64,13 +70,13 @@ CASES = {
             900,
             free_usd=Decimal("0.0900"),
             idle_s=Decimal(100),
-            exit={"code": 75, "reason": "notice", "notice": True},
+            exit=Exit(75, "notice", notice=True),
             last_step=1000,
         ),
         attempt(1500, resumed_step=1000),
     ),
     "killed": (attempt(900, exit=None, last_step=1100), attempt(1500, resumed_step=1000)),
-    "never began": (attempt(61, started_s=None, last_step=0, exit={"code": 1, "reason": "x"}), attempt(1800)),
+    "never began": (attempt(61, started_s=None, last_step=0, exit=Exit(1, "x")), attempt(1800)),
 }
 
 
@@ -84,6 +90,12 @@ def test_lines_add_up_to_the_total_and_causes_to_the_difference(run: RunFile, na
     assert Decimal(made["usd"]["difference"]) == difference
     assert sum(map(Decimal, made["causes"].values())) == difference
     assert abs(Decimal(made["causes"]["other"])) <= Decimal("0.0005")  # rounding, nothing hidden
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_is_read(run: RunFile, name: str) -> None:
+    made = build(run, *CASES[name])
+    assert Receipt.from_json(made).to_json() == made
 
 
 def test_a_run_as_billed_differs_only_by_the_interruptions_that_did_not_come(run: RunFile) -> None:
@@ -133,13 +145,13 @@ def test_an_interruption_is_restart_repeated_steps_and_idling_less_what_was_free
     ],
 )
 def test_a_receipt_says_whose_hand_took_a_node(run: RunFile, reclaimed: bool | None, noticed: int, said: str) -> None:
-    exit_ = {"code": 75, "reason": "notice", "notice": True}
+    exit_ = Exit(75, "notice", notice=True)
     made = build(run, attempt(900, exit=exit_, reclaimed=reclaimed), attempt(1500, resumed_step=1000))
     assert made["interruptions"]["with_notice"] == noticed
     assert made["attempts"][0]["interrupted"] is bool(noticed)  # what teaches later bills' hazard
-    assert said in receipt.text(made) + "\n"
+    assert said in shown(made) + "\n"
     later = build(run, attempt(3600, exit=exit_, reclaimed=reclaimed), attempt(1500, resumed_step=1000))
-    assert "more counted" not in receipt.text(later)  # its first hour is over: it is paid, whoever took it
+    assert "more counted" not in shown(later)  # its first hour is over: it is paid, whoever took it
 
 
 def test_the_minimum_of_a_short_start_is_an_interruptions_cost(run: RunFile) -> None:
@@ -180,8 +192,9 @@ def test_no_more_of_a_node_is_lost_than_it_lived(run: RunFile) -> None:
     ("actual", "grade"),
     [("0.0999", "below p10"), ("0.1", "inside p10-p90"), ("0.4", "inside p10-p90"), ("0.4001", "above p90")],
 )
-def test_the_bill_is_graded_by_its_own_range(actual: str, grade: str) -> None:
-    assert receipt.grade(Decimal(actual), Decimal("0.1"), Decimal("0.4")) == grade
+def test_the_bill_is_graded_by_its_own_range(run: RunFile, actual: str, grade: str) -> None:
+    made = receipt.build(run, [], DONE)
+    assert replace(made, actual=Decimal(actual), p10=Decimal("0.1"), p90=Decimal("0.4")).grade == grade
 
 
 @pytest.mark.parametrize("bound", ["p10", "p90"])
@@ -195,7 +208,7 @@ def test_a_bill_of_one_figure_has_no_range_to_be_inside_of(run: RunFile) -> None
     certain = dict.fromkeys(("p10", "p50", "p90", "mean"), "0.2000")
     made = build(replace(run, estimate={**run.estimate, "usd": certain}), attempt(1800))
     assert made["inside_range"] is None
-    assert "no range to be inside of ($0.2000 to $0.2000)" in receipt.text(made)
+    assert "no range to be inside of ($0.2000 to $0.2000)" in shown(made)
 
 
 def test_what_aws_reports_later_is_said_to_be_as_in_the_bill(run: RunFile) -> None:
@@ -210,7 +223,7 @@ def test_what_aws_reports_later_is_said_to_be_as_in_the_bill(run: RunFile) -> No
 
 def test_the_text_names_error_grade_lines_and_attempts(run: RunFile) -> None:
     killed = replace(CASES["killed"][0], instance="i-0")
-    said = receipt.text(build(run, killed, CASES["killed"][1]))
+    said = shown(build(run, killed, CASES["killed"][1]))
     assert "inside p10-p90" in said
     assert "i-0 g5.2xlarge 900.000 s" in said
     assert "gone without notice" in said
@@ -227,14 +240,8 @@ def metrics(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
 
 
-NODE = {
-    "gpu": "NVIDIA A10G",
-    "gpu_count": 4,
-    "ranks": 2,
-    "driver": "580.1",
-    "versions": {"torch": "2.13.0"},
-    "python": "3.12.3",
-}
+A10G = Machine(gpu="NVIDIA A10G", gpu_count=4, driver="580.1", versions={"torch": "2.13.0"}, python="3.12.3")
+NODE = Record(ranks=2, machine=A10G)
 
 
 def test_what_the_run_measured_is_kept_with_what_it_depends_on(run: RunFile, tmp_path: Path) -> None:
@@ -246,7 +253,7 @@ def test_what_the_run_measured_is_kept_with_what_it_depends_on(run: RunFile, tmp
     assert found["setup_s"] == 350.0  # launch to first step, the median of both nodes
     assert [found["device"][key] for key in ("name", "count", "ranks")] == ["NVIDIA A10G", 4, 2]
     assert found["settings"] == json.loads(json.dumps(measured.settings("tinystories-growth", asdict(runs.TINY))))
-    made = receipt.build(run, attempts, DONE, measurement=found)
+    made = receipt.build(run, attempts, DONE, measurement=found).to_json()
     assert json.loads(json.dumps(made))["measured"] == found
 
 
@@ -262,8 +269,8 @@ def test_nodes_of_two_types_are_no_measurement_of_either(run: RunFile, tmp_path:
 
 
 def test_the_receipt_says_which_nodes_were_interrupted(run: RunFile) -> None:
-    noticed = attempt(900, exit={"code": 75, "reason": "notice", "notice": True})
-    crashed = attempt(900, exit={"code": 1, "reason": "x", "notice": False})
+    noticed = attempt(900, exit=Exit(75, "notice", notice=True))
+    crashed = attempt(900, exit=Exit(1, "x"))
     made = build(run, noticed, attempt(900, exit=None), crashed, attempt(1500, exit=None))
     assert [each["interrupted"] for each in made["attempts"]] == [True, True, False, False]
     assert made["interruptions"] == {"expected": 0.4, "with_notice": 1, "without_notice": 1}

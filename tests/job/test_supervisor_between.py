@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from supervisor_world import Bench, Death, FakeTrainer, FaultyStore
 
-from job.contract.attempt import Node
+from job.contract.attempt import Exit, Node
 from job.supervisor import attempts, staging
 from job.supervisor.store import FolderStore, GivenUpError, StoreError, open_store
 
@@ -152,16 +152,16 @@ def test_the_newest_record_of_an_attempt_is_put_last(tmp_path: Path) -> None:
             super().put_bytes(content, key)
 
     store = Slow(tmp_path)
-    record = attempts.Record(store, "i-1")
+    record = attempts.OwnRecord(store, "i-1", print)
     record.update(type="g5.2xlarge")
     pulse = threading.Thread(target=record.flush)
     pulse.start()
     assert slow.wait(10)
-    record.update(exit={"code": 75})
+    record.update(exit=Exit(75, "notice"))
     leaving = threading.Thread(target=record.flush)
     leaving.start()
     leaving.join(0.2)
     release.set()
     pulse.join()
     leaving.join()
-    assert json.loads(store.get_bytes("attempts/i-1.json") or b"{}")["exit"] == {"code": 75}
+    assert json.loads(store.get_bytes("attempts/i-1.json") or b"{}")["exit"]["code"] == 75

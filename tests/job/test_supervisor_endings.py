@@ -12,6 +12,7 @@ import pytest
 from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, interrupted, notice_at, outage, state
 
 from job import atomic
+from job.contract.attempt import Exit
 from job.spec import GrowthConfig
 from job.supervisor import attempts
 from job.supervisor.store import StoreError
@@ -366,7 +367,7 @@ def test_a_dataset_that_arrives_damaged_on_three_nodes_fails_for_good(tmp_path: 
 
 
 def test_a_node_is_doubted_for_what_not_two_others_have_received_wrong() -> None:
-    wrong = [{"reason": f"{attempts.WRONG}: {key}: sha256 is 0"} for key in ("w.bin", "w.bin", "v.bin")]
+    wrong = [Exit(71, f"{attempts.WRONG}: {key}: sha256 is 0") for key in ("w.bin", "w.bin", "v.bin")]
     earlier: Any = [SimpleNamespace(exit=each) for each in wrong]
     assert [attempts.doubts(earlier, key) for key in ("w.bin", "v.bin", "u.bin")] == [False, True, True]
 

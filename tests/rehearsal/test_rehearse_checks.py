@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from receipt_tree import node, receipt
 
 from infra.definition.loader import load
 from infra.errors import GpufleetError
@@ -33,9 +34,10 @@ class World:
             for name, kind, last in zip(NODES, kinds, (30, 50, 90), strict=True)
         }
         self.seen = [2.0]
-        self.attempts = [{"instance": "i-1", "last_step": 30, "resumed_step": 0}]
-        self.attempts += [{"instance": "i-2", "last_step": 50, "resumed_step": 30}]
-        self.attempts += [{"instance": "i-3", "last_step": 90, "resumed_step": 40}]
+        self.attempts = [
+            {**node(name, seconds="60"), "last_step": last, "resumed_step": resumed, "started_s": "9.000"}
+            for name, last, resumed in (("i-1", 30, 0), ("i-2", 50, 30), ("i-3", 90, 40))
+        ]
         verdict = {"verdict": "pass", "max_logit_difference": 1e-6, "limit": 1e-4, "routing_flips": 0, "routings": 0}
         self.growth: dict[str, Any] = {
             "phase": "moe",
@@ -53,11 +55,10 @@ class World:
     def rehearsal(self, folder: Path) -> Any:
         results = folder / "results"
         for name, content in {
-            "receipt.json": {"attempts": self.attempts, "interruptions": self.interruptions},
+            "receipt.json": receipt(attempts=self.attempts, interruptions=self.interruptions),
             "done.json": {"reason": self.reason},
             "results.json": {},
             "growth_report.json": {"boundaries": [self.growth]},
-            **{f"attempts/{name}.json": {"started_s": 9.0} for name in NODES},
         }.items():
             (results / name).parent.mkdir(parents=True, exist_ok=True)
             (results / name).write_text(json.dumps(content))
@@ -74,7 +75,7 @@ class World:
             definition=load(STACK, now=datetime(2026, 11, 21, tzinfo=UTC), rehearsal=True),
             watch=SimpleNamespace(views=self.views, manifests={40, 90}),
             engine=SimpleNamespace(outputs=lambda: {"log_group": "g"}),
-            timeline=SimpleNamespace(of=lambda _: [SimpleNamespace(facts={"seconds": each}) for each in self.seen]),
+            timeline=SimpleNamespace(select=lambda _: [SimpleNamespace(facts={"seconds": each}) for each in self.seen]),
             cloud=SimpleNamespace(client=lambda _: logs, leftovers=lambda: self.left),
             torch_s=2.0,
         )

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from receipt_tree import receipt
 
 from infra.definition.loader import load
 from infra.errors import GpufleetError
@@ -41,7 +42,7 @@ def make_evidence(tmp_path: Path, stack: str, metrics: list[dict[str, Any]]) -> 
     results.mkdir()
     for name in ("done", "results"):
         (results / f"{name}.json").write_text("{}")
-    (results / "receipt.json").write_text('{"attempts": [], "usd": {"actual": "0.02"}}')
+    (results / "receipt.json").write_text(json.dumps(receipt("0.0200", attempts=[])))
     (results / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in metrics))
     definition = load(STACKS / f"{stack}.yaml", now=datetime(2026, 11, 21, tzinfo=UTC), rehearsal=True)
     rehearsal: Any = SimpleNamespace(
