@@ -32,14 +32,14 @@ from infra.evidence import calibration, measurement
 from job import atomic, measured, probe
 from job.spec import GrowthConfig, JobConfig
 from job.supervisor import machine
-from job.supervisor.child import Child, Log, trainer
+from job.supervisor.child import Child, JobLog, trainer
 
 ROOT = Path(__file__).parents[1]
 TICK_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class MeasuredRun:
     """A probe or a whole run, in wall-clock and in processor time of the trainer's main thread."""
 
     wall: dict[str, Any]
@@ -107,7 +107,7 @@ def scaled(steps: int) -> StackDefinition:
     )
 
 
-def train(definition: StackDefinition, steps: int | None) -> Run:
+def train(definition: StackDefinition, steps: int | None) -> MeasuredRun:
     """One process: a probe of `steps`, or the whole run."""
     config = definition.job.parameters
     whole = measurement.Shortened(config=config, stop_at=None, save_at={})
@@ -115,8 +115,8 @@ def train(definition: StackDefinition, steps: int | None) -> Run:
     with tempfile.TemporaryDirectory() as scratch, Path(os.devnull).open("wb") as nowhere:
         workdir = Path(scratch)
         measurement.place(definition, plan, ROOT, workdir)
-        log = Log(workdir / "job.log", stream=nowhere)
-        watch = Watch(workdir)
+        log = JobLog(workdir / "job.log", stream=nowhere)
+        watch = ProcessorClock(workdir)
 
         def start(rung: int) -> Child:
             child = Child(trainer(workdir, rung), {**os.environ, "PYTHONUNBUFFERED": "1"}, log, time.time)
@@ -129,7 +129,7 @@ def train(definition: StackDefinition, steps: int | None) -> Run:
         first_s = records[0]["step"] * phases[0]["step_ms"]["median"] / 1e3
         wall = document(config, outcome.phases, outcome.start_s, outcome.finish_s)
         cpu = document(config, phases, records[0]["ts"] - first_s, cpu_s - records[-1]["ts"])
-        return Run(wall=wall, cpu=cpu, wall_s=outcome.seconds, cpu_s=cpu_s)
+        return MeasuredRun(wall=wall, cpu=cpu, wall_s=outcome.seconds, cpu_s=cpu_s)
 
 
 def document(
@@ -149,7 +149,7 @@ def document(
     )
 
 
-class Watch:
+class ProcessorClock:
     """Notes at which processor time of the trainer's main thread each line of metrics.jsonl appeared."""
 
     def __init__(self, workdir: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from job.models import hf
 from job.models.decoder import build
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 
 LR = 2e-4  # sft-h100's
 

@@ -79,7 +79,7 @@ def main() -> int:
     return 0
 
 
-class Model(NamedTuple):
+class NanochatModel(NamedTuple):
     """One of the two: forward and backward of a micro-batch, and the update of a step."""
 
     parameters: int
@@ -88,7 +88,7 @@ class Model(NamedTuple):
     update: Callable[[], None]
 
 
-def ours(a: argparse.Namespace, tokens: Tensor, stack: ExitStack) -> Model:
+def ours(a: argparse.Namespace, tokens: Tensor, stack: ExitStack) -> NanochatModel:
     """The dense model of tinystories-growth at this shape, as its trainer compiles and updates it."""
     width = 64 * a.depth
     config = replace(
@@ -112,10 +112,10 @@ def ours(a: argparse.Namespace, tokens: Tensor, stack: ExitStack) -> Model:
         opt.step()
         opt.zero_grad(set_to_none=True)
 
-    return Model(size.params_total, size.flops_per_token, passes, update)
+    return NanochatModel(size.params_total, size.flops_per_token, passes, update)
 
 
-def theirs(a: argparse.Namespace, tokens: Tensor) -> Model:
+def theirs(a: argparse.Namespace, tokens: Tensor) -> NanochatModel:
     """nanochat's model, compiled whole, with its own optimizer (scripts/base_train.py, read 2026-11-22)."""
     from nanochat import gpt  # type: ignore[import-not-found]
 
@@ -146,7 +146,7 @@ def theirs(a: argparse.Namespace, tokens: Tensor) -> Model:
         module.zero_grad(set_to_none=True)
 
     count = sum(parameter.numel() for parameter in module.parameters())
-    return Model(count, int(module.estimate_flops()), passes, update)
+    return NanochatModel(count, int(module.estimate_flops()), passes, update)
 
 
 def attention(passes: Callable[[], None], found: device.Device) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from job.models import decoder, lora
 from job.spec import SftConfig
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 from job.spec.sft import flops_per_token
 from job.train import device, optimizer
 from job.train.step import compiled

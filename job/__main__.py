@@ -71,16 +71,16 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
 
     from job.supervisor import fleet, machine
     from job.supervisor.attempt import Supervisor
-    from job.supervisor.child import Child, Log, trainer
-    from job.supervisor.metadata import Metadata, Watch, http_fetch
+    from job.supervisor.child import Child, JobLog, trainer
+    from job.supervisor.metadata import Metadata, MetadataThread, http_fetch
     from job.supervisor.meter import spot_history
     from job.supervisor.store import open_store, parent
-    from job.supervisor.world import World
+    from job.supervisor.world import Outside
 
     terminated: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: terminated.append(time.time()))
     environment = os.environ
-    log = Log(workdir / LOG)
+    log = JobLog(workdir / LOG)
     gpus = machine.gpus() if run.config.device == "cuda" else ()
     ranks = run.config.ranks(len(gpus))
     ended = workdir / ENDED if ranks > 1 else None
@@ -100,8 +100,8 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=time.time, say=log.say
     )
-    with Watch(metadata), ThreadPoolExecutor(1) as uploads, ThreadPoolExecutor(1) as pulse:
-        world = World(
+    with MetadataThread(metadata), ThreadPoolExecutor(1) as uploads, ThreadPoolExecutor(1) as pulse:
+        world = Outside(
             store=open_store(environment.get(RUN_URI) or f"{parent(str(workdir))}/store/{run.run}"),
             metadata=metadata,
             start=start,

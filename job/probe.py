@@ -17,9 +17,9 @@ from job import measured
 from job.contract import metrics
 from job.contract.codes import TrainerExit
 from job.contract.commit import COMMIT
-from job.contract.messages import Fatal, Save, Stop, UsedRung
+from job.contract.messages import Fatal, SaveRequest, Stop, UsedRung
 from job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STEPS, STOP, step_of
-from job.supervisor.child import Child, Log, trainer
+from job.supervisor.child import Child, JobLog, trainer
 from job.supervisor.world import Trainer
 
 TICK_S = 0.02  # a save's duration is known to within this
@@ -30,7 +30,7 @@ class ProbeFailedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class ProbeResult:
     """`phases` as job.measured.phases gives them, each with what only a bystander sees: `save.write_s` and the `rung`
     (with `micro` and `checkpointing`) it ran at. `finish_s` None: the probe was stopped before the experiment's end.
     """
@@ -61,7 +61,7 @@ def run(
     start: Callable[[int], Trainer] | None = None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
-) -> Outcome:
+) -> ProbeResult:
     """Trains in `workdir` (run.json, data/, inputs/) to the end, or until step `stop_at` is logged.
 
     `save_at`: by phase, the step from which on one checkpoint is asked for. `ranks`: processes that train. When memory
@@ -78,7 +78,7 @@ def _run(
     start: Callable[[int], Trainer],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
-) -> Outcome:
+) -> ProbeResult:
     rung, cpu_s = 0, _cpu_s()
     while True:
         seen, began = _Seen(), clock()
@@ -110,7 +110,7 @@ def _run(
         used = seen.rungs.get(phase["name"])
         phase["rung"] = {key: getattr(used, key, None) for key in ("rung", "micro", "checkpointing")}
     first_s = records[0]["step"] * phases[0]["step_ms"]["median"] / 1e3
-    return Outcome(
+    return ProbeResult(
         phases=phases,
         start_s=round(max(0.0, records[0]["ts"] - began - first_s), 3),
         finish_s=round(ended - records[-1]["ts"], 3) if code == TrainerExit.FINISHED else None,
@@ -121,7 +121,7 @@ def _run(
 
 def _starter(workdir: Path, ranks: int, nowhere: IO[bytes]) -> Callable[[int], Trainer]:
     """As job/__main__.py starts it; its output goes to job.log alone."""
-    log = Log(workdir / LOG, stream=nowhere)
+    log = JobLog(workdir / LOG, stream=nowhere)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     ended = workdir / ENDED if ranks > 1 else None
     return lambda rung: Child(trainer(workdir, rung, ranks), environment, log, time.time, ended)
@@ -142,7 +142,7 @@ def _look(workdir: Path, seen: _Seen, now: float, stop_at: int | None, save_at: 
     phase, step = record["phase"], record["step"]
     if phase in save_at and phase not in seen.asked and step >= save_at[phase]:
         seen.asked.add(phase)
-        Save(reason="probe").write(workdir)
+        SaveRequest(reason="probe").write(workdir)
     if stop_at is not None and step >= stop_at and not (workdir / STOP).exists():
         Stop(reason="probe").write(workdir)
 

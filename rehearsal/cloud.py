@@ -33,7 +33,7 @@ from rehearsal.controller import FleetController
 from rehearsal.environment import past_proxies
 from rehearsal.gate import NODE_KEY, SECRET, USER_KEY, Gate
 from rehearsal.imds import Imds
-from rehearsal.launch import Instance, Launcher
+from rehearsal.launch import CloudInstance, Launcher
 
 _ACCOUNTS = itertools.count(111_122_223_333)
 TICK_S = 0.1
@@ -47,8 +47,8 @@ class Cloud:
         root: Path,
         *,
         clock: Clock | None = None,
-        launch: Callable[[Instance], None] | None = None,
-        end: Callable[[Instance], None] | None = None,
+        launch: Callable[[CloudInstance], None] | None = None,
+        end: Callable[[CloudInstance], None] | None = None,
         notice_s: float = 120.0,
         relaunch_delay_s: float = 5.0,
         retry_s: float = 30.0,
@@ -157,7 +157,7 @@ class Cloud:
             )
         return self._clients[key]
 
-    def instances(self) -> list[Instance]:
+    def instances(self) -> list[CloudInstance]:
         """Every instance a fleet ever launched here, in order; `ended_at` says which are gone."""
         return list(self.fleets.instances.values())
 
@@ -254,7 +254,7 @@ class Cloud:
                 self._seeded.add(region)
                 self._baseline |= set(self.inventory()) - before if self._baseline else set(self.inventory())
 
-    def _launched(self, instance: Instance) -> None:
+    def _launched(self, instance: CloudInstance) -> None:
         self._imds[instance.id] = Imds(
             instance, account=self.account, access_key=NODE_KEY, secret_key=SECRET, clock=self.clock
         )
@@ -264,7 +264,7 @@ class Cloud:
             except OSError as error:  # a full disk, say: the machine is what fails here, not AWS
                 self.trouble = error
 
-    def _ended(self, instance: Instance) -> None:
+    def _ended(self, instance: CloudInstance) -> None:
         instance.ended_at = instance.ended_at or self.clock.now()
         if self.end is not None:
             self.end(instance)

@@ -18,8 +18,8 @@ from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.models import ec2_backends
 
 from rehearsal.clock import Clock
-from rehearsal.fleet import Event, Fleet
-from rehearsal.launch import Instance, Launcher, LaunchFailedError, Pool
+from rehearsal.fleet import CloudFleet, Event
+from rehearsal.launch import CloudInstance, Launcher, LaunchFailedError, Pool
 
 HISTORY_PAGE = 1000  # records in an answer (EC2 API reference, DescribeFleetHistory, 2026-11-23)
 LINGER = timedelta(hours=48)  # a deleted fleet stays in the API two days (EC2 User Guide, fleet states, 2026-11-21)
@@ -33,8 +33,8 @@ class FleetController:
         launcher: Launcher,
         clock: Clock,
         *,
-        on_launch: Callable[[Instance], None],
-        on_end: Callable[[Instance], None],
+        on_launch: Callable[[CloudInstance], None],
+        on_end: Callable[[CloudInstance], None],
         notice_s: float,
         relaunch_delay_s: float,
         retry_s: float,
@@ -47,8 +47,8 @@ class FleetController:
         self.relaunch_delay_s = relaunch_delay_s
         self.retry_s = retry_s
         self.expired_state = "deleted"  # or "active": which one AWS gives an expired fleet is unverified
-        self.fleets: dict[str, Fleet] = {}
-        self.instances: dict[str, Instance] = {}
+        self.fleets: dict[str, CloudFleet] = {}
+        self.instances: dict[str, CloudInstance] = {}
         self.lock = threading.RLock()
 
     # The EC2 API's actions ------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class FleetController:
             tags = refuse_at_create(self.launcher, region, request)
             now = self.clock.now()
             capacity = request.get("TargetCapacitySpecification") or {}
-            fleet = Fleet(
+            fleet = CloudFleet(
                 id=f"fleet-{uuid.uuid4()}",
                 region=region,
                 request=request,
@@ -201,11 +201,11 @@ class FleetController:
         with self.lock:
             self.instances[instance_id].rebalance_at = self.clock.now()
 
-    def living(self, fleet_id: str) -> list[Instance]:
+    def living(self, fleet_id: str) -> list[CloudInstance]:
         """The fleet's instances that have not ended."""
         return [i for i in self.instances.values() if i.fleet_id == fleet_id and not i.ended_at]
 
-    def _reap(self, fleet: Fleet, now: datetime) -> None:
+    def _reap(self, fleet: CloudFleet, now: datetime) -> None:
         for node in self.living(fleet.id):
             if node.terminate_at and node.terminate_at <= now:
                 self.launcher.terminate(node.id)
@@ -215,7 +215,7 @@ class FleetController:
                 fleet.next_launch = now + timedelta(seconds=self.relaunch_delay_s)
                 self.on_end(node)
 
-    def _expire(self, fleet: Fleet, now: datetime) -> None:
+    def _expire(self, fleet: CloudFleet, now: datetime) -> None:
         until = fleet.request.get("ValidUntil")
         if (
             until is None
@@ -230,14 +230,14 @@ class FleetController:
             for node in self.living(fleet.id):
                 self._release(node, now)
 
-    def _shrink(self, fleet: Fleet, now: datetime) -> None:
+    def _shrink(self, fleet: CloudFleet, now: datetime) -> None:
         if fleet.state != "active" or fleet.expired or fleet.excess != "termination":
             return
         staying = [node for node in self.living(fleet.id) if node.terminate_at is None]
         for node in staying[fleet.target :]:
             self._release(node, now)
 
-    def _fill(self, fleet: Fleet, now: datetime) -> None:
+    def _fill(self, fleet: CloudFleet, now: datetime) -> None:
         if fleet.state != "active" or fleet.expired or (fleet.next_launch and now < fleet.next_launch):
             return
         if fleet.excess == "no-termination" and fleet.launched >= fleet.target:
@@ -258,7 +258,7 @@ class FleetController:
             self._event(fleet, "instanceChange", "launched", described, node.id)
             self.on_launch(node)
 
-    def _settle(self, fleet: Fleet, now: datetime) -> None:
+    def _settle(self, fleet: CloudFleet, now: datetime) -> None:
         if self.living(fleet.id):
             return
         over = fleet.expired and fleet.state == "active" and self.expired_state == "deleted"
@@ -268,35 +268,37 @@ class FleetController:
         if fleet.deleted_at and now - fleet.deleted_at > LINGER:
             del self.fleets[fleet.id]
 
-    def _pools(self, fleet: Fleet) -> list[Pool]:
+    def _pools(self, fleet: CloudFleet) -> list[Pool]:
         """The fleet's pools, cheapest first; those interrupted lately come last, as AWS prefers deeper pools."""
         pools = self.launcher.pools(fleet.region, fleet.configs)
         ended = [(i.type, i.zone) for i in self.instances.values() if i.fleet_id == fleet.id and i.notice_at]
         return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price))
 
-    def _release(self, node: Instance, now: datetime) -> None:
+    def _release(self, node: CloudInstance, now: datetime) -> None:
         """The fleet wants it no more: only spot nodes are told (EC2 User Guide, June 2023)."""
         if node.spot:
             self._notify(node, now)
         else:
             self.launcher.terminate(node.id)
 
-    def _notify(self, node: Instance, now: datetime) -> None:
+    def _notify(self, node: CloudInstance, now: datetime) -> None:
         if node.ended_at or node.terminate_at:
             return
         node.notice_at, node.terminate_at = now, now + timedelta(seconds=self.notice_s)
         self._event(self.fleets[node.fleet_id], "instanceChange", "termination_notified", instance_id=node.id)
 
-    def _get(self, region: str, fleet_id: str) -> Fleet:
+    def _get(self, region: str, fleet_id: str) -> CloudFleet:
         fleet = self.fleets.get(fleet_id)
         if fleet is None or fleet.region != region:
             raise EC2ClientError("InvalidFleetId.NotFound", f"The fleet ID '{fleet_id}' does not exist")
         return fleet
 
-    def _event(self, fleet: Fleet, kind: str, sub_type: str, text: str = "", instance_id: str | None = None) -> None:
+    def _event(
+        self, fleet: CloudFleet, kind: str, sub_type: str, text: str = "", instance_id: str | None = None
+    ) -> None:
         fleet.history.append(Event(self.clock.now(), kind, sub_type, text, instance_id))
 
-    def _event_once(self, fleet: Fleet, kind: str, sub_type: str, text: str) -> None:
+    def _event_once(self, fleet: CloudFleet, kind: str, sub_type: str, text: str) -> None:
         if not any((e.type, e.sub_type, e.description) == (kind, sub_type, text) for e in fleet.history):
             self._event(fleet, kind, sub_type, text)
 

@@ -37,7 +37,7 @@ END_S = 20.0  # what the engine needs at most to finish the one resource it is a
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class EngineStep:
     """One thing done to one resource: create, update, replace, delete, same, read, refresh ..."""
 
     operation: str
@@ -51,7 +51,7 @@ class Result:
 
     ok: bool
     changes: Mapping[str, int]  # by operation; a resource left alone counts as `same`; InProcess: `kept`, at a destroy
-    steps: tuple[Step, ...]
+    steps: tuple[EngineStep, ...]
     diagnostics: str  # what the user reads under Diagnostics
     outputs: Mapping[str, Any]  # of a preview: what is known before anything exists
     text: str = ""  # all that was printed
@@ -169,7 +169,7 @@ class Pulumi(Engine):
 def _result(ok: bool, text: str, events: Iterable[dict[str, Any]]) -> Result:
     """What a command did, by the engine's event log (pulumi sdk/go/common/apitype/events.go)."""
     changes: dict[str, int] = {}
-    steps: list[Step] = []
+    steps: list[EngineStep] = []
     diagnostics = ""
     outputs: dict[str, Any] = {}
     for event in events:
@@ -181,7 +181,9 @@ def _result(ok: bool, text: str, events: Iterable[dict[str, Any]]) -> Result:
             changes = dict(summary["resourceChanges"])
         elif before := event.get("resourcePreEvent"):
             metadata = before["metadata"]
-            steps.append(Step(operation=metadata["op"], type=metadata["type"], name=metadata["urn"].split("::")[3]))
+            steps.append(
+                EngineStep(operation=metadata["op"], type=metadata["type"], name=metadata["urn"].split("::")[3])
+            )
         elif after := event.get("resOutputsEvent"):
             metadata = after["metadata"]
             if metadata["type"] == "pulumi:pulumi:Stack" and metadata.get("new"):
@@ -230,7 +232,7 @@ class InProcess(Engine):
                 continue
             self._say(f"delete {resource['type']} {resource['name']}")
             handler(resource["type"]).delete(aws, resource["id"], resource["state"])
-            deleted.append(Step(operation="delete", type=resource["type"], name=resource["name"]))
+            deleted.append(EngineStep(operation="delete", type=resource["type"], name=resource["name"]))
         self._state.unlink(missing_ok=True)
         changes = {"delete": len(deleted), **({"kept": kept} if kept else {})}
         return Result(ok=True, changes=changes, steps=tuple(deleted), diagnostics="", outputs={}, text="")
@@ -257,7 +259,8 @@ class InProcess(Engine):
         if mode == "up" and found["resources"]:
             shutil.copy(report, self._state)
         steps = tuple(
-            Step(operation="create", type=resource["type"], name=resource["name"]) for resource in found["resources"]
+            EngineStep(operation="create", type=resource["type"], name=resource["name"])
+            for resource in found["resources"]
         )
         return Result(
             ok=found["ok"],

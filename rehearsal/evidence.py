@@ -55,7 +55,7 @@ RECOVERY_S = 10.0  # beyond importing torch: bench/results/bars.md
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
+class Promise:
     """One promise: what, the figure, and whether it held. `required` False: reported, and not failed for."""
 
     name: str
@@ -132,7 +132,7 @@ class Evidence:
         return found
 
 
-def checks(evidence: Evidence) -> list[Check]:
+def checks(evidence: Evidence) -> list[Promise]:
     """Every promise about the run. Raises GpufleetError when one did not hold."""
     found = list(_checks(evidence))
     broken = [check for check in found if check.required and not check.held]
@@ -141,39 +141,39 @@ def checks(evidence: Evidence) -> list[Check]:
     return found
 
 
-def _checks(evidence: Evidence) -> Iterator[Check]:
+def _checks(evidence: Evidence) -> Iterator[Promise]:
     rehearsal, definition = evidence.rehearsal, evidence.rehearsal.definition
     assert rehearsal.watch is not None
     views = list(rehearsal.watch.views.values())
     reason = evidence.done.reason
-    yield Check(name="the run's own end", figure=reason, held=reason == FINISHED)
+    yield Promise(name="the run's own end", figure=reason, held=reason == FINISHED)
     last = max((int(line["step"]) for line in evidence.metrics), default=0)
     yield _steps(evidence, last)
     planned = definition.interruptions
     counted = (evidence.receipt.with_notice, evidence.receipt.without_notice)
-    yield Check(
+    yield Promise(
         name="interruptions in the receipt",
         figure=f"{counted[0]} with notice, {counted[1]} without",
         held=counted == (planned.with_notice, planned.without_notice),
     )
     nodes = planned.with_notice + planned.without_notice + 1
-    yield Check(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)
+    yield Promise(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)
     for moment in rehearsal.timeline.select("seen"):
         seconds = float(moment.facts["seconds"])
-        yield Check(
+        yield Promise(
             name="notice seen",
             figure=f"after {seconds:.1f} s (limit {NOTICE_SEEN_S:.0f})",
             held=seconds <= NOTICE_SEEN_S,
         )
     seen = len(rehearsal.timeline.select("seen"))
     if seen != planned.with_notice:
-        yield Check(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
+        yield Promise(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
     ends = {last for _, _, last in evidence.spans()}
     for resumption in evidence.resumptions():
         handled = resumption.kind == "notice"
         # A phase that ended early is resumed after what would have been its last step.
         reached = resumption.resumed_step <= resumption.last_step or resumption.resumed_step in ends
-        yield Check(
+        yield Promise(
             name="steps lost on a handled notice" if handled else "steps repeated after a loss without notice",
             figure=(
                 f"{resumption.lost} (last logged {resumption.last_step}, resumed after step {resumption.resumed_step})"
@@ -183,16 +183,16 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
         if resumption.started_s is not None:
             beyond = resumption.started_s - rehearsal.torch_s
             text = f"{resumption.started_s:.1f} s, {beyond:.1f} s beyond importing torch (bar {RECOVERY_S:.0f})"
-            yield Check(name="new node to first new step", figure=text, held=beyond < RECOVERY_S, required=False)
+            yield Promise(name="new node to first new step", figure=text, held=beyond < RECOVERY_S, required=False)
     for boundary in evidence.growths:
-        yield Check(name=f"growth into {boundary['phase']}", figure=_figures(boundary), held=_passed(boundary))
+        yield Promise(name=f"growth into {boundary['phase']}", figure=_figures(boundary), held=_passed(boundary))
     for name, lines in evidence.stages.items():
         kinds = {json.dumps({key: line[key] for key in STAGE_KEYS if key in line} or line) for line in lines}
         figure = f"{len(lines)} results, {len(lines) - len(kinds)} of them twice"
-        yield Check(name=f"nothing of {name} done twice", figure=figure, held=len(lines) == len(kinds))
+        yield Promise(name=f"nothing of {name} done twice", figure=figure, held=len(lines) == len(kinds))
     logged = _logged(rehearsal)
     silent = [view.name for view in views if f"{definition.run.id}/{view.node.instance.id}" not in logged]
-    yield Check(
+    yield Promise(
         name="container logs in CloudWatch", figure=f"{len(views) - len(silent)} of {len(views)} nodes", held=not silent
     )
 
@@ -205,15 +205,15 @@ def _logged(rehearsal: Rehearsal) -> set[str]:
     return {name for name in names if logs.get_log_events(logStreamName=name, **first)["events"]}
 
 
-def _steps(evidence: Evidence, last: int) -> Check:
+def _steps(evidence: Evidence, last: int) -> Promise:
     """All of them; where a run may stop early, no more than those, and the last one published."""
     watch, total = evidence.rehearsal.watch, evidence.total_steps
     assert watch is not None
     if evidence.rehearsal.definition.job.parameters.may_stop_early:
         held = last == max(watch.manifests, default=0) <= total
         done = sum(evidence.steps_done().values())
-        return Check(name="steps", figure=f"{done} of at most {total}, it may stop early", held=held)
-    return Check(name="steps", figure=f"{last} of {total}", held=last == total)
+        return Promise(name="steps", figure=f"{done} of at most {total}, it may stop early", held=held)
+    return Promise(name="steps", figure=f"{last} of {total}", held=last == total)
 
 
 def _passed(boundary: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from rehearsal.launch import Instance
+from rehearsal.launch import CloudInstance
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Fleet:
+class CloudFleet:
     """One fleet: the request that made it, and where it stands."""
 
     id: str
@@ -52,7 +52,7 @@ class Fleet:
     def configs(self) -> list[dict[str, Any]]:
         return list(self.request.get("LaunchTemplateConfigs") or [])
 
-    def data(self, living: Sequence[Instance]) -> dict[str, Any]:
+    def data(self, living: Sequence[CloudInstance]) -> dict[str, Any]:
         """FleetData of DescribeFleets, given the fleet's instances that have not ended."""
         request = self.request
         pending = [n for n in living if n.terminate_at]

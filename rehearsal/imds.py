@@ -18,7 +18,7 @@ from typing import Literal
 
 from job.text import stamp
 from rehearsal.clock import Clock, SystemClock
-from rehearsal.launch import Instance
+from rehearsal.launch import CloudInstance
 
 Fault = Literal["500", "garbage", "bad-time", "slow", "silent", "401"]
 TOKEN_S = 21600  # the longest life of a token (EC2 User Guide, instance metadata options, read 2026-11-21)
@@ -30,7 +30,7 @@ class Imds:
 
     def __init__(
         self,
-        instance: Instance | None = None,
+        instance: CloudInstance | None = None,
         *,
         account: str = "111122223333",
         access_key: str = "ASIA",
@@ -154,9 +154,9 @@ class Imds:
         return fixed.get(path.rstrip("/"))
 
 
-def _standalone_instance(now: datetime) -> Instance:
+def _standalone_instance(now: datetime) -> CloudInstance:
     """An instance that no fleet launched."""
-    return Instance(
+    return CloudInstance(
         id="i-0123456789abcdef0",
         fleet_id="",
         region="us-east-2",

@@ -25,7 +25,7 @@ from pulumi.runtime.proto import resource_pb2
 from pulumi.runtime.stack import run_pulumi_func
 
 from rehearsal.handlers import handler, table
-from rehearsal.handlers.table import Aws, RefusedError
+from rehearsal.handlers.table import Aws, UnsupportedError
 from rehearsal.provider import plain, struct
 
 
@@ -74,7 +74,7 @@ class Monitor(mocks.MockMonitor):
             request.type, handler(request.type), request.name, {}, plain(request.object), os.urandom(16)
         )
         if failures:
-            raise RefusedError("; ".join(reason for _, reason in failures))
+            raise UnsupportedError("; ".join(reason for _, reason in failures))
         return inputs
 
 
@@ -107,10 +107,10 @@ class _Invokes(mocks.Mocks):
                     for each in self._previous["resources"]
                 }
             }
-        raise RefusedError(f"the embedded AWS has no function {args.token}")
+        raise UnsupportedError(f"the embedded AWS has no function {args.token}")
 
     def new_resource(self, args: mocks.MockResourceArgs) -> Any:
-        raise RefusedError(f"{args.typ} {args.name} is read, not declared")
+        raise UnsupportedError(f"{args.typ} {args.name} is read, not declared")
 
 
 class _Diagnostics(logging.Handler):

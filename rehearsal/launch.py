@@ -33,7 +33,7 @@ class Pool:
 
 
 @dataclass(kw_only=True, slots=True)
-class Instance:
+class CloudInstance:
     """One node as the fleet sees it. Times are the Cloud's clock."""
 
     id: str
@@ -99,7 +99,7 @@ class Launcher:
                     pools.append(pool)
         return pools
 
-    def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> Instance:
+    def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> CloudInstance:
         """One instance in the first pool that has capacity. Raises LaunchFailedError with what the history will say."""
         if FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
             raise LaunchFailedError("iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist")
@@ -174,7 +174,7 @@ class Launcher:
             )
         return None
 
-    def _run(self, region: str, fleet_id: str, spot: bool, pool: Pool, now: datetime) -> Instance:
+    def _run(self, region: str, fleet_id: str, spot: bool, pool: Pool, now: datetime) -> CloudInstance:
         backend, spec = ec2_backends[self.account][region], pool.spec
         tags = convert_tag_spec(spec.get("TagSpecifications") or [])
         interface = (spec.get("NetworkInterfaces") or [{}])[0]
@@ -205,7 +205,7 @@ class Launcher:
             nic.delete_on_termination = True
         metadata = spec.get("MetadataOptions") or {}
         user_data = spec.get("UserData")
-        return Instance(
+        return CloudInstance(
             id=made.id,
             fleet_id=fleet_id,
             region=region,

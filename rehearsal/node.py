@@ -22,7 +22,7 @@ from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 from infra.errors import GpufleetError
 from rehearsal.cloud import Cloud
-from rehearsal.launch import Instance
+from rehearsal.launch import CloudInstance
 
 STANDINS = Path(__file__).parent / "standins"
 NEEDED = ("bash", "tar")
@@ -30,10 +30,10 @@ POLL_S = 0.05
 
 
 @dataclass(kw_only=True, slots=True)
-class Node:
+class RehearsalNode:
     """A running node: its folder is the machine's root."""
 
-    instance: Instance
+    instance: CloudInstance
     root: Path
     process: subprocess.Popen[bytes]
 
@@ -59,12 +59,12 @@ class NodeRunner:
             )
         self.cloud = cloud
         self.folder = folder
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, RehearsalNode] = {}
         self._watchers: list[threading.Thread] = []
         self._closed = threading.Event()
         cloud.launch, cloud.end = self.launch, self.end
 
-    def launch(self, instance: Instance) -> None:
+    def launch(self, instance: CloudInstance) -> None:
         """Boots the instance."""
         root = self.folder / instance.id
         for name in ("dev", "etc", "run", "root", "tmp", "var/log", "var/lib/cloud/instance"):
@@ -83,13 +83,13 @@ class NodeRunner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        node = Node(instance=instance, root=root, process=process)
+        node = RehearsalNode(instance=instance, root=root, process=process)
         self.nodes[instance.id] = node
         watcher = threading.Thread(target=self._watch, args=(node,), daemon=True)
         watcher.start()
         self._watchers.append(watcher)
 
-    def end(self, instance: Instance) -> None:
+    def end(self, instance: CloudInstance) -> None:
         """The machine is gone: no process of it runs after this returns."""
         node = self.nodes.get(instance.id)
         if node is None:  # it never started
@@ -101,11 +101,11 @@ class NodeRunner:
                 os.kill(pid, signal.SIGKILL)
         node.process.wait()
 
-    def hold(self, instance: Instance) -> None:
+    def hold(self, instance: CloudInstance) -> None:
         """Stops the trainer's processes, and its alone, until `go`. Linux only: elsewhere it trains on."""
         self._signal_trainer(instance, signal.SIGSTOP)
 
-    def go(self, instance: Instance) -> None:
+    def go(self, instance: CloudInstance) -> None:
         """Lets the trainer go on."""
         self._signal_trainer(instance, signal.SIGCONT)
 
@@ -117,13 +117,13 @@ class NodeRunner:
         for watcher in self._watchers:
             watcher.join()
 
-    def _signal_trainer(self, instance: Instance, number: signal.Signals) -> None:
+    def _signal_trainer(self, instance: CloudInstance, number: signal.Signals) -> None:
         for pid in _marked(instance.id):
             with contextlib.suppress(OSError):
                 if b"\0job.train\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, number)
 
-    def _watch(self, node: Node) -> None:
+    def _watch(self, node: RehearsalNode) -> None:
         """Passes on to the cloud that the node's operating system shut down."""
         request = node.root / "run" / "shutdown"
         while not self._closed.wait(POLL_S) and node.instance.ended_at is None:
@@ -131,7 +131,7 @@ class NodeRunner:
                 self.cloud.shut_down(node.instance.id)
                 return
 
-    def _environment(self, instance: Instance, root: Path) -> dict[str, str]:
+    def _environment(self, instance: CloudInstance, root: Path) -> dict[str, str]:
         python = Path(sys.executable)
         path = (STANDINS, python.parent, os.environ.get("PATH", os.defpath), STANDINS / "absent")
         return {
@@ -149,7 +149,7 @@ class NodeRunner:
         }
 
 
-def _disks(root: Path, instance: Instance) -> None:
+def _disks(root: Path, instance: CloudInstance) -> None:
     """Disks are empty files: instance store by the instance type, the data volume by its device name."""
     store = INSTANCE_TYPES[instance.type].get("InstanceStorageInfo") or {}
     lines = []

@@ -20,7 +20,7 @@ from google.protobuf import empty_pb2, json_format, struct_pb2
 from pulumi.runtime.proto import plugin_pb2, provider_pb2, provider_pb2_grpc
 
 from rehearsal.handlers import handler, table
-from rehearsal.handlers.table import Aws, Properties, RefusedError
+from rehearsal.handlers.table import Aws, Properties, UnsupportedError
 
 _MESSAGE_BYTES = 64 * 1024 * 1024  # objects travel inside messages; gRPC's default is 4 MiB
 
@@ -51,7 +51,7 @@ def _explained(method: Any) -> Any:
     def call(self: Provider, request: Any, context: grpc.ServicerContext) -> Any:
         try:
             return method(self, request, context)
-        except (ClientError, BotoCoreError, RefusedError) as error:
+        except (ClientError, BotoCoreError, UnsupportedError) as error:
             context.abort(grpc.StatusCode.UNKNOWN, str(error))
 
     return call
@@ -133,7 +133,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
             return provider_pb2.UpdateResponse(properties=struct(table.expected(handler(kind), old, new)))
         update = handler(kind).update
         if update is None:
-            raise RefusedError(f"{kind} cannot be updated in place")
+            raise UnsupportedError(f"{kind} cannot be updated in place")
         update(aws, request.id, old, new)
         return provider_pb2.UpdateResponse(properties=struct(table.written(kind, handler(kind), aws, request.id, new)))
 

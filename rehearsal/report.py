@@ -13,7 +13,7 @@ from job.supervisor import receipt as receipts
 from rehearsal import picture
 from rehearsal.account import Resource
 from rehearsal.cloud import Cloud
-from rehearsal.evidence import Check, Evidence
+from rehearsal.evidence import Evidence, Promise
 from rehearsal.timeline import clock
 
 BAR_S = 300.0  # of a whole rehearsal, on two cores that do nothing else: the bar that the project sets itself
@@ -24,7 +24,7 @@ def write(
     evidence: Evidence,
     out: Callable[[str], None],
     *,
-    checks: Sequence[Check],
+    checks: Sequence[Promise],
     left: Mapping[Resource, Mapping[str, str]],
     swept: str,
 ) -> None:
@@ -55,13 +55,13 @@ def write(
     out(closing(checks, rehearsal.timeline.seconds))
 
 
-def duration_check(seconds: float) -> Check:
+def duration_check(seconds: float) -> Promise:
     """How long all of it took; a busy machine fails nothing."""
     figure = f"{seconds:.0f} s (bar {BAR_S:.0f})"
-    return Check(name="the whole rehearsal", figure=figure, held=seconds <= BAR_S, required=False)
+    return Promise(name="the whole rehearsal", figure=figure, held=seconds <= BAR_S, required=False)
 
 
-def closing(checks: Sequence[Check], seconds: float) -> str:
+def closing(checks: Sequence[Promise], seconds: float) -> str:
     """The last line: what was promised held, or this would not be printed; how fast it was may still miss a bar."""
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]
     if not slow:
@@ -69,7 +69,7 @@ def closing(checks: Sequence[Check], seconds: float) -> str:
     return f"Everything held but the time, {seconds:.0f} s in all. Slower than its bar: {'; '.join(slow)}."
 
 
-def summary(evidence: Evidence, checks: Sequence[Check]) -> dict[str, Any]:
+def summary(evidence: Evidence, checks: Sequence[Promise]) -> dict[str, Any]:
     """The rehearsal in one line of a table."""
     rehearsal, resumptions = evidence.rehearsal, evidence.resumptions()
     validated = [line for line in evidence.metrics if line.get("val_loss") is not None]

@@ -21,8 +21,8 @@ from job.contract import bucket
 from job.contract.workdir import CHECKPOINTS, METRICS, STAGES, STEPS
 from rehearsal.cloud import Cloud
 from rehearsal.imds import NOTICE_PATHS
-from rehearsal.launch import Instance
-from rehearsal.node import Node, NodeRunner
+from rehearsal.launch import CloudInstance
+from rehearsal.node import NodeRunner, RehearsalNode
 from rehearsal.timeline import Timeline
 
 Kind = Literal["notice", "loss"]
@@ -95,7 +95,7 @@ class RunFailedError(GpufleetError):
 class NodeView:
     """What has been seen of one node."""
 
-    node: Node
+    node: RehearsalNode
     number: int
     lines: int = 0  # of the container's log
     boot_lines: int = 0
@@ -166,7 +166,7 @@ class Watch:
             bool(self.views) and all(view.ended for view in self.views.values()) and all(f.target == 0 for f in fleets)
         )
 
-    def _launched(self, instance: Instance) -> None:
+    def _launched(self, instance: CloudInstance) -> None:
         view = NodeView(node=self.runner.nodes[instance.id], number=len(self.views) + 1, logged_at=instance.launched_at)
         self.views[instance.id] = view
         self._tell(

@@ -217,7 +217,7 @@ def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
     left = [
         iam_policy.allowed(
             policy,
-            iam_policy.Asked(action=action, resource=key, principal=root, context=context, complete=False),
+            iam_policy.AccessRequest(action=action, resource=key, principal=root, context=context, complete=False),
         )
         for action in ("kms:Decrypt", "kms:GenerateDataKey")
     ]
@@ -231,7 +231,7 @@ def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
     )
 
 
-def _launching(operation: str, role: str, key: str, region: str) -> iam_policy.Asked:
+def _launching(operation: str, role: str, key: str, region: str) -> iam_policy.AccessRequest:
     """What the role asks of the key when it launches: through EC2, whose own grants are for AWS resources."""
     account = role.split(":")[4]
     context = {
@@ -241,7 +241,9 @@ def _launching(operation: str, role: str, key: str, region: str) -> iam_policy.A
         "aws:PrincipalAccount": account,
         "aws:PrincipalArn": role,
     }
-    return iam_policy.Asked(action=f"kms:{operation}", resource=key, principal=role, context=context, complete=False)
+    return iam_policy.AccessRequest(
+        action=f"kms:{operation}", resource=key, principal=role, context=context, complete=False
+    )
 
 
 def _as_statement(grant: dict[str, Any]) -> iam_policy.Statement:

@@ -17,7 +17,7 @@ Statement = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class AccessRequest:
     """One thing that a request asks for. A key of `context` whose value is None is not in the request; whether one that
     `context` does not name is there, is unknown, unless `complete`.
     """
@@ -29,7 +29,7 @@ class Asked:
     complete: bool = True
 
 
-def allowed(statements: Iterable[Statement], wish: Asked) -> bool | None:
+def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool | None:
     """Whether a statement allows it and none denies it."""
     said = [(str(each["Effect"]), speaks_of(each, wish)) for each in statements]
     denied, permitted = ({answer for effect, answer in said if effect == which} for which in ("Deny", "Allow"))
@@ -38,7 +38,7 @@ def allowed(statements: Iterable[Statement], wish: Asked) -> bool | None:
     return None if None in denied or True not in permitted else True
 
 
-def speaks_of(statement: Statement, wish: Asked) -> bool | None:
+def speaks_of(statement: Statement, wish: AccessRequest) -> bool | None:
     """Whether the statement is about the request: principal, action, resource and every condition."""
     parts = [
         _named(statement, "Action", wish.action.lower(), str.lower),
@@ -65,7 +65,7 @@ def _named(statement: Statement, key: str, text: str, spelled: Callable[[str], s
     return any(matches_wildcard(text, spelled(pattern)) for pattern in _listed(statement.get(key, [])))
 
 
-def _principal(statement: Statement, wish: Asked) -> bool | None:
+def _principal(statement: Statement, wish: AccessRequest) -> bool | None:
     """An account as principal allows a role nothing by itself: it lets the role's own policies decide. It does deny.
     Sessions of roles, and everybody but somebody (NotPrincipal), are not judged here.
     """
@@ -91,7 +91,7 @@ _OPERATORS: dict[str, Callable[[str, str], bool]] = {
 }
 
 
-def _holds(operator: str, key: str, values: Any, wish: Asked) -> bool | None:
+def _holds(operator: str, key: str, values: Any, wish: AccessRequest) -> bool | None:
     name = operator.removesuffix("IfExists")
     match = _OPERATORS.get(name.replace("Not", "", 1))
     patterns = [str(value) for value in _listed(values)]

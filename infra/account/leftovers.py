@@ -217,7 +217,7 @@ def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
                 id=f"s3://{name}/{key}",
                 note=f"{uploaded:.3f} GB, of {upload['Initiated']:%Y-%m-%d %H:%M}",
                 usd_per_month=uploaded * gb_price,
-                steps=(removal.Upload(bucket=name, key=key, id=upload_id),),
+                steps=(removal.UnfinishedUpload(bucket=name, key=key, id=upload_id),),
                 owner=owner,
             )
         yield Left(

@@ -122,7 +122,7 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
 _ANY_ACCOUNT = "000000000000"
 
 
-def _wishes(statement: dict[str, Any]) -> Iterator[iam_policy.Asked]:
+def _wishes(statement: dict[str, Any]) -> Iterator[iam_policy.AccessRequest]:
     """What the statement allows, as requests: each action on one resource, under the statement's own conditions."""
     actions, resources = (
         [named] if isinstance(named := statement[key], str) else named for key in ("Action", "Resource")
@@ -135,4 +135,4 @@ def _wishes(statement: dict[str, Any]) -> Iterator[iam_policy.Asked]:
     kinds = {"ec2:TerminateInstances": "instance/"}
     for action in actions:
         resource = next((each for each in resources if kinds.get(action, "") in each), resources[0])
-        yield iam_policy.Asked(action=action, resource=resource, context=context, complete=False)
+        yield iam_policy.AccessRequest(action=action, resource=resource, context=context, complete=False)

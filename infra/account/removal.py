@@ -65,7 +65,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Upload:
+class UnfinishedUpload:
     """A multipart upload that nobody has finished."""
 
     bucket: str

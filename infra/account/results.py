@@ -25,7 +25,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from infra.account import aws
 from infra.account.fleet import fleets_of, is_over, nodes_of
-from infra.account.run_folder import RunFolder, Stored, find_folder, no_run
+from infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
 from infra.catalog import load_catalog
 from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
@@ -127,7 +127,7 @@ def fetch(
 def _late(
     definition: StackDefinition,
     folder: RunFolder,
-    objects: Sequence[Stored],
+    objects: Sequence[StoredObject],
     ec2: Any,
     target: Path,
     done: Done | None,
@@ -162,7 +162,7 @@ def earlier_receipt(path: Path) -> Receipt | None:
     return None
 
 
-def _download(folder: RunFolder, each: Stored, target: Path) -> None:
+def _download(folder: RunFolder, each: StoredObject, target: Path) -> None:
     """Through a temporary name: a file that is there is whole. It gets the object's time, by which `_same` knows it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
@@ -192,7 +192,7 @@ def _is_file(name: str, say: Callable[[str], None]) -> bool:
         return False
 
 
-def _same(path: Path, each: Stored) -> bool:
+def _same(path: Path, each: StoredObject) -> bool:
     """Whether a model is there already. Size alone does not tell: after a destroy, another run may have the same id."""
     if path.suffix not in WEIGHTS or not path.is_file():
         return False
@@ -208,7 +208,9 @@ SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # what a node writes of itself whi
 GOES_ON = Done("", "", "", "")
 
 
-def cut_off(definition: StackDefinition, owner: str, objects: Iterable[Stored], ec2: Any, now: datetime) -> Done | None:
+def cut_off(
+    definition: StackDefinition, owner: str, objects: Iterable[StoredObject], ec2: Any, now: datetime
+) -> Done | None:
     """What done.json would be of a run without one that nothing goes on with: no fleet that launches, no node, of its
     bucket's `owner`; another's have a bucket of their own. It ended when its nodes last wrote. Without a reason while
     it may go on, and of a run that no node has begun; None where AWS does not say.

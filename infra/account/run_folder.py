@@ -69,7 +69,7 @@ def find_buckets(s3: Any, stack: str) -> Buckets:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class StoredObject:
     """One object of a run."""
 
     name: str  # within the run
@@ -93,12 +93,12 @@ class RunFolder:
         """
         return self.owner in ("", owner)
 
-    def objects(self, prefix: str = "") -> list[Stored]:
+    def objects(self, prefix: str = "") -> list[StoredObject]:
         """Every object whose name starts with `prefix`."""
         start = f"{self.run}/"
         listed = pages(self.s3, "list_objects_v2", "Contents", Bucket=self.bucket, Prefix=start + prefix)
         return [
-            Stored(name=item["Key"].removeprefix(start), bytes=int(item["Size"]), written=item["LastModified"])
+            StoredObject(name=item["Key"].removeprefix(start), bytes=int(item["Size"]), written=item["LastModified"])
             for item in listed
         ]
 

@@ -18,7 +18,7 @@ from infra.account.fleet import (
     wants,
     why_needless,
 )
-from infra.account.run_folder import RunFolder, Stored, find_folder, no_run
+from infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
 from infra.definition.model import StackDefinition
 from job.contract import attempt, bucket
 from job.contract.commit import BEST, Best
@@ -113,7 +113,7 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
     yield from odd
 
 
-def _set_aside(each: Stored, odd: list[str]) -> attempt.Aside:
+def _set_aside(each: StoredObject, odd: list[str]) -> attempt.Aside:
     """Keeps what is said of an object that does not say what it should."""
     return lambda why: odd.append(f"            {each.name}: set aside: {why}")
 

@@ -39,7 +39,7 @@ POLL_S = 10.0
 
 
 @dataclass(kw_only=True, slots=True)
-class Watch:
+class WaitLoop:
     """One wait. Clock and sleep are given, so that a test need not wait."""
 
     definition: StackDefinition

@@ -15,7 +15,7 @@ from infra.bill.options import TypeCost
 from infra.bill.side import Quantiles, Side
 from infra.catalog.reclaim import Reclaimed
 from infra.definition.model import Capacity, Deadline
-from infra.risk.cadence import Cadence
+from infra.risk.cadence import BestInterval
 from infra.risk.hazard import Hazard
 
 
@@ -32,7 +32,7 @@ class Cap:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class KeptStorage:
     """What stays in the bucket after `pulumi destroy`, until it expires."""
 
     what: str
@@ -61,7 +61,7 @@ class Bill:
     hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
     chance: Hazard | None  # per node-hour, what it is drawn from and where that comes from; None on demand
     reclaimed: Reclaimed | None  # AWS's own words on the chosen type; in no calculation. None on demand or not known
-    cadence: Cadence | None  # the checkpoint interval that costs least; spot only
+    cadence: BestInterval | None  # the checkpoint interval that costs least; spot only
     usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); spot only
     half_speed: Quantiles  # USD if every step takes twice as long
     break_even_hazard: float | None  # None: spot is cheaper at any hazard up to 10, or has nothing to compare with
@@ -69,7 +69,7 @@ class Bill:
     fits: tuple[Fit, ...]
     notice: tuple[Notice, ...]
     cap: Cap | None  # None: no limit is held against what is only priced
-    kept: Kept
+    kept: KeptStorage
     warnings: tuple[str, ...]
     prices_as_of: date  # the oldest of its lines
     max_price_age_days: int  # the definition's: with a date of today, older prices get a sentence

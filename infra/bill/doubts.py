@@ -13,7 +13,7 @@ from infra.bill.limits import AS_COUNTED
 from infra.bill.options import Calibrations
 from infra.bill.runtime import Runtime, hours
 from infra.definition.model import StackDefinition
-from infra.evidence.calibration import Refused
+from infra.evidence.calibration import RefusedCalibration
 from job.contract.aws import NOTICE_S
 from job.spec import JobConfig
 from job.text import counted
@@ -36,7 +36,7 @@ def warnings(
             covered = "p10 to p90 cover interruptions and how far that may be off"
         yield f"uncalibrated: {bill.chosen.runtime.basis}; {covered}"
     for type_, calibration in calibrations.items():
-        if isinstance(calibration, Refused):
+        if isinstance(calibration, RefusedCalibration):
             yield f"{type_}: {calibration.why}"
     yield from schedule(definition.job.parameters, bill.chosen.runtime)
     yield from _micro(definition, bill)

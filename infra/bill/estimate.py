@@ -13,7 +13,7 @@ from dataclasses import replace
 from decimal import Decimal
 
 from infra.bill import doubts, limits, lines, options
-from infra.bill.bill import Bill, Cap, Kept
+from infra.bill.bill import Bill, Cap, KeptStorage
 from infra.bill.lines import Line
 from infra.bill.side import UNBOUND, Hazards, Side, cadence, exact, half_speed, price_side, usd_at_hazards
 from infra.catalog import Catalog
@@ -126,11 +126,13 @@ def _cap(definition: StackDefinition, chosen: Side) -> Cap:
     )
 
 
-def _kept_storage(definition: StackDefinition, catalog: Catalog) -> Kept:
+def _kept_storage(definition: StackDefinition, catalog: Catalog) -> KeptStorage:
     """The run's own objects: job archive and dataset are the stack's, and a destroy deletes them."""
     keep, nothing = definition.storage.keep, Decimal("0.0000")
     if not keep.bucket:
-        return Kept(what="nothing: the bucket goes with the stack", gb=nothing, usd_per_month=nothing, days=0, parts=())
+        return KeptStorage(
+            what="nothing: the bucket goes with the stack", gb=nothing, usd_per_month=nothing, days=0, parts=()
+        )
     held = lines.stored(definition, None)
     named = {
         "checkpoints": held.checkpoints,
@@ -141,7 +143,7 @@ def _kept_storage(definition: StackDefinition, catalog: Catalog) -> Kept:
     parts = tuple((name, exact(gb)) for name, gb in named.items() if gb)
     total = sum((gb for _, gb in parts), nothing)
     monthly = catalog.price("s3_storage", definition.fleet.region).amount
-    return Kept(
+    return KeptStorage(
         what=f"bucket, at most {total:.1f} GB: {', '.join(name for name, _ in parts)}; expires after {keep.days} days",
         gb=total,
         usd_per_month=(total * monthly).quantize(lines.CENT_100),

@@ -82,7 +82,7 @@ class Charge:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class StoredSizes:
     """What a run leaves in its bucket, GB."""
 
     dataset: float  # and base weights that the stack uploads
@@ -113,7 +113,7 @@ def line(name: str, quantity: float, price: Price, kind: Kind, item: str = "") -
     )
 
 
-def stored(definition: StackDefinition, dataset_bytes: int | None) -> Stored:
+def stored(definition: StackDefinition, dataset_bytes: int | None) -> StoredSizes:
     """Upper bound of what lies in the bucket when the run has ended."""
     config = definition.job.parameters
     kept = max(  # of the phase that leaves most: one without optimizer steps saves nothing over the one before
@@ -121,7 +121,7 @@ def stored(definition: StackDefinition, dataset_bytes: int | None) -> Stored:
         + config.sizes().phase_ends[index]
         for index, phase in enumerate(config.phases())
     )
-    return Stored(
+    return StoredSizes(
         dataset=dataset_gb(definition, dataset_bytes) + weights_gb(definition),
         checkpoints=kept / 1e9,
         exports=sum(config.sizes().exports.values()) / 1e9,

@@ -13,9 +13,9 @@ from infra.bill import runtime as runtimes
 from infra.catalog import Catalog, Instance, Price, SpotPrice
 from infra.definition.model import Capacity, StackDefinition
 from infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
-from infra.evidence.calibration import Calibration, Refused
+from infra.evidence.calibration import Calibration, RefusedCalibration
 
-Calibrations = Mapping[str, Calibration | Refused]  # by instance type: evidence.calibration.find_all
+Calibrations = Mapping[str, Calibration | RefusedCalibration]  # by instance type: evidence.calibration.find_all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

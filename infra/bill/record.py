@@ -12,7 +12,7 @@ from typing import Any
 from infra.bill.bill import Bill, Cap
 from infra.bill.lines import NOT_PRICED
 from infra.bill.side import Quantiles, Side
-from infra.risk.cadence import Cadence
+from infra.risk.cadence import BestInterval
 from infra.risk.hazard import Hazard
 
 SCHEMA = 1
@@ -173,7 +173,7 @@ def _hazard(chance: Hazard) -> dict[str, Any]:
     return {"median": round(chance.median, 4), "p10": round(p10, 4), "p90": round(p90, 4), "source": chance.source}
 
 
-def _cadence(found: Cadence) -> dict[str, Any]:
+def _cadence(found: BestInterval) -> dict[str, Any]:
     return {
         "interval_s": round(found.interval_s, 1),
         "present_s": round(found.present_s, 1),

@@ -13,7 +13,7 @@ from infra.bill.runtime import Runtime
 from infra.catalog import Catalog, Price
 from infra.definition.model import Capacity, Limits, StackDefinition, Variant
 from infra.risk import simulation
-from infra.risk.cadence import Cadence, optimal
+from infra.risk.cadence import BestInterval, optimal
 from infra.risk.hazard import HAZARD_WORDS, Hazard, Key, find
 from job.spec import JobConfig
 from job.supervisor.forecast import RESERVE_S, Forecast
@@ -75,8 +75,8 @@ class Side(Prepared):
     metered_usd: Quantiles  # the same as the job's meter counts: interrupted first hours not credited
     interruptions: float  # expected
     probability_stopped: float  # by a limit, before the work is done
-    within: simulation.Outcome = field(repr=False, compare=False)  # the simulated runs behind usd
-    needed: simulation.Outcome = field(repr=False, compare=False)  # the simulated runs behind needed_usd
+    within: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind usd
+    needed: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind needed_usd
     runs: int
 
     @property
@@ -140,7 +140,7 @@ def price_side(
     return settle(prepared, outcome, needed if outcome.stopped.any() else outcome)
 
 
-def settle(prepared: Prepared, outcome: simulation.Outcome, needed: simulation.Outcome) -> Side:
+def settle(prepared: Prepared, outcome: simulation.SimulatedRuns, needed: simulation.SimulatedRuns) -> Side:
     """The side, from the simulated runs within the limits and without."""
     usd, hours, wall_hours, metered_usd = _figures(outcome, prepared)
     needed_usd, needed_hours = usd, hours
@@ -167,7 +167,7 @@ def settle(prepared: Prepared, outcome: simulation.Outcome, needed: simulation.O
     )
 
 
-def cadence(side: Side) -> Cadence | None:
+def cadence(side: Side) -> BestInterval | None:
     """The checkpoint interval that costs least. None for a run without interruptions or saves, or that gets nowhere."""
     saves = sum(phase.saves for phase in side.runtime.phases)
     if not side.exposure.chance.median or not saves or not side.exposure.phase_ends_h[-1]:
@@ -257,7 +257,7 @@ def _chance(definition: StackDefinition, type_: str, hazards: Hazards) -> Hazard
     return find(hazards, type_, zones[0] if len(zones) == 1 else None)
 
 
-def _figures(outcome: simulation.Outcome, of: Prepared) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:
+def _figures(outcome: simulation.SimulatedRuns, of: Prepared) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:
     """USD, node-hours, hours by the wall, and USD as the job's meter counts.
 
     Dollars are the exact total without interruptions plus the simulated difference: no interruption costs exactly

@@ -11,7 +11,7 @@ from infra import text
 from infra.definition.loader import project_root, stacks_of
 from infra.definition.selected import selected
 from infra.evidence import receipts
-from infra.evidence.receipts import Score
+from infra.evidence.receipts import Accuracy
 from job.contract.receipt import CAUSES, Receipt
 
 
@@ -66,7 +66,7 @@ def table(found: Sequence[Receipt]) -> Iterator[str]:
     return text.table(heads, rows, right=range(3, 3 + 3 + len(CAUSES)))
 
 
-def summary(total: Score) -> Iterator[str]:
+def summary(total: Accuracy) -> Iterator[str]:
     """The score in three lines."""
     yield f"{total}." if total.inside is None else f"{total} (target {receipts.TARGET * 100:.0f} %)."
     yield f"Bias: {total.bias_percent:+.1f} %, the median of actual against estimate."

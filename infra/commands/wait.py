@@ -6,7 +6,7 @@ import argparse
 import math
 
 from infra.account import aws
-from infra.account.wait import Watch
+from infra.account.wait import WaitLoop
 from infra.commands import stack
 from infra.errors import GpufleetError
 
@@ -24,5 +24,5 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds, 0 or more; 0 looks once")
     definition = stack.definition_of(args)
     region = definition.fleet.region
-    watch = Watch(definition=definition, ec2=aws.client("ec2", region), s3=aws.client("s3", region))
+    watch = WaitLoop(definition=definition, ec2=aws.client("ec2", region), s3=aws.client("s3", region))
     return watch.until_node(args.timeout)

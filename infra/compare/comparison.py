@@ -30,7 +30,7 @@ class Comparison:
     default: Row  # of these, the file as it is
     rows: list[Row]  # options, ranked
     frontier: list[Row]  # of these
-    policy: tuple[deadline.Policy, str] | None  # with a deadline: spot first, then on demand, and the type
+    policy: tuple[deadline.DeadlinePlan, str] | None  # with a deadline: spot first, then on demand, and the type
 
     @property
     def runnable(self) -> bool:

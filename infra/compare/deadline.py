@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from infra.risk.hazard import Floats
-from infra.risk.simulation import MINIMUM_H, Exposure, Leave, Outcome, quantiles, simulate
+from infra.risk.simulation import MINIMUM_H, Exposure, Leave, SimulatedRuns, quantiles, simulate
 from infra.text import hours
 
 ON_TIME = 0.95
@@ -24,7 +24,7 @@ _MARGINS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class DeadlinePlan:
     """What to do by when, and what it comes to. Hours are by the wall, from the run's start."""
 
     hours_left: float  # to the deadline
@@ -56,7 +56,7 @@ class Policy:
         )
 
 
-def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: float = ON_TIME) -> Policy:
+def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: float = ON_TIME) -> DeadlinePlan:
     """The policy for a run that begins now and has `hours_left` by the wall.
 
     Both exposures are the same job, on the type that each side would use; their limits are not applied, and progress
@@ -77,7 +77,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
     margin_h, met, begun, usd, wall = 0.0, on_time_spot, alone, alone.usd, alone.wall_hours
     if on_time_spot < on_time:
 
-        def leaving(at_h: float) -> tuple[Outcome, Floats, Floats]:
+        def leaving(at_h: float) -> tuple[SimulatedRuns, Floats, Floats]:
             leave = Leave(by_h=at_h + on_demand.phase_ends_h[-1], work_h=on_demand.phase_ends_h[-1])
             found = simulate(replace(spot, leave=leave), runs=RUNS)
             return found, *_finished(found, spot, on_demand)
@@ -94,7 +94,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
             margin_h, switch_h, (begun, usd, wall) = max(slack_h, 0.0), 0.0, sure
         met = float((wall <= by_h + 1e-6).mean())
     left_at_h = begun.wall_hours[begun.stopped]
-    return Policy(
+    return DeadlinePlan(
         hours_left=hours_left,
         stop_h=stop_h,
         switch_h=switch_h,
@@ -108,7 +108,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
     )
 
 
-def _finished(begun: Outcome, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
+def _finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
     """Dollars and hours by the wall of runs whose rest is done on demand where they left spot."""
     left_share = 1 - begun.done_h / spot.phase_ends_h[-1]
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)

@@ -243,7 +243,7 @@ def _work(definition: StackDefinition) -> tuple[object, ...]:
     return definition.job, definition.fleet, definition.storage, definition.estimate
 
 
-def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[deadline.Policy, str] | None:
+def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[deadline.DeadlinePlan, str] | None:
     """For that scenario's work on its best type that has both prices, and that type, when there is a deadline."""
     if left is None:
         return None

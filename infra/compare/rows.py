@@ -140,9 +140,9 @@ def filled(
     return [row if row.prepared is None else _figures(row, next(sides), hours_left) for row in rows]
 
 
-def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts: int) -> list[simulation.Outcome]:
+def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts: int) -> list[simulation.SimulatedRuns]:
     """Of each. One simulation per different exposure; a single run where nothing can interrupt it."""
-    found: dict[simulation.Exposure, simulation.Outcome] = {}
+    found: dict[simulation.Exposure, simulation.SimulatedRuns] = {}
     different = list(dict.fromkeys(exposures))
     for many, some in (
         (runs, [each for each in different if each.is_drawn]),

@@ -17,7 +17,7 @@ from infra.bill.record import quantiles
 from infra.bill.side import Quantiles
 from infra.catalog.regions import known_regions
 from infra.compare import deadline
-from infra.compare.deadline import Policy
+from infra.compare.deadline import DeadlinePlan
 from infra.compare.rows import Row
 from infra.definition.model import StackDefinition
 from infra.evidence.outcomes import FinishedRun
@@ -247,7 +247,7 @@ def matrix(rows: Sequence[Row], defaults: Row) -> str:
     return "\n".join([*lines, *_wrap(CRITERIA_EXPLAINED)]) + "\n"
 
 
-def policy(found: Policy, type_: str) -> str:
+def policy(found: DeadlinePlan, type_: str) -> str:
     """Spot until slack runs out, then on demand, on that type."""
     return "\n".join(_wrap(f"With the deadline, on {type_}: {found.sentence()}.")) + "\n"
 
@@ -317,7 +317,11 @@ def _wrap(text: str, indent: int = 2) -> list[str]:
 
 
 def record(
-    definition: StackDefinition, listed: list[Row], rows: list[Row], edge: list[Row], switch: deadline.Policy | None
+    definition: StackDefinition,
+    listed: list[Row],
+    rows: list[Row],
+    edge: list[Row],
+    switch: deadline.DeadlinePlan | None,
 ) -> dict[str, Any]:
     """Keys as documented in docs/compare.md."""
     front = {id(row) for row in edge}

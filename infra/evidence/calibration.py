@@ -75,13 +75,13 @@ class Calibration:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refused:
+class RefusedCalibration:
     """There is a measurement on this device, and it does not count."""
 
     why: str
 
 
-def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibration | Refused | None:
+def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibration | RefusedCalibration | None:
     """The newest measurement under `root` (the project) that counts for the definition's job on `instance`.
 
     Refused says why the newest one of this device does not. None: this device was never measured.
@@ -91,22 +91,26 @@ def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibra
         for tree, path in _measurements(root, definition.name)
         if tree is None or _is_of(tree, definition, instance)
     ]
-    refused: Refused | None = None
+    refused: RefusedCalibration | None = None
     for tree, path in sorted(found, key=lambda item: str(item[0]["at"]) if item[0] else "", reverse=True):
         shown = path.relative_to(root)
         if tree is None:
-            refused = refused or Refused(why=f"{shown} is damaged: delete it, or run gpufleet calibrate again")
+            refused = refused or RefusedCalibration(
+                why=f"{shown} is damaged: delete it, or run gpufleet calibrate again"
+            )
             continue
         why = _why_not(tree, definition, instance)
         if not why:
             return replace(parse(tree), lacks=unmeasured(definition.job.parameters))
-        refused = refused or Refused(why=f"{shown} does not count any more: {why}; run gpufleet calibrate again")
+        refused = refused or RefusedCalibration(
+            why=f"{shown} does not count any more: {why}; run gpufleet calibrate again"
+        )
     return refused
 
 
 def find_all(
     definition: StackDefinition, instances: Mapping[str, Instance], root: Path
-) -> dict[str, Calibration | Refused]:
+) -> dict[str, Calibration | RefusedCalibration]:
     """By instance type, for those of the definition's types that were measured. Reads nothing without a folder."""
     if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, receipts.FOLDER)):
         return {}

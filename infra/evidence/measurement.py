@@ -48,7 +48,7 @@ def why_ignored(tree: dict[str, Any], definition: StackDefinition, root: Path) -
     if definition.estimate.step_ms is not None:
         return "since estimate.step_ms goes before a measurement: take that out of the file"
     found = calibration.find_all(definition, load_catalog(root).instances, root).values()
-    refused = [each.why for each in found if isinstance(each, calibration.Refused)]
+    refused = [each.why for each in found if isinstance(each, calibration.RefusedCalibration)]
     if len(refused) < len(found):
         return ""
     if refused:
@@ -62,7 +62,7 @@ def measure(
     root: Path,
     *,
     steps: int,
-    gpus: Sequence[machine.Gpu],
+    gpus: Sequence[machine.DriverGpu],
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """The measurement as JSON. Raises GpufleetError, also when the job fails."""
@@ -164,7 +164,7 @@ def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Pat
     atomic.write_json(workdir / RUN, probe_document(definition.job.experiment, asdict(plan.config)))
 
 
-def name_of(gpus: Sequence[machine.Gpu], config: JobConfig) -> str:
+def name_of(gpus: Sequence[machine.DriverGpu], config: JobConfig) -> str:
     """The device as its driver or the kernel names it."""
     if config.device == "cuda":
         return gpus[0].name

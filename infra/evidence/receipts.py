@@ -25,7 +25,7 @@ TARGET = 0.8  # share of runs that should end between p10 and p90
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Score:
+class Accuracy:
     """Running accuracy. Percentages are of each run's estimate, and medians over the runs."""
 
     runs: int
@@ -92,18 +92,18 @@ def keep(content: bytes, root: Path, stack: str, run: str) -> Path:
     return path
 
 
-def score(root: Path, stack: str | None = None) -> Score | None:
+def score(root: Path, stack: str | None = None) -> Accuracy | None:
     """Over all receipts under `root`, or one stack's; None while there are none that count."""
     return grade(read(root, stack)[0])
 
 
-def grade(receipts: Sequence[Receipt]) -> Score | None:
+def grade(receipts: Sequence[Receipt]) -> Accuracy | None:
     """The score of these receipts; None when none of them counts."""
     found = [receipt for receipt in receipts if counts(receipt)]
     if not found:
         return None
     ranged = [receipt.within_range for receipt in found if receipt.within_range is not None]
-    return Score(
+    return Accuracy(
         runs=len(found),
         error_percent=median(abs(float(receipt.error_percent)) for receipt in found),
         bias_percent=median(float(receipt.error_percent) for receipt in found),

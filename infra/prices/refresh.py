@@ -31,7 +31,7 @@ _HOPELESS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class KeptFigure:
     """A figure that could not be read anew. `as_of` is the old one's date, None when there is no old one."""
 
     what: str
@@ -55,12 +55,12 @@ class Refreshed:
 
     prices: Prices
     read: int = 0
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[KeptFigure] = field(default_factory=list)
     moved: list[Moved] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)  # zones without a spot price any more
 
     @property
-    def failed(self) -> list[Kept]:
+    def failed(self) -> list[KeptFigure]:
         return [kept for kept in self.kept if kept.failed]
 
 
@@ -115,7 +115,9 @@ def _spot(
     except (exceptions.ClientError, exceptions.BotoCoreError) as error:
         known = [zone.price.as_of for (_, where), zones in old.spot.items() if where == region for zone in zones]
         done.kept.append(
-            Kept(what=f"all spot prices in {region}", why=_reason(error), as_of=min(known, default=None), failed=True)
+            KeptFigure(
+                what=f"all spot prices in {region}", why=_reason(error), as_of=min(known, default=None), failed=True
+            )
         )
         return
     for type_ in types:
@@ -125,13 +127,13 @@ def _spot(
         unnamed = found.unnamed.get(type_, ())
         for name in unnamed:  # it is one of `rest`, or new: nobody can say which
             why, oldest = "AWS gives no id for this zone", min((zone.price.as_of for zone in rest), default=None)
-            done.kept.append(Kept(what=f"spot price of {type_} in {name}", why=why, as_of=oldest, failed=True))
+            done.kept.append(KeptFigure(what=f"spot price of {type_} in {name}", why=why, as_of=oldest, failed=True))
         if not zones:
             if before and not unnamed:
                 oldest = min(zone.price.as_of for zone in before.values())
                 why = f"no spot price in {spot_history.DAYS} days"
                 what = f"spot prices of {type_} in {region}"
-                done.kept.append(Kept(what=what, why=why, as_of=oldest, failed=False))
+                done.kept.append(KeptFigure(what=what, why=why, as_of=oldest, failed=False))
             continue
         read_anew = [_spot_price(zone, now.date()) for zone in zones]
         done.prices.spot[type_, region] = cheapest_first([*read_anew, *rest] if unnamed else read_anew)
@@ -155,7 +157,9 @@ def _keep(done: Refreshed, what: str, error: Exception, before: Price | None) ->
     empty = isinstance(error, NoFigure) and error.empty
     if empty and before is None:
         return  # not sold there, and never was
-    done.kept.append(Kept(what=what, why=_reason(error), as_of=before.as_of if before else None, failed=not empty))
+    done.kept.append(
+        KeptFigure(what=what, why=_reason(error), as_of=before.as_of if before else None, failed=not empty)
+    )
 
 
 def _note(done: Refreshed, what: str, before: Price | None, new: Decimal) -> None:

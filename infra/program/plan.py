@@ -26,7 +26,7 @@ from infra.definition.selected import Selected
 from infra.errors import DefinitionError, GpufleetError
 from infra.pricing import bill_and_cheaper, bill_of, prepared_dataset
 from infra.program.boot import archive, run_config, user_data
-from infra.program.run_guard import Previous, Verdict, judge
+from infra.program.run_guard import Previous, RunDecision, judge
 from infra.review import policy
 from job.contract import run as run_file
 from job.dataset.prepare import DatasetManifest, verify
@@ -41,7 +41,7 @@ class Plan:
     definition: StackDefinition
     bill: Bill
     cheaper: Cheaper | None  # what would do the same for less; None for a run that has begun
-    verdict: Verdict
+    verdict: RunDecision
     archive: archive.Archive
     dataset: DatasetManifest | None  # None: an s3:// prefix, or not prepared yet
     dataset_folder: Path | None

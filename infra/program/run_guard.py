@@ -52,7 +52,7 @@ class Previous:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class RunDecision:
     """What this program run may do."""
 
     run: RunRecord
@@ -70,7 +70,7 @@ def judge(
     code_sha256: str,
     previous: Previous,
     now: datetime,
-) -> Verdict:
+) -> RunDecision:
     """Compare the definition with the stack as it is.
 
     Raises DefinitionError: another file or region than the stack's; same run id with another digest, or kept for less
@@ -111,7 +111,7 @@ def judge(
             f"Run {run_id} has not begun, and its deadline has passed.",
         )
     ended = _ended(definition, recorded, previous.fleets, now)
-    return Verdict(run=asked, runs=runs, continues=False, over=False, warnings=ended)
+    return RunDecision(run=asked, runs=runs, continues=False, over=False, warnings=ended)
 
 
 def _continued(
@@ -121,7 +121,7 @@ def _continued(
     runs: tuple[str, ...],
     previous: Previous,
     now: datetime,
-) -> Verdict:
+) -> RunDecision:
     """The recorded run goes on, or is over; `asked` is what the file says under its id."""
     run_id = recorded.id
     # A folder of inputs that is gone says nothing about the run; `up` asks for it elsewhere.
@@ -142,7 +142,7 @@ def _continued(
             f"Run {run_id} is over ({why}): no fleet is declared. What it saved stays in the bucket; "
             "a new run.id starts a new run."
         )
-        return Verdict(run=recorded, runs=runs, continues=True, over=True, warnings=(over,))
+        return RunDecision(run=recorded, runs=runs, continues=True, over=True, warnings=(over,))
     if _replaced(previous.objects, recorded):
         raise _used(
             definition,
@@ -166,7 +166,7 @@ def _continued(
         "a new run.id starts a new run with the new code."
     )
     warnings = () if recorded.code == asked.code else (changed,)
-    return Verdict(run=recorded, runs=runs, continues=True, over=False, warnings=warnings)
+    return RunDecision(run=recorded, runs=runs, continues=True, over=False, warnings=warnings)
 
 
 def _stays(definition: StackDefinition, previous: Previous) -> None:

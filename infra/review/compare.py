@@ -45,7 +45,7 @@ class Known:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
+class StackAtCommit:
     """One stack at one commit. `errors`: why it has no bill."""
 
     tree: Mapping | None = None
@@ -60,7 +60,7 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class CostStep:
     """Part of a difference: these settings, and what p50 and p90 of the bill did."""
 
     keys: tuple[str, ...]
@@ -75,9 +75,9 @@ class StackReview:
     """One stack on both sides. `base` or `head` None: the commit does not have it."""
 
     name: str
-    base: Side | None
-    head: Side | None
-    steps: tuple[Step, ...] = ()
+    base: StackAtCommit | None
+    head: StackAtCommit | None
+    steps: tuple[CostStep, ...] = ()
     aside: tuple[str, ...] = ()  # changed sections that enter no bill
     over_cap: str = ""  # p90 passes limits.max_usd
     refused: tuple[str, ...] = ()  # why `up` would refuse it
@@ -123,23 +123,23 @@ class Pricer:
     now: datetime
     folder: Path
 
-    def side(self, name: str, text: bytes, known: Known) -> Side:
+    def side(self, name: str, text: bytes, known: Known) -> StackAtCommit:
         """The stack `name` as `text` says."""
         try:
             tree = read(decode(text))
         except UnreadableError as error:
-            return Side(errors=tuple(str(problem) for problem in error.problems))
+            return StackAtCommit(errors=tuple(str(problem) for problem in error.problems))
         path = self.folder / f"{name}.yaml"
         path.write_bytes(text)
         try:
             definition = load(path, now=self.now, past_deadline=True, catalog=known.catalog)
             measured = find_all(definition, known.catalog.instances, known.folder)
             bill = price(definition, known.catalog, calibrations=measured, hazards=known.hazards)
-            return Side(tree=tree, definition=definition, bill=bill)
+            return StackAtCommit(tree=tree, definition=definition, bill=bill)
         except DefinitionError as error:
-            return Side(tree=tree, errors=tuple(str(problem) for problem in error.problems))
+            return StackAtCommit(tree=tree, errors=tuple(str(problem) for problem in error.problems))
         except GpufleetError as error:
-            return Side(tree=tree, errors=(str(error).replace(f"{self.folder}/", "stacks/"),))
+            return StackAtCommit(tree=tree, errors=(str(error).replace(f"{self.folder}/", "stacks/"),))
 
     def bill(self, name: str, tree: Mapping, known: Known) -> Bill | None:
         """The bill of a tree that no file holds; None where it does not load or has no price."""
@@ -168,7 +168,7 @@ def _stack(
 ) -> StackReview:
     base = None if old is None else pricer.side(name, old, known[0])
     head = None if new is None else pricer.side(name, new, known[1])
-    steps: tuple[Step, ...] = ()
+    steps: tuple[CostStep, ...] = ()
     aside: tuple[str, ...] = ()
     if base and head and base.tree and head.tree:
         aside = tuple(key for key in ASIDE if _plain(base.tree.entries.get(key)) != _plain(head.tree.entries.get(key)))
@@ -186,7 +186,9 @@ def _stack(
     return StackReview(name=name, base=base, head=head, steps=steps, aside=aside, **judged)
 
 
-def _attribute(name: str, base: Side, head: Side, known: tuple[Known, Known], pricer: Pricer) -> Iterator[Step]:
+def _attribute(
+    name: str, base: StackAtCommit, head: StackAtCommit, known: tuple[Known, Known], pricer: Pricer
+) -> Iterator[CostStep]:
     assert base.tree is not None
     assert head.tree is not None
     assert base.bill is not None
@@ -225,9 +227,9 @@ def _attribute(name: str, base: Side, head: Side, known: tuple[Known, Known], pr
         yield _step(rest, "", "", bill, head.bill)
 
 
-def _step(keys: tuple[str, ...], before: str, after: str, old: Bill, new: Bill) -> Step:
+def _step(keys: tuple[str, ...], before: str, after: str, old: Bill, new: Bill) -> CostStep:
     was, now = old.chosen.needed_usd, new.chosen.needed_usd
-    return Step(keys=keys, before=before, after=after, p50=now.p50 - was.p50, p90=now.p90 - was.p90)
+    return CostStep(keys=keys, before=before, after=after, p50=now.p50 - was.p50, p90=now.p90 - was.p90)
 
 
 def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Node | None]]:
@@ -338,7 +340,7 @@ def _stack_record(stack: StackReview) -> dict[str, Any]:
     }
 
 
-def _side_record(side: Side) -> dict[str, Any]:
+def _side_record(side: StackAtCommit) -> dict[str, Any]:
     usd = side.usd
     return {
         "p50": str(usd.p50) if usd else None,

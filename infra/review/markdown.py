@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 
 from infra.bill.limits import AS_COUNTED
-from infra.review.compare import Review, Side, StackReview
+from infra.review.compare import Review, StackAtCommit, StackReview
 
 MARKER = "<!-- gpufleet-cost-review -->"  # a workflow finds its own comment by this line
 _LONGEST = 80  # characters of a value
@@ -82,7 +82,7 @@ def _totals(stacks: Sequence[StackReview]) -> tuple[Decimal, Decimal, list[str]]
     return _sum(stack.base for stack in known), _sum(stack.head for stack in known), unknown
 
 
-def _sum(sides: Iterable[Side | None]) -> Decimal:
+def _sum(sides: Iterable[StackAtCommit | None]) -> Decimal:
     return sum((side.usd.p50 for side in sides if side and side.usd), Decimal(0))
 
 
@@ -131,7 +131,7 @@ def _change(stack: StackReview, which: str) -> str:
     return f"{old:.2f} to {new:.2f} ({_signed(new - old)})" if new != old else f"{new:.2f}"
 
 
-def _usd(side: Side | None, which: str) -> Decimal | None:
+def _usd(side: StackAtCommit | None, which: str) -> Decimal | None:
     return getattr(side.usd, which) if side and side.usd else None
 
 

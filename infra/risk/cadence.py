@@ -25,7 +25,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cadence:
+class BestInterval:
     """The best interval and what it is worth against the present one, on average."""
 
     interval_s: float
@@ -44,7 +44,7 @@ class Cadence:
         return f"{best}; against the present {self.present_s:g} s it saves ${self.saved_usd:.2f} ({self.share:.1%})"
 
 
-def optimal(exposure: Exposure, save_cost_s: float) -> Cadence | None:
+def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
     """The interval with the least expected dollars, for a save that stalls the steps by `save_cost_s`.
 
     The exposure's hours of work contain the stalls of its present interval; its limits do not matter. Never longer than
@@ -67,7 +67,7 @@ def optimal(exposure: Exposure, save_cost_s: float) -> Cadence | None:
     saved_usd = float(present.usd.mean() - best.usd.mean())
     if saved_usd <= 0:  # as good to the last digit, or nothing to gain at all
         best_s, saved_usd, best = present_s, 0.0, present
-    return Cadence(
+    return BestInterval(
         interval_s=best_s,
         present_s=present_s,
         saved_usd=saved_usd,

@@ -18,7 +18,7 @@ from infra.errors import GpufleetError
 from infra.evidence.traces import Trace
 from infra.risk import hazard
 from infra.risk.hazard import Floats, Hazard, Indices
-from infra.risk.simulation import SEED, Exposure, Node, Outcome, account, simulate
+from infra.risk.simulation import SEED, Exposure, NextNode, SimulatedRuns, account, simulate
 from infra.text import hours, wrap
 from job.text import counted
 
@@ -53,17 +53,17 @@ class Replayed:
     scores: tuple[Score, ...]  # stated first
 
 
-def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = SEED) -> Outcome:
+def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = SEED) -> SimulatedRuns:
     """The run begun at `starts` evenly spread hours of the trace. Raises ValueError for a trace without a node."""
     if not trace.up_from_h.size:
         raise ValueError("a trace without availability")
     rng = np.random.default_rng(seed)
     begin_h: Floats = np.arange(starts, dtype=np.float64) * (trace.hours / starts)
 
-    def fate(active: Indices, attempt: int, wall_h: Floats) -> Node:
+    def fate(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
         life, wait = _next(trace, begin_h[active] + wall_h)
         missed, lost = rng.random((2, starts))[:, active]
-        return Node(life_h=life, wait_h=wait, missed=missed, lost=lost)
+        return NextNode(life_h=life, wait_h=wait, missed=missed, lost=lost)
 
     return account(exposure, _up_from(trace, begin_h) - begin_h, fate)
 

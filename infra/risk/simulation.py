@@ -47,7 +47,7 @@ Hours = TypeVar("Hours", float, Floats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
+class NextNode:
     """What becomes of the next node of each run that needs one."""
 
     life_h: Floats  # from launch until AWS takes it; inf: never
@@ -57,7 +57,7 @@ class Node:
 
 
 # (runs that need a node, which attempt it is, hours by the wall since the run was begun) -> their nodes
-Fate = Callable[[Indices, int, Floats], Node]
+Fate = Callable[[Indices, int, Floats], NextNode]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +143,7 @@ class Exposure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class SimulatedRuns:
     """One value per simulated run."""
 
     usd: Floats
@@ -165,20 +165,20 @@ def quantiles(values: Floats) -> tuple[float, float, float, float]:
     return p10, p50, p90, mean
 
 
-def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS) -> Outcome:
+def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
     """`runs` independent runs. One that is not done after `attempts` nodes is carried on as it went so far."""
     return simulate_each([exposure], runs=runs, seed=seed, attempts=attempts)[0]
 
 
 def simulate_each(
     exposures: Sequence[Exposure], *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS
-) -> list[Outcome]:
+) -> list[SimulatedRuns]:
     """What `simulate` gives for each, many at once. Raises ValueError for an owner who ends one of several."""
     if len(exposures) > 1 and any(exposure.leave for exposure in exposures):
         raise ValueError("a run that its owner ends is simulated alone")
     sizes = [min(_CHUNK, runs - start) for start in range(0, runs, _CHUNK)]
     together = max(1, _CHUNK // max(1, runs))
-    found: list[Outcome] = []
+    found: list[SimulatedRuns] = []
     for start in range(0, len(exposures), together):
         some = exposures[start : start + together]
         seeds = np.random.SeedSequence(seed).spawn(len(sizes))  # anew: a seed remembers what was drawn from it
@@ -187,14 +187,14 @@ def simulate_each(
     return found
 
 
-def _joined(parts: Sequence[Outcome]) -> Outcome:
+def _joined(parts: Sequence[SimulatedRuns]) -> SimulatedRuns:
     if len(parts) == 1:
         return parts[0]
-    names = [field.name for field in fields(Outcome)]
-    return Outcome(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+    names = [field.name for field in fields(SimulatedRuns)]
+    return SimulatedRuns(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
-def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, attempts: int) -> list[Outcome]:
+def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, attempts: int) -> list[SimulatedRuns]:
     """Runs of all exposures, one exposure after the other; the first run of each meets the same luck, and so on."""
     normals, first_wait = rng.standard_normal(runs), rng.standard_exponential(runs)
     hazard = np.concatenate([each.chance.per_run(normals) * each.nodes for each in exposures])
@@ -210,7 +210,7 @@ def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, a
         speed = np.tile(rng.spawn(1)[0].standard_normal(runs), len(exposures))
         stretch = np.exp(speed * np.where(speed < 0, below, above))
 
-    def fate(active: Indices, attempt: int, wall_h: Floats) -> Node:
+    def fate(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
         luck = Luck(rng, runs, active, attempt)
         (life, wait), (missed, lost) = luck.exponential(), luck.uniform()
         with np.errstate(divide="ignore"):
@@ -220,12 +220,12 @@ def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, a
                 Luck(uneven, runs, active, attempt).normal(), _select(unevenness, active), first=attempt == 0
             )
             life = life / factor
-        return Node(life_h=life, wait_h=wait * _select(wait_h, active), missed=missed, lost=lost)
+        return NextNode(life_h=life, wait_h=wait * _select(wait_h, active), missed=missed, lost=lost)
 
     return _account(exposures, runs, first_wait_h, fate, attempts, stretch)
 
 
-def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> Outcome:
+def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
     """What runs cost that wait `first_wait_h` (one value per run) for their first node and whose nodes meet `fate`."""
     return _account([exposure], len(first_wait_h), first_wait_h, fate, attempts)[0]
 
@@ -237,7 +237,7 @@ def _account(
     fate: Fate,
     attempts: int,
     stretch: Floats | float = 1.0,
-) -> list[Outcome]:
+) -> list[SimulatedRuns]:
     """`stretch`: how many times longer the work of each run takes."""
     count = len(first_wait_h)
     single = exposures[0] if len(exposures) == 1 else None
@@ -319,7 +319,7 @@ def _account(
     fixed_usd = per_exposure(lambda e: e.fixed_usd if e.max_usd is None else min(e.fixed_usd, e.max_usd))
     usd = fixed_usd + billed * per_exposure(lambda e: e.compute_usd_h) + hours * per_exposure(lambda e: e.extras_usd_h)
     return [
-        Outcome(
+        SimulatedRuns(
             usd=usd[part],
             hours=hours[part],
             wall_hours=wall[part],

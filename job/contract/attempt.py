@@ -127,7 +127,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordWriter:
     """attempts/<instance>.json. None, or empty: not known (yet), and not written."""
 
     # The node's.
@@ -172,7 +172,7 @@ class Record:
         return {**said, **(asdict(self.machine) if self.machine else {})}
 
     @classmethod
-    def from_json(cls, tree: dict[str, Any], aside: Aside) -> Record:
+    def from_json(cls, tree: dict[str, Any], aside: Aside) -> RecordWriter:
         """As far as others need it."""
         fields = Fields(tree, aside=aside)
         return cls(
@@ -202,14 +202,14 @@ def last_beat(lines: bytes | None, aside: Aside) -> Beat | None:
     return None
 
 
-def record(content: bytes | None, aside: Aside) -> Record:
+def record(content: bytes | None, aside: Aside) -> RecordWriter:
     """What a node's record says; one that says nothing where there is none to be believed."""
     try:
         tree = {} if content is None else reading.parse(content)
     except DoubtError as error:
         aside(str(error))
         tree = {}
-    return Record.from_json(tree, aside)
+    return RecordWriter.from_json(tree, aside)
 
 
 def _time(value: Any) -> str:

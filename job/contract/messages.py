@@ -74,7 +74,7 @@ class Stop(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save(Message):
+class SaveRequest(Message):
     """A checkpoint is wanted now. The trainer removes the file."""
 
     FILE = workdir.SAVE

@@ -27,7 +27,7 @@ LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter co
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class RunLimits:
     """`deadline`, and `expires`, when AWS ends the fleet, in epoch seconds."""
 
     max_usd: Decimal
@@ -57,7 +57,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dataset:
+class InputData:
     """A dataset, base weights, a command's code or one of its inputs. `uri` None: under inputs/<sha256>/ beside the
     run. No files: an s3:// prefix whose dataset.json (weights.json) names them; of a command's input all that lies
     there, and `sha256` is the listing's.
@@ -75,12 +75,12 @@ class RunFile:
     run: str
     config: JobConfig
     config_sha256: str
-    limits: Limits
+    limits: RunLimits
     fixed_usd: Decimal
-    dataset: Dataset | None  # None for a command
-    weights: Dataset | None  # base weights; None for a job that starts from nothing
-    code: Dataset | None  # of a command: one archive; None: its image has all
-    folders: dict[str, Dataset]  # a command's inputs, by name
+    dataset: InputData | None  # None for a command
+    weights: InputData | None  # base weights; None for a job that starts from nothing
+    code: InputData | None  # of a command: one archive; None: its image has all
+    folders: dict[str, InputData]  # a command's inputs, by name
     estimate: dict[str, Any]
     tree: dict[str, Any]
 
@@ -243,7 +243,7 @@ def _typed(fields: Fields) -> RunFile:
         run=fields.section("run").need("id", reading.name),
         config=config,
         config_sha256=config_digest(experiment, parameters),
-        limits=Limits(
+        limits=RunLimits(
             max_usd=limits.need("max_usd", reading.unsigned),
             max_hours=limits.need("max_hours", reading.unsigned),
             deadline=limits.take("deadline", reading.moment, None),
@@ -319,8 +319,8 @@ def _document(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _inputs(entry: Fields) -> Dataset:
-    return Dataset(
+def _inputs(entry: Fields) -> InputData:
+    return InputData(
         uri=entry.take("uri", reading.text, None),
         sha256=entry.take("sha256", reading.text, None),
         files=listing.files(entry),

@@ -36,12 +36,12 @@ from job.models.blocks import Linear, at_least_fp32, rotate
 from job.models.hf_config import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW
 from job.models.linear_loss import chunk_loss, linear_loss
 from job.models.selective import Checkpointed, keep_products
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 
 INIT_STD = 0.02
 
 
-class Output(NamedTuple):
+class DecoderOutput(NamedTuple):
     """What a forward pass gives."""
 
     logits: Tensor | None  # [R, T, V] in the compute dtype; with a cache [R, 1, V], of the last token. No targets only
@@ -132,8 +132,8 @@ class Decoder(Checkpointed):
             raise ValueError(f"model.head_dim: {shape.head_dim} is odd; rotary positions turn pairs of dimensions")
         self.shape, self.compute_dtype = shape, compute
         self.embed = Table(shape.vocab, shape.width)
-        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
-        self.norm = Norm(shape.width, shape.norm_eps)
+        self.blocks = nn.ModuleList(DecoderBlock(shape, layer) for layer in range(shape.layers))
+        self.norm = DecoderNorm(shape.width, shape.norm_eps)
         self.head = None if shape.tied else Table(shape.vocab, shape.width)
 
     def forward(
@@ -146,7 +146,7 @@ class Decoder(Checkpointed):
         *,
         cache: Cache | None = None,
         padding_R: Tensor | None = None,
-    ) -> Output:
+    ) -> DecoderOutput:
         """Logits without targets, the summed loss with them (IGNORED ones, -100, count nothing).
 
         `documents` numbers the examples of each row; None: a row is one. `starts` are their first places in the flat
@@ -167,9 +167,9 @@ class Decoder(Checkpointed):
         x_RTd = self.norm(x_RTd)
         weight_Vd = (self.embed if self.head is None else self.head).rows(x_RTd.dtype)
         if targets_RT is None:
-            return Output(F.linear(x_RTd, weight_Vd), None, None, {})
+            return DecoderOutput(F.linear(x_RTd, weight_Vd), None, None, {})
         loss_sum = linear_loss(x_RTd.flatten(0, 1), weight_Vd, targets_RT.flatten(), self.loss)
-        return Output(None, loss_sum, None, {})
+        return DecoderOutput(None, loss_sum, None, {})
 
     def loss(self, logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor, Tensor | None]:
         """`chunk_loss`, where a trainer can compile it."""
@@ -215,14 +215,14 @@ class Table(nn.Embedding):
         return self.weight.to(dtype)
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Pre-norm: x + attention(norm1(x)), then + ffn(norm2(that))."""
 
     def __init__(self, s: Shape, layer: int) -> None:
         super().__init__()
         self.checkpointing = False
-        self.norm1, self.norm2 = Norm(s.width, s.norm_eps), Norm(s.width, s.norm_eps)
-        self.attention, self.ffn = Attention(s, layer), FeedForward(s)
+        self.norm1, self.norm2 = DecoderNorm(s.width, s.norm_eps), DecoderNorm(s.width, s.norm_eps)
+        self.attention, self.ffn = DecoderAttention(s, layer), DecoderFeedForward(s)
 
     def forward(self, x_RTd: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
         if self.checkpointing and self.training:
@@ -236,7 +236,7 @@ class Block(nn.Module):
         return x_RTd + y_RTd
 
 
-class Attention(nn.Module):
+class DecoderAttention(nn.Module):
     """Grouped-query attention with rotary positions; biases on q, k, v for qwen2, a norm of each head for qwen3."""
 
     def __init__(self, s: Shape, layer: int) -> None:
@@ -247,8 +247,8 @@ class Attention(nn.Module):
         self.k = Linear(s.width, s.kv_heads * s.head_dim, bias=biased)
         self.v = Linear(s.width, s.kv_heads * s.head_dim, bias=biased)
         self.o = Linear(s.heads * s.head_dim, s.width, bias=False)
-        self.q_norm = Norm(s.head_dim, s.norm_eps) if s.family == "qwen3" else None
-        self.k_norm = Norm(s.head_dim, s.norm_eps) if s.family == "qwen3" else None
+        self.q_norm = DecoderNorm(s.head_dim, s.norm_eps) if s.family == "qwen3" else None
+        self.k_norm = DecoderNorm(s.head_dim, s.norm_eps) if s.family == "qwen3" else None
 
     def forward(self, x_RTd: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
         q, k, v = (product(x_RTd).unflatten(-1, (-1, self.head_dim)) for product in (self.q, self.k, self.v))
@@ -279,7 +279,7 @@ class Attention(nn.Module):
         return y.transpose(1, 2)
 
 
-class FeedForward(nn.Module):
+class DecoderFeedForward(nn.Module):
     """SwiGLU."""
 
     def __init__(self, s: Shape) -> None:
@@ -292,7 +292,7 @@ class FeedForward(nn.Module):
         return y_RTd
 
 
-class Norm(nn.RMSNorm):
+class DecoderNorm(nn.RMSNorm):
     """RMSNorm, weight cast to the input's dtype (statistics are fp32 inside)."""
 
     def __init__(self, width: int, eps: float) -> None:

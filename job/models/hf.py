@@ -20,7 +20,7 @@ from job import atomic
 from job.models import lora
 from job.models.decoder import Decoder
 from job.models.hf_config import ADAPTER_CONFIG, CONFIG, check, config_tree, published
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 from job.spec.sft import Lora
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

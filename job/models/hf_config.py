@@ -16,7 +16,7 @@ from typing import Any, Literal
 from job import atomic
 from job.dataset import weights
 from job.dataset.weights import EMBED, HEAD, Stored
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 from job.text import counted
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"

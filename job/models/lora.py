@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from job.models.blocks import Linear
-from job.models.decoder import Block, Decoder, Table
+from job.models.decoder import Decoder, DecoderBlock, Table
 from job.spec.sft import Lora
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -96,7 +96,7 @@ def attach(
     """
     module.requires_grad_(False)
     for block in module.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, DecoderBlock)
         for part in (block.attention, block.ffn):
             for name in PROJECTIONS:
                 if isinstance(base := getattr(part, name, None), Linear):

@@ -20,13 +20,26 @@ from typing import NoReturn
 
 from job import atomic
 from job.contract import done as ends
-from job.contract.attempt import Exit, Record
+from job.contract.attempt import Exit, RecordWriter
 from job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
 from job.contract.bucket import ATTEMPTS, DONE, attempt_key, boot_log_key
 from job.contract.codes import AttemptExit
 from job.contract.workdir import RUN
 from job.node import attempts, container, disks
-from job.node.outside import Metadata, Objects, aws, bounded, call, complaint, last_line, log, now, retry, say, tries
+from job.node.outside import (
+    MetadataService,
+    Objects,
+    aws,
+    bounded,
+    call,
+    complaint,
+    last_line,
+    log,
+    now,
+    retry,
+    say,
+    tries,
+)
 from job.node.settings import Machine, Settings
 
 LOG_LINES = 200  # of a job that crashed, in the boot log
@@ -37,15 +50,15 @@ class TerminatedError(BaseException):
     """SIGTERM came while no job was running."""
 
 
-class Node:
+class NodeRun:
     """One machine. `run` does not return: it ends the process."""
 
     def __init__(self, settings: Settings, machine: Machine) -> None:
         self.settings, self.machine = settings, machine
         self.folder, self.booted_at = settings.folder, now()
-        self.metadata = Metadata(settings.metadata)
+        self.metadata = MetadataService(settings.metadata)
         self.objects = Objects(settings.bucket, settings.run)
-        self.record = Record(
+        self.record = RecordWriter(
             instance=machine.instance,
             type=machine.type,
             zone=machine.zone,
@@ -142,7 +155,7 @@ class Node:
         if not self.objects.get_folder(ATTEMPTS, folder):
             return None
         trees = [tree for path in folder.glob("*.json") if (tree := atomic.read_object(path)) is not None]
-        return attempts.futile_boots([Record.from_json(tree, _set_aside) for tree in trees], self.manifest)
+        return attempts.futile_boots([RecordWriter.from_json(tree, _set_aside) for tree in trees], self.manifest)
 
     def _watch_notice(self) -> None:
         """Until the job looks itself: a boot that AWS interrupts is no failed attempt."""
@@ -238,7 +251,7 @@ class Node:
         self._ended = True
         self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
         self._upload_log()
-        ending = Record.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
+        ending = RecordWriter.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
         launched = datetime.strptime(self.machine.launched_at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
         age = (datetime.now(timezone.utc) - launched).total_seconds()
         if ending is not None and ending.notice and age < FREE_S:
@@ -286,7 +299,7 @@ class Node:
     def _noticed(self) -> bool:
         return '"action"' in (self.metadata.get(NOTICE_PATH) or "")
 
-    def _record(self, own: Record) -> bool:
+    def _record(self, own: RecordWriter) -> bool:
         """Adds to this machine's record what it lacks. False: the bucket does not take it."""
         file = self.folder / "attempt.json"
         atomic.write_json(file, {**own.to_json(), **(atomic.read_object(file) or {})})
@@ -348,4 +361,4 @@ def _set_aside(why: str) -> None:
 
 
 if __name__ == "__main__":
-    Node(Settings.from_environment(os.environ), Machine.from_document(os.environ["IDENTITY"])).run()
+    NodeRun(Settings.from_environment(os.environ), Machine.from_document(os.environ["IDENTITY"])).run()

@@ -114,7 +114,7 @@ def aws(*words: str) -> str | None:
     return answer("aws", *words, *NOT_REACHED)
 
 
-class Metadata:
+class MetadataService:
     """The instance metadata service, version 2."""
 
     def __init__(self, endpoint: str) -> None:

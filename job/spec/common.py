@@ -82,7 +82,7 @@ class Compute:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decoder:
+class DecoderConfig:
     """A Llama- or Qwen-class causal decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases.
 
     `qwen3` adds a norm per head to q and k, `qwen2` biases to q, k and v. The default is Llama-3.1-8B.
@@ -102,7 +102,7 @@ class Decoder:
     rope_scaling: Literal["none", "llama3"] = "llama3"
 
 
-QWEN3_8B = Decoder(
+QWEN3_8B = DecoderConfig(
     family="qwen3",
     vocab=151_936,
     layers=36,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from job.spec.common import Decoder, TokenBatch
+from job.spec.common import DecoderConfig, TokenBatch
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
@@ -15,41 +15,41 @@ LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chu
 LAYER_LAUNCH_MS, LORA_LAUNCH_MS, LAUNCH_MS = 1.7, 3.3, 3.0
 
 
-def parameters(m: Decoder) -> int:
+def parameters(m: DecoderConfig) -> int:
     """All of them; a tied head counts once."""
     return m.layers * layer_parameters(m) + m.vocab * m.width * (1 if m.tied else 2) + m.width
 
 
-def layer_parameters(m: Decoder) -> int:
+def layer_parameters(m: DecoderConfig) -> int:
     """Of one layer: matrices, two norms, q/k/v biases (qwen2), q/k norms (qwen3)."""
     biases = (m.heads + 2 * m.kv_heads) * m.head_dim if m.family == "qwen2" else 0
     norms = 2 * m.width + (2 * m.head_dim if m.family == "qwen3" else 0)
     return layer_matmul(m) + biases + norms
 
 
-def layer_matmul(m: Decoder) -> int:
+def layer_matmul(m: DecoderConfig) -> int:
     """Parameters of one layer that are matrices: q, o, k, v, and SwiGLU's three."""
     return 2 * m.width * m.heads * m.head_dim + 2 * m.width * m.kv_heads * m.head_dim + 3 * m.width * m.ffn
 
 
-def matmul_parameters(m: Decoder) -> int:
+def matmul_parameters(m: DecoderConfig) -> int:
     """Those that multiply a token: every layer's matrices and the head; not the embedding look-up."""
     return m.layers * layer_matmul(m) + m.vocab * m.width
 
 
-def attention_flops(m: Decoder, context: float) -> int:
+def attention_flops(m: DecoderConfig, context: float) -> int:
     """Forward and backward of one token's scores and sums, causal, over documents of `context` tokens."""
     return int(6 * m.layers * m.heads * m.head_dim * context)
 
 
-def lora_parameters(m: Decoder, rank: int) -> int:
+def lora_parameters(m: DecoderConfig, rank: int) -> int:
     """Adapters on all seven projections: rank x (in + out) each."""
     q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
     per_layer = 2 * (m.width + q) + 2 * (m.width + kv) + 3 * (m.width + m.ffn)
     return m.layers * rank * per_layer
 
 
-def layer_activation_bytes(m: Decoder, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
+def layer_activation_bytes(m: DecoderConfig, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
     """What autograd keeps of one token in one layer. `adapters`: the rank of LoRA, 0 without.
 
     Kept: both norms' inputs and outputs, q, k, v and the attention's result, SwiGLU's gate, up, and product. With
@@ -66,7 +66,7 @@ def layer_activation_bytes(m: Decoder, compute: int, *, checkpointing: bool, ada
     return compute * (products + rest + narrow + dropped) + 4 * m.heads
 
 
-def loss_bytes(m: Decoder, tokens: int, *, trained: bool = False) -> int:
+def loss_bytes(m: DecoderConfig, tokens: int, *, trained: bool = False) -> int:
     """Logits of one chunk, and the hidden states whose gradient the chunks add up; in fp32 the head's too, where it is
     `trained`.
     """
@@ -75,7 +75,7 @@ def loss_bytes(m: Decoder, tokens: int, *, trained: bool = False) -> int:
 
 
 def whole_state(
-    m: Decoder, compute: int, ranks: int, *, reshard: bool, checkpointing: bool = False
+    m: DecoderConfig, compute: int, ranks: int, *, reshard: bool, checkpointing: bool = False
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and moments on one rank when all weights are trained: fp32 state cut over the ranks,
     and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2, and the tables). One
@@ -90,7 +90,7 @@ def whole_state(
     return total * 4 / ranks + copies, total * 4 / ranks + whole, total * 8 / ranks
 
 
-def activations(m: Decoder, tokens: int, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
+def activations(m: DecoderConfig, tokens: int, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
     """Bytes of what all layers keep of `tokens` tokens; with checkpointing one layer is whole again in backward."""
     kept = layer_activation_bytes(m, compute, checkpointing=checkpointing, adapters=adapters)
     again = layer_activation_bytes(m, compute, checkpointing=False, adapters=adapters) if checkpointing else 0.0
@@ -110,7 +110,7 @@ def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> lis
     return found
 
 
-def problems(m: Decoder) -> list[tuple[str, str]]:
+def problems(m: DecoderConfig) -> list[tuple[str, str]]:
     """Shapes that cannot be built, as (path, sentence)."""
     found = []
     if m.heads % m.kv_heads:

@@ -21,7 +21,7 @@ from job.spec.common import (
     Checkpoint,
     Compute,
     CosineAdamW,
-    Decoder,
+    DecoderConfig,
     Given,
     Guard,
     Log,
@@ -111,7 +111,7 @@ class KernelConfig(TuningConfig):
     seed: int = bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
     gpus: int | None = bounded(None, 1, 8)
-    model: Decoder = QWEN3_8B
+    model: DecoderConfig = QWEN3_8B
     data: KernelData = KernelData()
     batch: TokenBatch = TokenBatch(tokens=524_288)
     optim: CosineAdamW = CosineAdamW(lr=1e-5, warmup=2)

@@ -17,7 +17,7 @@ from job.spec.common import (
     Checkpoint,
     Compute,
     CosineAdamW,
-    Decoder,
+    DecoderConfig,
     Deliver,
     Given,
     Guard,
@@ -106,7 +106,7 @@ class SftConfig(TuningConfig):
     device: Literal["cuda", "cpu"] = "cuda"
     gpus: int | None = bounded(None, 1, 8)  # of the node; None = all of them
     method: Literal["lora", "full"] = "lora"
-    model: Decoder = Decoder()
+    model: DecoderConfig = DecoderConfig()
     lora: Lora = Lora()
     data: ChatData = ChatData()
     batch: TokenBatch = TokenBatch()

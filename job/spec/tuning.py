@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from job.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
-from job.spec.common import Decoder, Say, TokenBatch
+from job.spec.common import DecoderConfig, Say, TokenBatch
 from job.spec.job import JobConfig
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class TuningConfig(JobConfig):
 
     __slots__ = ()
 
-    model: Decoder
+    model: DecoderConfig
     batch: TokenBatch
 
     several_ranks: ClassVar[bool] = True

@@ -21,19 +21,19 @@ from job.contract import done as ends
 from job.contract.attempt import Beat, Exit, Node
 from job.contract.codes import AttemptExit, TrainerExit
 from job.contract.commit import BEST
-from job.contract.messages import Accept, Fatal, Message, Preflight, Save, Spent, Stop, Unreadable, UsedRung
+from job.contract.messages import Accept, Fatal, Message, Preflight, SaveRequest, Spent, Stop, Unreadable, UsedRung
 from job.contract.reading import iso
 from job.contract.run import RunFile
 from job.contract.workdir import CHECKPOINTS, COMPILED, LOG, METRICS, PREFLIGHT, RECEIPT, RUNG, STAGES
 from job.supervisor import attempts, machine, receipt, staging
-from job.supervisor.child import FIRST_SIGN_S, Progress
+from job.supervisor.child import FIRST_SIGN_S, MetricsFollower
 from job.supervisor.compile_cache import GraphMirror
 from job.supervisor.forecast import RESERVE_S, Forecast
 from job.supervisor.meter import Meter
 from job.supervisor.publish import Publisher
 from job.supervisor.store import StoreError
 from job.supervisor.uploads import Pulse, Uploader
-from job.supervisor.world import Cause, Trainer, World
+from job.supervisor.world import Cause, Outside, Trainer
 
 TICK_S = 0.25
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
@@ -58,7 +58,7 @@ class Supervisor:
     earlier: list[attempts.Attempt]  # replaced as a whole, by the pulse's thread
     meter: Meter
 
-    def __init__(self, run: RunFile, node: Node, workdir: Path, world: World) -> None:
+    def __init__(self, run: RunFile, node: Node, workdir: Path, world: Outside) -> None:
         self.run_file, self.node, self.workdir, self.world = run, node, workdir, world
         self.cause: Cause | None = None
         self.say = world.log.say
@@ -85,7 +85,7 @@ class Supervisor:
             pause=world.sleep,
             doubts=lambda key: attempts.doubts(self.earlier, key),
         )
-        self.progress = Progress(workdir / METRICS, self.clock)
+        self.progress = MetricsFollower(workdir / METRICS, self.clock)
         self.resumed_step = 0
         self.rung = 0
         self.asked = False  # to end the run
@@ -289,7 +289,7 @@ class Supervisor:
         advice = self.world.metadata.save_wanted
         if advice is not None and advice != self._advised:
             self._advised = advice
-            self._tell(Save(reason=advice))
+            self._tell(SaveRequest(reason=advice))
         self._end_if_stuck(now)
 
     def _leaving(self) -> Cause | None:

@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 from job.contract import attempt, bucket, reading
-from job.contract.attempt import Aside, Beat, Exit, Node, Record
+from job.contract.attempt import Aside, Beat, Exit, Node, RecordWriter
 from job.contract.aws import FREE_S
 from job.contract.codes import AttemptExit
 from job.contract.done import Done
@@ -143,7 +143,7 @@ def read(
     def set_aside(key: str) -> Aside:
         return lambda why: say(f"{key}: set aside: {why}")
 
-    def recorded(name: str) -> Record:
+    def recorded(name: str) -> RecordWriter:
         key = bucket.attempt_key(name)
         return attempt.record(texts.get(key), set_aside(key))
 
@@ -166,7 +166,9 @@ def read(
     return with_reclaims(found, known)
 
 
-def attempt_from_record(run: RunFile, name: str, record: Record, beat: Beat | None, until: float = 0.0) -> Attempt:
+def attempt_from_record(
+    run: RunFile, name: str, record: RecordWriter, beat: Beat | None, until: float = 0.0
+) -> Attempt:
     """What a node's record and its last heartbeat say. `until`: the launch of the node after it."""
     rates, launched, ended = run.rates(record.type, record.zone), record.launched, record.exit
     last = beat or Beat()

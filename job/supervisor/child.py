@@ -26,7 +26,7 @@ SHUTDOWN = "--shutdown-timeout"  # torchrun's
 KILL_S = 5.0  # for a killed process to be gone
 
 
-class Log:
+class JobLog:
     """job.log and standard output, without what a terminal would obey: the job prints what others wrote. A full disk or
     a closed pipe never stops training.
     """
@@ -61,7 +61,7 @@ class Child:
         self,
         argv: list[str],
         environment: Mapping[str, str],
-        log: Log,
+        log: JobLog,
         clock: Callable[[], float],
         ended: Path | None = None,
         waits: Path | None = None,
@@ -149,7 +149,7 @@ def _patience() -> list[str]:
     return [SHUTDOWN, "110"] if known else []
 
 
-class Progress:
+class MetricsFollower:
     """Follows metrics.jsonl: the newest record, the pace, and when it last grew."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:

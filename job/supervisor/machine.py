@@ -16,7 +16,7 @@ QUERY = "--query-gpu=name,memory.total,driver_version"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class DriverGpu:
     """`memory_gb` in units of 1e9 bytes, as the driver reports it."""
 
     name: str
@@ -24,7 +24,7 @@ class Gpu:
     driver: str
 
 
-def gpus() -> tuple[Gpu, ...]:
+def gpus() -> tuple[DriverGpu, ...]:
     """All of them; none where there is no working driver."""
     try:
         answer = subprocess.run(
@@ -39,17 +39,17 @@ def gpus() -> tuple[Gpu, ...]:
     return parse(answer)
 
 
-def parse(answer: str) -> tuple[Gpu, ...]:
+def parse(answer: str) -> tuple[DriverGpu, ...]:
     """Of nvidia-smi's lines; what is not a GPU's line is skipped."""
     found = []
     for line in answer.splitlines():
         words = [word.strip() for word in line.split(",")]
         if len(words) == 3 and words[1].isdigit():
-            found.append(Gpu(name=words[0], memory_gb=int(words[1]) * MIB / 1e9, driver=words[2]))
+            found.append(DriverGpu(name=words[0], memory_gb=int(words[1]) * MIB / 1e9, driver=words[2]))
     return tuple(found)
 
 
-def describe(found: tuple[Gpu, ...]) -> Machine:
+def describe(found: tuple[DriverGpu, ...]) -> Machine:
     """For attempts/<instance>.json."""
     versions = {}
     for name in PACKAGES:

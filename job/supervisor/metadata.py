@@ -114,7 +114,7 @@ class Metadata:
         return self._token
 
 
-class Watch:
+class MetadataThread:
     """Polls in a thread of its own, so that a slow answer delays nothing."""
 
     def __init__(self, metadata: Metadata, interval_s: float = POLL_S) -> None:

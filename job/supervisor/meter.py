@@ -16,7 +16,7 @@ from typing import Any
 from job.contract import aws
 from job.contract import done as ends
 from job.contract.receipt import CENT_100
-from job.contract.run import Limits, Rates
+from job.contract.run import Rates, RunLimits
 from job.supervisor.store import ec2
 
 MINIMUM_S = Decimal(aws.MINIMUM_S)
@@ -27,7 +27,7 @@ SpotPrice = Callable[[float], Decimal | None]  # epoch seconds -> USD per hour t
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spent:
+class Spending:
     """Of the run, and of this attempt. `fixed_usd` is part of `usd`, not of `attempt_usd`."""
 
     usd: Decimal
@@ -85,7 +85,7 @@ class Meter:
             return f"AWS tells no spot price: compute counts at its ceiling, {price}, until it does"
         return f"AWS tells the spot price, {price}: counted from the launch on"
 
-    def spent(self, now: float) -> Spent:
+    def spent(self, now: float) -> Spending:
         """Up to `now`, to a ten-thousandth of a dollar."""
         seconds = max(Decimal(f"{now - self.launched_at:.3f}"), MINIMUM_S)
         compute, ceiling_s, left, hour = Decimal(0), Decimal(0), seconds, 0
@@ -96,7 +96,7 @@ class Meter:
             left, hour = left - part, hour + 1
         compute = compute.quantize(CENT_100)
         attempt = compute + (hours(seconds) * self.rates.extras).quantize(CENT_100)
-        return Spent(
+        return Spending(
             usd=self.prior_usd + self.fixed_usd + attempt,
             seconds=self.prior_s + seconds,
             attempt_usd=attempt,
@@ -106,7 +106,7 @@ class Meter:
             ceiling_s=ceiling_s,
         )
 
-    def limit(self, now: float, limits: Limits, reserve_s: float) -> str | None:
+    def limit(self, now: float, limits: RunLimits, reserve_s: float) -> str | None:
         """The limit that `reserve_s` more would pass: max_usd, max_hours, deadline, expiry or None."""
         spent, reserve = self.spent(now), Decimal(f"{reserve_s:.3f}")
         if spent.usd + hours(reserve) * (spent.usd_per_hour + self.rates.extras) >= limits.max_usd:

@@ -20,7 +20,7 @@ from job.contract.bucket import manifest_key
 from job.contract.commit import BEST, COMMIT, Best, Manifest
 from job.contract.inputs import DATASET, WEIGHTS, InputFile
 from job.contract.reading import DoubtError, Fields
-from job.contract.run import Dataset, RunFile
+from job.contract.run import InputData, RunFile
 from job.contract.workdir import CHECKPOINTS, DATA, EXPORTS, FINAL, INPUTS, RUN
 from job.supervisor.store import GivenUpError, MissingError, Store, StoreError, open_store, parent
 
@@ -73,7 +73,7 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
 
 
 def _fill(
-    stage: Stage, what: str, wanted: Dataset, manifest: str, folder: Path, opened: Callable[[str], Store]
+    stage: Stage, what: str, wanted: InputData, manifest: str, folder: Path, opened: Callable[[str], Store]
 ) -> None:
     place = opened(wanted.uri or f"{parent(stage.store.uri)}/{bucket.INPUTS}/{wanted.sha256}")
     files = wanted.files
@@ -86,7 +86,7 @@ def _fill(
         raise ValueError(f"the {what} is not where the run says: {error}") from error
 
 
-def _listed(place: Store, path: Path, wanted: Dataset, what: str) -> tuple[InputFile, ...]:
+def _listed(place: Store, path: Path, wanted: InputData, what: str) -> tuple[InputFile, ...]:
     place.get_file(path.name, path)
     if wanted.sha256 is not None and (found := atomic.sha256(path)) != wanted.sha256:
         raise MismatchError(path.name, found, wanted.sha256)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from job.supervisor import machine
-from job.supervisor.child import Log
+from job.supervisor.child import JobLog
 from job.supervisor.fleet import Changes
 from job.supervisor.metadata import Metadata
 from job.supervisor.meter import SpotPrice
@@ -26,7 +26,7 @@ class Trainer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class World:
+class Outside:
     """The outside. Times are epoch seconds."""
 
     store: Store
@@ -35,11 +35,11 @@ class World:
     terminated: Callable[[], float | None]  # when SIGTERM came
     uploads: Executor
     pulse: Executor
-    log: Log
+    log: JobLog
     spot_price: SpotPrice
     ranks: int = 1  # processes that train
     fleet_changes: Changes
-    gpus: Callable[[], tuple[machine.Gpu, ...]]
+    gpus: Callable[[], tuple[machine.DriverGpu, ...]]
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
 

@@ -42,7 +42,7 @@ class LossNotFiniteError(LostError):
     """Loss, gradients or weights became NaN or infinite. The last committed checkpoint is older and good."""
 
 
-class Output(Protocol):
+class ForwardOutput(Protocol):
     """The least that a module's forward pass gives."""
 
     @property

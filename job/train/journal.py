@@ -101,7 +101,7 @@ class Journal:
         peak = session.device.peak_tflops
         mfu = tok_s * phase.flops_per_token / (peak * 1e12 * session.world.size) if tok_s and peak else None
         spent = Spent.read(session.workdir)
-        line = metrics.Line(
+        line = metrics.ConsoleLine(
             step=step,
             steps=self._phases[-1].last,
             loss=values["loss"],

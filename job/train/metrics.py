@@ -131,7 +131,7 @@ def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class ConsoleLine:
     """The console line. `None` prints as a dash: the figure does not exist, or not yet."""
 
     step: int

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from job.train import optimizer, parallel
 from job.train.data import mix
-from job.train.experiment import Experiment, Output, Work
+from job.train.experiment import Experiment, ForwardOutput, Work
 
 GRAPHS = 16  # of one phase's block, one more is an error: sizes of micro-batches, training and evaluation, take up to 8
 
@@ -40,7 +40,7 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
     aux: dict[str, Tensor] = {}
     for micro in work.micros:
         experiment.session.device.seed(mix(experiment.session.config.seed, step, micro.place))
-        output: Output = module(*micro.inputs)
+        output: ForwardOutput = module(*micro.inputs)
         assert output.loss_sum is not None
         share = micro.tokens / work.total
         objective = output.loss_sum / work.total

@@ -1,9 +1,9 @@
 """Every resource type our program declares, over boto3. A type that is not in this table is an error, not a success."""
 
 from rehearsal.handlers import compute, identity, network, storage
-from rehearsal.handlers.table import Handler, RefusedError
+from rehearsal.handlers.table import ResourceHandler, UnsupportedError
 
-HANDLERS: dict[str, Handler] = {
+HANDLERS: dict[str, ResourceHandler] = {
     **network.HANDLERS,
     **storage.HANDLERS,
     **identity.HANDLERS,
@@ -11,8 +11,8 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
-def handler(kind: str) -> Handler:
+def handler(kind: str) -> ResourceHandler:
     """The handler of a type token. Raises RefusedError for a type that this AWS does not have."""
     if kind not in HANDLERS:
-        raise RefusedError(f"the embedded AWS has no resource type {kind}; it has {', '.join(sorted(HANDLERS))}")
+        raise UnsupportedError(f"the embedded AWS has no resource type {kind}; it has {', '.join(sorted(HANDLERS))}")
     return HANDLERS[kind]

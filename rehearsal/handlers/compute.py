@@ -15,9 +15,9 @@ from rehearsal.handlers.network import retag, tag_specification
 from rehearsal.handlers.table import (
     BOOLEANS,
     Aws,
-    Handler,
     Properties,
-    RefusedError,
+    ResourceHandler,
+    UnsupportedError,
     absent,
     api,
     fields,
@@ -159,7 +159,7 @@ def _delete_fleet(aws: Aws, resource_id: str, state: Properties) -> None:
     for failure in answer.get("UnsuccessfulFleetDeletions", []):
         if failure["Error"]["Code"] == "fleetIdDoesNotExist":
             return
-        raise RefusedError(f"fleet {resource_id} cannot be deleted: {failure['Error']['Message']}")
+        raise UnsupportedError(f"fleet {resource_id} cannot be deleted: {failure['Error']['Message']}")
     _wait(aws, resource_id, {"deleted"} if terminate else {"deleted", "deleted_running"}, timeout_s=1800)
 
 
@@ -167,12 +167,12 @@ def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
     until = time.monotonic() + timeout_s
     while (found := _fleet(aws, fleet)) and found["FleetState"] not in states:
         if found["FleetState"] in ("deleted", "failed") or time.monotonic() > until:
-            raise RefusedError(f"fleet {fleet} is {found['FleetState']}, not {' or '.join(sorted(states))}")
+            raise UnsupportedError(f"fleet {fleet} is {found['FleetState']}, not {' or '.join(sorted(states))}")
         time.sleep(_POLL_S)
 
 
 HANDLERS = {
-    "aws:ec2/launchTemplate:LaunchTemplate": Handler(
+    "aws:ec2/launchTemplate:LaunchTemplate": ResourceHandler(
         source="ec2/ec2_launch_template",
         optional=fields("name updateDefaultVersion tags") | frozenset(_DATA),
         replaces=fields("name"),
@@ -191,7 +191,7 @@ HANDLERS = {
         update=_update_template,
         delete=lambda aws, resource_id, state: aws.ec2.delete_launch_template(LaunchTemplateId=resource_id),
     ),
-    "aws:ec2/fleet:Fleet": Handler(
+    "aws:ec2/fleet:Fleet": ResourceHandler(
         source="ec2/ec2_fleet",
         required=fields("launchTemplateConfigs targetCapacitySpecification"),
         optional=fields(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rehearsal.handlers.table import Aws, Handler, Properties, absent, fields, tag_diff, tag_list, tagged
+from rehearsal.handlers.table import Aws, Properties, ResourceHandler, absent, fields, tag_diff, tag_list, tagged
 
 
 def _create_role(aws: Aws, inputs: Properties) -> str:
@@ -156,7 +156,7 @@ def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | No
 
 
 HANDLERS = {
-    "aws:iam/role:Role": Handler(
+    "aws:iam/role:Role": ResourceHandler(
         source="iam/role",
         required=fields("assumeRolePolicy"),
         optional=fields("name description permissionsBoundary tags"),
@@ -168,7 +168,7 @@ HANDLERS = {
         update=_update_role,
         delete=lambda aws, resource_id, state: aws.iam.delete_role(RoleName=resource_id),
     ),
-    "aws:iam/rolePolicy:RolePolicy": Handler(
+    "aws:iam/rolePolicy:RolePolicy": ResourceHandler(
         source="iam/role_policy",
         required=fields("role policy"),
         optional=fields("name"),
@@ -179,7 +179,7 @@ HANDLERS = {
         update=_update_policy,
         delete=_delete_policy,
     ),
-    "aws:iam/instanceProfile:InstanceProfile": Handler(
+    "aws:iam/instanceProfile:InstanceProfile": ResourceHandler(
         source="iam/instance_profile",
         required=fields("role"),
         optional=fields("name tags"),
@@ -191,7 +191,7 @@ HANDLERS = {
         update=_update_profile,
         delete=_delete_profile,
     ),
-    "aws:cloudwatch/logGroup:LogGroup": Handler(
+    "aws:cloudwatch/logGroup:LogGroup": ResourceHandler(
         source="logs/group",
         optional=fields("name retentionInDays tags"),
         replaces=fields("name"),

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from rehearsal.handlers.table import Aws, Handler, Properties, absent, api, described, fields, tag_diff, tag_list
+from rehearsal.handlers.table import (
+    Aws,
+    Properties,
+    ResourceHandler,
+    absent,
+    api,
+    described,
+    fields,
+    tag_diff,
+    tag_list,
+)
 
 
 def tag_specification(kind: str, inputs: Properties) -> list[dict[str, Any]]:
@@ -223,7 +233,7 @@ def _update_egress(aws: Aws, resource_id: str, old: Properties, new: Properties)
 
 
 HANDLERS = {
-    "aws:ec2/vpc:Vpc": Handler(
+    "aws:ec2/vpc:Vpc": ResourceHandler(
         source="ec2/vpc_",
         required=fields("cidrBlock"),
         optional=fields("enableDnsSupport enableDnsHostnames tags"),
@@ -234,7 +244,7 @@ HANDLERS = {
         update=_update_vpc,
         delete=lambda aws, resource_id, state: aws.ec2.delete_vpc(VpcId=resource_id),
     ),
-    "aws:ec2/subnet:Subnet": Handler(
+    "aws:ec2/subnet:Subnet": ResourceHandler(
         source="ec2/vpc_subnet",
         required=fields("vpcId cidrBlock availabilityZone"),
         optional=fields("mapPublicIpOnLaunch tags"),
@@ -245,7 +255,7 @@ HANDLERS = {
         update=_update_subnet,
         delete=lambda aws, resource_id, state: aws.ec2.delete_subnet(SubnetId=resource_id),
     ),
-    "aws:ec2/internetGateway:InternetGateway": Handler(
+    "aws:ec2/internetGateway:InternetGateway": ResourceHandler(
         source="ec2/vpc_internet_gateway; the provider moves a gateway between VPCs, here it is replaced",
         required=fields("vpcId"),
         optional=fields("tags"),
@@ -256,7 +266,7 @@ HANDLERS = {
         update=retag,
         delete=_delete_gateway,
     ),
-    "aws:ec2/vpcEndpoint:VpcEndpoint": Handler(
+    "aws:ec2/vpcEndpoint:VpcEndpoint": ResourceHandler(
         source="ec2/vpc_endpoint",
         required=fields("vpcId serviceName vpcEndpointType policy"),
         optional=fields("routeTableIds tags"),
@@ -275,7 +285,7 @@ HANDLERS = {
         update=_update_endpoint,
         delete=lambda aws, resource_id, state: aws.ec2.delete_vpc_endpoints(VpcEndpointIds=[resource_id]),
     ),
-    "aws:ec2/routeTable:RouteTable": Handler(
+    "aws:ec2/routeTable:RouteTable": ResourceHandler(
         source="ec2/vpc_route_table; routes are resources of their own",
         required=fields("vpcId"),
         optional=fields("tags"),
@@ -288,7 +298,7 @@ HANDLERS = {
         update=retag,
         delete=lambda aws, resource_id, state: aws.ec2.delete_route_table(RouteTableId=resource_id),
     ),
-    "aws:ec2/route:Route": Handler(
+    "aws:ec2/route:Route": ResourceHandler(
         source="ec2/vpc_route",
         required=fields("routeTableId destinationCidrBlock gatewayId"),
         replaces=fields("routeTableId destinationCidrBlock"),
@@ -300,7 +310,7 @@ HANDLERS = {
             RouteTableId=state["routeTableId"], DestinationCidrBlock=state["destinationCidrBlock"]
         ),
     ),
-    "aws:ec2/routeTableAssociation:RouteTableAssociation": Handler(
+    "aws:ec2/routeTableAssociation:RouteTableAssociation": ResourceHandler(
         source="ec2/vpc_route_table_association; another table changes the id, so here it replaces",
         required=fields("routeTableId subnetId"),
         replaces=fields("routeTableId subnetId"),
@@ -308,7 +318,7 @@ HANDLERS = {
         read=_read_association,
         delete=lambda aws, resource_id, state: aws.ec2.disassociate_route_table(AssociationId=resource_id),
     ),
-    "aws:ec2/securityGroup:SecurityGroup": Handler(
+    "aws:ec2/securityGroup:SecurityGroup": ResourceHandler(
         source="ec2/vpc_security_group; rules are resources of their own",
         required=fields("vpcId description"),
         optional=fields("name tags"),
@@ -320,7 +330,7 @@ HANDLERS = {
         update=retag,
         delete=lambda aws, resource_id, state: aws.ec2.delete_security_group(GroupId=resource_id),
     ),
-    "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": Handler(
+    "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": ResourceHandler(
         source="ec2/vpc_security_group_egress_rule",
         required=fields("securityGroupId ipProtocol fromPort toPort cidrIpv4"),
         optional=fields("description tags"),

@@ -9,7 +9,16 @@ from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
 
-from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_list, tagged
+from rehearsal.handlers.table import (
+    Aws,
+    Properties,
+    ResourceHandler,
+    UnsupportedError,
+    absent,
+    fields,
+    tag_list,
+    tagged,
+)
 
 _GONE = ("NoSuchBucket", "404")
 
@@ -55,7 +64,9 @@ def _delete_bucket(aws: Aws, resource_id: str, state: Properties) -> None:
         aws.s3.delete_bucket(Bucket=resource_id)
     except ClientError as error:
         if error.response["Error"]["Code"] == "BucketNotEmpty":
-            raise RefusedError(f"bucket {resource_id} is not empty and was declared without forceDestroy") from error
+            raise UnsupportedError(
+                f"bucket {resource_id} is not empty and was declared without forceDestroy"
+            ) from error
         raise
 
 
@@ -66,7 +77,7 @@ def _setting(
     absent_code: str,
     remove: str,
     **more: Any,
-) -> Handler:
+) -> ResourceHandler:
     """A setting of a bucket: its id is the bucket's name, and it moves to no other."""
 
     def create(aws: Aws, inputs: Properties) -> str:
@@ -77,7 +88,7 @@ def _setting(
         found = absent(lambda: read(aws, resource_id), absent_code, *_GONE)
         return None if found is None else {"bucket": resource_id, **found}
 
-    return Handler(
+    return ResourceHandler(
         source=f"s3/{kind}",
         replaces=fields("bucket"),
         create=create,
@@ -202,7 +213,7 @@ def _read_object(aws: Aws, resource_id: str, like: Properties) -> Properties | N
 
 
 HANDLERS = {
-    "aws:s3/bucket:Bucket": Handler(
+    "aws:s3/bucket:Bucket": ResourceHandler(
         source="s3/bucket",
         optional=fields("bucket forceDestroy tags"),
         replaces=fields("bucket"),
@@ -247,7 +258,7 @@ HANDLERS = {
         "delete_bucket_lifecycle",
         required=fields("bucket rules"),
     ),
-    "aws:s3/bucketObjectv2:BucketObjectv2": Handler(
+    "aws:s3/bucketObjectv2:BucketObjectv2": ResourceHandler(
         source="s3/object",
         required=fields("bucket key"),
         optional=fields("source content tags"),

@@ -21,7 +21,7 @@ UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"  # how the engine writes what i
 BOOLEANS = ("encrypted", "deleteOnTermination")  # strings in the provider, so that unset differs from false
 
 
-class RefusedError(Exception):
+class UnsupportedError(Exception):
     """The program declared something this AWS does not have. Always shown, never skipped."""
 
 
@@ -69,7 +69,7 @@ Read = Callable[[Aws, str, Properties], Properties | None]  # id, inputs or stat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Handler:
+class ResourceHandler:
     """One resource type over boto3. Only what our program declares is accepted; anything else is an error."""
 
     source: str  # of `replaces`: the ForceNew fields in terraform-provider-aws internal/service/, read 2026-11-21
@@ -89,7 +89,7 @@ class Handler:
 
 
 def check(
-    kind: str, handler: Handler, logical: str, old: Properties, new: Properties, seed: bytes
+    kind: str, handler: ResourceHandler, logical: str, old: Properties, new: Properties, seed: bytes
 ) -> tuple[Properties, list[tuple[str, str]]]:
     """The inputs with the name filled in, and what is wrong with them."""
     inputs = {key: value for key, value in new.items() if value is not None and not key.startswith("__")}
@@ -108,7 +108,7 @@ def check(
     return inputs, failures
 
 
-def diff(handler: Handler, state: Properties, new: Properties) -> dict[str, bool]:
+def diff(handler: ResourceHandler, state: Properties, new: Properties) -> dict[str, bool]:
     """Changed properties, each with whether the change needs a new resource. Nested ones as dotted paths."""
     changed: dict[str, bool] = {}
     known = handler.required | handler.optional | handler.answered
@@ -124,7 +124,7 @@ def diff(handler: Handler, state: Properties, new: Properties) -> dict[str, bool
     return changed
 
 
-def state(handler: Handler, aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+def state(handler: ResourceHandler, aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     """What AWS has now for the keys of `like`, in their shape, plus what the provider adds. None: it is gone."""
     live = handler.read(aws, resource_id, like)
     if live is None:
@@ -138,19 +138,19 @@ def state(handler: Handler, aws: Aws, resource_id: str, like: Properties) -> Pro
     return result
 
 
-def written(kind: str, handler: Handler, aws: Aws, resource_id: str, inputs: Properties) -> Properties:
+def written(kind: str, handler: ResourceHandler, aws: Aws, resource_id: str, inputs: Properties) -> Properties:
     """The state right after the inputs were written. Raises RefusedError where AWS does not have them all: a nested
     property that a handler passes over must not look done.
     """
     found = state(handler, aws, resource_id, inputs)
     if found is None:
-        raise RefusedError(f"{kind} {resource_id} is gone right after it was written")
+        raise UnsupportedError(f"{kind} {resource_id} is gone right after it was written")
     if lost := [path for path in diff(handler, found, inputs) if path.split(".")[0] in inputs]:
-        raise RefusedError(f"{kind} {resource_id}: the embedded AWS has not taken {', '.join(lost)} as declared")
+        raise UnsupportedError(f"{kind} {resource_id}: the embedded AWS has not taken {', '.join(lost)} as declared")
     return found
 
 
-def expected(handler: Handler, old: Properties, new: Properties) -> Properties:
+def expected(handler: ResourceHandler, old: Properties, new: Properties) -> Properties:
     """What a preview may promise: the inputs, and of the computed ones those that the change leaves alone."""
     keep = handler.computed - handler.volatile
     unknown = dict.fromkeys(handler.computed, UNKNOWN)

@@ -139,7 +139,7 @@ _STUBS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class BootOutcome:
     """What a boot did."""
 
     calls: list[str]
@@ -159,7 +159,7 @@ class Outcome:
         return found
 
 
-class Node:
+class StubNode:
     """One machine of one run. Change its world, then `boot()`."""
 
     def __init__(self, folder: Path) -> None:
@@ -281,10 +281,10 @@ class Node:
             start_new_session=True,
         )
 
-    def boot(self, script: Path | None = None) -> Outcome:
+    def boot(self, script: Path | None = None) -> BootOutcome:
         return self.outcome(self.start(script))
 
-    def outcome(self, process: subprocess.Popen[bytes]) -> Outcome:
+    def outcome(self, process: subprocess.Popen[bytes]) -> BootOutcome:
         """Waits for the script, and for everything it left behind."""
         try:
             process.wait(timeout=20)
@@ -295,7 +295,7 @@ class Node:
         finally:
             if _alive(process.pid):
                 os.killpg(process.pid, signal.SIGKILL)
-        return Outcome(
+        return BootOutcome(
             calls=(self.world / "calls").read_text().splitlines(),
             log=(self.root / "opt/gpufleet/boot.log").read_text(),
         )

@@ -18,7 +18,7 @@ from infra.account.checks import Check
 from infra.definition.model import Account, StackDefinition
 
 
-class Answers:
+class AccountAnswers:
     """A client that gives recorded answers, each checked against the service's own model."""
 
     def __init__(self, service: str, *answers: tuple[str, dict[str, Any]]) -> None:
@@ -66,19 +66,19 @@ def disk_key(
     return list(
         checks.disk_key(
             definition,
-            Answers(
+            AccountAnswers(
                 "ec2",
                 *([("get_ebs_default_kms_key_id", {"KmsKeyId": default})] * (not definition.account.kms_key)),
                 ("describe_snapshots", {"Snapshots": [{"Encrypted": True, "KmsKeyId": KEY}]}),
             ).client,
-            Answers(
+            AccountAnswers(
                 "kms",
                 ("describe_key", {"KeyMetadata": metadata}),
                 ("list_grants", {"Grants": granted or [], "Truncated": False}),
                 ("get_key_policy", {"Policy": policy}),
                 ("get_key_policy", {"Policy": policy}),
             ).client,
-            Answers("iam", *(("get_role", {"Role": {**role, "Arn": arn}}) for arn in ROLES)).client,
+            AccountAnswers("iam", *(("get_role", {"Role": {**role, "Arn": arn}}) for arn in ROLES)).client,
         )
     )
 
@@ -177,8 +177,8 @@ def test_an_input_under_a_key_is_readable_if_the_key_is_aws_s_or_the_file_s(
     path: Path, manager: str, own: bool, state: str
 ) -> None:
     found = definition(path)
-    s3 = Answers("s3", ("head_object", {"SSEKMSKeyId": KEY})).client
-    kms = Answers("kms", ("describe_key", {"KeyMetadata": {"KeyId": "0a", "KeyManager": manager}})).client
+    s3 = AccountAnswers("s3", ("head_object", {"SSEKMSKeyId": KEY})).client
+    kms = AccountAnswers("kms", ("describe_key", {"KeyMetadata": {"KeyId": "0a", "KeyManager": manager}})).client
     if not manager:
         kms.describe_key = refused
     (check,) = checks.inputs(with_key(found) if own else found, s3, None, kms)

@@ -29,7 +29,7 @@ def test_a_full_disk_is_the_one_that_is_written_to(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     folder: Any = SimpleNamespace(bucket="b", run="r1", s3=SimpleNamespace(download_file=full))
-    weights = run_folder.Stored(name="final/model.safetensors", bytes=5000, written=NOW)
+    weights = run_folder.StoredObject(name="final/model.safetensors", bytes=5000, written=NOW)
     with pytest.raises(OSError, match="No space left") as failed:
         results._download(folder, weights, tmp_path / "to" / weights.name)
     assert failed.value.filename == str(tmp_path / "to" / "final")
@@ -149,7 +149,7 @@ def test_a_log_that_grew_since_it_was_listed_comes_as_it_is_now(
     bucket, listed = declare_bucket(cloud), run_folder.RunFolder.objects
     put(cloud, bucket, "job.log", b"step 1\n")
 
-    def objects(folder: run_folder.RunFolder, prefix: str = "") -> list[run_folder.Stored]:
+    def objects(folder: run_folder.RunFolder, prefix: str = "") -> list[run_folder.StoredObject]:
         if prefix:
             return listed(folder, prefix) if again else []
         found = listed(folder)

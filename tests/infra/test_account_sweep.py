@@ -68,7 +68,7 @@ def test_the_commands_stand_in_the_order_in_which_aws_takes_them(cloud: Cloud, s
         ),
         (removal.Bucket(name="b"), "aws s3 rb --force s3://b"),
         (
-            removal.Upload(bucket="b", key="k", id="u"),
+            removal.UnfinishedUpload(bucket="b", key="k", id="u"),
             "aws s3api abort-multipart-upload --bucket b --key k --upload-id u",
         ),
     ],

@@ -12,7 +12,7 @@ from commands_world import AMI, EXPIRES, advance, declare_bucket, declare_fleet,
 from infra.account import aws
 from infra.account import wait as wait_module
 from infra.account.fleet import find_instances
-from infra.account.wait import Watch, explain
+from infra.account.wait import WaitLoop, explain
 from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.account import ami_id
@@ -33,7 +33,7 @@ def waited(
         clock.advance(seconds)
         meanwhile()
 
-    watch = Watch(
+    watch = WaitLoop(
         definition=stack,
         ec2=aws.client("ec2", "us-east-2"),
         s3=aws.client("s3", "us-east-2"),
@@ -135,7 +135,7 @@ def test_why_there_is_no_node_is_said_once_with_what_to_do(
 def test_an_error_is_explained_however_aws_spells_its_kind(stack: StackDefinition, kind: str) -> None:
     """The EC2 user guide shows the first in DescribeFleetHistory's answer, the API model allows only the second."""
     said: list[str] = []
-    watch = Watch(definition=stack, ec2=None, s3=None, say=said.append)
+    watch = WaitLoop(definition=stack, ec2=None, s3=None, say=said.append)
     watch._event({"EventType": kind, "EventInformation": {"EventSubType": "spotInstanceCountLimitExceeded"}})
     watch._event({"EventType": "fleet-change", "EventInformation": {"EventSubType": "terminated"}})
     assert said[0] == "spotInstanceCountLimitExceeded"

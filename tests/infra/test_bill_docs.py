@@ -43,7 +43,7 @@ def test_each_key_of_a_comparison_is_in_its_page() -> None:
     plan = definition()
     (row,) = ranking.scenarios(plan, [], CATALOG, runs=100)
     tree = record_row(row)
-    keys = set(tree) | set(tree["claim"]) | set(deadline.Policy.__dataclass_fields__)
+    keys = set(tree) | set(tree["claim"]) | set(deadline.DeadlinePlan.__dataclass_fields__)
     assert keys - documented("compare.md") == set()
 
 

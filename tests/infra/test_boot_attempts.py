@@ -6,17 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from boot_stubs import DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, Node
+from boot_stubs import DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
 
 CONTAINER_LOG_LINE = "a line from the job"
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node(tmp_path: Path) -> StubNode:
+    return StubNode(tmp_path)
 
 
-def test_a_crash_is_recorded_with_the_job_s_last_lines_and_leaves_the_fleet_alone(node: Node) -> None:
+def test_a_crash_is_recorded_with_the_job_s_last_lines_and_leaves_the_fleet_alone(node: StubNode) -> None:
     node.job_ends_with(1)
 
     outcome = node.boot()
@@ -34,7 +34,7 @@ def test_a_crash_is_recorded_with_the_job_s_last_lines_and_leaves_the_fleet_alon
     assert CONTAINER_LOG_LINE in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
 
 
-def test_what_the_supervisor_wrote_into_the_attempt_stays(node: Node) -> None:
+def test_what_the_supervisor_wrote_into_the_attempt_stays(node: StubNode) -> None:
     written = node.s3 / f"r1/attempts/{INSTANCE}.json"
     stutters = f"touch {node.world / 'fails' / 'read-once'}"  # S3, for a moment
     node.job_ends_with(
@@ -47,7 +47,7 @@ def test_what_the_supervisor_wrote_into_the_attempt_stays(node: Node) -> None:
     assert (attempt["gpu"], attempt["exit"]) == ("A10G", {"code": 75, "notice": True})
 
 
-def test_the_third_crash_without_a_newer_manifest_ends_the_run(node: Node) -> None:
+def test_the_third_crash_without_a_newer_manifest_ends_the_run(node: StubNode) -> None:
     node.earlier_boots(2)
     node.job_ends_with(1)
 
@@ -57,7 +57,7 @@ def test_the_third_crash_without_a_newer_manifest_ends_the_run(node: Node) -> No
     assert node.stored("done.json")["reason"] == "boot-loop"
 
 
-def test_a_node_that_finds_three_dead_boots_does_not_start_the_job(node: Node) -> None:
+def test_a_node_that_finds_three_dead_boots_does_not_start_the_job(node: StubNode) -> None:
     node.earlier_boots(3)
 
     outcome = node.boot()
@@ -66,7 +66,7 @@ def test_a_node_that_finds_three_dead_boots_does_not_start_the_job(node: Node) -
     assert node.stored("done.json")["reason"] == "boot-loop"
 
 
-def test_interruptions_with_a_notice_are_not_counted(node: Node) -> None:
+def test_interruptions_with_a_notice_are_not_counted(node: StubNode) -> None:
     node.earlier_boots(4, notice=True)
 
     outcome = node.boot()
@@ -74,26 +74,26 @@ def test_interruptions_with_a_notice_are_not_counted(node: Node) -> None:
     assert outcome.calls_starting(RUN) == [RUN]
 
 
-def test_a_node_lost_among_results_has_led_somewhere_and_one_that_crashed_there_has_not(node: Node) -> None:
+def test_a_node_lost_among_results_has_led_somewhere_and_one_that_crashed_there_has_not(node: StubNode) -> None:
     node.earlier_boots(3)
     attempt = node.stored("attempts/i-1.json") | {"results": True}
     node.put("attempts/i-1.json", {key: attempt[key] for key in attempt if key != "exit"})
     assert node.boot().calls_starting(RUN) == [RUN]
 
-    again = Node(node.world.parent / "again")
+    again = StubNode(node.world.parent / "again")
     again.earlier_boots(3)
     again.put("attempts/i-1.json", attempt)
     assert again.boot().calls_starting(RUN) == []
 
 
-def test_a_node_that_left_results_before_its_notice_begins_a_new_count(node: Node) -> None:
+def test_a_node_that_left_results_before_its_notice_begins_a_new_count(node: StubNode) -> None:
     node.earlier_boots(4)
     attempt = node.stored("attempts/i-2.json")
     node.put("attempts/i-2.json", attempt | {"results": True, "exit": {"code": 75, "notice": True}})
     assert node.boot().calls_starting(RUN) == [RUN]
 
 
-def test_boots_before_the_newest_manifest_are_not_counted(node: Node) -> None:
+def test_boots_before_the_newest_manifest_are_not_counted(node: StubNode) -> None:
     node.earlier_boots(5, manifest="r1/ckpt/step_00000100/manifest.json")
     for step in (100, 1200):
         node.put(f"ckpt/step_{step:08d}/manifest.json", {})
@@ -107,7 +107,7 @@ def test_boots_before_the_newest_manifest_are_not_counted(node: Node) -> None:
     assert node.stored(f"attempts/{INSTANCE}.json")["manifest_at_boot"] == newest
 
 
-def test_a_crash_after_progress_is_the_first_of_a_new_count(node: Node) -> None:
+def test_a_crash_after_progress_is_the_first_of_a_new_count(node: StubNode) -> None:
     node.earlier_boots(2)
     manifest = node.s3 / "r1/ckpt/step_00000050/manifest.json"
     node.job_ends_with(1, f"mkdir -p {manifest.parent}; echo '{{}}' > {manifest}")
@@ -128,7 +128,7 @@ def test_a_crash_after_progress_is_the_first_of_a_new_count(node: Node) -> None:
     ids=["image", "gpu", "data volume"],
 )
 def test_a_machine_that_cannot_start_the_job_is_a_failed_attempt(
-    node: Node, arrange: Callable[[Node], None], reason: str
+    node: StubNode, arrange: Callable[[StubNode], None], reason: str
 ) -> None:
     arrange(node)
 
@@ -149,7 +149,7 @@ PULLS = {
 
 @pytest.mark.parametrize(("says", "why", "times"), PULLS.values(), ids=PULLS.keys())
 def test_a_pull_is_tried_again_only_where_that_can_help_and_its_cause_is_in_the_attempt(
-    node: Node, says: str, why: str, times: int
+    node: StubNode, says: str, why: str, times: int
 ) -> None:
     node.says("pull", says)
 
@@ -160,7 +160,7 @@ def test_a_pull_is_tried_again_only_where_that_can_help_and_its_cause_is_in_the_
     assert reason.startswith(f"the image cannot be pulled: {why}")
 
 
-def test_a_driver_that_does_not_answer_is_found_before_the_image_is_pulled(node: Node) -> None:
+def test_a_driver_that_does_not_answer_is_found_before_the_image_is_pulled(node: StubNode) -> None:
     node.says("nvidia-smi", "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n")
 
     outcome = node.boot()
@@ -170,7 +170,7 @@ def test_a_driver_that_does_not_answer_is_found_before_the_image_is_pulled(node:
     assert reason.startswith("no working GPU: NVIDIA-SMI has failed because it couldn't communicate")
 
 
-def test_a_container_that_docker_cannot_start_leaves_docker_s_words_in_the_attempt(node: Node) -> None:
+def test_a_container_that_docker_cannot_start_leaves_docker_s_words_in_the_attempt(node: StubNode) -> None:
     said = 'docker: Error response from daemon: could not select device driver "".'
     node.job_ends_with(125, f"""echo '{said}'; echo; echo "See 'docker run --help'." """)
 
@@ -181,7 +181,7 @@ def test_a_container_that_docker_cannot_start_leaves_docker_s_words_in_the_attem
 
 
 @pytest.mark.parametrize("what", ["run.json", "inputs"])
-def test_an_object_with_another_hash_is_not_run(node: Node, what: str) -> None:
+def test_an_object_with_another_hash_is_not_run(node: StubNode, what: str) -> None:
     script = node.script()
     changed = node.s3 / "r1/run.json" if what == "run.json" else next((node.s3 / "inputs").rglob("*.gz"))
     changed.write_bytes(b"something else")
@@ -193,7 +193,7 @@ def test_an_object_with_another_hash_is_not_run(node: Node, what: str) -> None:
     assert "sha256 is" in outcome.log
 
 
-def test_without_metadata_the_machine_shuts_down(node: Node) -> None:
+def test_without_metadata_the_machine_shuts_down(node: StubNode) -> None:
     script = node.script()
     (node.world / "imds").rename(node.world / "gone")
 
@@ -201,7 +201,7 @@ def test_without_metadata_the_machine_shuts_down(node: Node) -> None:
 
 
 @pytest.mark.parametrize("broken", ["list", "write"])
-def test_a_machine_that_cannot_record_its_attempt_stops_the_fleet(node: Node, broken: str) -> None:
+def test_a_machine_that_cannot_record_its_attempt_stops_the_fleet(node: StubNode, broken: str) -> None:
     node.fails(broken)
 
     outcome = node.boot()
@@ -209,7 +209,7 @@ def test_a_machine_that_cannot_record_its_attempt_stops_the_fleet(node: Node, br
     assert outcome.calls_starting(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
 
 
-def test_an_error_nobody_thought_of_shuts_the_machine_down_and_counts(node: Node) -> None:
+def test_an_error_nobody_thought_of_shuts_the_machine_down_and_counts(node: StubNode) -> None:
     node.breaks(at='say("starting the container")', by="raise ZeroDivisionError")
 
     outcome = node.boot()
@@ -218,7 +218,7 @@ def test_an_error_nobody_thought_of_shuts_the_machine_down_and_counts(node: Node
     assert outcome.calls_starting(RUN, SHUTDOWN) == [SHUTDOWN]
 
 
-def test_a_rebooted_machine_counts_as_failed_and_is_replaced(node: Node) -> None:
+def test_a_rebooted_machine_counts_as_failed_and_is_replaced(node: StubNode) -> None:
     node.job_ends_with(1)
     node.boot()
     again = node.root / "var/lib/cloud/scripts/per-boot/gpufleet"  # what cloud-init runs at a second boot

@@ -6,24 +6,24 @@ import json
 from pathlib import Path
 
 import pytest
-from boot_stubs import Node
+from boot_stubs import StubNode
 
 STORE = "Amazon EC2 NVMe Instance Storage"
 DISK_CALLS = ("mkfs.xfs", "mount", "systemctl restart docker")
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    node = Node(tmp_path)
+def node(tmp_path: Path) -> StubNode:
+    node = StubNode(tmp_path)
     (node.root / "dev").mkdir()
     return node
 
 
-def devices(node: Node, *rows: tuple[str, str]) -> None:
+def devices(node: StubNode, *rows: tuple[str, str]) -> None:
     (node.world / "lsblk").write_text("".join(f"{node.root}/dev/{name} {model}\n" for name, model in rows))
 
 
-def test_instance_store_is_told_from_ebs_by_its_model(node: Node) -> None:
+def test_instance_store_is_told_from_ebs_by_its_model(node: StubNode) -> None:
     devices(node, ("nvme0n1", "Amazon Elastic Block Store"), ("nvme1n1", STORE))
 
     outcome = node.boot()
@@ -34,7 +34,7 @@ def test_instance_store_is_told_from_ebs_by_its_model(node: Node) -> None:
     assert f"-v {node.root}/scratch/run:/gpufleet/run" in "\n".join(outcome.calls)
 
 
-def test_what_the_ami_has_mounted_is_used_and_not_formatted(node: Node) -> None:
+def test_what_the_ami_has_mounted_is_used_and_not_formatted(node: StubNode) -> None:
     devices(node, ("nvme1n1", STORE), ("nvme2n1", STORE))
     (node.world / "mounted").touch()
 
@@ -44,7 +44,7 @@ def test_what_the_ami_has_mounted_is_used_and_not_formatted(node: Node) -> None:
     assert f"-v {node.root}/opt/dlami/nvme/gpufleet/run:/gpufleet/run" in "\n".join(outcome.calls)
 
 
-def test_docker_moves_to_instance_store_and_keeps_its_other_settings(node: Node) -> None:
+def test_docker_moves_to_instance_store_and_keeps_its_other_settings(node: StubNode) -> None:
     devices(node, ("nvme1n1", STORE))
     config = node.root / "etc/docker/daemon.json"
     config.parent.mkdir(parents=True)
@@ -60,7 +60,7 @@ def test_docker_moves_to_instance_store_and_keeps_its_other_settings(node: Node)
     assert calls == ["systemctl restart docker", "docker pull"]
 
 
-def test_docker_that_does_not_restart_there_goes_back(node: Node) -> None:
+def test_docker_that_does_not_restart_there_goes_back(node: StubNode) -> None:
     devices(node, ("nvme1n1", STORE))
     node.fails("systemctl")
 
@@ -71,7 +71,7 @@ def test_docker_that_does_not_restart_there_goes_back(node: Node) -> None:
 
 
 @pytest.mark.parametrize("broken", ["mkfs.xfs", "mount"])
-def test_instance_store_that_cannot_be_used_leaves_the_root_disk(node: Node, broken: str) -> None:
+def test_instance_store_that_cannot_be_used_leaves_the_root_disk(node: StubNode, broken: str) -> None:
     devices(node, ("nvme1n1", STORE))
     node.fails(broken)
 
@@ -81,13 +81,13 @@ def test_instance_store_that_cannot_be_used_leaves_the_root_disk(node: Node, bro
     assert f"-v {node.root}/opt/gpufleet/run:/gpufleet/run" in "\n".join(outcome.calls)
 
 
-def test_disks_outside_the_nodes_own_root_are_never_touched(node: Node) -> None:
+def test_disks_outside_the_nodes_own_root_are_never_touched(node: StubNode) -> None:
     (node.world / "lsblk").write_text(f"/dev/nvme1n1 {STORE}\n")
 
     assert node.boot().calls_starting(*DISK_CALLS) == []
 
 
-def test_a_blank_data_volume_is_formatted_and_mounted(node: Node) -> None:
+def test_a_blank_data_volume_is_formatted_and_mounted(node: StubNode) -> None:
     node.data_volume = "blank"
     (node.root / "dev/sdf").touch()
 
@@ -97,7 +97,7 @@ def test_a_blank_data_volume_is_formatted_and_mounted(node: Node) -> None:
     assert f"-v {node.root}/data:/data" in "\n".join(outcome.calls)
 
 
-def test_a_data_volume_with_something_on_it_is_not_formatted(node: Node) -> None:
+def test_a_data_volume_with_something_on_it_is_not_formatted(node: StubNode) -> None:
     node.data_volume = "blank"
     (node.root / "dev/sdf").touch()
     (node.world / "has-filesystem").touch()
@@ -105,14 +105,14 @@ def test_a_data_volume_with_something_on_it_is_not_formatted(node: Node) -> None
     assert node.boot().calls_starting("mkfs.xfs", "mount") == ["mount"]
 
 
-def test_a_snapshot_is_never_formatted_even_when_it_looks_blank(node: Node) -> None:
+def test_a_snapshot_is_never_formatted_even_when_it_looks_blank(node: StubNode) -> None:
     node.data_volume = "snapshot"
     (node.root / "dev/sdf").touch()
 
     assert node.boot().calls_starting("mkfs.xfs", "mount") == ["mount"]
 
 
-def test_a_snapshot_that_cannot_be_mounted_is_a_failed_attempt(node: Node) -> None:
+def test_a_snapshot_that_cannot_be_mounted_is_a_failed_attempt(node: StubNode) -> None:
     node.data_volume = "snapshot"
     (node.root / "dev/sdf").touch()
     node.fails("mount")

@@ -10,17 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, Node
+from boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
 
 from job.spec import EXPERIMENTS
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node(tmp_path: Path) -> StubNode:
+    return StubNode(tmp_path)
 
 
-def test_a_finished_job_uploads_then_marks_then_deletes_the_fleet_then_shuts_down(node: Node) -> None:
+def test_a_finished_job_uploads_then_marks_then_deletes_the_fleet_then_shuts_down(node: StubNode) -> None:
     outcome = node.boot()
 
     assert outcome.writes() == [
@@ -42,7 +42,7 @@ def test_a_finished_job_uploads_then_marks_then_deletes_the_fleet_then_shuts_dow
     }
 
 
-def test_an_image_of_a_private_ecr_is_pulled_with_the_login_of_the_node_s_role(node: Node) -> None:
+def test_an_image_of_a_private_ecr_is_pulled_with_the_login_of_the_node_s_role(node: StubNode) -> None:
     registry = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
     node.image = f"{registry}/team/train:1@sha256:aa"
 
@@ -53,14 +53,14 @@ def test_an_image_of_a_private_ecr_is_pulled_with_the_login_of_the_node_s_role(n
     assert json.loads((node.world / "login").read_text()) == {"auths": {registry: {"auth": "token of eu-west-1"}}}
 
 
-def test_an_image_that_everybody_may_have_is_pulled_without_a_login(node: Node) -> None:
+def test_an_image_that_everybody_may_have_is_pulled_without_a_login(node: StubNode) -> None:
     outcome = node.boot()
 
     assert outcome.calls_starting("aws ecr") == []
     assert (node.world / "login").read_text() == ""
 
 
-def test_a_run_that_is_over_is_ended_before_anything_is_started(node: Node) -> None:
+def test_a_run_that_is_over_is_ended_before_anything_is_started(node: StubNode) -> None:
     node.put("done.json", {"reason": "finished"})
 
     outcome = node.boot()
@@ -70,7 +70,7 @@ def test_a_run_that_is_over_is_ended_before_anything_is_started(node: Node) -> N
     assert not node.has(f"attempts/{INSTANCE}.json")
 
 
-def test_the_supervisors_done_marker_is_not_overwritten(node: Node) -> None:
+def test_the_supervisors_done_marker_is_not_overwritten(node: StubNode) -> None:
     marker = node.s3 / "r1/done.json"
     node.job_ends_with(0, f"""echo '{{"reason": "max_usd"}}' > {marker}""")
 
@@ -79,7 +79,7 @@ def test_the_supervisors_done_marker_is_not_overwritten(node: Node) -> None:
     assert node.stored("done.json") == {"reason": "max_usd"}
 
 
-def test_a_job_that_failed_for_good_ends_the_run(node: Node) -> None:
+def test_a_job_that_failed_for_good_ends_the_run(node: StubNode) -> None:
     node.job_ends_with(70)
 
     outcome = node.boot()
@@ -88,7 +88,7 @@ def test_a_job_that_failed_for_good_ends_the_run(node: Node) -> None:
     assert node.stored("done.json")["reason"] == "failed"
 
 
-def test_an_interrupted_node_over_an_hour_old_shuts_down_at_once(node: Node) -> None:
+def test_an_interrupted_node_over_an_hour_old_shuts_down_at_once(node: StubNode) -> None:
     node.job_ends_with(75)
 
     outcome = node.boot()
@@ -98,7 +98,7 @@ def test_an_interrupted_node_over_an_hour_old_shuts_down_at_once(node: Node) -> 
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["code"] == 75
 
 
-def test_an_interrupted_node_in_its_first_hour_waits_for_aws_but_not_for_ever(node: Node) -> None:
+def test_an_interrupted_node_in_its_first_hour_waits_for_aws_but_not_for_ever(node: StubNode) -> None:
     node.launched(minutes_ago=10)
     node.notice()
     node.job_ends_with(75)
@@ -110,7 +110,7 @@ def test_an_interrupted_node_in_its_first_hour_waits_for_aws_but_not_for_ever(no
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["notice"] is True
 
 
-def test_a_notice_that_the_job_has_seen_counts_although_the_metadata_service_does_not_answer(node: Node) -> None:
+def test_a_notice_that_the_job_has_seen_counts_although_the_metadata_service_does_not_answer(node: StubNode) -> None:
     written = node.s3 / f"r1/attempts/{INSTANCE}.json"
     node.launched(minutes_ago=10)
     node.job_ends_with(75, f"""echo '{{"exit": {{"code": 75, "notice": true}}}}' > {written}""")
@@ -118,7 +118,7 @@ def test_a_notice_that_the_job_has_seen_counts_although_the_metadata_service_doe
     assert "waiting for AWS" in node.boot().log  # AWS would charge an hour that the receipt calls free
 
 
-def test_a_job_stopped_without_a_notice_is_replaced_at_once_even_in_the_first_hour(node: Node) -> None:
+def test_a_job_stopped_without_a_notice_is_replaced_at_once_even_in_the_first_hour(node: StubNode) -> None:
     node.launched(minutes_ago=10)
     node.job_ends_with(75)
 
@@ -128,7 +128,7 @@ def test_a_job_stopped_without_a_notice_is_replaced_at_once_even_in_the_first_ho
     assert outcome.calls_starting(DELETE, SHUTDOWN) == [SHUTDOWN]
 
 
-def test_the_deletion_leaves_the_node_alive_until_it_ends_itself_from_outside(node: Node) -> None:
+def test_the_deletion_leaves_the_node_alive_until_it_ends_itself_from_outside(node: StubNode) -> None:
     node.fails("terminate-instances")
 
     outcome = node.boot()
@@ -139,7 +139,7 @@ def test_the_deletion_leaves_the_node_alive_until_it_ends_itself_from_outside(no
     assert node.has("done.json")
 
 
-def test_a_refused_deletion_is_seen_although_the_call_succeeds(node: Node) -> None:
+def test_a_refused_deletion_is_seen_although_the_call_succeeds(node: StubNode) -> None:
     node.fails("delete-fleets")
 
     outcome = node.boot()
@@ -149,7 +149,7 @@ def test_a_refused_deletion_is_seen_although_the_call_succeeds(node: Node) -> No
     assert outcome.calls_starting(DELETE, TERMINATE, SHUTDOWN) == [DELETE] * 3 + [SHUTDOWN]
 
 
-def test_without_tags_in_metadata_the_node_finds_its_fleet_by_describing_itself(node: Node) -> None:
+def test_without_tags_in_metadata_the_node_finds_its_fleet_by_describing_itself(node: StubNode) -> None:
     (node.world / "imds/meta-data/tags/instance/aws:ec2:fleet-id").unlink()
     (node.world / "described").write_text("fleet-ffff\n")
 
@@ -158,7 +158,7 @@ def test_without_tags_in_metadata_the_node_finds_its_fleet_by_describing_itself(
     assert f"{DELETE} --fleet-ids fleet-ffff" in "\n".join(outcome.calls)
 
 
-def test_the_timer_stops_the_job_marks_the_run_and_ends_it(node: Node) -> None:
+def test_the_timer_stops_the_job_marks_the_run_and_ends_it(node: StubNode) -> None:
     (node.world / "timer-fires").write_text("running")
     node.job_ends_with(75, "while [[ ! -e $WORLD/stopped ]]; do /bin/sleep 0.02; done")
 
@@ -170,7 +170,7 @@ def test_the_timer_stops_the_job_marks_the_run_and_ends_it(node: Node) -> None:
 
 
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="this system has no timeout command; nodes have")
-def test_a_docker_that_hangs_does_not_keep_the_timer_from_ending_the_run(node: Node) -> None:
+def test_a_docker_that_hangs_does_not_keep_the_timer_from_ending_the_run(node: StubNode) -> None:
     (node.world / "timer-fires").write_text("running")
     node.job_ends_with(137, f"until [[ -e {node.s3}/r1/done.json ]]; do /bin/sleep 0.02; done")
     docker = node.bin / "docker"
@@ -185,7 +185,7 @@ def test_a_docker_that_hangs_does_not_keep_the_timer_from_ending_the_run(node: N
     assert node.stored("done.json")["reason"] == "timer"
 
 
-def test_the_timer_ends_the_run_during_an_image_pull_too(node: Node) -> None:
+def test_the_timer_ends_the_run_during_an_image_pull_too(node: StubNode) -> None:
     (node.world / "timer-fires").write_text("pulling")
     pull = 'touch "$WORLD/pulling"; while [[ ! -e $GPUFLEET_ROOT/opt/gpufleet/timer ]]; do /bin/sleep 0.02; done'
     (node.bin / "docker").write_text(f'#!/bin/bash\necho "docker $*" >>"$WORLD/calls"\n{pull}\n')
@@ -196,7 +196,7 @@ def test_the_timer_ends_the_run_during_an_image_pull_too(node: Node) -> None:
     assert node.stored("done.json")["reason"] == "timer"
 
 
-def test_sigterm_stops_the_container_and_its_exit_code_decides(node: Node) -> None:
+def test_sigterm_stops_the_container_and_its_exit_code_decides(node: StubNode) -> None:
     node.job_ends_with(75, "while [[ ! -e $WORLD/stopped ]]; do /bin/sleep 0.02; done")
     process = node.start()
     _wait_until(lambda: (node.world / "running").exists())
@@ -208,7 +208,7 @@ def test_sigterm_stops_the_container_and_its_exit_code_decides(node: Node) -> No
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["code"] == 75
 
 
-def test_sigterm_during_the_image_pull_is_recorded(node: Node) -> None:
+def test_sigterm_during_the_image_pull_is_recorded(node: StubNode) -> None:
     (node.bin / "docker").write_text('#!/bin/bash\ntouch "$WORLD/pulling"\nexec /bin/sleep 1\n')
     process = node.start()
     _wait_until(lambda: (node.world / "pulling").exists())
@@ -221,7 +221,7 @@ def test_sigterm_during_the_image_pull_is_recorded(node: Node) -> None:
     assert outcome.calls_starting(DELETE, SHUTDOWN) == [SHUTDOWN]
 
 
-def test_a_notice_during_the_image_pull_is_recorded_before_the_machine_is_gone(node: Node) -> None:
+def test_a_notice_during_the_image_pull_is_recorded_before_the_machine_is_gone(node: StubNode) -> None:
     node.notice()
     attempt = node.s3 / f"r1/attempts/{INSTANCE}.json"
     pull = f"until grep -q exit {attempt}; do /bin/sleep 0.02; done"
@@ -233,7 +233,7 @@ def test_a_notice_during_the_image_pull_is_recorded_before_the_machine_is_gone(n
     assert (exit_["code"], exit_["reason"], exit_["notice"]) == (75, "interrupted", True)
 
 
-def test_a_metadata_answer_that_is_no_notice_is_not_taken_for_one(node: Node) -> None:
+def test_a_metadata_answer_that_is_no_notice_is_not_taken_for_one(node: StubNode) -> None:
     node.imds("meta-data/spot/instance-action", "<html>try later</html>")
     node.job_ends_with(1)
 
@@ -243,7 +243,7 @@ def test_a_metadata_answer_that_is_no_notice_is_not_taken_for_one(node: Node) ->
     assert (exit_["code"], exit_["notice"]) == (1, False)
 
 
-def test_every_call_to_aws_is_one_that_the_nodes_role_allows(node: Node) -> None:
+def test_every_call_to_aws_is_one_that_the_nodes_role_allows(node: StubNode) -> None:
     """infra/program/resources/identity.py: own prefix, inputs to read, own fleet, itself."""
     (node.world / "imds/meta-data/tags/instance/aws:ec2:fleet-id").unlink()
     (node.world / "described").write_text(f"{FLEET}\n")
@@ -270,7 +270,7 @@ def test_every_call_to_aws_is_one_that_the_nodes_role_allows(node: Node) -> None
     assert len({tuple(call[1:3]) for call in calls}) == 5  # all kinds were made
 
 
-def test_a_cpu_job_needs_no_gpu(node: Node) -> None:
+def test_a_cpu_job_needs_no_gpu(node: StubNode) -> None:
     node.device = "cpu"
     node.fails("nvidia-smi")
 
@@ -280,18 +280,18 @@ def test_a_cpu_job_needs_no_gpu(node: Node) -> None:
     assert "--gpus" not in call
 
 
-def test_only_the_job_that_runs_untrusted_programs_may_make_namespaces(node: Node) -> None:
+def test_only_the_job_that_runs_untrusted_programs_may_make_namespaces(node: StubNode) -> None:
     (call,) = [call for call in node.boot().calls if call.startswith(RUN)]
     assert "--security-opt" not in call
 
 
-def test_a_job_that_runs_untrusted_programs_can_lock_them_in(node: Node) -> None:
+def test_a_job_that_runs_untrusted_programs_can_lock_them_in(node: StubNode) -> None:
     node.container_options = EXPERIMENTS["kernel-sft"].container_options
     (call,) = [call for call in node.boot().calls if call.startswith(RUN)]
     assert "--security-opt seccomp=unconfined" in call
 
 
-def test_the_container_is_told_who_and_where_it_is(node: Node) -> None:
+def test_the_container_is_told_who_and_where_it_is(node: StubNode) -> None:
     outcome = node.boot()
 
     (call,) = [call for call in outcome.calls if call.startswith(RUN)]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from boot_stubs import BUCKET, DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, Node
+from boot_stubs import BUCKET, DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
 
 BROKEN = {
     "a syntax error": (")", 1),
@@ -17,11 +17,11 @@ BROKEN = {
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node(tmp_path: Path) -> StubNode:
+    return StubNode(tmp_path)
 
 
-def test_the_archive_comes_from_the_address_that_its_hash_names(node: Node) -> None:
+def test_the_archive_comes_from_the_address_that_its_hash_names(node: StubNode) -> None:
     node.boot()
 
     (fetch,) = (node.world / "fetched").read_text().splitlines()
@@ -30,7 +30,9 @@ def test_the_archive_comes_from_the_address_that_its_hash_names(node: Node) -> N
 
 
 @pytest.mark.parametrize(("by", "code"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_machine_on_which_the_node_breaks_deletes_the_fleet_and_shuts_down(node: Node, by: str, code: int) -> None:
+def test_a_machine_on_which_the_node_breaks_deletes_the_fleet_and_shuts_down(
+    node: StubNode, by: str, code: int
+) -> None:
     node.breaks(at="signal.signal(signal.SIGTERM, self._terminated)", by=by)
 
     outcome = node.boot()
@@ -41,7 +43,7 @@ def test_a_machine_on_which_the_node_breaks_deletes_the_fleet_and_shuts_down(nod
     assert f"job/node ended with {code}" in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
 
 
-def test_a_node_that_breaks_amid_its_attempt_keeps_what_it_recorded(node: Node) -> None:
+def test_a_node_that_breaks_amid_its_attempt_keeps_what_it_recorded(node: StubNode) -> None:
     node.breaks(at='say("starting the container")', by="os._exit(3)")
 
     outcome = node.boot()
@@ -50,7 +52,7 @@ def test_a_node_that_breaks_amid_its_attempt_keeps_what_it_recorded(node: Node) 
     assert node.stored(f"attempts/{INSTANCE}.json")["type"] == "g5.2xlarge"
 
 
-def test_without_the_archive_no_other_machine_follows(node: Node) -> None:
+def test_without_the_archive_no_other_machine_follows(node: StubNode) -> None:
     node.fails("read")
 
     outcome = node.boot()
@@ -60,7 +62,7 @@ def test_without_the_archive_no_other_machine_follows(node: Node) -> None:
     assert reason == "the job archive cannot be had as declared"
 
 
-def test_a_shutdown_that_the_system_refuses_is_asked_for_until_the_timer_ends_the_run(node: Node) -> None:
+def test_a_shutdown_that_the_system_refuses_is_asked_for_until_the_timer_ends_the_run(node: StubNode) -> None:
     node.fails("shutdown")
     (node.world / "timer-fires").write_text(f"s3/{BUCKET}/r1/boot/{INSTANCE}.log")
     node.job_ends_with(1)
@@ -72,7 +74,7 @@ def test_a_shutdown_that_the_system_refuses_is_asked_for_until_the_timer_ends_th
     assert outcome.calls_starting(SHUTDOWN) == [SHUTDOWN] * 15
 
 
-def test_sigterm_while_the_archive_is_fetched_shuts_down_and_leaves_the_fleet(node: Node) -> None:
+def test_sigterm_while_the_archive_is_fetched_shuts_down_and_leaves_the_fleet(node: StubNode) -> None:
     aws = node.bin / "aws"
     aws.write_text(aws.read_text().replace("case ", 'touch "$WORLD/fetching"; /bin/sleep 0.5\ncase ', 1))
     process = node.start()

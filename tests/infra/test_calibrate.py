@@ -25,9 +25,9 @@ from infra.evidence import calibration, measurement
 from job import measured, probe
 from job.spec import EXPERIMENTS, JobConfig, from_json
 from job.supervisor import machine
-from job.supervisor.machine import Gpu
+from job.supervisor.machine import DriverGpu
 
-A10G = (Gpu(name="NVIDIA A10G", memory_gb=24.1, driver="580.1"),)
+A10G = (DriverGpu(name="NVIDIA A10G", memory_gb=24.1, driver="580.1"),)
 STEP = {"median": 50.0, "q1": 49.0, "q3": 51.0}
 
 
@@ -81,7 +81,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the probe was given; it measures 50 ms a step in every phase."""
     given: list[dict[str, Any]] = []
 
-    def run(workdir: Path, *, stop_at: int | None, save_at: Mapping[str, int], ranks: int) -> probe.Outcome:
+    def run(workdir: Path, *, stop_at: int | None, save_at: Mapping[str, int], ranks: int) -> probe.ProbeResult:
         tree = json.loads((workdir / "run.json").read_text())
         given.append({**tree["job"], "data": (workdir / "data").is_dir(), "stop_at": stop_at})
         phases = [
@@ -89,7 +89,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             | {"save": {"bytes": 10, "blocks_s": 0.1, "write_s": 0.2}}
             for name in save_at
         ]
-        return probe.Outcome(phases=phases, start_s=9.0, finish_s=2.0, seconds=30.0, cpu_s=40.0)
+        return probe.ProbeResult(phases=phases, start_s=9.0, finish_s=2.0, seconds=30.0, cpu_s=40.0)
 
     monkeypatch.setattr(probe, "run", run)
     monkeypatch.setattr(machine, "gpus", lambda: A10G)
@@ -146,7 +146,7 @@ def test_a_probe_that_timed_no_step_of_a_phase_promises_no_bill(
 ) -> None:
     whole = probe.run
 
-    def ends_early(*given: Any, **named: Any) -> probe.Outcome:
+    def ends_early(*given: Any, **named: Any) -> probe.ProbeResult:
         outcome = whole(*given, **named)
         return replace(outcome, phases=outcome.phases[:2])
 
@@ -240,7 +240,7 @@ def test_a_dataset_in_s3_says_that_a_probe_needs_it_here(path: Path) -> None:
 
 
 def test_a_job_that_fails_is_an_error_with_its_own_words(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*args: Any, **more: Any) -> probe.Outcome:
+    def run(*args: Any, **more: Any) -> probe.ProbeResult:
         raise probe.ProbeFailedError("ValueError: no shards")
 
     monkeypatch.setattr(probe, "run", run)

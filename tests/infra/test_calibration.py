@@ -15,7 +15,7 @@ from receipt_tree import receipt
 from infra.catalog import load_catalog
 from infra.definition.model import Job, StackDefinition
 from infra.evidence import calibration
-from infra.evidence.calibration import Calibration, Refused
+from infra.evidence.calibration import Calibration, RefusedCalibration
 from job import measured
 from job.spec import GrowthConfig, KernelConfig
 
@@ -71,7 +71,7 @@ def kernel(root: Path) -> StackDefinition:
 
 def refusal(root: Path, wanted: StackDefinition | None = None) -> str:
     found = find(root, wanted)
-    assert isinstance(found, Refused)
+    assert isinstance(found, RefusedCalibration)
     return found.why
 
 

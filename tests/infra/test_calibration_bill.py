@@ -25,7 +25,7 @@ from infra.catalog import load_catalog
 from infra.cli import main
 from infra.definition.model import Disk, Estimate
 from infra.evidence import calibration
-from infra.evidence.calibration import Refused
+from infra.evidence.calibration import RefusedCalibration
 from infra.program.plan import make
 from infra.program.run_guard import Previous
 from job import measured
@@ -41,7 +41,7 @@ def hours(config: GrowthConfig | None = None, estimate: Estimate | None = None, 
     return runtime.hours(config or GrowthConfig(), instance, estimate or Estimate(), ROOT, calibration=found, **more)
 
 
-def bill(seen: calibration.Calibration | Refused | None, **changes: Any) -> Bill:
+def bill(seen: calibration.Calibration | RefusedCalibration | None, **changes: Any) -> Bill:
     return price(definition(**changes), CATALOG, calibrations={} if seen is None else {"g5.2xlarge": seen}, runs=200)
 
 
@@ -135,7 +135,9 @@ def test_a_calibrated_bill_cites_its_measurement_and_warns_of_no_speed() -> None
 
 
 def test_a_refused_measurement_is_named_and_the_bill_is_uncalibrated() -> None:
-    found = bill(Refused(why="calibrations/x.json does not count any more: job.parameters.model.width was 1, is 2"))
+    found = bill(
+        RefusedCalibration(why="calibrations/x.json does not count any more: job.parameters.model.width was 1, is 2")
+    )
     assert not found.calibrated
     assert found.usd == bill(None).usd
     assert any(warning.startswith("uncalibrated: roofline") for warning in found.warnings)

@@ -30,7 +30,7 @@ from job.dataset.rendering import TEMPLATES
 from job.experiments.kernel.pairs import byte_tokenizer
 from job.experiments.two_tower.data import fold_of
 from job.models import hf_config
-from job.spec.common import Decoder
+from job.spec.common import DecoderConfig
 
 ROOT = Path(__file__).parents[2]
 STACK = "tinystories-growth"
@@ -239,7 +239,7 @@ def published(project: Path, **changed: int) -> Path:
     """The folder of base weights, as far as it is looked at before a node has it."""
     folder = project / "data" / "llama-3.1-8b-instruct"
     folder.mkdir(parents=True)
-    shape = Decoder(**SMALL | changed)
+    shape = DecoderConfig(**SMALL | changed)
     tensors = {name: np.ones(size, np.float16) for name, size in hf_config.tensors(shape).items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf_config.config_tree(shape, "bfloat16")))
@@ -253,7 +253,7 @@ def test_other_base_weights_than_the_experiments_are_said_before_anything_is_tok
     folder = published(tuning, width=24)
     assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
     assert "another model than the run config: model.width is 16, there 24" in capsys.readouterr().err
-    (folder / "config.json").write_text(json.dumps(hf_config.config_tree(Decoder(**SMALL), "bfloat16")))
+    (folder / "config.json").write_text(json.dumps(hf_config.config_tree(DecoderConfig(**SMALL), "bfloat16")))
     assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
     assert "lm_head.weight is [32, 24], the model needs [32, 16]" in capsys.readouterr().err
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs")

@@ -130,7 +130,7 @@ def test_an_accepted_limit_lets_the_jobs_meter_come_to_the_end_of_the_work(hours
     found = price(plan, CATALOG)
     exposure, hourly = found.chosen.exposure, found.hourly_usd
     rates = Rates(capacity="on-demand", on_demand=found.chosen.price.amount, spot=None, hourly=hourly)
-    limits = run_file.Limits(max_usd=Decimal(3), max_hours=Decimal(hours), deadline=None)
+    limits = run_file.RunLimits(max_usd=Decimal(3), max_hours=Decimal(hours), deadline=None)
     reserve_s = Forecast(plan.job.parameters, to_json(found), found.chosen.type).end_s(2999, None) + RESERVE_S
     assert exposure.reserve_h * 3600 == pytest.approx(reserve_s, abs=0.1)
     meter = Meter(rates=rates, launched_at=0.0, fixed_usd=Decimal(f"{exposure.fixed_usd:.4f}"))

@@ -9,7 +9,7 @@ import pytest
 
 from infra.risk.closed_form import break_even, expected_hours
 from infra.risk.hazard import Hazard
-from infra.risk.simulation import Exposure, Outcome, quantiles, simulate
+from infra.risk.simulation import Exposure, SimulatedRuns, quantiles, simulate
 
 # Half an hour of set-up and 4 hours of work at 2 USD/h; nothing else costs anything.
 RUN = Exposure(
@@ -201,7 +201,7 @@ def test_a_less_certain_hazard_states_a_wider_interval() -> None:
 
 
 def test_uneven_nodes_begin_calmly_and_lose_as_many_per_node_hour_in_the_end() -> None:
-    def simulated(unevenness: float, work_h: float, runs: int) -> Outcome:
+    def simulated(unevenness: float, work_h: float, runs: int) -> SimulatedRuns:
         hazard = Hazard(median=0.5, sigma=0.0, unevenness=unevenness)
         return simulate(replace(RUN, hazard=hazard, phase_ends_h=(1.0, work_h)), runs=runs)
 

@@ -40,7 +40,7 @@ def a_receipt(content: bytes, root: Path) -> None:
 def a_measurement(content: bytes, root: Path) -> None:
     place(root, "calibrations/tinystories-growth/a.json", content)
     found = find(root)
-    assert found is None or (found.why if isinstance(found, calibration.Refused) else found.basis)
+    assert found is None or (found.why if isinstance(found, calibration.RefusedCalibration) else found.basis)
 
 
 def a_trace(content: bytes, root: Path) -> None:

@@ -15,7 +15,7 @@ from infra.definition.readiness import not_ready
 from job.dataset import weights
 from job.models import hf_config
 from job.spec import SftConfig
-from job.spec.common import Decoder
+from job.spec.common import DecoderConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 SHIPPED = Path(__file__).parents[2] / "stacks"
@@ -126,7 +126,7 @@ def test_base_weights_and_their_tokenizer_are_held_against_the_file(chats: Path,
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"not looked at")
     (folder / "tokenizer.json").write_text("{}")
-    assert isinstance(config.model, Decoder)
+    assert isinstance(config.model, DecoderConfig)
     (folder / "config.json").write_text(json.dumps(hf_config.config_tree(config.model, "bfloat16")))
     assert said(file, root) == [
         "storage.base_weights, data/base, are not listed in weights.json: run `gpufleet prepare sft-h100`."

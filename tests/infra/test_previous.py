@@ -27,7 +27,7 @@ ANSWERS: dict[str, Mapping[str, Any]] = {
 }
 
 
-class Engine:
+class PulumiEngine:
     """Refuses the first `refusals` questions in these words."""
 
     def __init__(self, refusals: int, words: str) -> None:
@@ -42,7 +42,7 @@ class Engine:
 
 
 def test_a_state_that_is_just_being_written_is_read_again() -> None:
-    engine, pauses = Engine(3, "rpc error: failed to load checkpoint: EOF"), list[float]()
+    engine, pauses = PulumiEngine(3, "rpc error: failed to load checkpoint: EOF"), list[float]()
     found = previous.previous("org/gpufleet/growth", engine, pause=pauses.append)
     assert found.outputs == {"run": {"id": "r1"}}
     assert found.fleets == {"r1"}
@@ -52,7 +52,7 @@ def test_a_state_that_is_just_being_written_is_read_again() -> None:
 
 
 def test_a_state_that_stays_unreadable_is_an_error() -> None:
-    engine, pauses = Engine(1000, "failed to load checkpoint: EOF"), list[float]()
+    engine, pauses = PulumiEngine(1000, "failed to load checkpoint: EOF"), list[float]()
     with pytest.raises(Exception, match="failed to load checkpoint"):
         previous.previous("org/gpufleet/growth", engine, pause=pauses.append)
     assert engine.asked == previous.TRIES
@@ -64,7 +64,7 @@ def test_a_fleet_without_tags_is_still_a_fleet() -> None:
 
 
 def test_any_other_refusal_is_passed_on_at_once() -> None:
-    engine = Engine(1000, "access denied")
+    engine = PulumiEngine(1000, "access denied")
     with pytest.raises(Exception, match="access denied"):
         previous.previous("org/gpufleet/growth", engine, pause=lambda seconds: None)
     assert engine.asked == 1

@@ -13,7 +13,7 @@ import pytest
 from infra.definition.loader import load
 from infra.definition.model import Disk, StackDefinition
 from infra.errors import DefinitionError
-from infra.program.run_guard import Previous, Verdict, judge, timer_seconds
+from infra.program.run_guard import Previous, RunDecision, judge, timer_seconds
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, 250_000, tzinfo=UTC)
 DEFINITION = load(Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml", now=NOW)
@@ -23,13 +23,13 @@ HOUR = timedelta(hours=1)
 def verdict(
     definition: StackDefinition = DEFINITION,
     *,
-    previous: Verdict | None = None,
+    previous: RunDecision | None = None,
     fleets: set[str] | None = None,
     now: datetime = NOW,
     code: str = "c1",
     dataset: str | None = "d1",
     objects: tuple[str, ...] = (),
-) -> Verdict:
+) -> RunDecision:
     """The verdict on `definition` in a stack whose last update had the verdict `previous`. `fleets`: the runs of
     its fleets, the last update's unless said otherwise.
     """

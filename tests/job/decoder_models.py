@@ -11,7 +11,7 @@ from torch import Tensor
 
 from job.models.decoder import GROUPS, Decoder, build
 from job.models.linear_loss import IGNORED
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 
 FAMILIES: dict[str, Shape] = {
     "llama": Shape(

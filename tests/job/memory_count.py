@@ -160,7 +160,7 @@ def main() -> None:
         )
         measured = many_ranks(config, 4, checkpointing=deep, ranks=8, every=29)
         _say(f"{layers} x {width}", measured, config.memory(0, 4, checkpointing=deep, ranks=8))
-    tuned = SftConfig(method="full", model=replace(common.Decoder(), layers=2))
+    tuned = SftConfig(method="full", model=replace(common.DecoderConfig(), layers=2))
     _say("decoder, 2 layers", whole_decoder(tuned, 2, ranks=8), tuned.memory(0, 2, ranks=8))
 
 

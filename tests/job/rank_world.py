@@ -60,7 +60,7 @@ class Out(NamedTuple):
     aux_loss: Tensor | None = None
 
 
-class Block(nn.Module):
+class RankBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(12, 21), nn.Linear(21, 12)  # 21 rows do not divide by 2 or 4
@@ -70,11 +70,11 @@ class Block(nn.Module):
         return F.dropout(x, 0.1, self.training)
 
 
-class Model(nn.Module):
+class RankModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 12)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(RankBlock() for _ in range(3))
         self.head = nn.Linear(12, VOCAB)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Out:
@@ -85,7 +85,7 @@ class Model(nn.Module):
         return Out(loss, {"seen": torch.bincount(tokens.flatten(), minlength=VOCAB)})
 
 
-class Toy(Experiment):
+class RankExperiment(Experiment):
     def __init__(self, session: Session) -> None:
         self.session = session
         assert isinstance(session.config, PretrainConfig)
@@ -107,12 +107,12 @@ class Toy(Experiment):
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
         torch.manual_seed(self.config.seed)
-        return self.spread(Model())
+        return self.spread(RankModel())
 
     def blank(self, phase: Phase) -> nn.Module:
-        return self.spread(Model())
+        return self.spread(RankModel())
 
-    def spread(self, model: Model) -> nn.Module:
+    def spread(self, model: RankModel) -> nn.Module:
         if self.config.reshard_after_forward:
             return parallel.shard(model, self.session.world, model.blocks, compute=torch.float32, reshard=True)
         return parallel.replicate(model, self.session.world)
@@ -144,7 +144,7 @@ class Toy(Experiment):
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
         whole = parallel.gather(module.state_dict(), self.session.world)
         if self.session.world.first:
-            model = Model()
+            model = RankModel()
             model.load_state_dict(whole)
             export.export(self.session.workdir / "final", model, {})
 
@@ -243,7 +243,7 @@ def one(
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    EXPERIMENTS["pretrain-d64"].trainer = "rank_world:Toy"
+    EXPERIMENTS["pretrain-d64"].trainer = "rank_world:RankExperiment"
     if broken == "disk of rank 1" and rank == 1:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -287,5 +287,5 @@ def train_on_one_rank(workdir: Path) -> None:
 
 
 if __name__ == "__main__":  # under torchrun
-    EXPERIMENTS["pretrain-d64"].trainer = "rank_world:Toy"
+    EXPERIMENTS["pretrain-d64"].trainer = "rank_world:RankExperiment"
     sys.exit(trainer.main())

@@ -20,17 +20,17 @@ from job.contract.reading import iso
 from job.contract.run import config_digest, load
 from job.spec import Checkpoint
 from job.supervisor.attempt import Supervisor
-from job.supervisor.child import Log
+from job.supervisor.child import JobLog
 from job.supervisor.commits import commits
 from job.supervisor.metadata import Metadata
 from job.supervisor.publish import Publisher
 from job.supervisor.store import FolderStore, Store, StoreError
-from job.supervisor.world import World
+from job.supervisor.world import Outside
 
 STEPS = 12  # of runs.TINY
 
 
-class Clock:
+class FakeClock:
     """Stands still until somebody sleeps."""
 
     def __init__(self, now: float = runs.LAUNCHED + 120) -> None:
@@ -75,7 +75,7 @@ class Queue(Executor):
             future.set_exception(error)
 
 
-class Death(BaseException):
+class NodeDeath(BaseException):
     """The process is gone in the middle of something."""
 
 
@@ -92,7 +92,7 @@ class FakeTrainer:
 
     workdir: Path
     config_sha256: str
-    clock: Clock
+    clock: FakeClock
     rung: int = 0
     commit_every: int = 3
     script: dict[int, Callable[[FakeTrainer], int | None]] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class Bench:
         )
         self.config_sha256 = config_digest("tinystories-growth", self.tree["job"]["parameters"])
         self.store = FolderStore(self.bucket / "r1")
-        self.clock = Clock()
+        self.clock = FakeClock()
         self.output = BytesIO()
         self.trainers: list[FakeTrainer] = []
         self.terminated: float | None = None
@@ -225,7 +225,7 @@ class Bench:
         """A supervisor on a fresh node, ready to run."""
         workdir = self.folder / instance
         run = load(runs.place(workdir, self.tree))
-        log = Log(workdir / "job.log", self.output)
+        log = JobLog(workdir / "job.log", self.output)
         self.metadata = Metadata(fetch=self._answer, clock=self.clock, say=log.say)
 
         def start(rung: int) -> FakeTrainer:
@@ -233,7 +233,7 @@ class Bench:
             self.trainers.append(made)
             return made
 
-        world = World(
+        world = Outside(
             store=store or self.store,
             metadata=self.metadata,
             start=start,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from job.supervisor import bootstrap, machine
-from job.supervisor.child import Child, Log, Progress, trainer
+from job.supervisor.child import Child, JobLog, MetricsFollower, trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,14 +34,14 @@ def wait_until(condition: object, seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def start(log: Log, code: str) -> Child:
+def start(log: JobLog, code: str) -> Child:
     return Child([sys.executable, "-c", code], os.environ, log, time.time)
 
 
 def test_nothing_that_a_terminal_would_obey_is_logged(tmp_path: Path) -> None:
     stream, log = BytesIO(), tmp_path / "job.log"
     said = r"import sys; sys.stdout.buffer.write(b'\x1b[2J10 %\r20 %\ttwo\xff\x9b\n')"
-    child = start(Log(log, stream), said)
+    child = start(JobLog(log, stream), said)
     wait_until(lambda: child.poll() is not None)
     assert log.read_bytes() == stream.getvalue() == "\\x1b[2J10 %\n20 %\ttwo\ufffd\ufffd\n".encode()
 
@@ -49,7 +49,7 @@ def test_nothing_that_a_terminal_would_obey_is_logged(tmp_path: Path) -> None:
 def test_output_goes_to_the_log_and_on_and_the_code_is_kept(tmp_path: Path) -> None:
     stream = BytesIO()
     child = start(
-        Log(tmp_path / "job.log", stream), "import sys; print('out'); sys.stderr.write('err\\n'); sys.exit(69)"
+        JobLog(tmp_path / "job.log", stream), "import sys; print('out'); sys.stderr.write('err\\n'); sys.exit(69)"
     )
     wait_until(lambda: child.poll() is not None)
     assert child.poll() == 69
@@ -71,14 +71,14 @@ def test_ranks_end_with_what_one_of_them_has_left_and_an_earlier_start_has_not(
     path = tmp_path / "ended.json"
     path.write_text('{"code": 0}')
     words = [sys.executable, "-c", code.format(path=str(path))]
-    child = Child(words, os.environ, Log(tmp_path / "job.log", BytesIO()), time.time, path)
+    child = Child(words, os.environ, JobLog(tmp_path / "job.log", BytesIO()), time.time, path)
     wait_until(lambda: child.poll() is not None)
     assert child.poll() == ends
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     stream = BytesIO()
-    child = start(Log(tmp_path / "no" / "folder" / "job.log", stream), "print('out')")
+    child = start(JobLog(tmp_path / "no" / "folder" / "job.log", stream), "print('out')")
     wait_until(lambda: child.poll() is not None)
     assert child.poll() == 0
     assert stream.getvalue() == b"out\n"
@@ -90,7 +90,7 @@ def test_a_kill_ends_the_whole_group(tmp_path: Path) -> None:
         "print(p.pid, flush=True); time.sleep(99)"
     )
     stream = BytesIO()
-    child = start(Log(tmp_path / "job.log", stream), code)
+    child = start(JobLog(tmp_path / "job.log", stream), code)
     wait_until(lambda: stream.getvalue().endswith(b"\n"))
     grandchild = int(stream.getvalue())
     assert alive(grandchild)
@@ -116,7 +116,7 @@ def waiting(tmp_path: Path, stream: BytesIO) -> Child:
     return Child(
         [sys.executable, "-c", WAITS, str(file)],
         os.environ,
-        Log(tmp_path / "job.log", stream),
+        JobLog(tmp_path / "job.log", stream),
         time.time,
         waits=file,
     )
@@ -145,7 +145,7 @@ def test_a_process_that_left_the_group_and_holds_the_output_does_not_hold_the_su
 ) -> None:
     monkeypatch.setattr("job.supervisor.child.KILL_S", 0.2)
     code = "import subprocess, sys; subprocess.Popen(['sleep', '2'], start_new_session=True); print('out')"
-    child = start(Log(tmp_path / "job.log", BytesIO()), code)
+    child = start(JobLog(tmp_path / "job.log", BytesIO()), code)
     began = time.monotonic()
     wait_until(lambda: child.poll() is not None)
     assert child.poll() == 0
@@ -183,7 +183,7 @@ def test_the_trainers_command_line_is_the_contracts() -> None:
 def test_progress_follows_new_lines_only_and_waits_for_whole_ones(tmp_path: Path) -> None:
     path, now = tmp_path / "metrics.jsonl", [100.0]
     path.write_text('{"step": 1}\n')
-    progress = Progress(path, lambda: now[0])
+    progress = MetricsFollower(path, lambda: now[0])
     progress.skip(1)
     progress.poll()
     assert (progress.step, progress.first_at) == (1, None)
@@ -201,7 +201,7 @@ def test_progress_follows_new_lines_only_and_waits_for_whole_ones(tmp_path: Path
 def test_progress_survives_the_cut_of_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 9)))
-    progress = Progress(path, lambda: 0.0)
+    progress = MetricsFollower(path, lambda: 0.0)
     progress.skip(5)
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)))
     progress.poll()
@@ -214,7 +214,7 @@ def test_progress_survives_the_cut_of_a_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("gap", "expected"), [(1.0, 900.0), (60.0, 1200.0), (600.0, 1800.0), (1000.0, 3000.0)])
 def test_how_long_silence_is_normal_follows_the_pace(tmp_path: Path, gap: float, expected: float) -> None:
     path, now = tmp_path / "metrics.jsonl", [0.0]
-    progress = Progress(path, lambda: now[0])
+    progress = MetricsFollower(path, lambda: now[0])
     assert progress.quiet_limit_s() == 1800.0
     for step in range(1, 5):
         now[0] += gap

@@ -34,7 +34,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="kernels for a CPU need g++")
 
 
-class Block(nn.Module):
+class CachedBlock(nn.Module):
     """One product, which needs no compiler beyond Inductor; with `kernels` an elementwise kernel too."""
 
     def __init__(self, *, kernels: bool = False, checkpointing: bool = False) -> None:
@@ -52,10 +52,10 @@ class Block(nn.Module):
         return y_ND.relu() + x_ND if self.kernels else y_ND
 
 
-class Model(nn.Module):
+class CachedModel(nn.Module):
     def __init__(self, **named: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(**named)])
+        self.blocks = nn.ModuleList([CachedBlock(**named)])
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def said(session: Session) -> str:
 
 def start(session: Session, *, device: str = "cpu", **named: Any) -> list[str | None]:
     """A start of the trainer on a node whose disk is empty: three steps of a phase. What `keep` says after each."""
-    model = Model(**named).to(device)
+    model = CachedModel(**named).to(device)
     words = []
     with fresh_cache(), step.compiled(model, torch.device("cuda")):
         cache = CompileCache(session, PHASE, RUNG)
@@ -194,7 +194,7 @@ def test_a_run_resumed_in_a_later_phase_compiles_nothing_again_and_says_so(
     real, within = torch.compile, step.compiled
 
     def beside(forward: Callable[..., Any], **named: Any) -> Callable[..., Any]:
-        product = real(Block().forward, **named)
+        product = real(CachedBlock().forward, **named)
 
         def both(*given: Any) -> Any:
             product(torch.ones(2, 4))

@@ -17,7 +17,7 @@ from job.models.decoder import build, decays, frequencies, positions
 from job.models.generate import _choose, generate, uniform
 from job.models.linear_loss import CHUNK_TOKENS, IGNORED, chunk_loss, linear_loss
 from job.spec.common import QWEN3_8B
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 from job.spec.sft import Lora, SftConfig
 from job.train.optimizer import groups
 

@@ -20,7 +20,7 @@ from job.models.decoder import Decoder, build
 from job.models.generate import generate
 from job.models.linear_loss import IGNORED
 from job.spec.common import QWEN3_8B
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 from job.spec.sft import Lora
 
 SHARD = 20_000  # bytes: every family needs several files

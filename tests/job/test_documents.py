@@ -16,7 +16,7 @@ from supervisor_world import Bench
 
 from job import measured
 from job.contract import inputs, metrics, reading
-from job.contract.attempt import Record
+from job.contract.attempt import RecordWriter
 from job.contract.commit import Best, Commit, Manifest
 from job.contract.done import FINISHED, Done
 from job.contract.run import RunFile, load
@@ -26,7 +26,7 @@ from job.experiments.kernel.judge.verdict import Verdict
 from job.ledger import Ledger
 from job.spec.sft import SftConfig
 from job.supervisor import attempts, receipt, staging
-from job.supervisor.child import Progress
+from job.supervisor.child import MetricsFollower
 from job.supervisor.commits import commits
 from job.supervisor.forecast import Forecast
 from job.supervisor.store import Entry
@@ -208,11 +208,11 @@ def metrics_line(content: bytes, folder: Path) -> None:
     run = a_run(folder.parent)
     good = metrics.write(LINE)
     (folder / "metrics.jsonl").write_bytes(good + content + b"\n" + good)
-    progress = Progress(folder / "metrics.jsonl", lambda: 0.0)
+    progress = MetricsFollower(folder / "metrics.jsonl", lambda: 0.0)
     progress.poll()
     assert progress.step_s is None or progress.step_s < 2**53
     MetricsFile(folder / "metrics.jsonl").resume(10)
-    assert receipt.measure(run, [], folder, Record(ranks=1), at="2027-01-15T09:00:00Z") is None  # of no node
+    assert receipt.measure(run, [], folder, RecordWriter(ranks=1), at="2027-01-15T09:00:00Z") is None  # of no node
     measured.phases(metrics.records(content.split(b"\n")))
 
 

@@ -18,7 +18,7 @@ from job.experiments.pretrain import model as char_gpt
 from job.models import decoder
 from job.models.blocks import any_length
 from job.models.generate import generate
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 from job.spec.pretrain import CharModel
 
 SHAPE = Shape(

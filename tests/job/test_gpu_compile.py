@@ -18,7 +18,7 @@ from job.experiments.growth import model as growth
 from job.experiments.pretrain import model as char_gpt
 from job.models import decoder, lora
 from job.spec import GrowthConfig
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 from job.spec.growth import Batch, GrowthModel, Precision, TextData
 from job.spec.pretrain import CharModel
 from job.spec.sft import Lora

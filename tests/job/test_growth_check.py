@@ -19,7 +19,7 @@ from job.experiments.growth import check
 from job.experiments.growth.check import GrowthCheckFailed, cast_difference, check_boundary, compare, fit_capacity
 from job.experiments.growth.growing import grow
 from job.experiments.growth.model import Growth, load
-from job.experiments.growth.routing import Routing, routed, tied
+from job.experiments.growth.routing import ExpertChoice, routed, tied
 from job.spec import Precision
 
 pytestmark = pytest.mark.xdist_group("growth")
@@ -96,9 +96,9 @@ def test_a_clear_flip_between_experts_that_say_the_same_is_no_pass() -> None:
 
 
 def test_a_tie_is_measured_by_the_largest_logit_and_every_token_that_flips_must_be_one() -> None:
-    def layer(margin: list[float], scale: float) -> list[tuple[Routing, Routing]]:
+    def layer(margin: list[float], scale: float) -> list[tuple[ExpertChoice, ExpertChoice]]:
         of = (torch.tensor(margin), torch.tensor(scale))
-        return [(Routing(torch.tensor([[0, 1]] * 2), *of), Routing(torch.tensor([[0, 2]] * 2), *of))]
+        return [(ExpertChoice(torch.tensor([[0, 1]] * 2), *of), ExpertChoice(torch.tensor([[0, 2]] * 2), *of))]
 
     assert tied(layer([1e-5, 2e-5], 1.0), 3e-5)
     assert not tied(layer([1e-5, 1e-2], 1.0), 3e-5)

@@ -12,7 +12,7 @@ from growth_models import CONFIG, PROBE, dense, experts, generator, moe, text
 from torch import Tensor
 
 from job.experiments.growth.growing import grow
-from job.experiments.growth.model import Growth, Output, _choose_dispatch, build, decays, load
+from job.experiments.growth.model import Growth, GrowthOutput, _choose_dispatch, build, decays, load
 from job.models.blocks import Experts, rotate, rotations
 from job.models.routing import rows_per_expert
 from job.spec import GrowthConfig, GrowthModel, Precision
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("growth")
 TOKENS, TARGETS = PROBE[:, :-1], PROBE[:, 1:]
 
 
-def gradients(module: Growth, output: Output) -> dict[str, Tensor]:
+def gradients(module: Growth, output: GrowthOutput) -> dict[str, Tensor]:
     module.zero_grad()
     assert output.loss_sum is not None
     loss = output.loss_sum / TARGETS.numel()

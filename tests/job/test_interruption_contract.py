@@ -40,7 +40,7 @@ CONFIG = replace(
 SEED = 7
 
 
-class Attempt:
+class TrainerAttempt:
     """One node: a supervisor in a session of its own, and what it has said so far."""
 
     def __init__(self, folder: Path, bucket: Path, run: dict[str, Any], instance: str, **environment: str) -> None:
@@ -91,7 +91,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def reached(attempt: Attempt, step: int, bucket: Path) -> bool:
+def reached(attempt: TrainerAttempt, step: int, bucket: Path) -> bool:
     """It has trained that far, and something of the run is published."""
     return max(attempt.steps(), default=0) >= step and bool(manifests(bucket))
 
@@ -137,7 +137,7 @@ def test_an_interruption_changes_no_bit_of_the_weights(noticed: bool, killed: tu
     with undisturbed(tmp_path / "undisturbed", run, bucket) as expected:
         if noticed:
             with Imds() as imds:
-                first = Attempt(tmp_path, bucket, run, "i-1", AWS_EC2_METADATA_SERVICE_ENDPOINT=imds.endpoint)
+                first = TrainerAttempt(tmp_path, bucket, run, "i-1", AWS_EC2_METADATA_SERVICE_ENDPOINT=imds.endpoint)
                 first.wait_for(lambda: len(first.steps()) >= 2)
                 told = time.monotonic()
                 imds.notice(imds.clock.now() + timedelta(seconds=60))
@@ -152,7 +152,7 @@ def test_an_interruption_changes_no_bit_of_the_weights(noticed: bool, killed: tu
         # A kill in a phase, some steps after its beginning (or after where the attempt went on).
         for number, phase in enumerate(killed, 2):
             newest, steps = max(manifests(bucket), default=0), draw.randrange(2, 7)
-            attempt = Attempt(tmp_path, bucket, run, f"i-{number}")
+            attempt = TrainerAttempt(tmp_path, bucket, run, f"i-{number}")
             least = max(newest, phase * config.steps_per_phase) + steps
             attempt.wait_for(partial(reached, attempt, least, bucket))
             attempt.sigkill()
@@ -160,7 +160,7 @@ def test_an_interruption_changes_no_bit_of_the_weights(noticed: bool, killed: tu
             assert not (bucket / "r1" / "done.json").exists()
 
         newest = manifests(bucket)[-1]
-        last = Attempt(tmp_path, bucket, run, "i-5")
+        last = TrainerAttempt(tmp_path, bucket, run, "i-5")
         said = last.output()
         assert last.process.returncode == 0, said
         assert last.steps()[0] == newest + 1

@@ -129,7 +129,7 @@ def test_inputs_are_drawn_once_for_all_candidates_and_kept_within_bounds(monkeyp
     monkeypatch.setattr(tasks, "CASES_BYTES", 2 * 16)
     made = list[str]()
 
-    def counted(task: catalog.Task, seed: int, name: str, device: str) -> tasks.Case:
+    def counted(task: catalog.KernelTask, seed: int, name: str, device: str) -> tasks.Case:
         made.append(name)
         return tasks.Case(name=name, tensors=(torch.zeros(4),))
 

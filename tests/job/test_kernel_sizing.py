@@ -11,11 +11,11 @@ from job.experiments.kernel import pairs
 from job.experiments.kernel.judge import adversarial, planted, tasks
 from job.experiments.kernel.judge.catalog import TASKS
 from job.spec import KernelConfig, decoder, kernel
-from job.spec.common import Decoder
+from job.spec.common import DecoderConfig
 from job.spec.kernel import Funnel, Generation
 
 FULL = KernelConfig()
-CODER = Decoder(
+CODER = DecoderConfig(
     family="qwen2",
     vocab=152_064,
     layers=28,
@@ -31,12 +31,12 @@ SMALL = replace(FULL.model, layers=28, width=2048, heads=16, kv_heads=8, ffn=614
 @pytest.mark.parametrize(
     ("model", "total"), [(FULL.model, 8_190_735_360), (CODER, 7_615_616_512), (SMALL, 1_720_574_976)]
 )
-def test_parameters_are_to_the_digit(model: Decoder, total: int) -> None:
+def test_parameters_are_to_the_digit(model: DecoderConfig, total: int) -> None:
     assert replace(FULL, model=model).phases()[0].params_total == total
 
 
 def test_a_small_decoders_bytes_are_those_worked_out_by_hand() -> None:
-    m = Decoder(family="llama", vocab=100, layers=3, width=8, heads=2, kv_heads=1, head_dim=4, ffn=16)
+    m = DecoderConfig(family="llama", vocab=100, layers=3, width=8, heads=2, kv_heads=1, head_dim=4, ffn=16)
     assert decoder.parameters(m) == 3 * (576 + 16) + 2 * 800 + 8 == 3384
     # fp32 state cut over two ranks; beside it bf16 layers (two with ZeRO-3, else all three) and both tables; beside the
     # gradients a layer's in bf16 and fp32.

@@ -17,7 +17,7 @@ from job.experiments.kernel.judge.verdict import Course, Switches, Verdict
 RELU = catalog.BY_NAME["relu"]
 
 
-def drawn(task: catalog.Task, name: str) -> tasks.Case:
+def drawn(task: catalog.KernelTask, name: str) -> tasks.Case:
     return tasks.case(task, SEED, name)
 
 
@@ -45,7 +45,7 @@ def calibrated(ask: timing.Ask, reference: timing.Ask, **how: Any) -> timing.Tim
     return timing.calibrated(RELU, SEED, ask, reference, drawn, **how)
 
 
-class Clock:
+class CallClock:
     """The judge's: it moves when a program says that it works."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_reference_as_quick_as_an_empty_operation_gives_no_speedup() -> None:
 
 
 def test_a_trial_is_what_it_took_less_an_empty_launch_by_both_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
+    clock = CallClock(monkeypatch)
     own, way = iter([9.0, 9.0, 1.0, 2.0, 3.0, 5.0]), iter([9.0, 9.0, 0.2, 0.4, 0.4, 0.8])  # two of each warm up
 
     def ask(head: dict[str, Any], *_: Any, **__: Any) -> wire.Message:
@@ -160,7 +160,7 @@ def test_a_try_counts_when_it_repeats_and_is_believed_and_one_that_is_never_beli
 def test_who_is_quick_on_the_inputs_of_the_trials_alone_is_as_fast_as_on_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, given, right = Clock(monkeypatch), [0], steady()
+    clock, given, right = CallClock(monkeypatch), [0], steady()
 
     def knows(head: dict[str, Any], *more: Any, **rest: Any) -> wire.Message:
         given[0] += head["do"] == "give"
@@ -198,7 +198,7 @@ def test_an_answer_that_leaves_out_what_it_must_say_is_no_result(said: dict[str,
 
 
 def test_a_claim_far_below_the_judges_clock_is_a_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
+    clock = CallClock(monkeypatch)
     liar = clock.taking(steady(), says=1e-6, takes=1.0)
     with pytest.raises(timing.Rejected, match="the judge's clock at least 1000"):
         calibrated(liar, steady(), trials=3, suspicious=2.0)
@@ -208,7 +208,7 @@ def test_a_claim_far_below_the_judges_clock_is_a_lie(monkeypatch: pytest.MonkeyP
 def test_no_speedup_is_above_what_the_judges_clock_saw(
     says: float, takes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock(monkeypatch)
+    clock = CallClock(monkeypatch)
     reference = clock.taking(steady(), says=1.0, takes=1.0)
     boasts = clock.taking(steady(), says=says, takes=takes)
     found = calibrated(boasts, reference, trials=3, suspicious=2.0)

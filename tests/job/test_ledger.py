@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from job import ledger
-from job.experiments.sft.merge import Done
+from job.experiments.sft.merge import FinishedVariants
 from job.ledger import Ledger
 from job.train.experiment import Session
 from job.train.parallel import World
@@ -55,5 +55,7 @@ def test_an_answer_with_any_character_is_made_once(tmp_path: Path) -> None:
         return [{"answer": "a\u2028b\u0085c"}]
 
     for _ in range(2):
-        assert Done(tmp_path / "sft.jsonl", session, "w").get("answers 0", make) == [{"answer": "a\u2028b\u0085c"}]
+        assert FinishedVariants(tmp_path / "sft.jsonl", session, "w").get("answers 0", make) == [
+            {"answer": "a\u2028b\u0085c"}
+        ]
     assert made == ["once"]

@@ -11,14 +11,14 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from job.supervisor.metadata import NOTICE_PATH, REBALANCE_PATH, TOKEN_S, Metadata, Watch, http_fetch
+from job.supervisor.metadata import NOTICE_PATH, REBALANCE_PATH, TOKEN_S, Metadata, MetadataThread, http_fetch
 from rehearsal.imds import Fault, Imds
 
 NOW = 1_800_000_000.0
 SOON = datetime.fromtimestamp(NOW + 120, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-class Answers:
+class MetadataAnswers:
     """A metadata service by hand: a list of answers per path, the last one for ever."""
 
     def __init__(self, **by_end: list[object]) -> None:
@@ -34,7 +34,7 @@ class Answers:
         return answer  # type: ignore[return-value]
 
 
-def metadata(answers: Answers, clock: list[float] | None = None) -> tuple[Metadata, list[str]]:
+def metadata(answers: MetadataAnswers, clock: list[float] | None = None) -> tuple[Metadata, list[str]]:
     said: list[str] = []
     return Metadata(fetch=answers, clock=lambda: (clock or [NOW])[0], say=said.append), said
 
@@ -45,7 +45,7 @@ def action(time: object = SOON, action: object = "terminate") -> tuple[int, byte
 
 @pytest.mark.parametrize("name", ["terminate", "stop", "hibernate"])
 def test_every_action_is_a_notice_with_its_time(name: str) -> None:
-    found, _ = metadata(Answers(notice=[action(action=name)]))
+    found, _ = metadata(MetadataAnswers(notice=[action(action=name)]))
     found.poll()
     assert found.notice == NOW + 120
 
@@ -75,7 +75,7 @@ NONSENSE: dict[str, object] = {
 
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_is_no_notice_and_the_next_good_answer_is(name: str) -> None:
-    found, _ = metadata(Answers(notice=[NONSENSE[name], NONSENSE[name], action()]))
+    found, _ = metadata(MetadataAnswers(notice=[NONSENSE[name], NONSENSE[name], action()]))
     found.poll()
     found.poll()
     assert found.notice is None
@@ -85,7 +85,7 @@ def test_nonsense_is_no_notice_and_the_next_good_answer_is(name: str) -> None:
 
 @pytest.mark.parametrize("time", ["soon", "2017-09-18T08:22:00Z", None])
 def test_a_doubtful_notice_asks_for_a_save(time: object) -> None:
-    found, said = metadata(Answers(notice=[action(time)]))
+    found, said = metadata(MetadataAnswers(notice=[action(time)]))
     found.poll()
     first = found.save_wanted
     found.poll()
@@ -96,7 +96,7 @@ def test_a_doubtful_notice_asks_for_a_save(time: object) -> None:
 
 def test_a_trouble_of_recommendations_alone_is_said_once_until_it_is_over() -> None:
     broken, fine = (500, b"oops"), (404, b"")
-    found, said = metadata(Answers(rebalance=[broken, broken, broken, fine, broken]))
+    found, said = metadata(MetadataAnswers(rebalance=[broken, broken, broken, fine, broken]))
     for _ in range(9):
         found.poll()
     assert said == [f"metadata: {REBALANCE_PATH} answers 500"] * 2
@@ -104,7 +104,7 @@ def test_a_trouble_of_recommendations_alone_is_said_once_until_it_is_over() -> N
 
 def test_a_recommendation_asks_for_one_save_each() -> None:
     times: list[object] = [(200, b'{"noticeTime": "2027-01-15T08:0%d:00Z"}' % minute) for minute in (1, 1, 2)]
-    found, said = metadata(Answers(rebalance=times))
+    found, said = metadata(MetadataAnswers(rebalance=times))
     seen = []
     for _ in range(6):
         found.poll()
@@ -117,13 +117,13 @@ def test_a_recommendation_asks_for_one_save_each() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"noticeTime": 7}', b'{"noticeTime": "soon"}'])
 def test_a_recommendation_without_a_time_is_none(body: bytes) -> None:
-    found, _ = metadata(Answers(rebalance=[(200, body)]))
+    found, _ = metadata(MetadataAnswers(rebalance=[(200, body)]))
     found.poll()
     assert found.save_wanted is None
 
 
 def test_the_token_is_asked_for_once_and_renewed_before_it_ends() -> None:
-    clock, answers = [NOW], Answers()
+    clock, answers = [NOW], MetadataAnswers()
     found, _ = metadata(answers, clock)
     for _ in range(5):
         found.poll()
@@ -134,7 +134,7 @@ def test_the_token_is_asked_for_once_and_renewed_before_it_ends() -> None:
 
 
 def test_a_refused_token_is_renewed_at_once() -> None:
-    answers = Answers(token=[(200, b"old"), (200, b"new")], notice=[(401, b""), action()])
+    answers = MetadataAnswers(token=[(200, b"old"), (200, b"new")], notice=[(401, b""), action()])
     found, _ = metadata(answers)
     found.poll()
     assert found.notice is not None
@@ -144,7 +144,7 @@ def test_a_refused_token_is_renewed_at_once() -> None:
 
 @pytest.mark.parametrize("token", [(500, b"x"), (200, b"a\r\nb"), (200, "é".encode())])
 def test_a_token_that_is_none_is_not_sent(token: tuple[int, bytes]) -> None:
-    answers = Answers(token=[token])
+    answers = MetadataAnswers(token=[token])
     found, said = metadata(answers)
     found.poll()
     assert all(method == "PUT" for method, _, _ in answers.asked)
@@ -218,6 +218,6 @@ def test_the_watch_sees_a_notice_by_itself(imds: Imds) -> None:
             seen.set()
 
     found.poll = watched  # type: ignore[method-assign]
-    with Watch(found, interval_s=0.02):
+    with MetadataThread(found, interval_s=0.02):
         imds.notice(imds.clock.now() + timedelta(seconds=120))
         assert seen.wait(5)

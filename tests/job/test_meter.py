@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import runs
 
-from job.contract.attempt import Node, Record
-from job.contract.run import Limits, Rates, load
+from job.contract.attempt import Node, RecordWriter
+from job.contract.run import Rates, RunLimits, load
 from job.supervisor import attempts, fleet
 from job.supervisor.meter import Meter, spot_history
 from job.supervisor.store import FolderStore
@@ -25,7 +25,7 @@ SPOT = Rates(
     spot=Decimal("0.36"),
     hourly={"root disk": Decimal("0.01"), "public IPv4": Decimal("0.005")},
 )
-NO_LIMITS = Limits(max_usd=Decimal(10**6), max_hours=Decimal(10**6), deadline=None)
+NO_LIMITS = RunLimits(max_usd=Decimal(10**6), max_hours=Decimal(10**6), deadline=None)
 
 
 def meter(rates: Rates = SPOT, **changes: Any) -> Meter:
@@ -116,14 +116,14 @@ def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> No
 @pytest.mark.parametrize(
     ("limits", "reserve_s", "expected"),
     [
-        (Limits(max_usd=Decimal("0.3761"), max_hours=Decimal(9), deadline=None), 10.0, None),
-        (Limits(max_usd=Decimal("0.3760"), max_hours=Decimal(9), deadline=None), 10.0, "max_usd"),
-        (Limits(max_usd=Decimal("0.7501"), max_hours=Decimal(9), deadline=None), 3600.0, None),
-        (Limits(max_usd=Decimal("0.7500"), max_hours=Decimal(9), deadline=None), 3600.0, "max_usd"),  # extras too
-        (Limits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 35.9, None),
-        (Limits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 36.0, "max_hours"),
-        (Limits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3661), 60.0, None),
-        (Limits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3660), 60.0, "deadline"),
+        (RunLimits(max_usd=Decimal("0.3761"), max_hours=Decimal(9), deadline=None), 10.0, None),
+        (RunLimits(max_usd=Decimal("0.3760"), max_hours=Decimal(9), deadline=None), 10.0, "max_usd"),
+        (RunLimits(max_usd=Decimal("0.7501"), max_hours=Decimal(9), deadline=None), 3600.0, None),
+        (RunLimits(max_usd=Decimal("0.7500"), max_hours=Decimal(9), deadline=None), 3600.0, "max_usd"),  # extras too
+        (RunLimits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 35.9, None),
+        (RunLimits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 36.0, "max_hours"),
+        (RunLimits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3661), 60.0, None),
+        (RunLimits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3660), 60.0, "deadline"),
         (replace(NO_LIMITS, expires=T0 + 3661), 60.0, None),
         (replace(NO_LIMITS, expires=T0 + 3660), 60.0, "expiry"),
         (replace(NO_LIMITS, deadline=T0 + 3660, expires=T0 + 3660), 60.0, "deadline"),
@@ -131,7 +131,7 @@ def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> No
     ],
 )
 def test_a_limit_counts_with_what_the_stop_itself_will_take(
-    limits: Limits, reserve_s: float, expected: str | None
+    limits: RunLimits, reserve_s: float, expected: str | None
 ) -> None:
     assert meter().limit(T0 + 3600, limits, reserve_s) == expected  # spent: 0.3750; 10 s more: 0.0010
 
@@ -140,10 +140,10 @@ def test_earlier_attempts_are_in_the_sum_and_in_the_hours() -> None:
     made = meter(prior_usd=Decimal("0.5000"), prior_s=Decimal(7200))
     spent = made.spent(T0 + 3600)
     assert (spent.usd, spent.seconds) == (Decimal("0.8750"), Decimal(10800))
-    assert made.limit(T0 + 3600, Limits(max_usd=Decimal(9), max_hours=Decimal(3), deadline=None), 0.0) == "max_hours"
+    assert made.limit(T0 + 3600, RunLimits(max_usd=Decimal(9), max_hours=Decimal(3), deadline=None), 0.0) == "max_hours"
 
 
-class Ec2:
+class PriceEc2:
     """DescribeSpotPriceHistory by hand."""
 
     def __init__(self, rows: Any) -> None:
@@ -163,7 +163,7 @@ def row(at: float, price: str) -> dict[str, Any]:
 
 
 def test_the_spot_price_is_the_last_one_before_the_hour_began() -> None:
-    ec2 = Ec2([row(T0 - 9000, "0.1"), row(T0 - 60, "0.2"), row(T0 + 60, "0.3")])
+    ec2 = PriceEc2([row(T0 - 9000, "0.1"), row(T0 - 60, "0.2"), row(T0 + 60, "0.3")])
     assert spot_history("g5.2xlarge", "us-east-2a", ec2)(T0) == Decimal("0.2")
     assert ec2.asked["InstanceTypes"] == ["g5.2xlarge"]
     assert ec2.asked["AvailabilityZone"] == "us-east-2a"
@@ -173,7 +173,7 @@ def test_the_spot_price_is_the_last_one_before_the_hour_began() -> None:
 @pytest.mark.parametrize("rows", [[], [row(T0 - 1, "free")], [row(T0 - 1, "0")], [row(T0 - 1, "NaN")], OSError("away")])
 def test_a_price_history_that_makes_no_sense_is_no_price(rows: Any) -> None:
     said: list[str] = []
-    ask = spot_history("g5.2xlarge", "us-east-2a", Ec2(rows), said.append)
+    ask = spot_history("g5.2xlarge", "us-east-2a", PriceEc2(rows), said.append)
     assert ask(T0) is ask(T0 + 60) is None
     assert len(said) == 1
 
@@ -246,7 +246,7 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     assert found["i-killed"].ceiling_s == 0
     assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity
     unknown = attempts.attempt_from_record(
-        run, "i-x", Record(launched_at=iso(0), resumed_step=30), None
+        run, "i-x", RecordWriter(launched_at=iso(0), resumed_step=30), None
     )  # nor when the next one came
     assert [unknown.seconds, unknown.lived_s, unknown.last_step] == [60, 0, 30]
 

@@ -17,7 +17,7 @@ from job.models import decoder, lora
 from job.models.blocks import DTYPES, rotations
 from job.spec import Precision
 from job.spec.common import Compute, TokenBatch
-from job.spec.common import Decoder as Shape
+from job.spec.common import DecoderConfig as Shape
 from job.spec.decoder import layer_activation_bytes
 from job.spec.sft import Lora, SftConfig
 

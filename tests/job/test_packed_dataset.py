@@ -23,11 +23,11 @@ from job.dataset.rendering import (
     WordTokenizer,
     open_chat_tokenizer,
 )
-from job.spec.common import Decoder
+from job.spec.common import DecoderConfig
 from job.spec.sft import ChatData, RowEval, SftConfig
 
 CONFIG = SftConfig(
-    model=Decoder(vocab=512, layers=2, width=64, heads=4, kv_heads=2, head_dim=16, ffn=176),
+    model=DecoderConfig(vocab=512, layers=2, width=64, heads=4, kv_heads=2, head_dim=16, ffn=176),
     data=ChatData(source="generated-pairs", examples=600, row=128, longest=64),
     eval=RowEval(prompts=3),
 )

@@ -21,7 +21,7 @@ from supervisor_world import Bench, FakeTrainer
 from job import atomic
 from job.contract.codes import AttemptExit
 from job.spec import from_json
-from job.supervisor.machine import Gpu
+from job.supervisor.machine import DriverGpu
 from job.train import preflight
 from job.train.device import Device, NodeRefusedError, choose
 from job.train.parallel import World
@@ -287,7 +287,7 @@ def test_a_node_that_lost_a_gpu_is_refused_before_anything_is_staged(tmp_path: P
     config = from_json("pretrain-d64", {"steps": 12})
     tree = runs.tree(runs.TINY, job={"experiment": "pretrain-d64", "parameters": asdict(config)})
     tree["rates"] = {"p5.48xlarge": {"on_demand": "55.04", "spot": {}, "gpus": 8}}
-    bench, gpu = Bench(tmp_path), Gpu(name="NVIDIA H100 80GB HBM3", memory_gb=85.5, driver="580.1")
+    bench, gpu = Bench(tmp_path), DriverGpu(name="NVIDIA H100 80GB HBM3", memory_gb=85.5, driver="580.1")
     bench.tree = json.loads(json.dumps({**tree, "inputs": bench.tree["inputs"]}))
     codes = []
     for number, found in enumerate((7, 0, 7, 8)):  # none: nvidia-smi did not answer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from job.experiments.pretrain import model as char_gpt
-from job.experiments.pretrain.model import Cache, CharGpt, generate, initial, norm, std
+from job.experiments.pretrain.model import CharCache, CharGpt, generate, initial, norm, std
 from job.spec.pretrain import CharData, CharModel, PretrainConfig
 
 SMALL = CharModel(layers=2, width=64, head_dim=32)
@@ -169,7 +169,7 @@ def test_the_norm_has_no_gain_and_unit_mean_square() -> None:
 def test_with_a_cache_one_position_at_a_time_the_logits_are_the_same(kv_heads: int | None) -> None:
     module, ids = model(replace(SMALL, kv_heads=kv_heads)), tokens(2, 20)
     whole = module(ids).logits
-    cache = Cache(20)
+    cache = CharCache(20)
     parts = [module(ids[:, :5], cache=cache).logits]
     parts += [module(ids[:, t : t + 1], cache=cache).logits for t in range(5, 20)]
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-12
@@ -200,12 +200,12 @@ def test_a_generation_takes_memory_for_what_it_may_write_and_no_more(
 ) -> None:
     rooms: list[int] = []
 
-    class Seen(Cache):
+    class Seen(CharCache):
         def __init__(self, capacity: int) -> None:
             super().__init__(capacity)
             rooms.append(capacity)
 
-    monkeypatch.setattr(char_gpt, "Cache", Seen)
+    monkeypatch.setattr(char_gpt, "CharCache", Seen)
     ids = tokens(1, 4)[0].tolist()
     assert len(list(generate(model(), ids, allowed=17, max_tokens=max_tokens, window=window))) == max_tokens
     assert set(rooms) == {room}

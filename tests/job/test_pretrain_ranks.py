@@ -33,7 +33,7 @@ OPTIM = {"muon": {"kind": "muon", "lr": 0.02, "momentum_steps": 10}, "adamw": {"
 ODD: dict[str, Any] = {"batch": {"rows": 9}, "eval": {"windows": 9}}  # leave the second rank a row of padding
 
 
-class Rising(Pretrain):
+class RisingRanks(Pretrain):
     """Its validation loss rises from the first evaluation, whatever it learns."""
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float:

@@ -21,7 +21,7 @@ from job.experiments.pretrain.model import CharGpt
 from job.experiments.pretrain.rows import Rows
 from job.experiments.pretrain.run import Pretrain, make_optimizer, momentum, plateau, rate
 from job.experiments.pretrain.serve.model import open_model
-from job.experiments.pretrain.serve.request import Generation
+from job.experiments.pretrain.serve.request import GenerateRequest
 from job.spec.pretrain import EarlyStop, MuonAdamW
 from job.train.checkpoint import Checkpoints
 from job.train.committed import Committed
@@ -65,7 +65,7 @@ def test_the_export_is_served_and_continues_as_the_run_did(finished: Path) -> No
     found, sized = world.export_bytes(finished)
     assert found == sized
     served = open_model(finished / "final")
-    asked = Generation(prompt="1+2", max_tokens=4, temperature=0)
+    asked = GenerateRequest(prompt="1+2", max_tokens=4, temperature=0)
     assert "1+2" + "".join(served.generate(asked)) == results(finished)["samples"]["1+2"]
     assert served.info()["val_loss"] == results(finished)["val_loss_nats_per_character"]
 
@@ -292,7 +292,7 @@ def test_a_run_that_a_limit_ends_leaves_its_best_checkpoint_to_be_served(
     table, meta = results(workdir), atomic.read_object(workdir / "final" / "meta.json") or {}
     assert (table["steps"], table["steps_planned"], table["best_step"]) == (max(world.committed(workdir)), 40, 8)
     assert (meta["step"], meta["val_loss"]) == (8, 1.0)
-    assert "".join(open_model(workdir / "final").generate(Generation(prompt="1", max_tokens=2)))
+    assert "".join(open_model(workdir / "final").generate(GenerateRequest(prompt="1", max_tokens=2)))
 
 
 def test_a_limit_met_by_a_node_before_its_first_step_counts_the_steps_of_those_before(tmp_path: Path) -> None:

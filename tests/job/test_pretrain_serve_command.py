@@ -21,7 +21,7 @@ from job.experiments.pretrain.model import CharGpt
 from job.experiments.pretrain.serve import request
 from job.experiments.pretrain.serve import server as serving
 from job.experiments.pretrain.serve.__main__ import main
-from job.experiments.pretrain.serve.request import Generation
+from job.experiments.pretrain.serve.request import GenerateRequest
 
 ROOT = Path(__file__).parents[2]
 MODULE = "job.experiments.pretrain.serve"
@@ -211,7 +211,7 @@ def test_the_page_names_every_option_route_field_and_limit() -> None:
     page = (ROOT / "docs/serve.md").read_text()
     for word in ("--port 8000", "--host 127.0.0.1", "--device", *serving.ROUTES):
         assert word in page
-    for field in fields(Generation):
+    for field in fields(GenerateRequest):
         default = "null" if field.default is None else str(field.default).lower()
         shown = "needed" if field.default is MISSING else default
         assert re.search(rf"^\| `{field.name}` \| .* \| {re.escape(shown)} \|$", page, re.MULTILINE), field.name

@@ -62,7 +62,7 @@ class Fake:
         return {"phase": "all", "step": self.step, "ts": at, "step_ms": timed, "mem_gb": 1.0, "saves": saves}
 
 
-def run(fake: Fake, **more: Any) -> probe.Outcome:
+def run(fake: Fake, **more: Any) -> probe.ProbeResult:
     return probe.run(fake.workdir, start=lambda rung: fake, clock=lambda: fake.now, sleep=fake.sleep, **more)
 
 
@@ -142,7 +142,7 @@ def test_too_few_steps_to_time_any_is_said(tmp_path: Path) -> None:
         run(Fake(tmp_path, steps=8))
 
 
-class Trainer(threading.Thread):
+class ProbedTrainer(threading.Thread):
     """The real trainer, in this process."""
 
     output_at = 0.0
@@ -163,9 +163,9 @@ class Trainer(threading.Thread):
 
 def test_the_real_trainer_leaves_all_that_a_probe_looks_for(tmp_path: Path) -> None:
     workdir = train_world.make(tmp_path, steps_per_phase=32, eval={"every": 4, "sample_tokens": 1})
-    thread = Trainer(workdir)
+    thread = ProbedTrainer(workdir)
 
-    def start(rung: int) -> Trainer:
+    def start(rung: int) -> ProbedTrainer:
         thread.start()
         return thread
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, commit, publisher, state
+from supervisor_world import STEPS, Bench, FakeClock, FaultyStore, NodeDeath, commit, publisher, state
 
 from job import atomic
 from job.contract.commit import Manifest
@@ -23,8 +23,8 @@ from job.train.checkpoint import Checkpoints
 MANIFEST_3 = "ckpt/step_00000003/manifest.json"
 
 
-def death_at(put: int, number: int, _: str) -> Death | None:
-    return Death() if number == put else None
+def death_at(put: int, number: int, _: str) -> NodeDeath | None:
+    return NodeDeath() if number == put else None
 
 
 def test_a_node_that_dies_at_any_put_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_a_node_that_dies_at_any_put_costs_nothing_but_time(tmp_path: Path, monk
         dying = FaultyStore(bench.store, partial(death_at, put))
         try:
             bench.attempt(store=dying, commit_every=4).run()
-        except Death:
+        except NodeDeath:
             before = bench.manifests()
             assert bench.store.get_bytes("done.json") is None
             assert bench.attempt("i-2").run() == 0
@@ -65,10 +65,10 @@ def test_no_manifest_of_another_node_stands_over_files_that_are_being_replaced(t
     commit(tmp_path / "w", 3, "c")
     late, own = (
         publisher(bench),
-        publisher(bench, FaultyStore(bench.store, lambda put, _: Death() if put == 2 else None)),
+        publisher(bench, FaultyStore(bench.store, lambda put, _: NodeDeath() if put == 2 else None)),
     )
     late.publish(late.pending()[0])
-    with pytest.raises(Death):
+    with pytest.raises(NodeDeath):
         own.publish(own.pending()[0])
     assert bench.manifests() == []
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_pruned_before_its_upload_makes_room_for_the_next(tmp_path:
 def test_the_measured_pace_of_a_checkpoint_leaves_its_exports_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, clock = Bench(tmp_path), Clock()
+    bench, clock = Bench(tmp_path), FakeClock()
     monkeypatch.setattr("job.supervisor.publish.time", SimpleNamespace(monotonic=clock))
     (tmp_path / "w" / "exports").mkdir(parents=True)
     (tmp_path / "w" / "exports" / "a.bin").write_bytes(b"weights")
@@ -229,9 +229,9 @@ def test_old_objects_go_only_after_the_newer_manifest(tmp_path: Path) -> None:
         commit(tmp_path / "w", step, "c")
         made.publish(made.pending()[-1])
     commit(tmp_path / "w", 12, "c")
-    dying = FaultyStore(bench.store, lambda _, key: Death() if key.endswith("manifest.json") else None)
+    dying = FaultyStore(bench.store, lambda _, key: NodeDeath() if key.endswith("manifest.json") else None)
     made._store = dying
-    with pytest.raises(Death):
+    with pytest.raises(NodeDeath):
         made.publish(made.pending()[-1])
     assert bench.manifests() == [3, 6, 9]
     made._store = bench.store

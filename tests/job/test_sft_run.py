@@ -26,7 +26,7 @@ from job.experiments.sft.run import Sft
 from job.models import decoder, hf, hf_config, lora
 from job.models.decoder import build
 from job.spec import from_json
-from job.spec.common import CosineAdamW, Decoder, Rung
+from job.spec.common import CosineAdamW, DecoderConfig, Rung
 from job.spec.sft import SftConfig
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -114,7 +114,7 @@ def test_final_holds_the_merged_weights_whose_loss_was_reported(finished: Path) 
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["files"][0]["sha256"] == table["weights_sha256"]
     assert meta["tokens"] == world.records(finished)[-1]["tokens"]
-    assert Decoder(**meta["shape"]) == hf_config.read_shape(folder)
+    assert DecoderConfig(**meta["shape"]) == hf_config.read_shape(folder)
     assert (folder / "words.json").exists()
     found, sized = world.export_bytes(finished)
     merged = 2 * sum(layer.numel() for layer in module.parameters())
@@ -144,7 +144,7 @@ def test_what_follows_training_says_how_far_it_is(
     module = experiment.begin(experiment.phases[0], None)
     assert isinstance(module, decoder.Decoder)
     merge._loss(experiment, module, merge.VARIANTS[3])  # in micro-batches of one of its three rows
-    asked = len(merge._answers(experiment, module, merge.Done(tmp_path / "stages", experiment.session, "")))
+    asked = len(merge._answers(experiment, module, merge.FinishedVariants(tmp_path / "stages", experiment.session, "")))
     said = capsys.readouterr().out
     assert len(re.findall(r"evaluation: \d+% of its tokens", said)) == 2
     assert re.findall(r"answers: (\d+) of \d+", said) == [str(number) for number in range(1, asked + 1)]

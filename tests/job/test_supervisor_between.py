@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_world import Bench, Death, FakeTrainer, FaultyStore
+from supervisor_world import Bench, FakeTrainer, FaultyStore, NodeDeath
 
 from job.contract.attempt import Exit, Node
 from job.supervisor import attempts, staging
@@ -62,10 +62,10 @@ def test_a_node_lost_while_it_stages_is_billed_until_then(tmp_path: Path, monkey
             if bench.store.get_bytes("heartbeat/i-1.jsonl") != beats:
                 break
             pause.wait(0.1)
-        raise Death
+        raise NodeDeath
 
     monkeypatch.setattr(staging, "inputs", partial(staging.inputs, opened=partial(SlowInputs, act=downloading)))
-    with pytest.raises(Death):
+    with pytest.raises(NodeDeath):
         supervisor.run()
     later = Node(instance="i-2", type="g5.2xlarge", zone="us-east-2a", launched_at=bench.clock.now + 30)
     (found,) = attempts.read(bench.store, supervisor.run_file, but=later)
@@ -82,9 +82,9 @@ def test_a_notice_while_the_end_is_uploaded_is_recorded_although_the_store_refus
         if not began:
             began.append(bench.clock.now)
             bench.notice(120)
-        return Death() if bench.clock.now > began[0] + 120 else StoreError("503 slow down")
+        return NodeDeath() if bench.clock.now > began[0] + 120 else StoreError("503 slow down")
 
-    with pytest.raises(Death):
+    with pytest.raises(NodeDeath):
         bench.attempt(store=FaultyStore(bench.store, fault)).run()
     assert bench.json("attempts/i-1.json")["exit"]["notice"] is True
 
@@ -103,12 +103,12 @@ def test_a_notice_of_a_node_that_ends_the_run_anyway_is_recorded(tmp_path: Path,
         if supervisor.cause is not None and bench.metadata.notice is None:
             bench.notice(110)
         if bench.metadata.notice is not None and bench.clock.now > bench.metadata.notice:
-            raise Death
+            raise NodeDeath
 
     refusing = FaultyStore(bench.store, lambda _, key: StoreError("503") if key.startswith("ckpt/") else None)
     supervisor = bench.attempt(store=refusing, script={4: ask})
     object.__setattr__(supervisor.world, "sleep", asleep)
-    with pytest.raises(Death):
+    with pytest.raises(NodeDeath):
         supervisor.run()
     assert supervisor.cause is not None
     assert supervisor.cause.reason == "stopped"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, interrupted, notice_at, outage, state
+from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore, NodeDeath, interrupted, notice_at, outage, state
 
 from job import atomic
 from job.contract.attempt import Exit
@@ -142,8 +142,8 @@ def test_a_trainer_deaf_to_a_notice_is_killed_at_the_deadline(tmp_path: Path) ->
 
 def test_a_machine_taken_away_amid_its_last_upload_was_told_so(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    store = FaultyStore(bench.store, lambda _, key: Death() if key.startswith("ckpt/step_00000005") else None)
-    with pytest.raises(Death):
+    store = FaultyStore(bench.store, lambda _, key: NodeDeath() if key.startswith("ckpt/step_00000005") else None)
+    with pytest.raises(NodeDeath):
         bench.attempt(store=store, script={5: notice_at(bench, 120)}).run()
     assert bench.json("attempts/i-1.json")["exit"]["notice"] is True  # the node script does not count it as a crash
 
@@ -409,7 +409,7 @@ def test_a_store_that_refuses_the_end_is_a_crash_not_a_finish(tmp_path: Path) ->
 
 def test_a_supervisor_that_dies_in_the_middle_takes_its_trainer_along(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    dying = FaultyStore(bench.store, lambda _, key: Death() if key.endswith("manifest.json") else None)
-    with pytest.raises(Death):
+    dying = FaultyStore(bench.store, lambda _, key: NodeDeath() if key.endswith("manifest.json") else None)
+    with pytest.raises(NodeDeath):
         bench.attempt(store=dying).run()
     assert bench.trainers[0].killed

@@ -22,7 +22,7 @@ from job.train.scalars import Scalars
 
 
 def test_the_console_line_reads_as_the_specification_shows_it() -> None:
-    line = metrics.Line(
+    line = metrics.ConsoleLine(
         step=120,
         steps=1000,
         loss=2.7902,

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.xdist_group("kernels")
 EVALUATION_S = 10.0  # on the world's clock
 
 
-class World:
+class TimedWorld:
     """A clock that only evaluations, steps and saves move. Every evaluation is better than the one before."""
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class World:
 
 
 @pytest.fixture
-def timed_world(monkeypatch: pytest.MonkeyPatch) -> World:
-    found, update, save = World(), step.update, Checkpoints.save
+def timed_world(monkeypatch: pytest.MonkeyPatch) -> TimedWorld:
+    found, update, save = TimedWorld(), step.update, Checkpoints.save
 
     def updated(*given: Any) -> step.StepResult:
         found.now += found.step_s + (found.beside_s if found.fresh else 0.0)
@@ -81,7 +81,7 @@ def best(*steps: int) -> list[tuple[int, str]]:
     return [(number, "best") for number in steps]
 
 
-def run(timed_world: World, workdir: Path, steps: int = 20, **changed: Any) -> list[tuple[int, str]]:
+def run(timed_world: TimedWorld, workdir: Path, steps: int = 20, **changed: Any) -> list[tuple[int, str]]:
     """The saves of a phase of `steps` steps before its end, evaluated at every second one."""
     made = world.make(workdir, steps_per_phase=steps, **changed)
     assert world.train(made, StopAt(made, steps + 1)) == 75
@@ -103,13 +103,13 @@ def numbers(workdir: Path, number: int) -> int:
     return sum(tensor.size.numel() for tensor in checkpoint_content(workdir, number).values())
 
 
-def test_every_improvement_is_saved_while_saves_cost_next_to_nothing(timed_world: World, tmp_path: Path) -> None:
+def test_every_improvement_is_saved_while_saves_cost_next_to_nothing(timed_world: TimedWorld, tmp_path: Path) -> None:
     timed_world.blocked_s = 0.05  # of the 10 s to the next evaluation
     assert run(timed_world, tmp_path) == best(2, 4, 6, 8, 10, 12, 14, 16, 18)
 
 
 def test_an_improvement_waits_where_the_last_save_cost_over_a_hundredth_of_the_time_since(
-    timed_world: World, tmp_path: Path
+    timed_world: TimedWorld, tmp_path: Path
 ) -> None:
     timed_world.blocked_s = 0.35  # 35 s
     assert run(timed_world, tmp_path) == best(2, 10, 18)
@@ -118,7 +118,7 @@ def test_an_improvement_waits_where_the_last_save_cost_over_a_hundredth_of_the_t
 
 
 def test_what_steps_left_the_device_to_do_is_no_cost_of_a_save(
-    timed_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed_world: TimedWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def evaluate(*given: Any) -> float:
         timed_world.blocked_s = 0.35  # for whoever waits for the device first
@@ -132,21 +132,21 @@ def test_what_steps_left_the_device_to_do_is_no_cost_of_a_save(
     assert run(timed_world, tmp_path) == best(2, 4, 6, 8, 10, 12, 14, 16, 18)
 
 
-def test_slower_steps_beside_a_save_count_as_its_cost(timed_world: World, tmp_path: Path) -> None:
+def test_slower_steps_beside_a_save_count_as_its_cost(timed_world: TimedWorld, tmp_path: Path) -> None:
     timed_world.step_s, timed_world.beside_s = 1.0, 0.5  # no step before the eleventh is timed
     found = run(timed_world, tmp_path, steps=40)
     assert found == best(2, 4, 6, 8, 10, 20, 30)  # at least 50 s apart once it is known
 
 
 def test_a_save_that_the_cadence_asks_for_is_the_improvements_where_there_is_one(
-    timed_world: World, tmp_path: Path
+    timed_world: TimedWorld, tmp_path: Path
 ) -> None:
     timed_world.blocked_s = 0.35
     assert run(timed_world, tmp_path, checkpoint={"interval_s": 25.0}) == best(2, 8, 14)
 
 
 def test_an_improvement_during_a_save_waits_for_the_next_one(
-    timed_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed_world: TimedWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def evaluate(*given: Any) -> float:
         timed_world.busy = timed_world.evaluations == 2  # at step 6
@@ -157,7 +157,7 @@ def test_an_improvement_during_a_save_waits_for_the_next_one(
 
 
 def test_what_a_run_exports_is_saved_during_a_save_and_whatever_it_costs(
-    timed_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed_world: TimedWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pretrain, "evaluate", timed_world.evaluate)
     timed_world.busy, timed_world.blocked_s = True, 5.0
@@ -166,13 +166,13 @@ def test_what_a_run_exports_is_saved_during_a_save_and_whatever_it_costs(
 
 
 def test_an_experiment_may_do_without_saves_of_improvements(
-    timed_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed_world: TimedWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TinystoriesGrowth, "saves_improvements", Kernel.saves_improvements)
     assert run(timed_world, tmp_path, checkpoint={"interval_s": 65.0}) == [(14, "timed")]
 
 
-def test_a_save_that_was_asked_for_is_made_once(timed_world: World, tmp_path: Path) -> None:
+def test_a_save_that_was_asked_for_is_made_once(timed_world: TimedWorld, tmp_path: Path) -> None:
     made = world.make(tmp_path, eval={"every": 100})
     assert world.train(made, StopAt(made, STEPS + 1, saves=(2,))) == 75
     assert timed_world.saves == [(2, "timed"), (STEPS, "boundary")]
@@ -193,13 +193,13 @@ def test_an_earlier_nodes_best_is_to_be_beaten_unless_the_best_must_be_on_this_d
 
 
 def test_an_evaluation_as_good_as_the_best_is_no_improvement(
-    timed_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed_world: TimedWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TinystoriesGrowth, "evaluate", lambda *_: 1.0)
     assert run(timed_world, tmp_path, steps=8) == best(2)
 
 
-def test_a_stop_saves_no_step_that_is_saved_already(timed_world: World, tmp_path: Path) -> None:
+def test_a_stop_saves_no_step_that_is_saved_already(timed_world: TimedWorld, tmp_path: Path) -> None:
     made = world.make(tmp_path)
     assert world.train(made, StopAt(made, 2)) == 75
     assert timed_world.saves == best(2)

@@ -15,7 +15,7 @@ import pytest
 import rank_world as world
 from train_world import committed, records
 
-from job.supervisor.child import Child, Log, trainer
+from job.supervisor.child import Child, JobLog, trainer
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
@@ -25,7 +25,7 @@ def launch(workdir: Path) -> Child:
     words = trainer(workdir, 0, ranks=2)
     words[words.index("job.train")] = "rank_world"  # the same trainer, the toy among its experiments
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}", "PYTHONUNBUFFERED": "1"}
-    return Child(words, environment, Log(workdir / "job.log", BytesIO()), time.time, workdir / "ended.json")
+    return Child(words, environment, JobLog(workdir / "job.log", BytesIO()), time.time, workdir / "ended.json")
 
 
 def wait_until(condition: object, child: Child, workdir: Path, seconds: float = 90.0) -> None:

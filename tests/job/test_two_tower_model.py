@@ -14,7 +14,7 @@ from job.experiments.two_tower.model import (
     Noise,
     Stack,
     Towered,
-    TwoTower,
+    TwoTowerModel,
     decays,
     diversity,
     draw_noise,
@@ -27,9 +27,9 @@ SMALL = Towers(sentence=12, heads=3, head=8, fusion=10, query=(9, 7), embedding=
 MODELS, QUERIES, MEMBERS = 17, 15, 4
 
 
-def members(towers: Towers = SMALL) -> list[TwoTower]:
+def members(towers: Towers = SMALL) -> list[TwoTowerModel]:
     g = torch.Generator().manual_seed(1)
-    return [initialise(TwoTower(towers, MODELS), g) for _ in range(MEMBERS)]
+    return [initialise(TwoTowerModel(towers, MODELS), g) for _ in range(MEMBERS)]
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +56,7 @@ def together(towered: Towered) -> Towered:
 
 def test_the_default_is_made_of_the_parts_that_were_published() -> None:
     with torch.device("meta"):
-        named = dict(TwoTower(Towers(), 1131).named_parameters())
+        named = dict(TwoTowerModel(Towers(), 1131).named_parameters())
     parts = {"head_": 185_088, "fusion": 147_840, "query": 172_608, "embedding": 289_536, "model": 460_032}
     for prefix, count in parts.items():
         assert sum(p.numel() for name, p in named.items() if name.startswith(prefix)) == count
@@ -107,7 +107,7 @@ def test_the_loss_and_its_gradient_are_autograds() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_forward_pass_by_hand(dropout: float) -> None:
     towers = replace(SMALL, dropout=dropout)
-    module, x = initialise(TwoTower(towers, MODELS), torch.Generator().manual_seed(3)), batch()[0][0]
+    module, x = initialise(TwoTowerModel(towers, MODELS), torch.Generator().manual_seed(3)), batch()[0][0]
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith("bias"):
@@ -134,7 +134,7 @@ def test_a_forward_pass_by_hand(dropout: float) -> None:
 
 def test_weights_start_as_large_as_relu_keeps_them_biases_at_zero_and_models_as_long_as_sentences() -> None:
     wide = replace(SMALL, sentence=100, heads=5, head=60, fusion=80, query=(70, 50), embedding=90, model=(60, 50))
-    module = initialise(TwoTower(wide, 200), torch.Generator().manual_seed(3))
+    module = initialise(TwoTowerModel(wide, 200), torch.Generator().manual_seed(3))
     inputs = {"head_in.weight": 100, "head_out": 60, "fusion.weight": 300, "query.0.weight": 80, "query.1.weight": 70}
     inputs |= {"model.0.weight": 90, "model.1.weight": 60, "embedding": 2 * 90}
     for name, parameter in module.named_parameters():
@@ -146,7 +146,7 @@ def test_weights_start_as_large_as_relu_keeps_them_biases_at_zero_and_models_as_
 
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     towers = replace(SMALL, heads=1, head=400, fusion=4, dropout=0.18)
-    module = initialise(TwoTower(towers, MODELS), torch.Generator().manual_seed(3))
+    module = initialise(TwoTowerModel(towers, MODELS), torch.Generator().manual_seed(3))
     x = torch.randn(1, SMALL.sentence)
     noise = draw_noise(towers, 1, 600, MODELS, torch.Generator().manual_seed(4))
     outputs = module(x.expand(600, -1), one(noise, 0)).heads.detach()  # the same query in every row

@@ -13,7 +13,7 @@ from memory_count import Alive
 from job.experiments.two_tower import baselines
 from job.experiments.two_tower.data import members, refit_member, rows_of
 from job.experiments.two_tower.members import Members
-from job.experiments.two_tower.model import TwoTower, draw_noise
+from job.experiments.two_tower.model import TwoTowerModel, draw_noise
 from job.experiments.two_tower.ranking import generate
 from job.spec import TwoTowerConfig, two_tower
 from job.spec.two_tower import Variant, variant, variants
@@ -28,13 +28,13 @@ def test_counts_are_to_the_digit_and_those_of_the_module(name: Variant, count: i
     config = variant(FULL, name)
     assert two_tower.parameters(config) == count
     with torch.device("meta"):
-        assert sum(p.numel() for p in TwoTower(config.towers, 1131).parameters()) == count
+        assert sum(p.numel() for p in TwoTowerModel(config.towers, 1131).parameters()) == count
 
 
 def test_the_rehearsals_model_has_its_parameters() -> None:
     config = world.config(world.REHEARSAL)
     assert two_tower.parameters(config) == 53_664
-    assert sum(p.numel() for p in TwoTower(config.towers, 120).parameters()) == 53_664
+    assert sum(p.numel() for p in TwoTowerModel(config.towers, 120).parameters()) == 53_664
 
 
 def test_a_fold_step_of_443_queries_is_4_9_gflop_and_one_of_all_discovery_queries_61() -> None:

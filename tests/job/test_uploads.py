@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from supervisor_world import STEPS, Bench, Clock, FaultyStore, Inline, Queue, commit, publisher
+from supervisor_world import STEPS, Bench, FakeClock, FaultyStore, Inline, Queue, commit, publisher
 
 from job.contract.attempt import Beat
 from job.supervisor import publish
@@ -28,7 +28,7 @@ def test_a_commit_that_lost_a_file_is_given_up_and_the_next_goes_on(tmp_path: Pa
     damaged = commit(tmp_path / "w", 3, "c", reason="boundary")
     (damaged / "w.bin").write_bytes(b"cut")
     commit(tmp_path / "w", 6, "c")
-    uploader = Uploader(publisher(bench), Inline(), Clock(), said.append, at_once)
+    uploader = Uploader(publisher(bench), Inline(), FakeClock(), said.append, at_once)
     for _ in range(4):
         uploader.poll()
     assert uploader.idle
@@ -43,8 +43,8 @@ def test_in_a_hurry_the_newest_goes_first_and_a_better_older_one_after_it(tmp_pa
     commit(tmp_path / "w", 6, "c", reason="stop")
     keys: list[str] = []
     store = FaultyStore(bench.store, lambda _, key: keys.append(key))
-    uploader = Uploader(publisher(bench, store), Inline(), Clock(), lambda text: None, at_once)
-    uploader.hurry(Clock()() + 120)
+    uploader = Uploader(publisher(bench, store), Inline(), FakeClock(), lambda text: None, at_once)
+    uploader.hurry(FakeClock()() + 120)
     while not uploader.idle:
         uploader.poll()
     assert [key for key in keys if key.endswith("manifest.json")] == [
@@ -58,9 +58,9 @@ def test_a_hurry_lets_the_newest_go_on_and_ends_it_only_for_a_newer_one(tmp_path
     bench, queue = Bench(tmp_path), Queue()
     commit(tmp_path / "w", 3, "c")
     made = publisher(bench)
-    uploader = Uploader(made, queue, Clock(), lambda text: None, at_once)
+    uploader = Uploader(made, queue, FakeClock(), lambda text: None, at_once)
     uploader.poll()
-    uploader.hurry(Clock()() + 120)
+    uploader.hurry(FakeClock()() + 120)
     uploader.poll()
     assert not made._cancel.is_set()  # half an upload is worth more than none
     commit(tmp_path / "w", 6, "c", reason="stop")
@@ -73,7 +73,7 @@ def test_a_hurry_lets_the_newest_go_on_and_ends_it_only_for_a_newer_one(tmp_path
 
 
 def test_a_hurry_does_not_end_an_upload_for_a_newer_one_that_cannot_arrive(tmp_path: Path) -> None:
-    bench, queue, clock = Bench(tmp_path), Queue(), Clock()
+    bench, queue, clock = Bench(tmp_path), Queue(), FakeClock()
     commit(tmp_path / "w", 3, "c")
     made = publisher(bench)
     uploader = Uploader(made, queue, clock, lambda text: None, lambda size: 60.0)
@@ -90,7 +90,7 @@ def test_a_hurry_does_not_end_an_upload_for_a_newer_one_that_cannot_arrive(tmp_p
 
 
 def test_a_hurry_waits_for_no_pause_after_failures(tmp_path: Path) -> None:
-    bench, queue, clock = Bench(tmp_path), Queue(), Clock()
+    bench, queue, clock = Bench(tmp_path), Queue(), FakeClock()
     commit(tmp_path / "w", 3, "c")
     uploader = Uploader(publisher(bench), queue, clock, lambda text: None, at_once)
     for pause in (2, 4, 8):
@@ -124,7 +124,7 @@ def test_what_nobody_foresaw_delays_an_upload_and_stops_nothing(tmp_path: Path) 
 
 
 def test_failures_are_tried_again_ever_longer_apart(tmp_path: Path) -> None:
-    bench, clock = Bench(tmp_path), Clock(0)
+    bench, clock = Bench(tmp_path), FakeClock(0)
     commit(tmp_path / "w", 3, "c")
     tries: list[float] = []
 

@@ -23,7 +23,7 @@ FLEET, RIGHTS = "aws:ec2/fleet:Fleet", "aws:iam/rolePolicy:RolePolicy"
 
 
 @dataclass
-class Story:
+class RealStory:
     """What each step did."""
 
     steps: dict[str, Result] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Story:
         return {each.operation for each in self.steps[step].steps if each.type == FLEET} - {"refresh"}
 
 
-def tell(story: Story, cloud: Cloud, clock: ManualClock, engine: Pulumi, file: Path, code: Path) -> None:
+def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, file: Path, code: Path) -> None:
     ec2, steps, facts = cloud.client("ec2"), story.steps, story.facts
 
     def fleet_id() -> str:
@@ -143,7 +143,7 @@ def inventory(cloud: Cloud) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+def story(tmp_path_factory: pytest.TempPathFactory) -> RealStory:
     folder = tmp_path_factory.mktemp("real")
     file = project(folder / "project")
     code = folder / "code"  # the program and the job, for this test to change
@@ -152,7 +152,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
             Path(__file__).parents[2] / package, code / package, ignore=shutil.ignore_patterns("__pycache__")
         )
     clock = ManualClock(datetime.now(UTC).replace(microsecond=0) - timedelta(minutes=5))
-    told = Story()
+    told = RealStory()
     with Cloud(folder / "cloud", clock=clock) as cloud:
         environment = {**cloud.environment(), "PYTHONPATH": str(code)}
         with Engine.open(folder / "project", environment, STACK, real=True) as engine:
@@ -165,41 +165,41 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     "step",
     ["fresh_preview", "created", "again", "after_end", "tampered", "new_run", "ended_by_node", "over", "destroyed"],
 )
-def test_the_command_succeeds(story: Story, step: str) -> None:
+def test_the_command_succeeds(story: RealStory, step: str) -> None:
     assert story.steps[step].ok, story.steps[step].text
 
 
-def test_a_first_preview_shows_the_bill_and_creates_nothing(story: Story) -> None:
+def test_a_first_preview_shows_the_bill_and_creates_nothing(story: RealStory) -> None:
     assert "total = p50" in story.steps["fresh_preview"].diagnostics
     assert story.steps["fresh_preview"].outputs["usd"]["p50"].startswith("$")
     assert story.facts["before"] == {}
 
 
-def test_a_second_up_changes_nothing(story: Story) -> None:
+def test_a_second_up_changes_nothing(story: RealStory) -> None:
     assert set(story.steps["again"].changes) == {"same"}
 
 
-def test_the_state_names_the_job_archive_and_holds_no_copy(story: Story) -> None:
+def test_the_state_names_the_job_archive_and_holds_no_copy(story: RealStory) -> None:
     assert len(story.facts["state"]) < 300_000
     assert f"job-{story.outputs['created']['run']['code']}.tar.gz" in story.facts["state"]
 
 
-def test_a_finished_run_is_never_relaunched(story: Story) -> None:
+def test_a_finished_run_is_never_relaunched(story: RealStory) -> None:
     assert story.facts["modify_calls"] == 0
     assert story.facts["capacity"] == 0
     assert set(story.steps["after_end"].changes) == {"same"}, story.steps["after_end"].text
 
 
-def test_new_job_code_waits_for_a_new_run_and_says_so(story: Story) -> None:
+def test_new_job_code_waits_for_a_new_run_and_says_so(story: RealStory) -> None:
     assert "The job code has changed since run r1 began" in story.steps["after_end"].diagnostics
 
 
-def test_new_prices_show_in_the_bill_of_a_run_that_has_begun(story: Story) -> None:
+def test_new_prices_show_in_the_bill_of_a_run_that_has_begun(story: RealStory) -> None:
     assert "1.3000" not in story.steps["again"].diagnostics
     assert "1.3000" in story.steps["after_end"].diagnostics
 
 
-def test_other_settings_under_the_same_run_id_are_an_error_before_the_first_resource(story: Story) -> None:
+def test_other_settings_under_the_same_run_id_are_an_error_before_the_first_resource(story: RealStory) -> None:
     bad = story.steps["bad"]
     assert not bad.ok
     assert "run.id: 'r1'" in bad.diagnostics
@@ -216,28 +216,28 @@ def test_other_settings_under_the_same_run_id_are_an_error_before_the_first_reso
         ("misspelled", "gpufleet:senario in the Pulumi configuration is not a setting; allowed: definition, scenario"),
     ],
 )
-def test_a_stack_keeps_its_region_and_its_file_and_ignores_no_setting(story: Story, step: str, said: str) -> None:
+def test_a_stack_keeps_its_region_and_its_file_and_ignores_no_setting(story: RealStory, step: str, said: str) -> None:
     assert not story.steps[step].ok
     assert said in story.steps[step].diagnostics
     assert {each.operation for each in story.steps[step].steps} <= {"same", "refresh"}
 
 
-def test_a_refresh_sees_what_was_changed_behind_the_program_s_back(story: Story) -> None:
+def test_a_refresh_sees_what_was_changed_behind_the_program_s_back(story: RealStory) -> None:
     assert "storage-expiry" in story.steps["tampered"].text
     assert story.steps["tampered"].changes["delete"] == 1
     assert "network-node" in story.steps["tampered"].text
 
 
-def test_an_up_after_that_declares_again_what_is_gone(story: Story) -> None:
+def test_an_up_after_that_declares_again_what_is_gone(story: RealStory) -> None:
     assert "storage-expiry" in story.steps["refused"].affected("create")
 
 
-def test_a_refused_fleet_leaves_the_run_unbegun(story: Story) -> None:
+def test_a_refused_fleet_leaves_the_run_unbegun(story: RealStory) -> None:
     assert not story.steps["refused"].ok
     assert "CreateFleet" in story.steps["refused"].text
 
 
-def test_a_new_run_id_replaces_the_fleet_and_keeps_the_bucket(story: Story) -> None:
+def test_a_new_run_id_replaces_the_fleet_and_keeps_the_bucket(story: RealStory) -> None:
     before, after = story.outputs["created"], story.outputs["new_run"]
     assert before["bucket"] == after["bucket"]
     assert before["fleet_id"] != after["fleet_id"]
@@ -247,12 +247,12 @@ def test_a_new_run_id_replaces_the_fleet_and_keeps_the_bucket(story: Story) -> N
     assert {"Key": "gpufleet:run", "Value": "r2"} in story.facts["new_tags"]
 
 
-def test_the_old_fleet_goes_before_the_new_one_comes(story: Story) -> None:
+def test_the_old_fleet_goes_before_the_new_one_comes(story: RealStory) -> None:
     order = [each.operation for each in story.steps["refused"].steps if each.type == FLEET]
     assert order.index("delete-replaced") < order.index("create-replacement")
 
 
-def test_a_node_keeps_its_rights_until_its_fleet_is_gone(story: Story) -> None:
+def test_a_node_keeps_its_rights_until_its_fleet_is_gone(story: RealStory) -> None:
     """Also where the new fleet is refused: nothing of the old rights is taken then."""
     refused, after = ([(s.type, s.operation) for s in story.steps[name].steps] for name in ("refused", "new_run"))
     assert refused.index((RIGHTS, "create-replacement")) < refused.index((FLEET, "delete-replaced"))
@@ -260,24 +260,24 @@ def test_a_node_keeps_its_rights_until_its_fleet_is_gone(story: Story) -> None:
     assert (RIGHTS, "delete-replaced") in after
 
 
-def test_the_run_config_of_an_earlier_run_stays(story: Story) -> None:
+def test_the_run_config_of_an_earlier_run_stays(story: RealStory) -> None:
     assert story.facts["run_configs"] == ["r1/run.json", "r2/run.json"]
 
 
-def test_a_fleet_that_its_node_deleted_comes_back_empty_at_most(story: Story) -> None:
+def test_a_fleet_that_its_node_deleted_comes_back_empty_at_most(story: RealStory) -> None:
     assert story.facts["relaunched"] == 0
 
 
-def test_a_run_past_its_time_declares_no_fleet_and_says_that_it_is_over(story: Story) -> None:
+def test_a_run_past_its_time_declares_no_fleet_and_says_that_it_is_over(story: RealStory) -> None:
     assert "Run r2 is over (since 2026-01-01T00:00:00Z)" in story.steps["over"].diagnostics
     assert not story.fleet("over") & {"create", "update", "replace", "same"}
 
 
-def test_a_destroy_leaves_the_kept_bucket_and_nothing_else(story: Story) -> None:
+def test_a_destroy_leaves_the_kept_bucket_and_nothing_else(story: RealStory) -> None:
     assert {kind for kind, _ in story.facts["left"]} == {"bucket"}
 
 
-def test_both_ways_to_run_the_program_end_with_the_same(story: Story, tmp_path: Path) -> None:
+def test_both_ways_to_run_the_program_end_with_the_same(story: RealStory, tmp_path: Path) -> None:
     pinned(project(tmp_path / "project"))
     with (
         forked.programs(tmp_path),

@@ -25,29 +25,29 @@ SAMPLE = ["CreateSubnet", "CreateInternetGateway", "PUT", "CreateFleet"]
 
 
 @dataclass
-class World:
+class KilledWorld:
     cloud: Cloud
     project: Path
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KilledWorld]:
     folder = pinned(project(tmp_path / "project")).parents[1]
     monkeypatch.chdir(folder)
     with Cloud(tmp_path / "cloud", clock=ManualClock()) as cloud:
         for name, value in cloud.environment().items():
             monkeypatch.setenv(name, value)
-        yield World(cloud, folder)
+        yield KilledWorld(cloud, folder)
 
 
-def stays(world: World) -> set[tuple[str, str]]:
+def stays(world: KilledWorld) -> set[tuple[str, str]]:
     """What is left after a sweep, but for a bucket: kept, or without the tags that would say whose it is."""
     return {(kind, name) for kind, name in world.cloud.leftovers() if kind != "bucket"}
 
 
 @pytest.mark.parametrize("at", [*SAMPLE, *SLOW])
 def test_a_sweep_removes_what_a_killed_up_has_left(
-    world: World, at: int | str, capsys: pytest.CaptureFixture[str]
+    world: KilledWorld, at: int | str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = killed_standin(world.cloud, world.project, at)
     assert at in (len(done), done[-1])
@@ -66,7 +66,7 @@ def test_a_sweep_removes_what_a_killed_up_has_left(
 @pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 @pytest.mark.parametrize("at", ["CreateSubnet", "CreateFleet", *SLOW])
 def test_cancel_sweep_and_up_get_the_engine_s_stack_out_again(
-    world: World, at: int | str, capsys: pytest.CaptureFixture[str]
+    world: KilledWorld, at: int | str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed_engine(world.cloud, world.project, at)
     with Engine.open(world.project, world.cloud.environment(), STACK, real=True) as engine:
@@ -81,5 +81,5 @@ def test_cancel_sweep_and_up_get_the_engine_s_stack_out_again(
     assert main(["sweep", STACK]) == 0, capsys.readouterr().out
 
 
-def test_the_kills_are_spread_over_a_whole_up(world: World) -> None:
+def test_the_kills_are_spread_over_a_whole_up(world: KilledWorld) -> None:
     assert len(killed_standin(world.cloud, world.project, 0)) == WRITES

@@ -11,7 +11,7 @@ import pytest
 from botocore.exceptions import ClientError
 from declared import as_node, fleet, living, role, template
 
-from infra.account.iam_policy import Asked
+from infra.account.iam_policy import AccessRequest
 from infra.definition.loader import load
 from infra.program.resources.identity import node_statements
 from infra.program.resources.tags import tags
@@ -158,13 +158,13 @@ def test_a_condition_that_is_not_known_is_an_error() -> None:
     condition = {"NumericLessThan": {"s3:max-keys": "10"}}
     statement = {"Effect": "Allow", "Action": "*", "Resource": "*", "Condition": condition}
     with pytest.raises(ValueError, match="cannot tell from the role's policy whether it allows s3:GetObject"):
-        rights.allowed([statement], Asked(action="s3:GetObject"))
+        rights.allowed([statement], AccessRequest(action="s3:GetObject"))
 
 
 def test_a_denial_counts_for_more_than_a_permission() -> None:
     statements = [{"Effect": effect, "Action": "s3:Get*", "Resource": "*"} for effect in ("Allow", "Deny")]
-    assert rights.allowed(statements[:1], Asked(action="s3:GetObject"))
-    assert not rights.allowed(statements, Asked(action="s3:GetObject"))
+    assert rights.allowed(statements[:1], AccessRequest(action="s3:GetObject"))
+    assert not rights.allowed(statements, AccessRequest(action="s3:GetObject"))
 
 
 def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_path: Path) -> None:

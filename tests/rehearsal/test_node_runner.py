@@ -19,7 +19,7 @@ from declared import fleet, living, template
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
 from rehearsal.gate import NODE_KEY
-from rehearsal.node import STANDINS, Node, NodeRunner
+from rehearsal.node import STANDINS, NodeRunner, RehearsalNode
 
 
 @pytest.fixture
@@ -34,11 +34,11 @@ def cloud(tmp_path: Path, clock: ManualClock) -> Iterator[Cloud]:
 
 
 @pytest.fixture
-def boot(cloud: Cloud, tmp_path: Path) -> Iterator[Callable[..., Node]]:
+def boot(cloud: Cloud, tmp_path: Path) -> Iterator[Callable[..., RehearsalNode]]:
     runner = NodeRunner(cloud, tmp_path / "nodes")
     cloud.client("iam").create_instance_profile(InstanceProfileName="node")
 
-    def launch(user_data: str, **changes: object) -> Node:
+    def launch(user_data: str, **changes: object) -> RehearsalNode:
         fleet(
             cloud,
             template(cloud, user_data="#!/bin/bash\n" + user_data, IamInstanceProfile={"Name": "node"}, **changes),
@@ -62,7 +62,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_user_data_runs_with_its_roles_credentials_and_shuts_its_instance_down(
     cloud: Cloud,
     clock: ManualClock,
-    boot: Callable[..., Node],
+    boot: Callable[..., RehearsalNode],
     curl: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -98,7 +98,9 @@ shutdown -h now
     [(["latest/meta-data/instance-id"], 22), (["-X", "PUT", "latest/api/token"], 22), (["-m", "0.2", "deaf"], 28)],
     ids=["no token", "no header", "no answer"],
 )
-def test_the_stand_in_for_curl_fails_as_curl_does(boot: Callable[..., Node], words: list[str], code: int) -> None:
+def test_the_stand_in_for_curl_fails_as_curl_does(
+    boot: Callable[..., RehearsalNode], words: list[str], code: int
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}" if "deaf" in words else "$AWS_EC2_METADATA_SERVICE_ENDPOINT"
         command = shlex.join(["bash", str(STANDINS / "absent" / "curl"), "-sf", *words[:-1]])
@@ -107,17 +109,17 @@ def test_the_stand_in_for_curl_fails_as_curl_does(boot: Callable[..., Node], wor
     assert node.log.read_text() == ""
 
 
-def test_the_stand_in_for_curl_says_that_nobody_is_there(boot: Callable[..., Node]) -> None:
+def test_the_stand_in_for_curl_says_that_nobody_is_there(boot: Callable[..., RehearsalNode]) -> None:
     assert boot(f"{STANDINS}/absent/curl -sf http://127.0.0.1:9/").process.wait(timeout=20) == 7
 
 
-def test_a_script_that_just_ends_leaves_the_machine_running(cloud: Cloud, boot: Callable[..., Node]) -> None:
+def test_a_script_that_just_ends_leaves_the_machine_running(cloud: Cloud, boot: Callable[..., RehearsalNode]) -> None:
     node = boot("exit 1")
     assert node.process.wait(timeout=20) == 1
     assert living(cloud) == [node.instance.id]
 
 
-def test_losing_the_machine_kills_all_its_processes_at_once(cloud: Cloud, boot: Callable[..., Node]) -> None:
+def test_losing_the_machine_kills_all_its_processes_at_once(cloud: Cloud, boot: Callable[..., RehearsalNode]) -> None:
     node = boot("""trap '' TERM
 sleep 600 &
 "$GPUFLEET_PYTHON" -c 'import os, time; os.setsid(); open("away", "w").write(str(os.getpid())); time.sleep(600)' &
@@ -137,7 +139,9 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_instance_store_and_data_volume_are_there_to_be_formatted_and_mounted(boot: Callable[..., Node]) -> None:
+def test_instance_store_and_data_volume_are_there_to_be_formatted_and_mounted(
+    boot: Callable[..., RehearsalNode],
+) -> None:
     data = {"DeviceName": "/dev/sdf", "Ebs": {"VolumeSize": 50, "VolumeType": "gp3"}}
     node = boot(
         """set -eu

@@ -16,7 +16,7 @@ from moto.s3.models import s3_backends
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
 from rehearsal.handlers import HANDLERS, handler, table
-from rehearsal.handlers.table import UNKNOWN, Aws, RefusedError
+from rehearsal.handlers.table import UNKNOWN, Aws, UnsupportedError
 
 TRUST = json.dumps(
     {
@@ -120,7 +120,7 @@ def test_a_bucket_with_objects_goes_only_when_it_was_declared_so(aws: Aws) -> No
             handler(BUCKET).delete(aws, state["bucket"], state)
             assert table.state(handler(BUCKET), aws, state["bucket"], state) is None
         else:
-            with pytest.raises(RefusedError, match="is not empty and was declared without forceDestroy"):
+            with pytest.raises(UnsupportedError, match="is not empty and was declared without forceDestroy"):
                 handler(BUCKET).delete(aws, state["bucket"], state)
 
 
@@ -232,7 +232,7 @@ def test_a_nested_property_that_no_handler_takes_is_refused_once_it_is_written(a
     for rules, lost in (([rule], False), ([{**rule, "noncurrentVersionExpiration": {"noncurrentDays": 1}}], True)):
         inputs = {"bucket": "nested", "rules": rules}
         lifecycle.create(aws, inputs)
-        with pytest.raises(RefusedError, match="has not taken rules as declared") if lost else nullcontext():
+        with pytest.raises(UnsupportedError, match="has not taken rules as declared") if lost else nullcontext():
             table.written(LIFECYCLE, lifecycle, aws, "nested", inputs)
 
 

@@ -22,7 +22,7 @@ STACK = Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml"
 NODES = ("i-1", "i-2", "i-3")
 
 
-class World:
+class CheckedWorld:
     """A run of 90 steps that held: a notice after step 30, a loss at step 50 with a checkpoint of step 40."""
 
     def __init__(self) -> None:
@@ -82,12 +82,12 @@ class World:
 
 
 def test_all_of_it_holds_when_nothing_is_broken(tmp_path: Path) -> None:
-    found = evidence.checks(Evidence(World().rehearsal(tmp_path)))
+    found = evidence.checks(Evidence(CheckedWorld().rehearsal(tmp_path)))
     assert len(found) == 12
     assert all(check.held for check in found)
 
 
-BROKEN: dict[str, Callable[[World], Any]] = {
+BROKEN: dict[str, Callable[[CheckedWorld], Any]] = {
     "the run's own end: max_usd": lambda world: setattr(world, "reason", "max_usd"),
     "steps: 89 of 90": lambda world: world.steps.__setitem__(-1, 89),
     "interruptions in the receipt: 0 with notice": lambda world: world.interruptions.update(with_notice=0),
@@ -106,8 +106,8 @@ BROKEN: dict[str, Callable[[World], Any]] = {
 
 
 @pytest.mark.parametrize(("said", "break_it"), BROKEN.items(), ids=BROKEN.keys())
-def test_a_broken_promise_fails_by_its_name(tmp_path: Path, said: str, break_it: Callable[[World], Any]) -> None:
-    world = World()
+def test_a_broken_promise_fails_by_its_name(tmp_path: Path, said: str, break_it: Callable[[CheckedWorld], Any]) -> None:
+    world = CheckedWorld()
     break_it(world)
     with pytest.raises(GpufleetError) as failed:
         evidence.checks(Evidence(world.rehearsal(tmp_path)))
@@ -116,7 +116,7 @@ def test_a_broken_promise_fails_by_its_name(tmp_path: Path, said: str, break_it:
 
 
 def test_a_slow_start_fails_nothing(tmp_path: Path) -> None:
-    rehearsal = World().rehearsal(tmp_path)
+    rehearsal = CheckedWorld().rehearsal(tmp_path)
     rehearsal.torch_s = -60.0
     assert [check.name for check in evidence.checks(Evidence(rehearsal)) if not check.held] == [
         "new node to first new step"
@@ -124,7 +124,7 @@ def test_a_slow_start_fails_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_left_must_be_what_was_asked_for(tmp_path: Path) -> None:
-    world = World()
+    world = CheckedWorld()
     rehearsal = world.rehearsal(tmp_path)
     assert evidence.leftovers(rehearsal) == world.left
     world.left = {**world.left, ("volume", "vol-1"): {}}

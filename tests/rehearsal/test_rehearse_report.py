@@ -15,7 +15,7 @@ from receipt_tree import receipt
 from infra.definition.loader import load
 from infra.errors import GpufleetError
 from rehearsal import picture, rehearse, report
-from rehearsal.evidence import Check, Evidence
+from rehearsal.evidence import Evidence, Promise
 from rehearsal.timeline import Timeline
 
 STACKS = Path(__file__).parents[2] / "stacks"
@@ -101,8 +101,8 @@ def test_a_whole_rehearsal_has_five_minutes(seconds: float, held: bool) -> None:
 
 
 def test_the_closing_line_names_each_bar_that_was_missed() -> None:
-    started = Check(name="new node to first new step", figure="14.0 s (bar 10)", held=False, required=False)
-    fine = Check(name="nodes", figure="3 launched", held=True)
+    started = Promise(name="new node to first new step", figure="14.0 s (bar 10)", held=False, required=False)
+    fine = Promise(name="nodes", figure="3 launched", held=True)
     assert report.closing([fine], 80) == "Everything held, in 80 s."
     assert report.closing([fine, started, report.duration_check(326)], 326) == (
         "Everything held but the time, 326 s in all. Slower than its bar: new node to first new step, 14.0 s (bar 10); "
@@ -113,7 +113,7 @@ def test_the_closing_line_names_each_bar_that_was_missed() -> None:
 @pytest.mark.parametrize(("slow", "held"), [([], "yes"), (["the whole rehearsal"], "slow")])
 def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow: list[str], held: str) -> None:
     evidence = make_evidence(tmp_path, "two-tower", TOWERS)
-    checks = [Check(name=name, figure="", held=False, required=False) for name in slow]
+    checks = [Promise(name=name, figure="", held=False, required=False) for name in slow]
     folder = tmp_path / "rehearsals" / "two-tower" / "r1"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text(json.dumps(report.summary(evidence, checks)))

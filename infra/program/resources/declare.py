@@ -9,10 +9,10 @@ import pulumi
 import pulumi_aws as aws
 
 from infra.program.plan import Plan
-from infra.program.resources.fleet import Fleet
+from infra.program.resources.fleet import FleetComponent
 from infra.program.resources.identity import Identity
 from infra.program.resources.network import Network
-from infra.program.resources.storage import Storage, Upload
+from infra.program.resources.storage import StorageComponent, Upload
 from job.contract.bucket import ARCHIVE, input_key
 from job.contract.workdir import RUN
 
@@ -24,11 +24,11 @@ def declare(plan: Plan, root: Path) -> dict[str, Any]:
     provider = aws.Provider("aws", region=definition.fleet.region)
     options = pulumi.ResourceOptions(providers=[provider])
     network = Network("network", definition, opts=options)
-    storage = Storage(
+    storage = StorageComponent(
         "storage", definition, uploads=uploads(plan, root), runs=verdict.runs, frozen=verdict.continues, opts=options
     )
     identity = Identity("identity", definition, bucket_arn=storage.bucket.arn, opts=options)
-    fleet = Fleet(
+    fleet = FleetComponent(
         "fleet",
         definition,
         subnets=network.subnets,

@@ -19,7 +19,7 @@ from infra.program.resources.tags import named, tags
 DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted`; its default of 10 is too short
 
 
-class Fleet(pulumi.ComponentResource):
+class FleetComponent(pulumi.ComponentResource):
     """One node, kept alive until the run is over. `fleet` is None for a run that is over."""
 
     template: aws.ec2.LaunchTemplate

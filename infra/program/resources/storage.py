@@ -32,7 +32,7 @@ class Upload:
     belongs_to_run: bool = False  # a record of the run: stays in a kept bucket, expires with the run's own objects
 
 
-class Storage(pulumi.ComponentResource):
+class StorageComponent(pulumi.ComponentResource):
     """The bucket and its objects. `ready` is what must exist before a node boots."""
 
     bucket: aws.s3.Bucket

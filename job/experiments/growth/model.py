@@ -37,7 +37,7 @@ from job.spec.growth import CAPACITY, shape
 INIT_STD = 0.02
 
 
-class Output(NamedTuple):
+class GrowthOutput(NamedTuple):
     """What a forward pass gives. The trainer divides `loss_sum` by the tokens of the whole global batch, and weights
     `aux_loss` by this micro-batch's share of it.
     """
@@ -116,7 +116,7 @@ class Growth(Checkpointed):
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.layers))
         self.norm = Norm(s.width)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> GrowthOutput:
         """Logits without targets, the summed loss with them. Tokens and targets are int64."""
         x_BTd = self.look_up(tokens_BT).to(self.compute_dtype)
         cos_TP, sin_TP = rotations(tokens_BT.shape[1], self.shape.width // self.shape.heads, x_BTd)
@@ -132,8 +132,8 @@ class Growth(Checkpointed):
         else:
             loss_sum = self.loss(x_BTd, targets_BT)
         if not routings:
-            return Output(logits, loss_sum, None, None, None)
-        return Output(
+            return GrowthOutput(logits, loss_sum, None, None, None)
+        return GrowthOutput(
             logits,
             loss_sum,
             torch.stack([r.balance for r in routings]).mean(),

@@ -13,7 +13,7 @@ from job.experiments.growth.model import Growth
 from job.models.blocks import Experts
 
 
-class Routing(NamedTuple):
+class ExpertChoice(NamedTuple):
     """What one expert layer chose. Legend: N tokens, K experts of a token."""
 
     experts: Tensor  # [N, K], sorted by number
@@ -22,16 +22,16 @@ class Routing(NamedTuple):
 
 
 @contextlib.contextmanager
-def routed(module: Growth) -> Iterator[list[Routing]]:
+def routed(module: Growth) -> Iterator[list[ExpertChoice]]:
     """Collects each expert layer's choice, in layer order."""
-    chosen: list[Routing] = []
+    chosen: list[ExpertChoice] = []
 
-    def choice(logits_NE: Tensor, k: int) -> Routing:
+    def choice(logits_NE: Tensor, k: int) -> ExpertChoice:
         values, experts = logits_NE.sort(-1, descending=True)
         margin_N = (
             values[:, k - 1] - values[:, k] if k < logits_NE.shape[-1] else torch.full_like(values[:, 0], torch.inf)
         )
-        return Routing(experts[:, :k].sort().values, margin_N, logits_NE.abs().max())
+        return ExpertChoice(experts[:, :k].sort().values, margin_N, logits_NE.abs().max())
 
     with contextlib.ExitStack() as stack:
         for block in module.blocks:
@@ -44,12 +44,12 @@ def routed(module: Growth) -> Iterator[list[Routing]]:
         yield chosen
 
 
-def flipped(old: Routing, new: Routing) -> Tensor:
+def flipped(old: ExpertChoice, new: ExpertChoice) -> Tensor:
     """[N]: whether a token goes to other experts."""
     return (old.experts != new.experts).any(-1)
 
 
-def tied(layers: list[tuple[Routing, Routing]], limit: float) -> bool:
+def tied(layers: list[tuple[ExpertChoice, ExpertChoice]], limit: float) -> bool:
     """Whether the first layer that routes differently does so only where its logits tie; what follows, follows."""
     for old, new in layers:
         flipped_N = flipped(old, new)

@@ -33,7 +33,7 @@ from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import Renderer
 from job.experiments import tuning
 from job.experiments.kernel.judge import ablation, adversarial, answers, planted
-from job.experiments.kernel.judge.catalog import BY_NAME, TASKS, Task
+from job.experiments.kernel.judge.catalog import BY_NAME, TASKS, KernelTask
 from job.experiments.kernel.judge.funnel import Judge
 from job.experiments.kernel.judge.planted import Candidate
 from job.experiments.kernel.judge.verdict import Verdict
@@ -50,7 +50,7 @@ from job.train.experiment import Phase, Session, Stopped
 
 SILENT_S = 60.0  # between two lines within a batch
 T = TypeVar("T")
-Pair = tuple[Task, int]  # what is asked for, and for the how-manieth time
+Pair = tuple[KernelTask, int]  # what is asked for, and for the how-manieth time
 
 
 class KernelRun(Protocol):
@@ -292,5 +292,5 @@ def _workers(kernel: KernelRun) -> Workers:
     return Workers(kernel.session.workdir / "scratch", gpus=kernel.session.device.is_cuda)
 
 
-def _name(phase: str, task: Task, number: int) -> str:
+def _name(phase: str, task: KernelTask, number: int) -> str:
     return f"{phase}-{task.name}-{number}"

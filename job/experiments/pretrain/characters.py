@@ -29,7 +29,7 @@ _FOREIGN = re.compile(b"[^" + re.escape(SYMBOLS.encode()) + b"]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextFile:
+class CharacterFile:
     """A file of the 17 symbols and nothing else; byte-order mark and carriage returns are taken off. `name` says
     everything that its characters depend on.
     """
@@ -76,10 +76,10 @@ def prepare_characters(
     no text, a character outside the symbols, with its position, or too few characters for one row of `data.sequence` +
     1 in both parts.
     """
-    source: TextFile | Sums
+    source: CharacterFile | Sums
     sequence, held_out = data.sequence, data.held_out
     if text is not None:
-        source = TextFile(path=text)
+        source = CharacterFile(path=text)
     elif data.source == "generated-sums":
         source = Sums(count=data.characters, seed=seed)
     else:

@@ -35,7 +35,7 @@ from job.models.selective import Checkpointed, keep_products
 from job.spec.pretrain import CharModel
 
 
-class Output(NamedTuple):
+class CharOutput(NamedTuple):
     """What a forward pass gives. The trainer divides `loss_sum` by the characters of the whole global batch."""
 
     logits: Tensor | None  # [B, T, V], fp32 or wider; only without targets
@@ -44,7 +44,7 @@ class Output(NamedTuple):
     aux_loss: Tensor | None  # none
 
 
-class Cache:
+class CharCache:
     """Keys and values of the positions seen, for generation: one pair [B, K, capacity, D] per layer, and how many
     positions are filled. Appending beyond the capacity is an error of the caller.
     """
@@ -66,7 +66,7 @@ class Cache:
         return keys[:, :, :end], values[:, :, :end]
 
 
-class Attention(nn.Module):
+class CharAttention(nn.Module):
     """Causal self-attention with normed q and k; several q heads may share one k and v head."""
 
     def __init__(self, model: CharModel, index: int) -> None:
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.q, self.o = Linear(model.width, model.width, bias=False), Linear(model.width, model.width, bias=False)
         self.k, self.v = Linear(model.width, shared, bias=False), Linear(model.width, shared, bias=False)
 
-    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Cache | None) -> Tensor:
+    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: CharCache | None) -> Tensor:
         q, k, v = (p(x_BTd).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
         # Turned before heads and positions change places: so attention's result lies as o reads it, without a copy.
         cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         return y_BTd
 
 
-class FeedForward(nn.Module):
+class CharFeedForward(nn.Module):
     """Two Linear layers around ReLU squared."""
 
     def __init__(self, width: int) -> None:
@@ -108,15 +108,15 @@ class FeedForward(nn.Module):
         return y_BTd
 
 
-class Block(nn.Module):
+class CharBlock(nn.Module):
     """x + attention(norm(x)), then + feed-forward of norm of that."""
 
     def __init__(self, model: CharModel, index: int) -> None:
         super().__init__()
         self.checkpointing = False
-        self.attention, self.ffn = Attention(model, index), FeedForward(model.width)
+        self.attention, self.ffn = CharAttention(model, index), CharFeedForward(model.width)
 
-    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: CharCache | None = None) -> Tensor:
         if self.checkpointing and self.training:
             result: Tensor = checkpoint(
                 self._run, x_BTd, cos_TP, sin_TP, cache, use_reentrant=False, context_fn=keep_products
@@ -124,7 +124,7 @@ class Block(nn.Module):
             return result
         return self._run(x_BTd, cos_TP, sin_TP, cache)
 
-    def _run(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Cache | None) -> Tensor:
+    def _run(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: CharCache | None) -> Tensor:
         x_BTd = x_BTd + self.attention(norm(x_BTd), cos_TP, sin_TP, cache)
         x_BTd = x_BTd + self.ffn(norm(x_BTd))
         return x_BTd
@@ -143,10 +143,12 @@ class CharGpt(Checkpointed):
             )
         self.model, self.compute_dtype = model, compute_dtype
         self.embed = nn.Embedding(model.vocab, model.width)
-        self.blocks = nn.ModuleList(Block(model, index) for index in range(model.layers))
+        self.blocks = nn.ModuleList(CharBlock(model, index) for index in range(model.layers))
         self.head = Linear(model.width, model.vocab, bias=False)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: Cache | None = None) -> Output:
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: CharCache | None = None
+    ) -> CharOutput:
         """Logits without targets, the summed loss with them (a target of -100 counts nothing). Tokens and targets are
         int64. With a cache the tokens are those that follow what it holds.
         """
@@ -162,9 +164,9 @@ class CharGpt(Checkpointed):
         if cap := self.model.logit_cap:
             logits_BTV = cap * torch.tanh(logits_BTV / cap)
         if targets_BT is None:
-            return Output(logits_BTV, None, {}, None)
+            return CharOutput(logits_BTV, None, {}, None)
         loss_sum = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
-        return Output(None, loss_sum, {}, None)
+        return CharOutput(None, loss_sum, {}, None)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -220,10 +222,10 @@ def generate(
     else:
         generator.manual_seed(seed)
     device = module.embed.weight.device
-    cache, new = Cache(min(window, len(ids) + max_tokens)), ids  # 1 MB a position at full size
+    cache, new = CharCache(min(window, len(ids) + max_tokens)), ids  # 1 MB a position at full size
     for _ in range(max_tokens):
         if cache.length + len(new) > window:
-            cache, new = Cache(window), ids[-max(1, window // 2) :]
+            cache, new = CharCache(window), ids[-max(1, window // 2) :]
         with any_length():
             logits = module(torch.tensor([new], device=device), cache=cache).logits[0, -1, :allowed].float().cpu()
         chosen = _choose(logits, temperature, top_k, generator)

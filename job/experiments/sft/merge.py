@@ -71,7 +71,7 @@ class MergeDiffersError(ValueError):
         )
 
 
-class Variant(NamedTuple):
+class MergeVariant(NamedTuple):
     """One line of the table above."""
 
     name: str
@@ -81,15 +81,15 @@ class Variant(NamedTuple):
 
 
 VARIANTS = (
-    Variant("base", "base", torch.bfloat16, True),
-    Variant("adapter", "adapter", torch.bfloat16, True),
-    Variant("merged_bf16", "merged", torch.bfloat16, True),
-    Variant("adapter_fp32", "adapter", torch.float32, False),
-    Variant("merged_fp32", "merged", torch.float32, False),
+    MergeVariant("base", "base", torch.bfloat16, True),
+    MergeVariant("adapter", "adapter", torch.bfloat16, True),
+    MergeVariant("merged_bf16", "merged", torch.bfloat16, True),
+    MergeVariant("adapter_fp32", "adapter", torch.float32, False),
+    MergeVariant("merged_fp32", "merged", torch.float32, False),
 )
 
 
-class Done:
+class FinishedVariants:
     """What earlier attempts and this one have finished, by name; of these weights only. Rank 0 reads and writes it."""
 
     def __init__(self, path: Path, session: Session, weights: str) -> None:
@@ -115,7 +115,7 @@ def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
     """
     session, adapter = sft.session, sft.config.method == "lora"
     trained = tuning.of_weights(*sft.trained)
-    done = Done(session.workdir / DONE, session, trained)
+    done = FinishedVariants(session.workdir / DONE, session, trained)
     module.eval()
     if adapter:  # first of all: whatever comes later, what was trained is there
         keep_adapter(sft, module)
@@ -156,7 +156,7 @@ def _entry(tree: dict[str, Any]) -> tuple[str, str, Any]:
     return fields.need("name", reading.text), fields.need("weights", reading.text), value
 
 
-def _loss(sft: SftRun, module: Decoder, variant: Variant) -> dict[str, Any]:
+def _loss(sft: SftRun, module: Decoder, variant: MergeVariant) -> dict[str, Any]:
     """Mean loss in nats of one line of the table, over all ranks."""
     rows = sft.batches.fixed(sft.config.eval.rows if variant.all_rows else min(VALIDATION_ROWS, sft.config.eval.rows))
     ladder = sft.config.ladder(sft.session.world.size)
@@ -204,7 +204,7 @@ def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str
     return report, None if name is None else DTYPES[name]
 
 
-def _answers(sft: SftRun, module: Decoder, done: Done) -> list[dict[str, Any]]:
+def _answers(sft: SftRun, module: Decoder, done: FinishedVariants) -> list[dict[str, Any]]:
     """Held-out questions, answered greedily by base and adapter."""
     session, config = sft.session, sft.config
     asked = ledger.read(session.data / PROMPTS)[: config.eval.prompts]

@@ -41,7 +41,7 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class MemberRows:
     """What one member learns from, padded to as many rows as its neighbours have."""
 
     sentences: Floats  # [R, S]; zero where padded
@@ -133,7 +133,7 @@ def without_relevant(config: TwoTowerConfig, labels: Labels) -> list[int]:
     return [fold for fold in range(config.data.folds) if not (labels[fold_Q == fold] > 0).any()]
 
 
-def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> Rows:
+def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows:
     """The member's training queries, then its weakly labelled ones, padded to `rows`. Raises ValueError where none of
     them has a relevant model.
     """
@@ -151,7 +151,7 @@ def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> Rows:
     np.divide(targets, mass, out=targets, where=mass > 0)
     learnt = (mass[:, 0] > 0).astype(np.float32)
     weights = learnt * np.float32(rows / learnt.sum())
-    return Rows(sentences=sentences, targets=targets, weights=weights, weak=len(kept))
+    return MemberRows(sentences=sentences, targets=targets, weights=weights, weak=len(kept))
 
 
 def watched(chosen: Sequence[Member], tables: Tables) -> tuple[Indices, NDArray[np.float64], NDArray[np.float64]]:

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from job.experiments.two_tower.model import Noise, Stack, Towered, TwoTower, diversity, initialise, softmax_loss
+from job.experiments.two_tower.model import Noise, Stack, Towered, TwoTowerModel, diversity, initialise, softmax_loss
 from job.spec.two_tower import Sampled, TwoTowerConfig
 from job.train.data import mix
 
 HARD_POOL = 50  # a hard negative is one of this many best-scored irrelevant models: ours, the record does not say
 
 
-class Output(NamedTuple):
+class MembersOutput(NamedTuple):
     """`loss_sum` is the mean over members of the loss summed over the queries; members are independent."""
 
     loss_sum: Tensor
@@ -39,7 +39,7 @@ class Members(nn.Module):
         seeds = [mix(config.seed, first + index) for index in range(count)]
         alone = [
             initialise(
-                TwoTower(config.towers, config.data.models, compute=compute), torch.Generator().manual_seed(seed)
+                TwoTowerModel(config.towers, config.data.models, compute=compute), torch.Generator().manual_seed(seed)
             )
             for seed in seeds
         ]
@@ -54,7 +54,7 @@ class Members(nn.Module):
         query_noise: Tensor | None = None,
         model_noise: Tensor | None = None,
         draws_KBN: Tensor | None = None,
-    ) -> Output:
+    ) -> MembersOutput:
         """Weights have mean 1 over a member's whole batch. `draws`: uniform numbers, for objective `sampled`."""
         noise = None
         if query_noise is not None and model_noise is not None:
@@ -65,7 +65,7 @@ class Members(nn.Module):
         else:
             losses_K = (sampled_loss(towered, targets_KQM, draws_KBN, self.config.sampled) * weights_KQ).sum(-1)
         losses_K = losses_K + self.config.optim.head_diversity * (diversity(towered.heads) * weights_KQ).sum(-1)
-        return Output(losses_K.mean(), {"losses": losses_K.detach() / x_KQS.shape[1]})
+        return MembersOutput(losses_K.mean(), {"losses": losses_K.detach() / x_KQS.shape[1]})
 
     @torch.no_grad()
     def score(self, x_KQS: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Noise(NamedTuple):
     model: Tensor  # [M, N]
 
 
-class TwoTower(nn.Module):
+class TwoTowerModel(nn.Module):
     """One member. `forward` scores queries against all models."""
 
     def __init__(self, towers: Towers, models: int, *, compute: torch.dtype = torch.float32) -> None:
@@ -116,7 +116,7 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS**2)
 
 
-def initialise(module: TwoTower, generator: torch.Generator) -> TwoTower:
+def initialise(module: TwoTowerModel, generator: torch.Generator) -> TwoTowerModel:
     """Fills the parameters as the table above says."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -139,13 +139,13 @@ class Stack(nn.Module):
     them is one vmap over their weights; what they compute is what each computes alone.
     """
 
-    def __init__(self, members: Sequence[TwoTower]) -> None:
+    def __init__(self, members: Sequence[TwoTowerModel]) -> None:
         super().__init__()
         parameters, _ = stack_module_state(list(members))
         self.count = len(members)
         self.members = members[0]
         with torch.device("meta"):
-            self._one_of = (TwoTower(members[0].towers, len(members[0].embedding), compute=members[0].compute),)
+            self._one_of = (TwoTowerModel(members[0].towers, len(members[0].embedding), compute=members[0].compute),)
         for name, stacked in parameters.items():
             owner, _, last = name.rpartition(".")
             setattr(self.members.get_submodule(owner), last, nn.Parameter(stacked.detach().clone()))

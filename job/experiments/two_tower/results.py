@@ -29,7 +29,7 @@ OPTIMISTIC = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class TwoTowerOutcome:
     """Everything the tables are made of. Q judged queries, M models, F families."""
 
     config: TwoTowerConfig
@@ -66,7 +66,7 @@ def measured(phases: Sequence[Phase], records: list[dict[str, Any]]) -> list[dic
     return found
 
 
-def write(outcome: Outcome, workdir: Path, about: dict[str, Any], *, say: Callable[[str], None]) -> None:
+def write(outcome: TwoTowerOutcome, workdir: Path, about: dict[str, Any], *, say: Callable[[str], None]) -> None:
     """fold_table.json, fold_table.md, exports/scores.npz and results.json; `about` goes into the last."""
     config, folds = outcome.config, outcome.config.data.folds
     fold_Q, wanted = fold_of(config.data.queries, folds, config.seed), worth(outcome.tables.labels)
@@ -115,7 +115,7 @@ def write(outcome: Outcome, workdir: Path, about: dict[str, Any], *, say: Callab
         say(line)
 
 
-def _write_scores(path: Path, outcome: Outcome, fold_Q: Any) -> None:
+def _write_scores(path: Path, outcome: TwoTowerOutcome, fold_Q: Any) -> None:
     """fold [Q], queries [Q] and models [M] by id, and per family scores [folds, Q, M] fp32: judged queries only."""
     file = io.BytesIO()
     np.savez(

@@ -26,7 +26,7 @@ from job.experiments.two_tower import baselines, ranking, results
 from job.experiments.two_tower.batches import Batches
 from job.experiments.two_tower.data import Member, members, refit_member
 from job.experiments.two_tower.members import Members, clip_each
-from job.experiments.two_tower.model import TwoTower as Towers
+from job.experiments.two_tower.model import TwoTowerModel as Towers
 from job.experiments.two_tower.model import decays
 from job.experiments.two_tower.tables import spread
 from job.models.blocks import DTYPES
@@ -189,7 +189,7 @@ class TwoTower(Experiment):
         own = [member for member in members(config) if member.protocol == "honest"]
         self.session.say("baselines: popularity, LambdaRank and random order on the same folds")
         missing = baselines.lambdarank_missing(config.data.models)
-        outcome = results.Outcome(
+        outcome = results.TwoTowerOutcome(
             config=config,
             tables=tables,
             families=[name for name, _ in self.families],

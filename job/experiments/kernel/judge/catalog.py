@@ -12,7 +12,7 @@ ENTRY = "kernel_function"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class KernelTask:
     """`reference` is an expression of torch and x, y, z; `triton` one way to write it inside a kernel."""
 
     name: str
@@ -39,26 +39,26 @@ class Task:
         )
 
 
-TASKS: tuple[Task, ...] = (
-    Task("relu", "torch.relu(x)", "tl.maximum(x, 0.0)"),
-    Task("leaky_relu", "torch.where(x > 0, x, 0.01 * x)", "tl.where(x > 0, x, 0.01 * x)"),
-    Task("sigmoid", "torch.sigmoid(x)", "tl.sigmoid(x)"),
-    Task("silu", "x * torch.sigmoid(x)", "x * tl.sigmoid(x)"),
-    Task("softplus", "torch.nn.functional.softplus(x)", "tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))"),
-    Task("elu", "torch.nn.functional.elu(x)", "tl.where(x > 0, x, tl.exp(tl.minimum(x, 0.0)) - 1.0)"),
-    Task("square", "x * x", "x * x"),
-    Task("absolute", "torch.abs(x)", "tl.abs(x)"),
-    Task("tanh", "torch.tanh(x)", "2.0 * tl.sigmoid(2.0 * x) - 1.0"),
-    Task("hardtanh", "torch.clamp(x, -1, 1)", "tl.minimum(tl.maximum(x, -1.0), 1.0)", dtype="float16"),
-    Task("hardswish", "x * torch.clamp(x + 3, 0, 6) / 6", "x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) / 6.0"),
-    Task("relu_squared", "torch.relu(x) ** 2", "tl.maximum(x, 0.0) * tl.maximum(x, 0.0)"),
-    Task("gelu_sigmoid", "x * torch.sigmoid(1.702 * x)", "x * tl.sigmoid(1.702 * x)"),
-    Task("add", "x + y", "x + y", 2),
-    Task("multiply", "x * y", "x * y", 2),
-    Task("maximum", "torch.maximum(x, y)", "tl.maximum(x, y)", 2, "float16"),
-    Task("squared_difference", "(x - y) ** 2", "(x - y) * (x - y)", 2),
-    Task("axpy", "2.5 * x + y", "2.5 * x + y", 2),
-    Task("addcmul", "x + 0.5 * y * z", "x + 0.5 * y * z", 3),
-    Task("lerp", "x + 0.3 * (y - x)", "x + 0.3 * (y - x)", 2),
+TASKS: tuple[KernelTask, ...] = (
+    KernelTask("relu", "torch.relu(x)", "tl.maximum(x, 0.0)"),
+    KernelTask("leaky_relu", "torch.where(x > 0, x, 0.01 * x)", "tl.where(x > 0, x, 0.01 * x)"),
+    KernelTask("sigmoid", "torch.sigmoid(x)", "tl.sigmoid(x)"),
+    KernelTask("silu", "x * torch.sigmoid(x)", "x * tl.sigmoid(x)"),
+    KernelTask("softplus", "torch.nn.functional.softplus(x)", "tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))"),
+    KernelTask("elu", "torch.nn.functional.elu(x)", "tl.where(x > 0, x, tl.exp(tl.minimum(x, 0.0)) - 1.0)"),
+    KernelTask("square", "x * x", "x * x"),
+    KernelTask("absolute", "torch.abs(x)", "tl.abs(x)"),
+    KernelTask("tanh", "torch.tanh(x)", "2.0 * tl.sigmoid(2.0 * x) - 1.0"),
+    KernelTask("hardtanh", "torch.clamp(x, -1, 1)", "tl.minimum(tl.maximum(x, -1.0), 1.0)", dtype="float16"),
+    KernelTask("hardswish", "x * torch.clamp(x + 3, 0, 6) / 6", "x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) / 6.0"),
+    KernelTask("relu_squared", "torch.relu(x) ** 2", "tl.maximum(x, 0.0) * tl.maximum(x, 0.0)"),
+    KernelTask("gelu_sigmoid", "x * torch.sigmoid(1.702 * x)", "x * tl.sigmoid(1.702 * x)"),
+    KernelTask("add", "x + y", "x + y", 2),
+    KernelTask("multiply", "x * y", "x * y", 2),
+    KernelTask("maximum", "torch.maximum(x, y)", "tl.maximum(x, y)", 2, "float16"),
+    KernelTask("squared_difference", "(x - y) ** 2", "(x - y) * (x - y)", 2),
+    KernelTask("axpy", "2.5 * x + y", "2.5 * x + y", 2),
+    KernelTask("addcmul", "x + 0.5 * y * z", "x + 0.5 * y * z", 3),
+    KernelTask("lerp", "x + 0.3 * (y - x)", "x + 0.3 * (y - x)", 2),
 )
 BY_NAME = {task.name: task for task in TASKS}

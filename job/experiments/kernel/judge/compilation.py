@@ -24,7 +24,7 @@ from pathlib import Path
 
 from job import atomic
 from job.experiments.kernel.judge import tasks, timing
-from job.experiments.kernel.judge.catalog import Task
+from job.experiments.kernel.judge.catalog import KernelTask
 from job.experiments.kernel.judge.compiler import CACHE
 from job.experiments.kernel.judge.worker import Process, Workers
 from job.spec.kernel import Funnel as Limits
@@ -34,7 +34,7 @@ OUTCOME = "outcome.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class CompileOutcome:
     """`problem` None: it compiles, and `built` holds what came of it."""
 
     problem: str | None
@@ -63,7 +63,7 @@ class Compilation:
         compiles = f"sm_{self._workers.capability}-{self._workers.triton}"
         return f"{compiles}-{self._workers.device}" if self._workers.lacks is None else "loaded"
 
-    def of(self, source: str, sha256: str, task: Task, note: Callable[[Process], None]) -> Outcome:
+    def of(self, source: str, sha256: str, task: KernelTask, note: Callable[[Process], None]) -> CompileOutcome:
         """The source's, for the arguments of the task. `note` gets the process, where one was needed, when it is over.
         Raises Lost; that is not kept.
         """
@@ -72,15 +72,15 @@ class Compilation:
         with self._under_way.setdefault(name, threading.Lock()):  # the other one's, where two come at the same time
             return self._known(name) or self._compile(name, source, task, note)
 
-    def _known(self, name: str) -> Outcome | None:
+    def _known(self, name: str) -> CompileOutcome | None:
         found = self._folder / name
         tree = atomic.read_object(found / OUTCOME)
         if tree is None:  # or torn by a lost power supply, and who knows what else of it
             shutil.rmtree(found, ignore_errors=True)
             return None
-        return Outcome(problem=tree["problem"], built=found / CACHE, seconds=tree["seconds"])
+        return CompileOutcome(problem=tree["problem"], built=found / CACHE, seconds=tree["seconds"])
 
-    def _compile(self, name: str, source: str, task: Task, note: Callable[[Process], None]) -> Outcome:
+    def _compile(self, name: str, source: str, task: KernelTask, note: Callable[[Process], None]) -> CompileOutcome:
         started = time.perf_counter()
         with self._workers.start(memory_bytes=self._limits.memory_gb * 1e9, compiles=True) as process:
             try:
@@ -95,7 +95,7 @@ class Compilation:
                 note(process)
             return self._keep(name, problem, process.scratch, time.perf_counter() - started)
 
-    def _keep(self, name: str, problem: str | None, scratch: Path, seconds: float) -> Outcome:
+    def _keep(self, name: str, problem: str | None, scratch: Path, seconds: float) -> CompileOutcome:
         """Whole or not at all, whenever this process dies."""
         made = Path(tempfile.mkdtemp(dir=self._folder, prefix="."))
         (made / CACHE).mkdir()
@@ -107,7 +107,7 @@ class Compilation:
                     shutil.copyfile(path, made / CACHE / path.parent.name / path.name)
         (made / OUTCOME).write_text(json.dumps({"problem": problem, "seconds": seconds}))
         made.rename(self._folder / name)
-        return Outcome(problem=problem, built=self._folder / name / CACHE, seconds=seconds)
+        return CompileOutcome(problem=problem, built=self._folder / name / CACHE, seconds=seconds)
 
 
 def _plain(cache: Path) -> Iterator[Path]:

@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from job.experiments.kernel.judge.catalog import TASKS, Task
+from job.experiments.kernel.judge.catalog import TASKS, KernelTask
 
 LOW, HIGH, WEIGHT = 0.2, 0.8, 3.0
 CALLED = re.compile(r"torch\.(?:nn\.functional\.)?(\w+)")
@@ -35,7 +35,7 @@ def tasks_of(question: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[Task], said: str) -> None:
+def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[KernelTask], said: str) -> None:
     """Raises ValueError, which begins with `said`, where the tasks of no pair are among those tried."""
     names = {task.name for task in tried}
     if not any(names & tasks for tasks in pairs):

@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from job.experiments.kernel.judge import catalog, planted, rules, source_text, tasks, timing, wire
-from job.experiments.kernel.judge.catalog import Task
+from job.experiments.kernel.judge.catalog import KernelTask
 from job.experiments.kernel.judge.compilation import Compilation
 from job.experiments.kernel.judge.planted import Candidate
 from job.experiments.kernel.judge.timing import Rejected, Timing
@@ -188,7 +188,7 @@ class Judge:
             process.close()
             course.note(process)
 
-    def _run(self, task: Task, process: Process, course: Course, gpu: int) -> None:
+    def _run(self, task: KernelTask, process: Process, course: Course, gpu: int) -> None:
         wrong: Rejected | None = None
         switches, source = course.switches, course.candidate.source
         if switches.funnel:
@@ -221,7 +221,7 @@ class Judge:
             course.stage = STAGES.index("full") + 1
             raise wrong
 
-    def _time(self, task: Task, process: Process, reference: Process, course: Course) -> Timing:
+    def _time(self, task: KernelTask, process: Process, reference: Process, course: Course) -> Timing:
         ask, more, own = (timing.bound(one, self.limits.candidate_s) for one in (process, process, reference))
 
         def once_more(*asked: Any, **kwargs: Any) -> wire.Message:
@@ -304,7 +304,7 @@ class Judge:
         return several if switches.multi_input else ["random-0"]
 
     def _check(
-        self, task: Task, ask: timing.Ask, names: Iterable[str], switches: Switches, *, as_timed: bool = False
+        self, task: KernelTask, ask: timing.Ask, names: Iterable[str], switches: Switches, *, as_timed: bool = False
     ) -> None:
         """Every case's output."""
         for name in names:

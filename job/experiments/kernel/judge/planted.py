@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from job.experiments.kernel.judge.catalog import ENTRY, TASKS, Task
+from job.experiments.kernel.judge.catalog import ENTRY, TASKS, KernelTask
 
 Kind = Literal["correct", "syntax-error", "wrong-result", "writes-nothing", "small-shapes-only"]
 STOPS_AT: dict[str, int] = {  # stage of the funnel; 6: none
@@ -35,7 +35,7 @@ class Candidate:
         return self.origin != "generated"
 
 
-def source(task: Task, *, block: int = 1024, kind: Kind = "correct", body: str | None = None) -> str:
+def source(task: KernelTask, *, block: int = 1024, kind: Kind = "correct", body: str | None = None) -> str:
     """A module with a kernel over flat blocks. `body` replaces the expression."""
     expression = body or task.triton
     if kind == "wrong-result":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from job.experiments.kernel.judge import wire
-from job.experiments.kernel.judge.catalog import Task
+from job.experiments.kernel.judge.catalog import KernelTask
 
 Ranges = tuple[tuple[int, int, int], ...]  # per dimension: lowest, highest, and from one to the next
 # On a CPU kernels are interpreted, milliseconds per program: just more than one block of 1024, and once 20.
@@ -69,7 +69,7 @@ class Case:
     tensors: tuple[Tensor, ...]
 
 
-def case(task: Task, seed: int, name: str, device: str = "cpu") -> Case:
+def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
     """tiny, one of ADVERSARIAL, or any other name: a full shape with normal values of its own; `random-1` and so on are
     scaled by 0.5 to 50.
 
@@ -111,7 +111,7 @@ class Cases:
         self._kept: dict[tuple[str, str], Case] = {}
         self._lock = threading.Lock()
 
-    def case(self, task: Task, name: str) -> Case:
+    def case(self, task: KernelTask, name: str) -> Case:
         """The same as `case`; two threads may draw the same one at once."""
         key = task.name, name
         found = self._kept.get(key) or case(task, self._seed, name, self._device)
@@ -123,7 +123,7 @@ class Cases:
         return found
 
 
-def layouts(task: Task, seed: int) -> list[list[dict[str, Any]]]:
+def layouts(task: KernelTask, seed: int) -> list[list[dict[str, Any]]]:
     """What a GPU's inputs look like without their numbers, a list of {dtype, shape, stride} for each of LAYOUTS."""
     found = []
     for name in LAYOUTS:
@@ -186,24 +186,24 @@ def _between(low: float, high: float, place: Tensor) -> Tensor:
     return low * (high / low) ** place
 
 
-def _draw(seed: int, task: Task, name: str) -> random.Random:
+def _draw(seed: int, task: KernelTask, name: str) -> random.Random:
     return random.Random(hashlib.sha256(f"{seed} {task.name} {name}".encode()).digest())
 
 
-def _shape(task: Task, seed: int, name: str, device: str) -> tuple[int, ...]:
+def _shape(task: KernelTask, seed: int, name: str, device: str) -> tuple[int, ...]:
     kind = name if name in SHAPES[device] else "full"
     draw = _draw(seed, task, f"shape of {kind}")
     return tuple(draw.randrange(low, high + 1, step) for low, high, step in SHAPES[device][kind])
 
 
-def expected(task: Task, tensors: tuple[Tensor, ...]) -> Tensor:
+def expected(task: KernelTask, tensors: tuple[Tensor, ...]) -> Tensor:
     """The reference's result. Computed by the judge from its own copy, after the candidate has answered."""
     result = eval(task.reference, {"torch": torch, **dict(zip(task.arguments, tensors, strict=True))})
     assert isinstance(result, Tensor)
     return result
 
 
-def difference(task: Task, given: Case, shape: tuple[int, ...], dtype: str, content: wire.Blob) -> str | None:
+def difference(task: KernelTask, given: Case, shape: tuple[int, ...], dtype: str, content: wire.Blob) -> str | None:
     """Why an output is not the expected one, within the tolerance; None when it is. Elements of which the reference
     makes NaN may be anything: what a maximum makes of NaN is not defined alike, and inf - inf says nothing.
     """
@@ -223,7 +223,7 @@ def difference(task: Task, given: Case, shape: tuple[int, ...], dtype: str, cont
     return f"{given.name}: {wrong} of {off.numel()} elements differ from the reference" if wrong else None
 
 
-def _sway(task: Task, given: Case, at: Tensor) -> Tensor:
+def _sway(task: KernelTask, given: Case, at: Tensor) -> Tensor:
     """How far the result moves at these elements, as each input moves by ROUNDINGS units in its last place."""
     unit = ROUNDINGS * torch.finfo(torch.float32).eps
     inputs = tuple(tensor[at].double() for tensor in given.tensors)

@@ -31,7 +31,7 @@ from statistics import median, quantiles
 from typing import Any, Literal
 
 from job.experiments.kernel.judge import rules, tasks, wire
-from job.experiments.kernel.judge.catalog import Task
+from job.experiments.kernel.judge.catalog import KernelTask
 from job.experiments.kernel.judge.tasks import Case
 from job.experiments.kernel.judge.worker import Process
 
@@ -81,7 +81,7 @@ class Timing:
 
 
 Ask = Callable[..., wire.Message]  # Process.ask with the stage's limit filled in
-Draw = Callable[[Task, str], Case]  # tasks.case of the judge's seed, for its device
+Draw = Callable[[KernelTask, str], Case]  # tasks.case of the judge's seed, for its device
 Empty = Literal["kernel", "operation"]  # which launch of nothing is subtracted: of a Triton kernel, or an eager one
 
 
@@ -92,7 +92,7 @@ class Program:
     """
 
     ask: Ask
-    task: Task
+    task: KernelTask
     given: Case
     random: random.Random
     empty: Empty
@@ -158,7 +158,7 @@ class Program:
 
 
 def calibrated(
-    task: Task,
+    task: KernelTask,
     seed: int,
     ask: Ask,
     reference: Ask,
@@ -210,7 +210,7 @@ def calibrated(
     return Timing(speedup=None if why else speedup, why=why, suspicious=flagged, kernel=kernel, reference=before)
 
 
-def stopwatch(task: Task, ask: Ask, reference: Ask, draw: Draw) -> Timing:
+def stopwatch(task: KernelTask, ask: Ask, reference: Ask, draw: Draw) -> Timing:
     """As many would do it: one call, wall clock."""
     given = draw(task, "random-0")
     seconds = []
@@ -240,7 +240,7 @@ def load_problem(ask: Ask, source: str, turn: int = 0, *, ops: bool = False) -> 
     return f"does not load: {reply['error'][:300]}" if "error" in reply else None
 
 
-def run(ask: Ask, task: Task, given: Case, *, ops: bool, as_timed: bool = False) -> None:
+def run(ask: Ask, task: KernelTask, given: Case, *, ops: bool, as_timed: bool = False) -> None:
     """One checked call on inputs of its own, watched or as a timed one is. Raises Rejected."""
     packed = [wire.pack(tensor) for tensor in given.tensors]
     head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": ops and not as_timed, "as_timed": as_timed}
@@ -248,7 +248,7 @@ def run(ask: Ask, task: Task, given: Case, *, ops: bool, as_timed: bool = False)
     check(task, given, *answer, ops=ops and not as_timed)
 
 
-def check(task: Task, given: Case, reply: dict[str, Any], blobs: list[wire.Blob], *, ops: bool) -> None:
+def check(task: KernelTask, given: Case, reply: dict[str, Any], blobs: list[wire.Blob], *, ops: bool) -> None:
     """Raises Rejected unless a reply holds the expected output, of a new tensor; with `ops`, of a call that computed
     nothing with torch.
     """

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from job import atomic
 from job.experiments.pretrain import characters
 from job.experiments.pretrain.model import CharGpt, generate
-from job.experiments.pretrain.serve.request import Generation
+from job.experiments.pretrain.serve.request import GenerateRequest
 from job.spec.pretrain import SYMBOLS, CharModel
 from job.train.export import META, WEIGHTS
 
@@ -30,7 +30,7 @@ class Served:
     sequence: int
     meta: dict[str, Any]
 
-    def generate(self, asked: Generation) -> Iterator[str]:
+    def generate(self, asked: GenerateRequest) -> Iterator[str]:
         """The characters that follow the prompt, one by one."""
         ids = generate(
             self.module,

@@ -22,7 +22,7 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
+class GenerateRequest:
     """POST /generate's body. Temperature 0 is greedy; `seed` None: another sample each time."""
 
     prompt: str
@@ -34,7 +34,7 @@ class Generation:
     stream: bool = False
 
 
-def parse(body: bytes, *, longest: int) -> Generation:
+def parse(body: bytes, *, longest: int) -> GenerateRequest:
     """The request. Raises Refused, naming all problems at once. `longest` prompt in characters."""
     try:
         tree = json.loads(body)
@@ -57,7 +57,7 @@ def parse(body: bytes, *, longest: int) -> Generation:
     problems += [f"{key}: {problem}" for key in checks if key in tree and (problem := checks[key](tree[key]))]
     if problems:
         raise Refused(400, "; ".join(problems))
-    return Generation(**tree)
+    return GenerateRequest(**tree)
 
 
 def _prompt(value: Any, longest: int) -> str | None:
