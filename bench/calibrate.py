@@ -25,10 +25,10 @@ from typing import Any
 
 from infra.bill import runtime
 from infra.catalog import load_catalog
-from infra.commands.prepare import prepared
 from infra.definition.loader import find, load
 from infra.definition.model import StackDefinition
 from infra.evidence import calibration, measurement
+from infra.inputs.prepare import prepared
 from job import atomic, measured, probe
 from job.spec import GrowthConfig, JobConfig
 from job.supervisor import machine

@@ -14,7 +14,7 @@ from typing import Any
 
 from infra.definition.model import StackDefinition
 from infra.errors import GpufleetError
-from infra.pricing import as_prepared
+from infra.inputs.prepared import as_prepared
 from job import ledger
 from job.contract import bucket
 from job.contract.done import FINISHED, Done

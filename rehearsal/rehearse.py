@@ -25,7 +25,7 @@ from infra.definition.loader import load, project_root, rehearsal_text, stacks_o
 from infra.definition.model import StackDefinition
 from infra.definition.selected import selected
 from infra.errors import GpufleetError
-from infra.pricing import as_prepared
+from infra.inputs.prepared import as_prepared
 from infra.text import table
 from rehearsal import environment, evidence, report, scratch
 from rehearsal.cloud import Cloud

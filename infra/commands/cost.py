@@ -18,13 +18,13 @@ from infra.bill.estimate import problems
 from infra.bill.table import render
 from infra.catalog import load_catalog
 from infra.commands import stack
+from infra.compare.cheaper import bill_and_cheaper
 from infra.definition.loader import project_root
 from infra.definition.model import StackDefinition
-from infra.definition.readiness import not_ready
 from infra.definition.scenarios import scenario
 from infra.errors import DefinitionError, GpufleetError
 from infra.evidence.receipts import score
-from infra.pricing import bill_and_cheaper
+from infra.inputs.readiness import not_ready
 from infra.review import policy
 
 

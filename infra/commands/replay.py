@@ -9,12 +9,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from infra.bill.project import bill_of
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.definition.loader import project_root
 from infra.errors import GpufleetError
 from infra.evidence.traces import read as read_trace
-from infra.pricing import bill_of
 from infra.risk import replay
 from infra.risk.simulation import Exposure
 

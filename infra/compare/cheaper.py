@@ -5,13 +5,16 @@ The bill says what the chosen fleet costs; this says what else to list in its pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from infra import text
 from infra.bill.bill import Bill
+from infra.bill.project import bill_of, footing
 from infra.bill.record import quantiles
 from infra.bill.side import UNBOUND, Hazards
 from infra.bill.table import figures
@@ -19,6 +22,9 @@ from infra.catalog import Catalog
 from infra.compare import ranking
 from infra.compare.rows import Row, filled
 from infra.definition.model import StackDefinition
+from infra.evidence.observations import observations
+from infra.review import policy
+from infra.risk.hazard import learn
 from job.text import counted
 
 SHOWN = 3
@@ -81,6 +87,39 @@ class Cheaper:
             "more": self.more,
             "beyond": self.beyond,
         }
+
+
+def bill_and_cheaper(
+    definition: StackDefinition,
+    root: Path,
+    catalog: Catalog,
+    *,
+    now: datetime,
+    rules: policy.Policy | None,
+    not_ready: Sequence[str] = (),
+) -> tuple[Bill, Cheaper | None]:
+    """The bill, and what would do its work for less: within the limits and the project's `rules`. Raises as price()."""
+    hazards = learn(observations(root))
+    bill = bill_of(definition, root, catalog, hazards=hazards, not_ready=not_ready)
+    facts = policy.facts(definition, bill)
+    if definition.variant.only_priced:  # nor is its bill held against them
+        rules = None
+
+    def allowed(row: Row) -> bool:
+        usd_p90 = None if row.usd is None else row.usd.p90
+        of_row = replace(facts, instance_types=(row.type,), capacity=row.capacity, usd_p90=usd_p90)
+        return rules is None or not policy.broken(rules, of_row)
+
+    options = cheaper(
+        definition,
+        bill,
+        catalog,
+        hours_left=definition.limits.hours_left(now),
+        hazards=hazards,
+        found=lambda work: footing(work, root, catalog),
+        allowed=allowed,
+    )
+    return bill, options
 
 
 def cheaper(

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from infra.bill.options import Footing
+from infra.bill.project import footing
 from infra.catalog import load_catalog
 from infra.compare import deadline, ranking
 from infra.compare.rows import Row
@@ -16,7 +17,6 @@ from infra.definition.scenarios import chosen, scenarios
 from infra.errors import GpufleetError
 from infra.evidence import outcomes
 from infra.evidence.observations import observations
-from infra.pricing import footing
 from infra.risk.hazard import learn
 
 

@@ -33,7 +33,7 @@ REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those t
 SURE = 0.5  # an option that misses the deadline more often than this is none
 
 
-Found = Callable[[StackDefinition], Footing]  # what lies here of a definition: infra.pricing.footing
+Found = Callable[[StackDefinition], Footing]  # what lies here of a definition: infra.bill.project.footing
 
 
 def nothing(definition: StackDefinition) -> Footing:

@@ -13,7 +13,6 @@ from infra.definition.model import Interruptions, StackDefinition, Variant
 from infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of, job_keys
 from infra.definition.yaml_tree import Mapping, Node, find_node, merge
 from infra.errors import Problem, of_form
-from infra.program.boot import user_data
 
 if TYPE_CHECKING:
     from infra.catalog import Catalog
@@ -49,7 +48,6 @@ def definition(
 
         catalog = load_catalog()
     checks.check(definition, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
-    _user_data(definition, findings)
     return definition, findings.problems
 
 
@@ -130,11 +128,3 @@ def _laid_over(section: str, overlay: Node, under: Node | None) -> Node:
         return overlay
     known = job_keys(under, laid_over=True)
     return replace(overlay, entries={key: node for key, node in overlay.entries.items() if key in known})
-
-
-def _user_data(definition: StackDefinition, findings: Findings) -> None:
-    """The node's script must fit EC2's limit with this file's values."""
-    if findings.bad & {"run.id", "job.image", "fleet.region", "limits.max_hours"}:
-        return
-    if problem := user_data.too_long(user_data.known(definition)):
-        findings.add(problem.path, problem.allowed, problem.hint)

@@ -15,9 +15,9 @@ from typing import Any
 
 from infra.catalog import load_catalog
 from infra.definition.model import StackDefinition
-from infra.definition.readiness import command
 from infra.errors import GpufleetError
 from infra.evidence import calibration
+from infra.inputs.readiness import command
 from job import atomic, measured, probe
 from job.contract.run import probe_document
 from job.contract.workdir import DATA, INPUTS, RUN

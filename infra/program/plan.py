@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import job
-from infra import ecr
 from infra.bill import limits, record
 from infra.bill.bill import Bill
 from infra.bill.estimate import problems
+from infra.bill.project import bill_of
 from infra.catalog import load_catalog
-from infra.compare.cheaper import Cheaper
+from infra.compare.cheaper import Cheaper, bill_and_cheaper
 from infra.definition.loader import find
 from infra.definition.model import StackDefinition
-from infra.definition.readiness import not_ready
 from infra.definition.selected import Selected
 from infra.errors import DefinitionError, GpufleetError
-from infra.pricing import bill_and_cheaper, bill_of, prepared_dataset
+from infra.inputs.prepared import prepared_dataset
+from infra.inputs.readiness import not_ready
+from infra.program import ecr
 from infra.program.boot import archive, run_config, user_data
 from infra.program.run_guard import Previous, RunDecision, judge
 from infra.review import policy

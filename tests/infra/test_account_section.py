@@ -12,10 +12,10 @@ import pytest
 from commands_world import account, definition, project
 
 from infra.account import organisation, quotas
+from infra.bill.project import bill_of
 from infra.catalog import load_catalog
 from infra.definition.model import Account, StackDefinition, Vpc
 from infra.errors import DefinitionError
-from infra.pricing import bill_of
 from infra.program.resources.tags import own_tags, tags
 from infra.program.run_guard import creation_digest
 from rehearsal.cloud import Cloud

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.definition.loader import STACK_NAME
+from infra.definition.model import Job, Run
+from infra.definition.rules import RULES
 from infra.program.boot import user_data
 from job.node.settings import Settings
 
@@ -80,24 +84,23 @@ def test_an_unknown_kind_of_data_volume_is_refused() -> None:
         user_data.render(**VALUES | {"data_volume": "formatted"})
 
 
-def test_the_size_is_checked_with_the_longest_names_aws_can_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    longest = len(user_data.render(**VALUES | {"bucket": "b" * 63, "log_group": "g" * 512}).encode())
-    assert longest < user_data.LIMIT_BYTES - 1024  # room for a private registry's image name
+def test_the_longest_values_that_a_definition_and_aws_allow_fit_ec2s_limit() -> None:
+    image = "registry.example/" + "x" * 107 + ":" + "t" * 58 + "@sha256:" + "1" * 64
+    longest = {"stack": "s" * 40, "run_id": "r" * 32, "image": image, "job_image": image}
+    allowed = (
+        STACK_NAME.pattern,
+        RULES[Run, "id"].pattern,
+        RULES[Job, "image"].pattern,
+        RULES[Job, "supervisor_image"].pattern,
+    )
+    for pattern, value in zip(allowed, longest.values(), strict=True):
+        assert re.fullmatch(pattern, value)
+        assert not re.fullmatch(pattern, f"{value[0]}{value}")
+    names = {"bucket": "b" * 63, "log_group": "g" * 512}
 
-    monkeypatch.setattr(user_data, "LIMIT_BYTES", longest)
-    assert user_data.too_long(KNOWN) is None
-    monkeypatch.setattr(user_data, "LIMIT_BYTES", longest - 1)
-    problem = user_data.too_long(KNOWN)
-    assert problem is not None
-    assert problem.hint == f"It takes {longest} bytes: shorten this by 1."
+    size = len(user_data.render(**VALUES | longest | names).encode())
 
-
-def test_user_data_over_the_limit_names_the_value_to_shorten() -> None:
-    problem = user_data.too_long(KNOWN | {"image": "registry.example/" + "x" * 16384})
-
-    assert problem is not None
-    assert problem.path == "job.image"
-    assert "16384 bytes" in problem.allowed
+    assert size < 16 * 1024  # before base64 (EC2 User Guide, user data, 2026-11-21)
 
 
 @pytest.mark.parametrize("secret", ["AKIA", "BEGIN", "password"])

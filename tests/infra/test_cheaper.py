@@ -16,11 +16,10 @@ from infra.bill.estimate import price, problems
 from infra.bill.table import render
 from infra.catalog import load_catalog
 from infra.compare import ranking
-from infra.compare.cheaper import LEAST, SHOWN, Cheaper, cheaper
+from infra.compare.cheaper import LEAST, SHOWN, Cheaper, bill_and_cheaper, cheaper
 from infra.definition.loader import load
 from infra.definition.model import Limits, StackDefinition, Variant
 from infra.definition.scenarios import scenarios
-from infra.pricing import bill_and_cheaper
 from infra.review.policy import Policy
 from job.spec import EXPERIMENTS
 

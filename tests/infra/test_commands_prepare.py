@@ -17,13 +17,14 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from infra import pricing
+from infra.bill import prediction
+from infra.bill import project as known
 from infra.bill.estimate import price
 from infra.catalog import load_catalog
 from infra.cli import main
-from infra.commands import prepare as prepare_command
 from infra.definition.loader import load, rehearsal_text
 from infra.evidence.observations import Observation
+from infra.inputs import prepare as inputs
 from job.dataset import weights
 from job.dataset.prepare import read_manifest
 from job.dataset.rendering import TEMPLATES
@@ -130,8 +131,8 @@ def test_it_is_said_how_often_counted_steps_read_a_small_text(
     config = load(file, now=datetime.now(UTC)).job.parameters
     plan = read_manifest(project / "data" / "numbers")
     many = replace(plan, facts=plan.facts | {"train_characters": 332_500_000})
-    assert prepare_command.repeated(config, many).startswith("training reads each character about 8 times")
-    assert prepare_command.repeated(config, replace(plan, facts={"train_characters": 2_000_000_000})) == ""
+    assert inputs.repeated(config, many).startswith("training reads each character about 8 times")
+    assert inputs.repeated(config, replace(plan, facts={"train_characters": 2_000_000_000})) == ""
 
 
 @pytest.mark.parametrize(("share", "code"), [(Decimal("1.05"), 0), (Decimal("0.9"), 2)])
@@ -205,11 +206,11 @@ def test_what_it_predicts_is_what_the_bill_says_with_all_that_the_project_knows(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm = Observation(type="g5.2xlarge", zone=None, node_hours=1e6, interruptions=0, source="planted", as_of=None)
-    monkeypatch.setattr(pricing, "observations", lambda root, but=(): [calm])
+    monkeypatch.setattr(known, "observations", lambda root, but=(): [calm])
     definition = load(project / "stacks" / f"{STACK}.yaml", now=datetime.now(UTC))
-    prepare_command.predict(definition, project)
+    prediction.predict(definition, project, datetime.now(UTC), print)
     said = capsys.readouterr().out
-    told = pricing.bill_of(definition, project, load_catalog()).chosen
+    told = known.bill_of(definition, project, load_catalog()).chosen
     assert f"{told.needed_hours.p90:.2f} and {told.needed_usd.p90:.2f} at p90" in said
     alone = price(definition, load_catalog()).chosen
     assert alone.interruptions > 1.5 * told.interruptions  # without the project's knowledge it is another bill

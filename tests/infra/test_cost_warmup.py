@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from infra.bill.estimate import price
+from infra.bill.prediction import predict
 from infra.catalog import load_catalog
-from infra.commands import prepare
 from infra.definition.loader import load
 from infra.definition.model import StackDefinition
 
@@ -64,7 +64,7 @@ def test_a_warm_up_longer_than_the_run_is_a_warning(name: str, changed: dict[str
 
 def test_prepare_warns_too_and_counts_one_step_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = stack("sft-h100", epochs=1, data={"examples": 20})
-    prepare.predict(plan, tmp_path)
+    predict(plan, tmp_path, NOW, print)
     printed = capsys.readouterr().out
     assert re.search(r"on-demand: 1 optimizer step, ", printed)
     assert "warning: optim.warmup is 100 steps, the whole run 1: the learning rate never reaches 2e-4." in printed
@@ -76,7 +76,7 @@ def test_all_weights_at_the_rate_of_an_adapter_are_a_warning(
     words = "method: full at an adapter's optim.lr, 2e-4, the default: set it, 1e-5 for instance"
     plan = stack("sft-h100", method="full")
     assert words in price(plan, load_catalog(), runs=50).warnings
-    prepare.predict(stack("sft-h100", method="full", model={"layers": 2}), tmp_path)
+    predict(stack("sft-h100", method="full", model={"layers": 2}), tmp_path, NOW, print)
     assert f"warning: {words}" in capsys.readouterr().out
     for other in (stack("sft-h100"), stack("sft-h100", method="full", optim={"lr": 1e-5})):
         assert not [warning for warning in price(other, load_catalog(), runs=50).warnings if "adapter" in warning]

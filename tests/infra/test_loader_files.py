@@ -11,8 +11,8 @@ import pytest
 
 from infra.definition.loader import find, load, names_of, project_root, rehearsal_text
 from infra.definition.pin import pin
-from infra.definition.readiness import not_ready
 from infra.errors import DefinitionError, GpufleetError
+from infra.inputs.readiness import not_ready
 from job.spec import GrowthConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
@@ -92,12 +92,6 @@ def test_a_line_of_any_length_gives_a_short_message(tmp_path: Path, raw: bytes) 
     with pytest.raises(DefinitionError) as refused:
         load(tmp_path / "broken.yaml", now=NOW)
     assert all(len(str(problem)) < 600 for problem in refused.value.problems)
-
-
-def test_a_node_script_over_ec2s_limit_is_a_problem_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.program.boot.user_data._body", lambda: "#" * 16_384)
-    with pytest.raises(DefinitionError, match=r"line 11, job.image: .* what fits user-data of 16384 bytes"):
-        load(SHIPPED, now=NOW)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.commands.prepare import prepared
 from infra.definition.loader import load, rehearsal_text
 from infra.definition.pin import pin
 from infra.errors import DefinitionError, GpufleetError
+from infra.inputs.prepare import prepared
 from infra.program.plan import Plan, make
 from infra.program.run_guard import Previous
 
@@ -130,14 +130,6 @@ def test_a_run_that_has_begun_is_not_stopped_by_new_prices(project: Path, monkey
     assert plan.verdict.continues
     assert plan.cheaper is None  # where it is, it stays
     assert plan.warnings == ("limits.max_usd is below the new p50",)
-
-
-def test_a_script_above_ec2_s_limit_is_refused_before_anything_is_named(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("infra.program.boot.user_data.LIMIT_BYTES", 1000)
-    with pytest.raises(DefinitionError, match="user-data of 1000 bytes"):
-        make(project, NAME, now=NOW, previous=NEW, preview=True)
 
 
 def test_a_deadline_too_near_stops_a_new_run_and_not_one_that_has_begun(project: Path) -> None:

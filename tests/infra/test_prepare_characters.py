@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import infra
-from infra.commands.prepare import prepared
 from infra.definition.loader import load
 from infra.definition.model import StackDefinition
 from infra.errors import GpufleetError
+from infra.inputs.prepare import prepared
 
 STACK = Path(infra.__file__).parent.parent / "stacks/pretrain-d64.yaml"
 

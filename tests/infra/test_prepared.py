@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.commands.prepare import prepared
 from infra.definition.loader import load, rehearsal_text
-from infra.definition.readiness import not_ready
+from infra.inputs.prepare import prepared
+from infra.inputs.readiness import not_ready
 from job.dataset import weights
 from job.models import hf_config
 from job.spec import SftConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.commands.prepare import prepared
 from infra.definition.loader import load, rehearsal_text
 from infra.definition.pin import pin
+from infra.inputs.prepare import prepared
 from rehearsal import engine, scratch
 from rehearsal.account import AMI_PARAMETERS, ami_id
 

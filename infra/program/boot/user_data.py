@@ -1,32 +1,21 @@
 """User-data of a node: a header of variables for job/node, then `node.sh`, which starts it, without most comments.
 
-Pure, so that a preview can check the size before AWS has named the bucket. No secrets: every process on a node can read
-its user-data. Nothing is interpolated into the body of the script; values appear in the header only, quoted.
+Pure. No secrets: every process on a node can read its user-data. Nothing is interpolated into the body of the script;
+values appear in the header only, quoted. As long as a definition and AWS allow, they fit EC2's limit (a test counts).
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from infra.definition.model import StackDefinition
-from infra.errors import Problem
 from infra.program.run_guard import timer_seconds
 
-LIMIT_BYTES = 16 * 1024  # before base64 (EC2 User Guide, user data, 2026-11-21)
 ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux 2023 AMIs, the Deep Learning Base AMI among them
 DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL2023 links it to its /dev/nvme* name
-
-# What a preview does not know yet: the longest names AWS allows, and two hashes.
-_UNKNOWN: dict[str, Any] = {
-    "bucket": "b" * 63,
-    "log_group": "g" * 512,
-    "archive_sha256": "0" * 64,
-    "run_config_sha256": "0" * 64,
-}
 
 
 def known(definition: StackDefinition) -> dict[str, Any]:
@@ -89,21 +78,6 @@ def render(
         raise ValueError("a value for the node script holds a NUL character, which no shell variable can")
     header = "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
     return f"#!/bin/bash\nset -a\n{header}{_body()}"
-
-
-def too_long(header: Mapping[str, Any]) -> Problem | None:
-    """What to shorten where the script with these `known` values passes EC2's limit, names as long as AWS can give."""
-    size = len(render(**header, **_UNKNOWN).encode())
-    if size <= LIMIT_BYTES:
-        return None
-    longest = header.get("job_image") or header["image"]
-    path, value = max(("job.image", longest), ("run.id", header["run_id"]), key=lambda each: len(each[1]))
-    return Problem(
-        path=path,
-        value=value,
-        allowed=f"what fits user-data of {LIMIT_BYTES} bytes",
-        hint=f"It takes {size} bytes: shorten this by {size - LIMIT_BYTES}.",
-    )
 
 
 def _body() -> str:

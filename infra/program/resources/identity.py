@@ -17,8 +17,8 @@ from typing import Any
 import pulumi
 import pulumi_aws as aws
 
-from infra import ecr
 from infra.definition.model import StackDefinition
+from infra.program import ecr
 from infra.program.resources.tags import own_tags, tags
 from job.contract import bucket
 from job.contract.workdir import RUN

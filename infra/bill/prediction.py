@@ -1,0 +1,37 @@
+"""What `gpufleet prepare` says of the run that its dataset makes."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+from infra.bill import doubts, limits
+from infra.bill.estimate import problems
+from infra.bill.project import bill_of
+from infra.catalog import load_catalog
+from infra.definition.model import StackDefinition
+from infra.errors import DefinitionError
+from job.spec.common import Say
+from job.text import counted
+
+
+def predict(definition: StackDefinition, root: Path, now: datetime, say: Say) -> None:
+    """Says what the run will take with this dataset, before a GPU starts. Raises DefinitionError when the bill's p50
+    passes a limit, or the uninterrupted run the deadline; the dataset stays.
+    """
+    bill = bill_of(definition, root, load_catalog(root))
+    usd, hours = bill.chosen.needed_usd, bill.chosen.needed_hours
+    steps = sum(phase.steps for phase in bill.chosen.runtime.phases)
+    say(
+        f"predicted on {bill.chosen.type}, {bill.capacity}: {counted(f'{steps:,}', 'optimizer step')},"
+        f" {hours.p50:.2f} node-hours and {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90;"
+        f" see gpufleet cost {definition.argument}"
+    )
+    for doubt in (*doubts.schedule(definition.job.parameters, bill.chosen.runtime), doubts.cut_short(bill)):
+        if doubt:
+            say(f"warning: {doubt}")
+    found = [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]
+    if found:
+        raise DefinitionError(str(definition.source), found)
+    for late in limits.deadline_warnings(definition, bill, now):
+        say(f"warning: {late}")

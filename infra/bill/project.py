@@ -1,0 +1,57 @@
+"""The bill of a definition as this project knows it: its prepared dataset, calibrations, receipts, traces and prices.
+
+One way for every command and the program, so that all of them say the same. For the bill alone: what a run is told, and
+what its identity is, stays what the file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.bill.bill import Bill
+from infra.bill.estimate import price
+from infra.bill.options import Footing
+from infra.bill.side import Hazards
+from infra.catalog import Catalog
+from infra.definition.model import StackDefinition
+from infra.evidence.calibration import find_all
+from infra.evidence.observations import observations
+from infra.inputs.prepared import counted_by, prepared_dataset
+from infra.risk.hazard import learn
+
+
+def bill_of(
+    definition: StackDefinition,
+    root: Path,
+    catalog: Catalog,
+    *,
+    hazards: Hazards | None = None,
+    not_ready: Sequence[str] = (),
+    but: Sequence[Path] = (),
+) -> Bill:
+    """The bill, with what lies under `root`. `hazards`: learnt there already; `but`: traces that must not teach them.
+    Raises as price().
+    """
+    found = footing(definition, root, catalog)
+    return price(
+        found.definition,
+        catalog,
+        dataset_bytes=found.dataset_bytes,
+        not_ready=not_ready,
+        calibrations=found.calibrations,
+        hazards=learn(observations(root, but=but)) if hazards is None else hazards,
+    )
+
+
+def footing(definition: StackDefinition, root: Path, catalog: Catalog) -> Footing:
+    """What lies under `root` of this definition: the prepared dataset, and calibrations of its types.
+
+    A scenario that is only priced and says what its data counts keeps its word: it is of no dataset that there is.
+    """
+    dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
+    return Footing(
+        definition=counted_by(definition, dataset),
+        dataset_bytes=None if dataset is None else sum(file.bytes for file in dataset.files),
+        calibrations=find_all(definition, catalog.instances, root),
+    )

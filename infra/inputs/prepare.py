@@ -1,0 +1,130 @@
+"""Makes the dataset that storage.dataset names, and looks at what lies there before a node is paid for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infra.definition.model import StackDefinition
+from infra.errors import GpufleetError
+from infra.inputs.readiness import dataset_differs
+from job import atomic
+from job.dataset import prepare, weights
+from job.spec import JobConfig
+from job.spec.common import Given, Say
+
+OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretraining makes 8
+
+
+def prepare_inputs(
+    definition: StackDefinition, root: Path, *, text: Path | None, tokenizer: Path | None, say: Say
+) -> prepare.DatasetManifest:
+    """The definition's dataset, as `prepared` gives it, and weights.json in a local folder of base weights; both agree
+    with the file then. Raises GpufleetError.
+    """
+    parameters = definition.job.parameters
+    try:
+        if (folder := definition.storage.weights_folder(root)) is not None:
+            parameters.check_weights(folder, say)  # before an hour of tokenising is spent
+    except (ValueError, ImportError) as error:
+        raise _as_user_error(error) from error
+    made = prepared(definition, root, text=text, tokenizer=tokenizer, say=say)
+    _agrees(definition, root)
+    try:
+        parameters.check_dataset(root / definition.storage.dataset, say)
+        if folder is not None:
+            _list_weights(folder, say)
+    except ValueError as error:
+        raise GpufleetError(str(error)) from error
+    return made
+
+
+def prepared(
+    definition: StackDefinition,
+    root: Path,
+    *,
+    text: Path | None = None,
+    tokenizer: Path | None = None,
+    say: Say = lambda line: None,
+) -> prepare.DatasetManifest:
+    """The definition's dataset under `root`, made now or found there. Raises GpufleetError."""
+    name = definition.storage.dataset
+    if name.startswith("s3://"):
+        raise GpufleetError(f"storage.dataset is {name}, prepared already; name a local folder to prepare one here")
+    config = definition.job.parameters
+    if text is not None and text.exists() and not (text.is_file() or text.is_dir()):  # <(zcat ...), /dev/stdin
+        raise GpufleetError(f"{text}: a pipe or device, and it is read more than once: write it to a file first")
+    if tokenizer is not None and not config.takes_tokenizer:
+        raise GpufleetError(f"{definition.job.experiment} takes no tokenizer: leave out --tokenizer")
+    folder, weights_folder = root / name, definition.storage.weights_folder(root)
+    try:
+        if text is None and tokenizer is None and _of_a_file(folder, config):
+            try:
+                found = prepare.as_found(folder, lambda line: None)
+            except ValueError as error:  # prepare it again, it says to whoever has just done that
+                raise ValueError(f"{error}: `{_prepare_command(definition)}`") from error
+            config.report_found(folder, found, weights_folder, say)
+            return found
+        return config.prepare(folder, Given(text=text, tokenizer=tokenizer, weights=weights_folder, say=say))
+    except (ValueError, ImportError) as error:
+        raise _as_user_error(error) from error
+
+
+def repeated(config: JobConfig, made: prepare.DatasetManifest) -> str:
+    """How often a run of so many steps, not epochs, reads this dataset; nothing where that is below twice."""
+    read = config.data_read_by_steps(made)
+    if read is None:
+        return ""
+    there, unit, key = read
+    asked = sum(phase.steps * phase.tokens_per_step for phase in config.phases())
+    if asked < 2 * there:
+        return ""
+    warning = "warning: " if asked > OFTEN * there else ""
+    return f"{warning}training reads each {unit} about {asked / there:,.0f} times: job.parameters.{key} says how long"
+
+
+def require_another_folder(plain: StackDefinition, rehearsal: StackDefinition, root: Path) -> None:
+    """Raises GpufleetError where generated data would replace what was made from a file of the user's."""
+    folder = root / plain.storage.dataset
+    if plain.storage.dataset != rehearsal.storage.dataset or not _of_a_file(folder, plain.job.parameters):
+        return
+    if not str((atomic.read_object(folder / prepare.MANIFEST) or {}).get("source")).startswith("generated "):
+        raise GpufleetError(
+            f"{folder} holds the data of the file itself, and the rehearsal's would replace it: give `rehearsal`"
+            " a storage.dataset of its own"
+        )
+
+
+def _list_weights(folder: Path, say: Say) -> None:
+    """Writes weights.json. Raises ValueError."""
+    found = weights.describe(folder)
+    say(f"{folder}: {len(found.files)} files of base weights, {found.bytes / 1e9:.2f} GB")
+    if left := weights.left_out(folder):
+        say(f"{folder}: not needed and left out: {', '.join(left)}, {sum(left.values()) / 1e9:.2f} GB")
+
+
+def _as_user_error(error: ValueError | ImportError) -> GpufleetError:
+    """The same for who prepares."""
+    if isinstance(error, ValueError):
+        return GpufleetError(str(error))
+    return GpufleetError(f"this data needs a package that is missing ({error}): pip install -e '.[job]'")
+
+
+def _of_a_file(folder: Path, config: JobConfig) -> bool:
+    """Whether the dataset that is there was made from a file or folder of the user's, which is not named again."""
+    if not (folder / prepare.MANIFEST).is_file():
+        return False
+    return config.is_own_data(str((atomic.read_object(folder / prepare.MANIFEST) or {}).get("source")))
+
+
+def _agrees(definition: StackDefinition, root: Path) -> None:
+    """Raises GpufleetError where the dataset is not what the file's settings ask for: nothing could train on it."""
+    if reason := dataset_differs(definition, root):
+        raise GpufleetError(
+            f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it anew,"
+            f" `{_prepare_command(definition)}`"
+        )
+
+
+def _prepare_command(definition: StackDefinition) -> str:
+    """The command that makes a dataset of the user's own file anew."""
+    return f"gpufleet prepare {definition.argument} {definition.job.parameters.file_argument(own=True)}".rstrip()

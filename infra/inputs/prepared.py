@@ -1,0 +1,37 @@
+"""The prepared dataset that lies in the project, and the definition as it counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from infra.definition.model import StackDefinition
+from job.dataset.prepare import DatasetManifest, read_manifest
+
+
+def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:
+    """What the dataset folder under `root` holds; None for one in S3, or that is not there or damaged: not_ready says
+    so.
+    """
+    folder = definition.storage.dataset_folder(root)
+    if folder is None:
+        return None
+    try:
+        return read_manifest(folder)
+    except ValueError:
+        return None
+
+
+def as_prepared(definition: StackDefinition, root: Path) -> StackDefinition:
+    """With what the dataset folder under `root` counts instead of what `job.parameters.data` expects; as it is where
+    there is none, or the dataset lies in S3.
+    """
+    return counted_by(definition, prepared_dataset(definition, root))
+
+
+def counted_by(definition: StackDefinition, dataset: DatasetManifest | None) -> StackDefinition:
+    """With the counts of `dataset`; as it is without one."""
+    if dataset is None:
+        return definition
+    parameters = definition.job.parameters.with_facts(dataset.facts)
+    return replace(definition, job=replace(definition.job, parameters=parameters))
