@@ -93,7 +93,7 @@ def _steps(dropout: float, where: torch.device) -> dict[str, Callable[[int], Non
         generator = torch.Generator(where).manual_seed(seed)
         return draw_noise(config.towers, members, QUERIES, models, generator)
 
-    def together(turn: int) -> None:
+    def update_joint(turn: int) -> None:
         update(joint, slice(0, FOLDS), bits(FOLDS, turn))
 
     def one_by_one(turn: int) -> None:
@@ -104,7 +104,7 @@ def _steps(dropout: float, where: torch.device) -> dict[str, Callable[[int], Non
             )
             update(module, slice(fold, fold + 1), padded)
 
-    return {"joint": together, "loop": one_by_one}
+    return {"joint": update_joint, "loop": one_by_one}
 
 
 def say(text: str) -> None:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def supervise(run_json: Path) -> int:
     try:
-        run, node = load(run_json), Node.of(os.environ, time.time())
+        run, node = load(run_json), Node.from_environment(os.environ, time.time())
     except ValueError as error:  # the same on every node: the run ends here, and nothing is written beside the file
         sys.stdout.write(f"fatal: {error}\n")
         return AttemptExit.FAILED

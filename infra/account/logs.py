@@ -47,7 +47,7 @@ class Reader:
         while True:
             folder = folder or self._folder()  # not each time: S3 charges for the listings
             group = self._group()
-            over = folder.done() if folder else None
+            over = folder.read_done() if folder else None
             self._cloudwatch(group)
             if over:
                 if polls:  # the last lines, the receipt among them, are still on their way

@@ -96,7 +96,7 @@ def fetch(
         say(f"  {each.name}  {_readable(each.bytes)}")
     names = {each.name for each in wanted}
     lacking = [name for name in (RESULTS, RECEIPT) if name not in names]
-    done: Done | None = folder.done() if lacking else None
+    done: Done | None = folder.read_done() if lacking else None
     if RECEIPT in lacking:
         done, made = _late(definition, folder, objects, ec2, target, done, say)
         if made:

@@ -114,7 +114,7 @@ class RunFolder:
         body: bytes = answer["Body"].read()
         return body
 
-    def done(self) -> Done | None:
+    def read_done(self) -> Done | None:
         """How the run ended; None while it goes on."""
         return ends.read(self.read(DONE))
 

@@ -57,7 +57,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     ended = not fleets or is_over(fleets[0], now)
     yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
-    done, asked = folder.done(), folder.asked()
+    done, asked = folder.read_done(), folder.asked()
     if asked and not done:
         yield f"asked       to end, by {asked.by} at {asked.at}"
     resting = not ended and not wants(fleets[0])
@@ -132,7 +132,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
     written = epoch(beat.ts)
     age = None if written is None else now.timestamp() - written
     yield f"heartbeat   {beat.ts}{f', {age:.0f} s ago' if age is not None else ''}"
-    over = folder.done() is not None
+    over = folder.read_done() is not None
     interval = definition.job.parameters.checkpoint.heartbeat_s
     if age is not None and age > STALE_HEARTBEATS * interval and not over:
         late = f"that is more than {STALE_HEARTBEATS} intervals of {interval:g} s"

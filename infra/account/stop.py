@@ -24,7 +24,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Call
     name, run, owner = definition.name, definition.run.id, definition.run.owner
     again = definition.run_argument
     folder = find_folder(s3, definition)
-    done = folder.done() if folder and folder.is_of(owner) else None
+    done = folder.read_done() if folder and folder.is_of(owner) else None
     if done:
         say(f"run {run} of {name} is over already: {done.reason}, {done.at}")
         return

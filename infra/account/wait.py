@@ -124,7 +124,7 @@ class WaitLoop:
 
     def _read_done(self, owner: str) -> Done | None:
         folder = find_folder(self.s3, self.definition)
-        return folder.done() if folder and folder.is_of(owner) else None
+        return folder.read_done() if folder and folder.is_of(owner) else None
 
     def _node(self, fleet: dict[str, Any]) -> bool:
         active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]

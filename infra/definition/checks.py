@@ -52,7 +52,7 @@ def check(
         gpus_asked(s.fleet, s.job.parameters, findings, catalog)
     _storage(s.storage, findings)
     if "job" not in findings.bad:
-        _given(s, findings)
+        _check_given(s, findings)
     _account(s.account, s.fleet, findings)
     _limits(s.limits, findings, now, past_deadline)
     _check_keep(s, findings, now)
@@ -122,7 +122,7 @@ def _storage(storage: Storage, findings: Findings) -> None:
             findings.add(f"storage.inputs.{name}", ANYWHERE, problem)
 
 
-def _given(s: StackDefinition, findings: Findings) -> None:
+def _check_given(s: StackDefinition, findings: Findings) -> None:
     """A ready-made job takes a dataset, a command what it likes, by name."""
     storage, config = s.storage, s.job.parameters
     if config.dataset_kind:

@@ -153,7 +153,7 @@ def parse(tree: Any) -> Calibration:
     at, device, versions = fields.need("at", reading.text), fields.section("device"), fields.section("versions")
     date.fromisoformat(at[:10])
     device.need("kind", reading.text)
-    device.need("ranks", reading.whole)
+    device.need("ranks", reading.whole_number)
     fields.section("settings")
     for key in ("code_sha256", "experiment"):
         fields.need(key, reading.text)

@@ -30,7 +30,7 @@ class Node:
     launched_at: float
 
     @classmethod
-    def of(cls, given: Mapping[str, str], now: float) -> Node:
+    def from_environment(cls, given: Mapping[str, str], now: float) -> Node:
         """From the container's environment; outside one, a node called `local` that starts now."""
         launched = epoch(given.get(environment.LAUNCHED_AT, ""))
         return cls(
@@ -105,7 +105,7 @@ class Exit:
             return None
         found = fields.section("exit")
         return cls(
-            code=found.take("code", reading.whole, 1),
+            code=found.take("code", reading.whole_number, 1),
             reason=found.take("reason", reading.text, "no reason given"),
             notice=found.take("notice", reading.flag, False),
             at=found.take("at", reading.text, None),
@@ -127,7 +127,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class RecordWriter:
+class AttemptRecord:
     """attempts/<instance>.json. None, or empty: not known (yet), and not written."""
 
     # The node's.
@@ -172,7 +172,7 @@ class RecordWriter:
         return {**said, **(asdict(self.machine) if self.machine else {})}
 
     @classmethod
-    def from_json(cls, tree: dict[str, Any], aside: Aside) -> RecordWriter:
+    def from_json(cls, tree: dict[str, Any], aside: Aside) -> AttemptRecord:
         """As far as others need it."""
         fields = Fields(tree, aside=aside)
         return cls(
@@ -184,8 +184,8 @@ class RecordWriter:
             manifest_at_boot=fields.take("manifest_at_boot", reading.text, None) or None,
             resumed_step=fields.take("resumed_step", reading.step, None),
             started_s=fields.take("started_s", reading.unsigned, None),
-            rung=fields.take("rung", reading.whole, None),
-            floor=fields.take("floor", reading.whole, None),
+            rung=fields.take("rung", reading.whole_number, None),
+            floor=fields.take("floor", reading.whole_number, None),
             results=fields.take("results", reading.flag, False),
             reclaimed=fields.take("reclaimed", reading.mapping(reading.flag), {}),
             exit=Exit.from_fields(fields),
@@ -202,14 +202,14 @@ def last_beat(lines: bytes | None, aside: Aside) -> Beat | None:
     return None
 
 
-def record(content: bytes | None, aside: Aside) -> RecordWriter:
+def record(content: bytes | None, aside: Aside) -> AttemptRecord:
     """What a node's record says; one that says nothing where there is none to be believed."""
     try:
         tree = {} if content is None else reading.parse(content)
     except DoubtError as error:
         aside(str(error))
         tree = {}
-    return RecordWriter.from_json(tree, aside)
+    return AttemptRecord.from_json(tree, aside)
 
 
 def _time(value: Any) -> str:

@@ -78,7 +78,8 @@ class Commit:
         fields.schema(SCHEMA)
         step = fields.need("step", reading.step)
         files = tuple(
-            (each.need("name", reading.name), each.need("bytes", reading.whole)) for each in fields.sections("files")
+            (each.need("name", reading.name), each.need("bytes", reading.whole_number))
+            for each in fields.sections("files")
         )
         if not files:
             raise DoubtError("it names no files")
@@ -89,7 +90,7 @@ class Commit:
             reason=fields.take("reason", reading.choice(*get_args(Reason)), "timed"),
             phase=fields.take("phase", reading.text, ""),
             goes_on_from=fields.take("goes_on_from", reading.step, step),
-            tokens=fields.take("tokens", reading.whole, 0),
+            tokens=fields.take("tokens", reading.whole_number, 0),
             val_loss=finite(tree.get("val_loss")),
             determinism=fields.take("determinism", reading.mapping(reading.anything), {}),
             dataset=fields.take("dataset", reading.mapping(reading.text), {}),
@@ -104,7 +105,7 @@ class Commit:
                 for each in (fields.sections("retries") if "retries" in tree else ())
             ),
             torch=fields.take("torch", reading.text, ""),
-            world_size=fields.take("world_size", reading.whole, 1),
+            world_size=fields.take("world_size", reading.whole_number, 1),
         )
 
 

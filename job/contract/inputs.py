@@ -21,7 +21,7 @@ class InputFile:
     sha256: str
 
     @classmethod
-    def of(cls, path: Path, folder: Path) -> InputFile:
+    def from_file(cls, path: Path, folder: Path) -> InputFile:
         """Of a file below `folder`, hashed now."""
         name = path.relative_to(folder).as_posix()
         return cls(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path))
@@ -34,7 +34,7 @@ def files(fields: Fields) -> tuple[InputFile, ...]:
     found = tuple(
         InputFile(
             name=each.need("name", reading.name),
-            bytes=each.need("bytes", reading.whole),
+            bytes=each.need("bytes", reading.whole_number),
             sha256=each.need("sha256", reading.text),
         )
         for each in fields.sections("files")

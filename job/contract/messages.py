@@ -29,12 +29,12 @@ class Message:
         """None: there is none that can be believed."""
         tree = atomic.read_object(folder / cls.FILE)
         try:
-            return None if tree is None else cls._from(Fields(tree))
+            return None if tree is None else cls._from_fields(Fields(tree))
         except DoubtError:
             return None
 
     @classmethod
-    def _from(cls, fields: Fields) -> Self:
+    def _from_fields(cls, fields: Fields) -> Self:
         return cls()
 
 
@@ -49,8 +49,8 @@ class Start(Message):
     rung: int
 
     @classmethod
-    def _from(cls, fields: Fields) -> Self:
-        return cls(rung=fields.need("rung", reading.whole))
+    def _from_fields(cls, fields: Fields) -> Self:
+        return cls(rung=fields.need("rung", reading.whole_number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Stop(Message):
     deadline: float | None = None  # epoch seconds, when the machine goes away
 
     @classmethod
-    def _from(cls, fields: Fields) -> Self:
+    def _from_fields(cls, fields: Fields) -> Self:
         return cls(
             reason=fields.take("reason", reading.text, "asked to"),
             save=fields.take("save", reading.flag, True),
@@ -90,7 +90,7 @@ class Spent(Message):
     at: float
 
     @classmethod
-    def _from(cls, fields: Fields) -> Self:
+    def _from_fields(cls, fields: Fields) -> Self:
         return cls(spent_usd=str(fields.need("spent_usd", reading.unsigned)), at=fields.need("at", reading.number))
 
 
@@ -113,7 +113,7 @@ class Fatal(Message):
     detail: str
 
     @classmethod
-    def _from(cls, fields: Fields) -> Self:
+    def _from_fields(cls, fields: Fields) -> Self:
         return cls(error=fields.need("error", reading.text), detail=fields.need("detail", reading.text))
 
 
@@ -129,13 +129,13 @@ class UsedRung(Message):
     lower: int | None = None
 
     @classmethod
-    def _from(cls, fields: Fields) -> Self:
+    def _from_fields(cls, fields: Fields) -> Self:
         return cls(
             phase=fields.take("phase", reading.text, ""),
-            rung=fields.need("rung", reading.whole),
-            micro=fields.take("micro", reading.whole, None),
+            rung=fields.need("rung", reading.whole_number),
+            micro=fields.take("micro", reading.whole_number, None),
             checkpointing=fields.take("checkpointing", reading.flag, None),
-            lower=fields.take("lower", reading.whole, None),
+            lower=fields.take("lower", reading.whole_number, None),
         )
 
 
@@ -148,8 +148,8 @@ class Ended(Message):
     rank: int = 0
 
     @classmethod
-    def _from(cls, fields: Fields) -> Self:
-        return cls(code=fields.need("code", reading.whole))
+    def _from_fields(cls, fields: Fields) -> Self:
+        return cls(code=fields.need("code", reading.whole_number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class Unreadable(Message):
     problem: str
 
     @classmethod
-    def _from(cls, fields: Fields) -> Self:
+    def _from_fields(cls, fields: Fields) -> Self:
         return cls(step=fields.need("step", reading.step), problem=fields.need("problem", reading.text))
 
 
@@ -174,7 +174,7 @@ class Preflight(Message):
     problems: tuple[str, ...] = ()
 
     @classmethod
-    def _from(cls, fields: Fields) -> Self:
+    def _from_fields(cls, fields: Fields) -> Self:
         return cls(
             ranks=fields.take("ranks", reading.listed(reading.anything), ()),
             problems=fields.take("problems", reading.listed(reading.text), ()),

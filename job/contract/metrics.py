@@ -34,7 +34,7 @@ class Save:
         return cls(
             step=fields.need("step", reading.step),
             reason=fields.need("reason", reading.choice(*get_args(Reason))),
-            bytes=fields.need("bytes", reading.whole),
+            bytes=fields.need("bytes", reading.whole_number),
             blocked_s=fields.need("blocked_s", reading.seconds),
         )
 

@@ -61,11 +61,11 @@ class Fields:
     def need(self, key: str, kind: Kind[T]) -> T:
         """The value of `key`. Raises DoubtError where it is missing or of another kind."""
         if key not in self.tree:
-            raise DoubtError(f"{self._at(key)} is missing")
+            raise DoubtError(f"{self._key_path(key)} is missing")
         try:
             return kind(self.tree[key])
         except DoubtError as error:
-            raise DoubtError(f"{self._at(key)} {error}") from None
+            raise DoubtError(f"{self._key_path(key)} {error}") from None
 
     def take(self, key: str, kind: Kind[T], default: D) -> T | D:
         """The value of `key`; `default` where it is missing or null, or wrong and set aside."""
@@ -81,12 +81,12 @@ class Fields:
 
     def section(self, key: str) -> Fields:
         """The object at `key`."""
-        return Fields(self.need(key, anything), self._at(key), self._aside)
+        return Fields(self.need(key, anything), self._key_path(key), self._aside)
 
     def sections(self, key: str) -> list[Fields]:
         """The objects of the list at `key`."""
         found = self.need(key, listed(anything))
-        return [Fields(each, f"{self._at(key)}[{index}]", self._aside) for index, each in enumerate(found)]
+        return [Fields(each, f"{self._key_path(key)}[{index}]", self._aside) for index, each in enumerate(found)]
 
     def table(self, key: str) -> dict[str, Fields]:
         """The objects by name below `key`."""
@@ -98,7 +98,7 @@ class Fields:
         if self.tree.get("schema") != known or isinstance(self.tree.get("schema"), bool):
             raise DoubtError(f"it has schema {show(self.tree.get('schema'))}, this code reads {known}")
 
-    def _at(self, key: str) -> str:
+    def _key_path(self, key: str) -> str:
         where = key if key.isprintable() and len(key) <= 60 else show(key)
         return f"{self._path}.{where}" if self._path else where
 
@@ -121,7 +121,7 @@ def flag(value: Any) -> bool:
     return value
 
 
-def whole(value: Any) -> int:
+def whole_number(value: Any) -> int:
     """A whole number, 0 or more."""
     if type(value) is not int or not 0 <= value <= MOST:
         raise DoubtError(f"is {show(value)}, not a whole number from 0 to {MOST}")
@@ -130,7 +130,7 @@ def whole(value: Any) -> int:
 
 def several(value: Any) -> int:
     """A whole number, 1 or more."""
-    if whole(value) == 0:
+    if whole_number(value) == 0:
         raise DoubtError("is 0, not a number of something")
     return int(value)
 

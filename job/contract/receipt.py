@@ -104,7 +104,7 @@ class AttemptCost:
             free_usd=fields.take("free_usd", reading.unsigned, Decimal(0)),
             resumed_step=fields.take("resumed_step", reading.step, 0),
             last_step=fields.take("last_step", reading.step, 0),
-            rung=fields.take("rung", reading.whole, None),
+            rung=fields.take("rung", reading.whole_number, None),
             exit=Exit.from_fields(fields),
         )
 
@@ -217,8 +217,8 @@ class Receipt:
             causes={name: causes.need(name, reading.amount) for name in CAUSES},
             free_usd=fields.take("free_first_hour_usd", reading.unsigned, Decimal(0)),
             expected=interruptions.take("expected", reading.number, None),
-            with_notice=interruptions.take("with_notice", reading.whole, 0),
-            without_notice=interruptions.take("without_notice", reading.whole, 0),
+            with_notice=interruptions.take("with_notice", reading.whole_number, 0),
+            without_notice=interruptions.take("without_notice", reading.whole_number, 0),
             attempts=tuple(map(AttemptCost.from_json, fields.sections("attempts"))),
             measured=fields.take("measured", reading.mapping(reading.anything), None),
         )

@@ -268,7 +268,7 @@ def _check_rates(fields: Fields) -> None:
         raise DoubtError("rates names no type")
     for row in table.values():
         row.need("on_demand", reading.unsigned)
-        row.take("gpus", reading.whole, 0)
+        row.take("gpus", reading.whole_number, 0)
         row.take("spot", reading.mapping(reading.unsigned), {})
 
 

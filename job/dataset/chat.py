@@ -141,13 +141,13 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
             if not problems:
                 yield found
     if problems:
-        told = (f"{path}:{first}: {why}{_also(others)}" for why, (first, *others) in problems.items())
+        told = (f"{path}:{first}: {why}{_repeated_note(others)}" for why, (first, *others) in problems.items())
         raise ValueError("\n".join(told) + more)
     if empty:
         raise ValueError(f"{path}: empty; give one JSON object a line with {wanted}")
 
 
-def _also(lines: list[int]) -> str:
+def _repeated_note(lines: list[int]) -> str:
     """Where the same mistake is again."""
     return f" (and in {counted(f'{len(lines):,}', 'more line')}, the next is {lines[0]})" if lines else ""
 

@@ -89,7 +89,7 @@ def prepare_sft(
     )
     if data.source == "generated-pairs" and text is None:
         pairs = GeneratedPairs(data.examples, config.seed)
-        ids = WordTokenizer.of(pairs.text(), template) if tokenizer is None else FileTokenizer(tokenizer)
+        ids = WordTokenizer.from_text(pairs.text(), template) if tokenizer is None else FileTokenizer(tokenizer)
         return prepare_packed(folder, pairs, ids, template, how, model_vocab=config.model.vocab, say=say)
     if text is None:
         raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK examples.jsonl")
@@ -132,7 +132,7 @@ def prepare_packed(
             f"{model_vocab}: name the tokenizer of these base weights, or raise model.vocab"
         )
     source = f"{chats.name}; {tokenizer.id}, {template.name}; {how.words()}; tokens {RENDERED}"
-    kept = prepare.already(folder)
+    kept = prepare.existing_dataset(folder)
     if kept is not None and kept.source == source:
         say(f"{folder} is prepared already")
         report(kept, say)
@@ -263,14 +263,15 @@ def report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
     """Says what the rows are."""
     f = manifest.facts
 
-    def of(key: str, noun: str) -> str:
+    def quantity(key: str, noun: str) -> str:
         return counted(f"{f[key]:,}", noun)
 
     say(
-        f"data: {of('examples', 'example')}, {f['tokens']:,} tokens ({f['loss_tokens']:,} with loss), mean "
-        f"{f['mean_tokens']:,.0f}, p95 {f['p95_tokens']:,}; {of('rows', 'row')} of {f['row']:,}, fill {f['fill']:.1%}; "
+        f"data: {quantity('examples', 'example')}, {f['tokens']:,} tokens ({f['loss_tokens']:,} with loss), mean "
+        f"{f['mean_tokens']:,.0f}, p95 {f['p95_tokens']:,}; "
+        f"{quantity('rows', 'row')} of {f['row']:,}, fill {f['fill']:.1%}; "
         f"truncated at {f['longest']:,}: {f['truncated']:,} ({f['truncated_share']:.1%}), dropped {f['dropped']:,}; "
-        f"held out {of('held_out_examples', 'example')} in {of('held_out_rows', 'row')}; {f['tokenizer']}, "
+        f"held out {quantity('held_out_examples', 'example')} in {quantity('held_out_rows', 'row')}; {f['tokenizer']}, "
         f"{f['vocab']:,} ids, template {f['template']}"
     )
     if unlearned := f.get("unlearned", 0):

@@ -42,7 +42,7 @@ _FACTS: dict[Kind, dict[str, Callable[[Any], object]]] = {
     "windows": {},
     "packed": {
         **dict.fromkeys(("row", "longest", "most_examples", "rows", "examples", "tokens", "vocab"), reading.several),
-        **dict.fromkeys(("held_out_examples", "held_out_rows", "loss_tokens", "prompts", "stop"), reading.whole),
+        **dict.fromkeys(("held_out_examples", "held_out_rows", "loss_tokens", "prompts", "stop"), reading.whole_number),
         **dict.fromkeys(("loss_on", "template", "tokenizer", "tokenizer_id"), reading.text),
         **dict.fromkeys(("packing", "texts"), reading.flag),
     },
@@ -112,10 +112,12 @@ def _manifest(fields: Fields, content: bytes) -> DatasetManifest:
     return replace(
         found,
         tokenizer=tokenizer.need("kind", reading.text),
-        vocab=tokenizer.need("vocab", reading.whole),
+        vocab=tokenizer.need("vocab", reading.whole_number),
         tokenizer_id=tokenizer.need("id", reading.text),
-        tokens={split: fields.section("tokens").need(split, reading.whole) for split in ("train", "validation")},
-        stories={split: fields.section("stories").need(split, reading.whole) for split in ("train", "validation")},
+        tokens={split: fields.section("tokens").need(split, reading.whole_number) for split in ("train", "validation")},
+        stories={
+            split: fields.section("stories").need(split, reading.whole_number) for split in ("train", "validation")
+        },
     )
 
 
@@ -131,7 +133,7 @@ def verify(folder: Path, manifest: DatasetManifest) -> None:
 
 def as_found(folder: Path, say: Callable[[str], None]) -> DatasetManifest:
     """The dataset that is there, every file of it checked. Raises ValueError when it is none, or damaged."""
-    manifest = _there(folder)
+    manifest = _read_existing(folder)
     verify(folder, manifest)
     say(f"{folder} is prepared already: {describe(manifest)}")
     return manifest
@@ -150,7 +152,7 @@ def prepare(
             f"tokenizer {kind} has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
             f"{model_vocab}: raise model.vocab to at least {tokenizer.vocab}, or choose a smaller tokenizer"
         )
-    kept = already(folder)
+    kept = existing_dataset(folder)
     if kept is not None and (kept.source, kept.tokenizer_id) == (source.name, tokenizer_id):
         say(f"{folder} is prepared already: {describe(kept)}")
         return kept
@@ -172,7 +174,7 @@ def publish(
     dataset.json that names every file by hash. Appears whole or not at all; an identical one that is there stays.
     `facts` (JSON) is read after `write` has run. Raises ValueError when `folder` holds something else.
     """
-    already(folder)
+    existing_dataset(folder)
 
     def fill(made: Path) -> dict[str, Any]:
         write(made)
@@ -206,10 +208,10 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         made = Path(scratch) / "dataset"
         made.mkdir()
         fields = fill(made)
-        files = [asdict(InputFile.of(path, made)) for path in sorted(made.rglob("*")) if path.is_file()]
+        files = [asdict(InputFile.from_file(path, made)) for path in sorted(made.rglob("*")) if path.is_file()]
         tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
         atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
-        kept = already(folder)  # looked at late: another preparation's; only ever our own kind of folder
+        kept = existing_dataset(folder)  # looked at late: another preparation's; only ever our own kind of folder
         if kept is not None and kept.sha256 == atomic.sha256(made / MANIFEST):
             say(f"{folder} is prepared already: {describe(kept)}")
             return kept
@@ -221,7 +223,7 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
     return manifest
 
 
-def already(folder: Path) -> DatasetManifest | None:
+def existing_dataset(folder: Path) -> DatasetManifest | None:
     """The dataset in `folder`; None when there is none or a file of it is damaged, and it is made again. Raises
     ValueError when the folder is something else's too, or its dataset.json cannot say.
     """
@@ -229,7 +231,7 @@ def already(folder: Path) -> DatasetManifest | None:
         return None
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: exists and is not a prepared dataset; move it away or name another folder")
-    manifest = _there(folder)
+    manifest = _read_existing(folder)
     if strangers := _strangers(folder, manifest):
         raise ValueError(
             f"{folder}: holds {', '.join(strangers[:3])} besides the dataset, and is replaced as a whole; move "
@@ -242,7 +244,7 @@ def already(folder: Path) -> DatasetManifest | None:
     return manifest
 
 
-def _there(folder: Path) -> DatasetManifest:
+def _read_existing(folder: Path) -> DatasetManifest:
     """As read_manifest, for who is preparing: to prepare again is no advice."""
     try:
         return read_manifest(folder)

@@ -179,9 +179,9 @@ class WordTokenizer:
         self.id = "words-" + hashlib.sha256("\n".join((*specials, *words.words)).encode()).hexdigest()[:16]
 
     @classmethod
-    def of(cls, text: str, template: Template) -> WordTokenizer:
+    def from_text(cls, text: str, template: Template) -> WordTokenizer:
         """Every word of `text` and the roles."""
-        return cls(Words.of(" ".join((text, *ROLES))), template.specials)
+        return cls(Words.from_text(" ".join((text, *ROLES))), template.specials)
 
     @property
     def files(self) -> dict[str, bytes]:

@@ -46,7 +46,7 @@ class Generated:
         return stories(self.count, self.seed)
 
     def tokenizer(self) -> Named:
-        words = Words.of(" ".join(self.stories()))
+        words = Words.from_text(" ".join(self.stories()))
         return words, "words", "words-" + hashlib.sha256("\n".join(words.words).encode()).hexdigest()[:16]
 
 

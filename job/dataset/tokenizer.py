@@ -50,7 +50,7 @@ class Words:
     words: tuple[str, ...]
 
     @classmethod
-    def of(cls, text: str) -> Words:
+    def from_text(cls, text: str) -> Words:
         """Every word of `text`, sorted."""
         return cls((END_OF_TEXT, "<unk>", *sorted(set(_WORD.findall(text)))))
 

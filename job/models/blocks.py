@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (Linear(s.width, s.width) for _ in range(4))
 
     def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
-        q, k, v = (torch.unflatten(y, -1, (self.heads, -1)) for y in together(x_BTd, self.q, self.k, self.v))
+        q, k, v = (torch.unflatten(y, -1, (self.heads, -1)) for y in fused_linear(x_BTd, self.q, self.k, self.v))
         # Turned before heads and positions change places: so attention's result lies as o reads it, without a copy.
         cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
         q, k = rotate(q, cos_T1P, sin_T1P), rotate(k, cos_T1P, sin_T1P)
@@ -99,7 +99,7 @@ class Experts(nn.Module):
         logits_NE = self.router(x_Nd.to(at_least_fp32(x_Nd.dtype)))
         top_NK, chosen_NK = logits_NE.topk(self.top_k, dim=-1)
         weights_NK = top_NK.softmax(-1).to(x_Nd.dtype)
-        routing = Routing.of(logits_NE, chosen_NK)
+        routing = Routing.from_logits(logits_NE, chosen_NK)
         weights = [p.to(x_Nd.dtype) for p in (self.up.weight, self.up.bias, self.down.weight, self.down.bias)]
         # Evaluation never drops, and grouped_mm takes bf16, on the CPU also fp32, and rows of whole 16 bytes (torch
         # 2.13): where it cannot be used and nothing may be dropped, the padded product has a row for every token.
@@ -121,7 +121,7 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
-def together(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
+def fused_linear(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
     """What each layer makes of the same x, as one product: fewer kernels for the host to launch."""
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
     product = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))

@@ -22,7 +22,7 @@ class Routing(NamedTuple):
     entropy: Tensor  # scalar, nats: of the full softmax, mean over tokens
 
     @classmethod
-    def of(cls, logits_NE: Tensor, chosen_NK: Tensor) -> Routing:
+    def from_logits(cls, logits_NE: Tensor, chosen_NK: Tensor) -> Routing:
         """From the router's logits and the experts chosen."""
         experts = logits_NE.shape[-1]
         load_E = (chosen_NK.flatten()[:, None] == torch.arange(experts, device=chosen_NK.device)).sum(0)

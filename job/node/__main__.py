@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from job import atomic
 from job.contract import done as ends
-from job.contract.attempt import Exit, RecordWriter
+from job.contract.attempt import AttemptRecord, Exit
 from job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
 from job.contract.bucket import ATTEMPTS, DONE, attempt_key, boot_log_key
 from job.contract.codes import AttemptExit
@@ -35,12 +35,12 @@ from job.node.outside import (
     complaint,
     last_line,
     log,
-    now,
     retry,
     say,
     tries,
+    utc_now,
 )
-from job.node.settings import Machine, Settings
+from job.node.settings import InstanceIdentity, Settings
 
 LOG_LINES = 200  # of a job that crashed, in the boot log
 TIMER_STOP_S = 180  # a docker that hangs must not keep the machine
@@ -53,12 +53,12 @@ class TerminatedError(BaseException):
 class NodeRun:
     """One machine. `run` does not return: it ends the process."""
 
-    def __init__(self, settings: Settings, machine: Machine) -> None:
+    def __init__(self, settings: Settings, machine: InstanceIdentity) -> None:
         self.settings, self.machine = settings, machine
-        self.folder, self.booted_at = settings.folder, now()
+        self.folder, self.booted_at = settings.folder, utc_now()
         self.metadata = MetadataService(settings.metadata)
         self.objects = Objects(settings.bucket, settings.run)
-        self.record = RecordWriter(
+        self.record = AttemptRecord(
             instance=machine.instance,
             type=machine.type,
             zone=machine.zone,
@@ -155,7 +155,7 @@ class NodeRun:
         if not self.objects.get_folder(ATTEMPTS, folder):
             return None
         trees = [tree for path in folder.glob("*.json") if (tree := atomic.read_object(path)) is not None]
-        return attempts.futile_boots([RecordWriter.from_json(tree, _set_aside) for tree in trees], self.manifest)
+        return attempts.futile_boots([AttemptRecord.from_json(tree, _set_aside) for tree in trees], self.manifest)
 
     def _watch_notice(self) -> None:
         """Until the job looks itself: a boot that AWS interrupts is no failed attempt."""
@@ -251,7 +251,7 @@ class NodeRun:
         self._ended = True
         self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
         self._upload_log()
-        ending = RecordWriter.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
+        ending = AttemptRecord.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
         launched = datetime.strptime(self.machine.launched_at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
         age = (datetime.now(timezone.utc) - launched).total_seconds()
         if ending is not None and ending.notice and age < FREE_S:
@@ -299,7 +299,7 @@ class NodeRun:
     def _noticed(self) -> bool:
         return '"action"' in (self.metadata.get(NOTICE_PATH) or "")
 
-    def _record(self, own: RecordWriter) -> bool:
+    def _record(self, own: AttemptRecord) -> bool:
         """Adds to this machine's record what it lacks. False: the bucket does not take it."""
         file = self.folder / "attempt.json"
         atomic.write_json(file, {**own.to_json(), **(atomic.read_object(file) or {})})
@@ -309,13 +309,13 @@ class NodeRun:
         """What the supervisor wrote stays."""
         with self._recording:
             retry(3, lambda: self.objects.get(attempt_key(self.machine.instance), self.folder / "attempt.json"))
-            return self._record(replace(self.record, exit=Exit(int(code), reason, self._noticed(), now())))
+            return self._record(replace(self.record, exit=Exit(int(code), reason, self._noticed(), utc_now())))
 
     def _mark_done(self, reason: str, detail: str) -> bool:
         """done.json, unless the supervisor has said it."""
         if self._list() and DONE in self.keys:
             return True
-        marker = ends.Done(reason, detail, self.machine.instance, now())
+        marker = ends.Done(reason, detail, self.machine.instance, utc_now())
         atomic.write_json(self.folder / DONE, marker.to_json())
         return retry(4, lambda: self.objects.put(self.folder / DONE, DONE))
 
@@ -361,4 +361,4 @@ def _set_aside(why: str) -> None:
 
 
 if __name__ == "__main__":
-    NodeRun(Settings.from_environment(os.environ), Machine.from_document(os.environ["IDENTITY"])).run()
+    NodeRun(Settings.from_environment(os.environ), InstanceIdentity.from_document(os.environ["IDENTITY"])).run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from job.contract.attempt import RecordWriter
+from job.contract.attempt import AttemptRecord
 from job.contract.bucket import MANIFEST_KEY
 
 MOST_FUTILE = 3  # boots in a row that lead nowhere end the run
@@ -15,7 +15,7 @@ def newest_manifest(keys: Iterable[str]) -> str | None:
     return max((key for key in keys if MANIFEST_KEY.fullmatch(key)), default=None)
 
 
-def futile_boots(records: Iterable[RecordWriter], manifest: str | None) -> int:
+def futile_boots(records: Iterable[AttemptRecord], manifest: str | None) -> int:
     """How many boots in a row, up to the newest, led nowhere: no checkpoint after `manifest`, which was the newest then
     as it is now, and no results of a later stage before the machine was taken or lost. Those that AWS interrupted with
     a notice are passed over.

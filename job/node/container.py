@@ -10,7 +10,7 @@ from pathlib import Path
 from job.contract import environment
 from job.contract.workdir import RUN
 from job.node.outside import NOT_REACHED, ask, complaint
-from job.node.settings import Machine, Settings
+from job.node.settings import InstanceIdentity, Settings
 
 STOP_S = 115  # for the job to save and upload; EC2 gives 120
 PULL_S = 1800
@@ -19,12 +19,12 @@ _ECR = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.")
 _PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
-def name(machine: Machine) -> str:
+def name(machine: InstanceIdentity) -> str:
     """The container's."""
     return f"gpufleet-{machine.instance}"
 
 
-def stop(machine: Machine) -> tuple[str, ...]:
+def stop(machine: InstanceIdentity) -> tuple[str, ...]:
     """The command that asks the job to leave."""
     return ("docker", "stop", "-t", str(STOP_S), name(machine))
 
@@ -51,7 +51,7 @@ def _log_in(host: str, login: Path) -> str | None:
     return None
 
 
-def command(settings: Settings, machine: Machine, scratch: Path) -> list[str]:
+def command(settings: Settings, machine: InstanceIdentity, scratch: Path) -> list[str]:
     """The command that runs the job; `scratch` holds its work folder."""
     options = settings.container_options.split()
     if settings.device != "cpu":  # the image brings the CUDA it wants; some toolkits refuse it

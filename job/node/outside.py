@@ -18,7 +18,7 @@ NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no 
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
 
-def now() -> str:
+def utc_now() -> str:
     """UTC, whole seconds, Z."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -32,7 +32,7 @@ def log(words: str) -> None:
 
 def say(words: str) -> None:
     """A line of the boot log."""
-    log(f"{now()} {words}\n")
+    log(f"{utc_now()} {words}\n")
 
 
 def tries(times: int) -> Iterator[int]:

@@ -56,7 +56,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Machine:
+class InstanceIdentity:
     """This instance, as its identity document has it."""
 
     instance: str
@@ -65,7 +65,7 @@ class Machine:
     launched_at: str  # UTC, whole seconds, Z
 
     @classmethod
-    def from_document(cls, document: str) -> Machine:
+    def from_document(cls, document: str) -> InstanceIdentity:
         """Raises KeyError, TypeError, ValueError."""
         told = json.loads(document)
         return cls(

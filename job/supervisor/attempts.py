@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 from job.contract import attempt, bucket, reading
-from job.contract.attempt import Aside, Beat, Exit, Node, RecordWriter
+from job.contract.attempt import Aside, AttemptRecord, Beat, Exit, Node
 from job.contract.aws import FREE_S
 from job.contract.codes import AttemptExit
 from job.contract.done import Done
@@ -143,7 +143,7 @@ def read(
     def set_aside(key: str) -> Aside:
         return lambda why: say(f"{key}: set aside: {why}")
 
-    def recorded(name: str) -> RecordWriter:
+    def recorded(name: str) -> AttemptRecord:
         key = bucket.attempt_key(name)
         return attempt.record(texts.get(key), set_aside(key))
 
@@ -167,7 +167,7 @@ def read(
 
 
 def attempt_from_record(
-    run: RunFile, name: str, record: RecordWriter, beat: Beat | None, until: float = 0.0
+    run: RunFile, name: str, record: AttemptRecord, beat: Beat | None, until: float = 0.0
 ) -> Attempt:
     """What a node's record and its last heartbeat say. `until`: the launch of the node after it."""
     rates, launched, ended = run.rates(record.type, record.zone), record.launched, record.exit

@@ -22,7 +22,7 @@ from typing import Any
 
 from job import measured
 from job.contract import metrics
-from job.contract.attempt import Machine, RecordWriter
+from job.contract.attempt import AttemptRecord, Machine
 from job.contract.aws import FREE_S
 from job.contract.done import Done
 from job.contract.receipt import CAUSES, CENT_100, AttemptCost, Receipt, ReceiptLine, money, seconds
@@ -71,7 +71,7 @@ def build(
 
 
 def measure(
-    run: RunFile, attempts: Sequence[Attempt], workdir: Path, node: RecordWriter, *, at: str
+    run: RunFile, attempts: Sequence[Attempt], workdir: Path, node: AttemptRecord, *, at: str
 ) -> dict[str, Any] | None:
     """What the run's metrics say about its speed (job/measured.py); `node` is the one that ends it.
 

@@ -23,7 +23,7 @@ def calibration(step_ms: float) -> str:
     return json.dumps({**tree, "phases": [{**phase, "step_ms": steps} for phase in tree["phases"]]})
 
 
-def kept(run_id: str) -> str:
+def kept_receipt(run_id: str) -> str:
     """The receipt of a spot run whose nodes lived for twelve minutes each."""
     attempt = node("i-1", seconds="720", interrupted=True)
     return json.dumps(receipt("1.0000", run=run_id, stack="growth", attempts=[attempt] * 40))
@@ -79,7 +79,7 @@ def test_receipts_of_the_commit_teach_its_hazard_and_damaged_ones_are_counted(
         ("phase: 1000", "phase: 50000"),
         ("max_hours: 6", "max_hours: 100"),
     )
-    receipts = {f"receipts/growth/r{index}.json": kept(f"r{index}") for index in range(3)}
+    receipts = {f"receipts/growth/r{index}.json": kept_receipt(f"r{index}") for index in range(3)}
     head = project.commit({**receipts, "receipts/growth/torn.json": "{"})
     _, stacks = reviewed(capsys, base, head)
     (step,) = stacks["growth"]["steps"]

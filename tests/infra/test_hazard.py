@@ -15,7 +15,7 @@ DAY = date(2026, 11, 1)
 NORMALS = np.random.default_rng(3).standard_normal(200_000)
 
 
-def seen(zone: str | None, hours: float, interruptions: float, kind: str = "g5.2xlarge") -> Observation:
+def observed(zone: str | None, hours: float, interruptions: float, kind: str = "g5.2xlarge") -> Observation:
     return Observation(kind, zone, hours, interruptions, "a test", DAY)
 
 
@@ -36,13 +36,13 @@ def test_a_fixed_hazard_is_drawn_as_it_is() -> None:
 
 
 def test_a_long_history_rules_and_a_short_one_hardly_counts() -> None:
-    long, short = of_zone(seen("a", 10_000, 500)), of_zone(seen("a", 5, 5))
+    long, short = of_zone(observed("a", 10_000, 500)), of_zone(observed("a", 5, 5))
     assert long.median == pytest.approx(0.05, rel=0.05)
     assert HAZARD_MEDIAN < short.median < 0.5  # one an hour was seen, for five hours
 
 
 def test_a_zone_alone_is_its_prior_times_its_own_history_once() -> None:
-    found, at = of_zone(seen("a", 20, 10)), np.linspace(-9, 5, 20_001)
+    found, at = of_zone(observed("a", 20, 10)), np.linspace(-9, 5, 20_001)
     log = -0.5 * (at - math.log(HAZARD_MEDIAN)) ** 2 / (0.85**2 + 0.3**2) + (10 * at - 20 * np.exp(at)) / 5
     weights = np.exp(log - log.max()) / np.exp(log - log.max()).sum()
     mean = float(weights @ at)
@@ -64,56 +64,56 @@ def test_a_hazards_word_is_the_nearest_by_ratio() -> None:
 
 
 def test_uncertainty_falls_with_exposure_down_to_the_drift() -> None:
-    sigmas = [of_zone(seen("a", hours, hours / 4)).sigma for hours in (4, 40, 400, 4000, 400_000)]
+    sigmas = [of_zone(observed("a", hours, hours / 4)).sigma for hours in (4, 40, 400, 4000, 400_000)]
     assert sigmas == sorted(sigmas, reverse=True)
     assert sigmas[-1] == pytest.approx(DRIFT, rel=0.01)
 
 
 def test_more_interruptions_in_the_same_hours_are_a_higher_hazard() -> None:
-    medians = [of_zone(seen("a", 100, count)).median for count in (0, 1, 10, 100)]
+    medians = [of_zone(observed("a", 100, count)).median for count in (0, 1, 10, 100)]
     assert medians == sorted(medians)
     assert medians[0] > 0
 
 
 def test_hours_without_any_interruption_lower_the_hazard_the_longer_they_are() -> None:
-    medians = [of_zone(seen("a", hours, 0)).median for hours in (1, 10, 100, 1000)]
+    medians = [of_zone(observed("a", hours, 0)).median for hours in (1, 10, 100, 1000)]
     assert medians == sorted(medians, reverse=True)
 
 
 def test_a_zone_without_history_gets_its_types_and_is_less_certain_than_one_with() -> None:
-    learned = learn([seen(zone, 500, 500) for zone in "abcdef"])
+    learned = learn([observed(zone, 500, 500) for zone in "abcdef"])
     other, known = find(learned, "g5.2xlarge", "z"), find(learned, "g5.2xlarge", "a")
     assert HAZARD_MEDIAN < other.median < known.median
     assert other.sigma > known.sigma
 
 
 def test_a_type_never_seen_gets_the_prior() -> None:
-    assert find(learn([seen("a", 100, 10)]), "p5.48xlarge", "a") == Hazard()
+    assert find(learn([observed("a", 100, 10)]), "p5.48xlarge", "a") == Hazard()
     assert learn([]) == {}
 
 
 def test_a_zone_with_little_history_leans_on_the_other_zones_of_its_type_only() -> None:
-    little = seen("a", 10, 3)
-    rough = [seen(zone, 1000, 2000) for zone in "bcd"]
+    little = observed("a", 10, 3)
+    rough = [observed(zone, 1000, 2000) for zone in "bcd"]
     assert of_zone(little, *rough).median > of_zone(little).median
-    elsewhere = [seen(zone, 1000, 2000, kind="p5.48xlarge") for zone in "bcd"]
+    elsewhere = [observed(zone, 1000, 2000, kind="p5.48xlarge") for zone in "bcd"]
     assert of_zone(little, *elsewhere).median == of_zone(little).median
 
 
 def test_two_observations_of_a_zone_are_one_history() -> None:
-    apart, together = of_zone(seen("a", 30, 4), seen("a", 70, 8)), of_zone(seen("a", 100, 12))
+    apart, together = of_zone(observed("a", 30, 4), observed("a", 70, 8)), of_zone(observed("a", 100, 12))
     assert apart == together
     assert "12 interruptions in 100 node-hours" in apart.source
 
 
 def test_an_unknown_zone_teaches_the_type_and_gets_no_hazard_of_its_own() -> None:
-    learned = learn([seen(None, 5000, 5000)])
+    learned = learn([observed(None, 5000, 5000)])
     assert set(learned) == {Key("g5.2xlarge", None)}
     assert learned[Key("g5.2xlarge", None)].median > HAZARD_MEDIAN
 
 
 def test_learning_from_nothing_seen_gives_the_prior_widened_by_the_drift() -> None:
-    found = of_zone(seen("a", 0, 0))
+    found = of_zone(observed("a", 0, 0))
     assert found.median == pytest.approx(HAZARD_MEDIAN, rel=0.01)
     assert found.sigma == pytest.approx(math.hypot(HAZARD_SIGMA, DRIFT), rel=0.01)
 
@@ -125,7 +125,7 @@ def test_stated_intervals_of_zones_drawn_from_the_prior_contain_the_truth_as_oft
         truth = 0.3 * math.exp(0.85 * rng.standard_normal())
         later = truth * math.exp(DRIFT * rng.standard_normal())
         clusters = rng.poisson(truth * 200 / 5)  # five interruptions at once
-        found = of_zone(seen("a", 200, 5 * clusters))
+        found = of_zone(observed("a", 200, 5 * clusters))
         held += found.quantile(0.1) <= later <= found.quantile(0.9)
     assert 0.72 < held / 300 < 0.88
 
@@ -133,7 +133,7 @@ def test_stated_intervals_of_zones_drawn_from_the_prior_contain_the_truth_as_oft
 @pytest.mark.parametrize(("hours", "count"), [(-1, 0), (1, -1), (math.inf, 0), (math.nan, 0), (0, 1)])
 def test_impossible_observations_are_refused_by_their_source(hours: float, count: float) -> None:
     with pytest.raises(ValueError, match=r"a test: .* allowed"):
-        learn([seen("a", hours, count)])
+        learn([observed("a", hours, count)])
 
 
 def test_uneven_nodes_keep_the_hazard_per_node_hour_and_the_first_node_is_calmer() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from job.contract.attempt import RecordWriter
+from job.contract.attempt import AttemptRecord
 from job.node.attempts import futile_boots, newest_manifest
 
 CRASH: dict[str, Any] = {"exit": {"code": 1, "notice": False}}
@@ -27,8 +27,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], int]] = {
 }
 
 
-def read(boot: dict[str, Any]) -> RecordWriter:
-    return RecordWriter.from_json(boot, print)
+def read(boot: dict[str, Any]) -> AttemptRecord:
+    return AttemptRecord.from_json(boot, print)
 
 
 @pytest.mark.parametrize(("boots", "count"), CASES.values(), ids=CASES.keys())

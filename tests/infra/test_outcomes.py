@@ -43,7 +43,7 @@ def line(tokens: int, val_loss: float | None) -> str:
     return metrics.write({"ts": 1.0, "phase": "sft", "step": 1, "tokens": tokens, "val_loss": val_loss}).decode()
 
 
-def left(root: Path, run: str, work: StackDefinition, loss: float, **changed: Any) -> Path:
+def leave_results(root: Path, run: str, work: StackDefinition, loss: float, **changed: Any) -> Path:
     """results/ of a run of `work`, on the type that the scenario is priced on."""
     folder = root / "results" / "sft-h100" / run
     folder.mkdir(parents=True)
@@ -82,8 +82,8 @@ def test_without_a_run_it_is_not_measured(tmp_path: Path, rows: dict[str, Row]) 
 def test_layouts_are_held_against_each_other(
     loss: float, said: str, tmp_path: Path, rows: dict[str, Row], variants: dict[str, StackDefinition]
 ) -> None:
-    left(tmp_path, "r1", variants[DEFAULT], 1.2)
-    left(tmp_path, "r2", variants[OTHER], loss)
+    leave_results(tmp_path, "r1", variants[DEFAULT], 1.2)
+    leave_results(tmp_path, "r2", variants[OTHER], loss)
     assert accuracy(tmp_path, rows) == {DEFAULT: "1.2000 (r1)", OTHER: said}
 
 
@@ -91,13 +91,13 @@ def test_the_newest_run_counts_and_other_work_or_another_ending_does_not(
     tmp_path: Path, rows: dict[str, Row], variants: dict[str, StackDefinition]
 ) -> None:
     work = variants[DEFAULT]
-    left(tmp_path, "r2", work, 1.2)
-    left(tmp_path, "r1", work, 7.0)
-    left(tmp_path, "r3", work, 7.0, reason="failed")
-    left(tmp_path, "r4", work, 7.0, attempts=[{"type": "g5.2xlarge"}])
+    leave_results(tmp_path, "r2", work, 1.2)
+    leave_results(tmp_path, "r1", work, 7.0)
+    leave_results(tmp_path, "r3", work, 7.0, reason="failed")
+    leave_results(tmp_path, "r4", work, 7.0, attempts=[{"type": "g5.2xlarge"}])
     seeded = replace(work.job.parameters, seed=work.job.parameters.seed + 1)
-    left(tmp_path, "r5", replace(work, job=replace(work.job, parameters=seeded)), 7.0)
-    (left(tmp_path, "r6", work, 7.0) / "run.json").write_text("{}")
+    leave_results(tmp_path, "r5", replace(work, job=replace(work.job, parameters=seeded)), 7.0)
+    (leave_results(tmp_path, "r6", work, 7.0) / "run.json").write_text("{}")
     assert accuracy(tmp_path, rows)[DEFAULT] == "1.2000 (r2)"
 
 
@@ -108,15 +108,15 @@ def test_other_work_is_no_other_layout(tmp_path: Path, variants: dict[str, Stack
         load_catalog(),
         runs=20,
     )
-    left(tmp_path, "r1", variants[DEFAULT], 1.2)
-    left(tmp_path, "r2", variants["full-ft-8xh100"], 1.1)
+    leave_results(tmp_path, "r1", variants[DEFAULT], 1.2)
+    leave_results(tmp_path, "r2", variants["full-ft-8xh100"], 1.1)
     assert accuracy(tmp_path, {row.scenario: row for row in listed})["full-ft-8xh100"] == "1.1000 (r2)"
 
 
 def test_losses_of_other_tokens_are_shown_and_not_compared(
     tmp_path: Path, rows: dict[str, Row], variants: dict[str, StackDefinition]
 ) -> None:
-    left(tmp_path, "r1", variants[DEFAULT], 1.2)
-    folder = left(tmp_path, "r2", variants[OTHER], 1.2)
+    leave_results(tmp_path, "r1", variants[DEFAULT], 1.2)
+    folder = leave_results(tmp_path, "r2", variants[OTHER], 1.2)
     (folder / "metrics.jsonl").write_text(line(512, 1.5))
     assert accuracy(tmp_path, rows)[OTHER] == "1.5000 (r2)"

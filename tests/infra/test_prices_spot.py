@@ -29,36 +29,36 @@ def row(usd: str, hours_ago: float, zone: str = "us-east-2a", type_: str = "g5.2
     }
 
 
-def only(rows: list[dict[str, Any]], ids: dict[str, str] | None = None) -> spot_history.ZonePrice:
+def only_price(rows: list[dict[str, Any]], ids: dict[str, str] | None = None) -> spot_history.ZonePrice:
     (found,) = spot_history.summarise(rows, ids or {"us-east-2a": "use2-az3"}, START, NOW)
     return found
 
 
 def test_the_median_is_over_time_and_not_over_changes() -> None:
     """0.90 held for 6 of the 7 days; two short moments at 0.30 and 0.40 are two of three changes."""
-    found = only([row("0.40", 12), row("0.90", 168), row("0.30", 24)])
+    found = only_price([row("0.40", 12), row("0.90", 168), row("0.30", 24)])
     assert (found.median, found.low, found.high) == (Decimal("0.90"), Decimal("0.30"), Decimal("0.90"))
 
 
 def test_the_price_before_the_window_holds_from_its_start() -> None:
     """Of the 168 hours of the window 0.50 holds 100 and 0.70 holds 68."""
-    assert only([row("0.50", 2000), row("0.70", 68)]).median == Decimal("0.50")
-    assert only([row("0.50", 2000), row("0.70", 100)]).median == Decimal("0.70")
+    assert only_price([row("0.50", 2000), row("0.70", 68)]).median == Decimal("0.50")
+    assert only_price([row("0.50", 2000), row("0.70", 100)]).median == Decimal("0.70")
 
 
 def test_a_price_that_was_replaced_at_the_windows_start_never_held_in_it() -> None:
-    found = only([row("9.00", 400), row("0.50", 300)])
+    found = only_price([row("9.00", 400), row("0.50", 300)])
     assert (found.median, found.low, found.high) == (Decimal("0.50"),) * 3
 
 
 def test_a_single_change_at_this_very_moment_is_the_price() -> None:
-    assert only([row("0.50", 0)]).median == Decimal("0.50")
+    assert only_price([row("0.50", 0)]).median == Decimal("0.50")
 
 
 def test_zones_are_named_by_their_id_and_local_zones_are_left_out() -> None:
     ids = {"us-east-1a": "use1-az6", "us-east-1-atl-1a": "use1-atl1-az1"}
     rows = [row("0.5", 1, "us-east-1a"), row("0.6", 1, "us-east-1-atl-1a"), row("0.7", 1, "us-east-1z")]
-    assert only(rows, ids).zone == "az6"
+    assert only_price(rows, ids).zone == "az6"
 
 
 def test_an_id_in_the_row_itself_needs_no_table_of_zones() -> None:

@@ -150,20 +150,20 @@ def test_what_a_fleet_does_not_take_may_change_under_the_same_id(changed: StackD
     assert verdict(changed, previous=verdict()).continues
 
 
-def kept(days: int, definition: StackDefinition = DEFINITION) -> StackDefinition:
+def kept_record(days: int, definition: StackDefinition = DEFINITION) -> StackDefinition:
     return replace(definition, storage=replace(definition.storage, keep=replace(definition.storage.keep, days=days)))
 
 
 def test_a_run_that_may_go_on_is_kept_for_longer_than_its_fleet_lives() -> None:
     """The loader compares with the time left to a deadline; what is under way is older than that."""
     far = limits(deadline=NOW + timedelta(days=20))
-    first, later = verdict(kept(21, far)), NOW + timedelta(days=18)
-    assert verdict(kept(21, far), previous=first, now=later).continues
+    first, later = verdict(kept_record(21, far)), NOW + timedelta(days=18)
+    assert verdict(kept_record(21, far), previous=first, now=later).continues
     with pytest.raises(
         DefinitionError, match=r"storage.keep.days: '4' .* at least 21 \(days\).*began at 2026-11-21T12"
     ):
-        verdict(kept(4, far), previous=first, now=later)
-    assert verdict(kept(4, far), previous=first, fleets=set(), now=later).over
+        verdict(kept_record(4, far), previous=first, now=later)
+    assert verdict(kept_record(4, far), previous=first, fleets=set(), now=later).over
 
 
 @pytest.mark.parametrize("run_id", ["r1", "r2"])

@@ -58,10 +58,10 @@ class Alive(TorchDispatchMode):
                     self._held[storage._cdata] = StorageWeakRef(storage)
         self._operators += 1
         if self._operators % self._every == 0:
-            self.peak = max(self.peak, self.now())
+            self.peak = max(self.peak, self.live_bytes())
         return out
 
-    def now(self) -> int:
+    def live_bytes(self) -> int:
         """Also where a storage was emptied meanwhile, as FSDP does."""
         total = 0
         for key, kept in list(self._held.items()):

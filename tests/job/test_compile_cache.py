@@ -193,7 +193,7 @@ def test_a_run_resumed_in_a_later_phase_compiles_nothing_again_and_says_so(
     """As on a GPU; what is compiled is a product beside each block, since these blocks' C++ takes minutes."""
     real, within = torch.compile, step.compiled
 
-    def beside(forward: Callable[..., Any], **named: Any) -> Callable[..., Any]:
+    def with_product(forward: Callable[..., Any], **named: Any) -> Callable[..., Any]:
         product = real(CachedBlock().forward, **named)
 
         def both(*given: Any) -> Any:
@@ -202,7 +202,7 @@ def test_a_run_resumed_in_a_later_phase_compiles_nothing_again_and_says_so(
 
         return both
 
-    monkeypatch.setattr(torch, "compile", beside)
+    monkeypatch.setattr(torch, "compile", with_product)
     monkeypatch.setattr(step, "compiled", lambda module, device, **named: within(module, torch.device("cuda"), **named))
     workdir = world.make(tmp_path, steps_per_phase=2, eval={"every": 1})
     with fresh_cache():

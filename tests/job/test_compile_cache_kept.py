@@ -57,19 +57,19 @@ def test_the_next_attempt_and_the_next_run_find_what_was_compiled(tmp_path: Path
 
 
 def test_settings_that_change_a_graph_change_the_place_and_a_learning_rate_does_not(tmp_path: Path) -> None:
-    def at(**changes: Any) -> str:
+    def place_with(**changes: Any) -> str:
         tree = Bench(tmp_path).tree
         tree["job"]["parameters"] = {**tree["job"]["parameters"], **changes}
         path = tmp_path / "run.json"
         atomic.write_json(path, tree)
         return place(load(path), "s3://bucket/r1")
 
-    usual = at()
+    usual = place_with()
     parameters = Bench(tmp_path).tree["job"]["parameters"]
     assert usual.startswith(f"s3://bucket/{GRAPHS}/")
-    assert at(optim={**parameters["optim"], "lr": [1.0, 1.0, 1.0]}, seed=99) == usual
-    assert at(batch={**parameters["batch"], "sequences": 8}) != usual
-    assert at(precision={**parameters["precision"], "compute": "bf16"}) != usual
+    assert place_with(optim={**parameters["optim"], "lr": [1.0, 1.0, 1.0]}, seed=99) == usual
+    assert place_with(batch={**parameters["batch"], "sequences": 8}) != usual
+    assert place_with(precision={**parameters["precision"], "compute": "bf16"}) != usual
 
 
 def test_what_came_from_the_bucket_is_not_sent_back_and_what_changed_is(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from supervisor_world import Bench
 
 from job import measured
 from job.contract import inputs, metrics, reading
-from job.contract.attempt import RecordWriter
+from job.contract.attempt import AttemptRecord
 from job.contract.commit import Best, Commit, Manifest
 from job.contract.done import FINISHED, Done
 from job.contract.run import RunFile, load
@@ -212,16 +212,16 @@ def metrics_line(content: bytes, folder: Path) -> None:
     progress.poll()
     assert progress.step_s is None or progress.step_s < 2**53
     MetricsFile(folder / "metrics.jsonl").resume(10)
-    assert receipt.measure(run, [], folder, RecordWriter(ranks=1), at="2027-01-15T09:00:00Z") is None  # of no node
+    assert receipt.measure(run, [], folder, AttemptRecord(ranks=1), at="2027-01-15T09:00:00Z") is None  # of no node
     measured.phases(metrics.records(content.split(b"\n")))
 
 
 def ledger(read: Any) -> Any:
-    def kept(content: bytes, folder: Path) -> None:
+    def read_kept(content: bytes, folder: Path) -> None:
         (folder / "kept.jsonl").write_bytes(content.replace(b"\n", b" ") + b"\n")
         Ledger(folder / "kept.jsonl").read(read)
 
-    return kept
+    return read_kept
 
 
 LISTED = [{"name": "w.bin", "bytes": 3, "sha256": "0" * 64}, {"name": "x.bin", "bytes": 3, "sha256": "0" * 64}]

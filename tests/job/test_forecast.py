@@ -79,11 +79,11 @@ def test_an_upload_takes_as_long_as_the_last_one_that_could_be_measured() -> Non
 def test_a_limit_leaves_time_for_what_is_exported_then(config: JobConfig, export_gb: float) -> None:
     forecast = Forecast(config, {}, "p5.48xlarge")
 
-    def beside() -> float:
+    def export_s() -> float:
         return forecast.end_s(9, 4.0) - forecast.stop_s(9, 4.0)
 
-    assert beside() == pytest.approx(2.5 * export_gb, rel=0.01, abs=0.1)
+    assert export_s() == pytest.approx(2.5 * export_gb, rel=0.01, abs=0.1)
     forecast.learn((10**9, 0.5))  # no less for an upload that was faster than billed
-    assert beside() == pytest.approx(2.5 * export_gb, rel=0.01, abs=0.1)
+    assert export_s() == pytest.approx(2.5 * export_gb, rel=0.01, abs=0.1)
     forecast.learn((10**9, 10.0))
-    assert beside() == pytest.approx((1.0 + 10.0) * export_gb, rel=0.01, abs=0.1)
+    assert export_s() == pytest.approx((1.0 + 10.0) * export_gb, rel=0.01, abs=0.1)

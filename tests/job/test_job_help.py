@@ -14,7 +14,7 @@ import runs
 from job.__main__ import main, supervise
 from job.contract.codes import AttemptExit
 from job.node.container import command
-from job.node.settings import Machine, Settings
+from job.node.settings import InstanceIdentity, Settings
 
 SETTINGS = Settings(
     **dict.fromkeys(["stack", "run", "region", "image", "bucket", "log_group", "run_config_sha256"], "x"),
@@ -23,7 +23,7 @@ SETTINGS = Settings(
     device="cpu",
     root=Path("/"),
 )
-MACHINE = Machine(instance="i-1", type="g5.2xlarge", zone="us-east-2a", launched_at="")
+MACHINE = InstanceIdentity(instance="i-1", type="g5.2xlarge", zone="us-east-2a", launched_at="")
 
 
 @pytest.fixture

@@ -170,13 +170,13 @@ def test_a_candidate_stands_still_while_the_reference_is_timed(
     """Its threads would make the reference slow otherwise."""
     states, ask = set[str](), Process.ask
 
-    def at(pid: int) -> str:
+    def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def watched(process: Process, head: dict[str, Any], *more: Any, **rest: Any) -> Any:
         if process is reference and head["do"] == "trial":
             until = time.monotonic() + 20
-            while (state := at(candidate_pid)) == "R" and time.monotonic() < until:
+            while (state := process_state(candidate_pid)) == "R" and time.monotonic() < until:
                 os.sched_yield()  # it has not yet been given a core to stop on
             states.add(state)
         return ask(process, head, *more, **rest)

@@ -75,7 +75,7 @@ def unlike(number: int) -> str:
 
 def built(workers: Workers, source: str, task: str = "relu") -> Path:
     """Triton's cache as stage 2 leaves it."""
-    outcome = Compilation(workers, LIMITS, SEED).of(
+    outcome = Compilation(workers, LIMITS, SEED).compile(
         source, f"{abs(hash(source)):x}", catalog.BY_NAME[task], lambda _: None
     )
     assert outcome.problem is None
@@ -173,12 +173,12 @@ def kernel_function(x):
 def test_one_that_launches_more_kernels_than_there_is_time_for_is_compiled_all_the_same(workers: Workers) -> None:
     """One for each row, say: on a GPU's inputs thousands; here without end."""
 
-    def again(text: str) -> str:
+    def launched_in_a_loop(text: str) -> str:
         return text.replace("    kernel[", f"    while x.data_ptr() == {ADDRESS}:\n        kernel[", 1).replace(
             "    return out", "    kernel[(triton.cdiv(n, 1024),)](x, out, n, BLOCK=1024)\n    return out"
         )
 
-    assert judged(workers, honest(change=again), Switches(timing=False)).passed
+    assert judged(workers, honest(change=launched_in_a_loop), Switches(timing=False)).passed
 
 
 def test_what_only_llvm_finds_wrong_is_said_in_its_words(workers: Workers) -> None:
@@ -317,7 +317,7 @@ def held_back(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> tuple[thread
 def test_with_gpus_candidates_are_compiled_ahead_of_those_that_run(
     workers: Workers, crowd: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (go, given), compile_one, compiled = held_back(workers, monkeypatch), Compilation.of, list[int]()
+    (go, given), compile_one, compiled = held_back(workers, monkeypatch), Compilation.compile, list[int]()
 
     def counted(*arguments: Any) -> Any:
         found = compile_one(*arguments)

@@ -47,7 +47,7 @@ def losses(workdir: Path, phase: str) -> list[float]:
     return [record["loss"] for record in world.records(workdir) if record["phase"] == phase]
 
 
-def told(workdir: Path) -> dict[str, Any]:
+def clockless_results(workdir: Path) -> dict[str, Any]:
     """Everything that no clock decides."""
     found = kernel.results(workdir)
     rows = [{**row, "seconds_per_candidate": None} for row in found["curriculum"]["compared"]]
@@ -150,7 +150,7 @@ def test_a_comparison_stopped_anywhere_goes_on_where_it_was(
     steps = [record["step"] for record in world.records(workdir)]
     assert world.committed(workdir)[-1] == steps[-1]  # no step was lost, nor is one repeated
     assert world.train(workdir) == 0
-    assert told(workdir) == told(undisturbed)
+    assert clockless_results(workdir) == clockless_results(undisturbed)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_a_node_lost_in_the_second_training_costs_nothing_of_the_first(undisturb
     assert world.train(workdir, StopAt(workdir, 18, save=False)) == 75
     assert world.committed(workdir) == [STEPS]  # as the first training ended, its candidates written
     assert world.train(workdir) == 0
-    assert told(workdir) == told(undisturbed)
+    assert clockless_results(workdir) == clockless_results(undisturbed)
 
 
 def test_a_limit_met_while_the_model_is_tried_again_leaves_what_was_trained(tmp_path: Path) -> None:

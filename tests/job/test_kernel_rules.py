@@ -66,7 +66,7 @@ HONEST = honest().source
     ],
 )
 def test_words_on_lists_and_numbers_of_the_calls_own_are_admitted(line: str) -> None:
-    assert rules.problem(after(line)) is None
+    assert rules.problem(launcher_with(line)) is None
 
 
 def replaced(old: str, new: str) -> str:
@@ -75,7 +75,7 @@ def replaced(old: str, new: str) -> str:
     return HONEST.replace(old, new)
 
 
-def after(line: str) -> str:
+def launcher_with(line: str) -> str:
     """A correct candidate whose launcher begins with this line."""
     first = "    x = x.contiguous()\n"
     return replaced(first, f"{first}    {line}\n")
@@ -193,7 +193,7 @@ def importing(line: str, source: str = HONEST) -> str:
     ],
 )
 def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
-    found = rules.problem(after(line))
+    found = rules.problem(launcher_with(line))
     assert found is not None
     assert why in found
 
@@ -207,13 +207,13 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
         (replaced("import torch\n", "from torch import relu\n"), "import from torch"),
         (importing("from triton import runtime"), "import from triton"),
         (importing("from triton import jit\nj = jit"), "jit, but to call it"),
-        (importing("from triton import jit", after("other = jit")), "jit, but to call it"),
+        (importing("from triton import jit", launcher_with("other = jit")), "jit, but to call it"),
         (
-            importing("from triton import jit", after("other = jit()(kernel_function)")),
+            importing("from triton import jit", launcher_with("other = jit()(kernel_function)")),
             "triton.jit, but as a decorator",
         ),
         (
-            importing("from triton import Config as C", after("c = C({}, pre_hook=kernel_function)")),
+            importing("from triton import Config as C", launcher_with("c = C({}, pre_hook=kernel_function)")),
             "triton.Config with pre_hook",
         ),
         (
@@ -323,7 +323,7 @@ def test_a_module_that_is_no_kernel_is_refused(source: str, why: str) -> None:
     ],
 )
 def test_what_launchers_commonly_ask_is_allowed(line: str) -> None:
-    assert rules.problem(after(line).replace("import torch\n", "import math\nimport torch\n")) is None
+    assert rules.problem(launcher_with(line).replace("import torch\n", "import math\nimport torch\n")) is None
 
 
 FROM_TRITON = """import torch

@@ -31,7 +31,7 @@ class Death(BaseException):
     """The process is gone."""
 
 
-def told(workdir: Path) -> list[tuple[Any, ...]]:
+def clockless_verdicts(workdir: Path) -> list[tuple[Any, ...]]:
     """The verdicts without what a clock says."""
     keys = ("row", "candidate", "source_sha256", "stage", "passed")
     return sorted(tuple(line[key] for key in keys) for line in kernel.lines(workdir, "verdicts"))
@@ -155,19 +155,19 @@ def test_a_trainer_that_dies_at_any_result_repeats_none_and_changes_no_verdict(
 
     monkeypatch.setattr(Ledger, "append", dying)
     for deaths in (1, 6, -1):  # among the candidates, among the verdicts, never
-        left, before = [deaths], whole(workdir)
+        left, before = [deaths], complete_verdicts(workdir)
         if deaths > 0:
             with pytest.raises(Death):
                 world.train(workdir)
         else:
             assert world.train(workdir) == 0
-        assert whole(workdir)[: len(before)] == before  # nothing that stood there has changed
+        assert complete_verdicts(workdir)[: len(before)] == before  # nothing that stood there has changed
     assert len(made) == len(set(made)) == 2 * GENERATED + PLANTED  # nothing was done twice
-    assert told(workdir) == told(finished)
+    assert clockless_verdicts(workdir) == clockless_verdicts(finished)
     assert kernel.lines(workdir, "candidates") == kernel.lines(finished, "candidates")
 
 
-def whole(workdir: Path) -> list[str]:
+def complete_verdicts(workdir: Path) -> list[str]:
     """Verdicts that were written to their end."""
     path = workdir / "stages" / "verdicts.jsonl"
     content = path.read_text() if path.exists() else ""
@@ -180,7 +180,7 @@ def test_a_stop_is_heeded_in_every_stage_and_the_run_goes_on(finished: Path, tmp
     assert world.train(workdir, StopAt(workdir, look)) == 75
     assert not (workdir / "results.json").exists()
     assert world.train(workdir) == 0
-    assert told(workdir) == told(finished)
+    assert clockless_verdicts(workdir) == clockless_verdicts(finished)
 
 
 def test_weights_that_a_limit_cuts_short_are_left_as_their_last_step_made_them(finished: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import runs
 
-from job.contract.attempt import Node, RecordWriter
+from job.contract.attempt import AttemptRecord, Node
 from job.contract.run import Rates, RunLimits, load
 from job.supervisor import attempts, fleet
 from job.supervisor.meter import Meter, spot_history
@@ -73,12 +73,12 @@ def test_an_hour_whose_price_aws_does_not_tell_costs_what_the_one_before_did() -
 
 
 def test_on_demand_asks_nobody() -> None:
-    def never(at: float) -> Decimal:
+    def fail_if_asked(at: float) -> Decimal:
         raise AssertionError
 
     made = meter(
         Rates(capacity="on-demand", on_demand=Decimal("1.2"), spot=Decimal("0.3"), hourly={}),
-        spot_price=never,
+        spot_price=fail_if_asked,
     )
     made.refresh(T0 + 10)
     assert made.spent(T0 + 1800).usd == Decimal("0.6000")
@@ -99,11 +99,11 @@ def test_until_aws_tells_a_spot_price_the_cap_counts_its_ceiling_and_says_for_ho
 def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> None:
     asked: list[float] = []
 
-    def later(at: float) -> Decimal | None:
+    def price_at_second_try(at: float) -> Decimal | None:
         asked.append(at)
         return Decimal("0.50") if len(asked) > 1 else None
 
-    made = meter(spot_price=later)
+    made = meter(spot_price=price_at_second_try)
     made.refresh(T0 + 10)
     made.refresh(T0 + 40)
     assert len(asked) == 1
@@ -246,7 +246,7 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     assert found["i-killed"].ceiling_s == 0
     assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity
     unknown = attempts.attempt_from_record(
-        run, "i-x", RecordWriter(launched_at=iso(0), resumed_step=30), None
+        run, "i-x", AttemptRecord(launched_at=iso(0), resumed_step=30), None
     )  # nor when the next one came
     assert [unknown.seconds, unknown.lived_s, unknown.last_step] == [60, 0, 30]
 

@@ -132,7 +132,7 @@ def test_checkpointed_layers_with_adapters_hold_each_product_once() -> None:
         module.checkpointing = True
         with Alive(list(module.parameters())) as alive:
             loss = module(tokens, tokens).loss_sum
-        held.append(alive.now())
+        held.append(alive.live_bytes())
         assert loss is not None
     counted = layer_activation_bytes(shape, 2, checkpointing=True, adapters=16)
     results = 2 * 2 * shape.width  # of o and down, which are held without need

@@ -49,7 +49,7 @@ def rows_of(folder: Path, manifest: DatasetManifest) -> list[list[tuple[int, ...
 def test_every_example_is_packed_whole_and_once(tmp_path: Path) -> None:
     manifest = packed.prepare_sft(tmp_path / "data", CONFIG)
     pairs = GeneratedPairs(600, CONFIG.seed)
-    renderer = Renderer(TEMPLATES["llama"], WordTokenizer.of(pairs.text(), TEMPLATES["llama"]))
+    renderer = Renderer(TEMPLATES["llama"], WordTokenizer.from_text(pairs.text(), TEMPLATES["llama"]))
     wanted = sorted(tuple(r.tokens) for r in renderer.render(list(pairs.conversations())))
     train = [example for row in rows_of(tmp_path / "data", manifest) for example in row]
     held = PackedRows(tmp_path / "data", manifest, "validation")

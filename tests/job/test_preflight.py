@@ -62,12 +62,12 @@ def test_each_fault_is_refused_with_its_figures(changed: dict[str, Any], words: 
 
 
 def test_an_l4_at_its_base_clock_is_sound_and_one_that_lost_its_clocks_is_not() -> None:
-    def found(share: float) -> Measured:
+    def measured(share: float) -> Measured:
         gpu = replace(CPU, name="NVIDIA L4", peak_tflops=121.0)
         return replace(preflight.measure(gpu), matmul_share=share, memory_share=0.8)
 
-    assert judge(found(0.35), gpus=None) == []
-    (problem,) = judge(found(0.1), gpus=None)
+    assert judge(measured(0.35), gpus=None) == []
+    (problem,) = judge(measured(0.1), gpus=None)
     assert "10% of the data sheet; at least 20%" in problem
 
 

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from job.dataset import prepare, sources
-from job.dataset.prepare import already, read_manifest
+from job.dataset.prepare import existing_dataset, read_manifest
 from job.dataset.shards import HEADER, read_header
 from job.dataset.sources import Generated, TextFile, TextTokenizer
 from job.dataset.tokenizer import Bytes, Words, open_tokenizer
@@ -207,13 +207,13 @@ def test_a_damaged_manifest_is_a_value_error(content: str, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="prepare the dataset again"):
         read_manifest(tmp_path)
     with pytest.raises(ValueError, match=r"cannot say what is in it \(.*\); move the folder away, then prepare again$"):
-        already(tmp_path)
+        existing_dataset(tmp_path)
     assert (tmp_path / "dataset.json").read_text() == content
 
 
 def test_bytes_and_words_give_the_text_back() -> None:
     text = "Was it Füchse? No, foxes."
     assert Bytes().decode(Bytes().encode(text)) == text
-    words = Words.of(text)
+    words = Words.from_text(text)
     assert words.decode(words.encode(text)) == text
     assert words.decode(words.encode("Was it wolves?")) == "Was it <unk>?"

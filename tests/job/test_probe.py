@@ -103,13 +103,13 @@ def test_out_of_memory_goes_down_the_ladder_as_a_run_does(tmp_path: Path) -> Non
         started.append(rung)
         return fakes[rung]
 
-    def now() -> float:
+    def newest_clock() -> float:
         return fakes[started[-1] if started else 0].now
 
     def sleep(seconds: float) -> None:
         fakes[started[-1]].sleep(seconds)
 
-    (phase,) = probe.run(tmp_path, start=start, clock=now, sleep=sleep).phases
+    (phase,) = probe.run(tmp_path, start=start, clock=newest_clock, sleep=sleep).phases
     assert started == [0, 2]
     assert phase["rung"]["rung"] == 2
 

@@ -12,7 +12,7 @@ import pytest
 import runs
 
 from job import measured
-from job.contract.attempt import Exit, Machine, RecordWriter
+from job.contract.attempt import AttemptRecord, Exit, Machine
 from job.contract.done import FINISHED, Done
 from job.contract.receipt import Receipt
 from job.contract.run import RunFile, load
@@ -241,7 +241,7 @@ def metrics(folder: Path) -> None:
 
 
 A10G = Machine(gpu="NVIDIA A10G", gpu_count=4, driver="580.1", versions={"torch": "2.13.0"}, python="3.12.3")
-NODE = RecordWriter(ranks=2, machine=A10G)
+NODE = AttemptRecord(ranks=2, machine=A10G)
 
 
 def test_what_the_run_measured_is_kept_with_what_it_depends_on(run: RunFile, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_weights_with_a_chat_template_of_another_form_are_told_by_what_closes_a_
 
 
 def test_words_know_the_template_that_they_were_made_for() -> None:
-    llama, chatml = (WordTokenizer.of("one two", TEMPLATES[family]) for family in ("llama", "qwen3"))
+    llama, chatml = (WordTokenizer.from_text("one two", TEMPLATES[family]) for family in ("llama", "qwen3"))
     assert llama.vocab == 1 + max(ids[0] for ids in llama.encode_batch(["one", "two", "user", "assistant", "system"]))
     assert llama.id != chatml.id
     with pytest.raises(ValueError, match=r"another chat template: no token <.im_end.>"):

@@ -264,11 +264,11 @@ def test_a_run_cut_after_its_last_save_trains_nothing_and_makes_no_optimizer(
     for name in ("final", "exports"):
         shutil.rmtree(workdir / name)
 
-    def never(*given: Any) -> None:
+    def fail_if_called(*given: Any) -> None:
         raise AssertionError("no step is left")
 
-    monkeypatch.setattr(TinystoriesGrowth, "optimizer", never)
-    monkeypatch.setattr(step, "update", never)
+    monkeypatch.setattr(TinystoriesGrowth, "optimizer", fail_if_called)
+    monkeypatch.setattr(step, "update", fail_if_called)
     assert world.train(workdir) == 0
     assert (world.final_hash(workdir), len(world.records(workdir))) == (before, lines)
 
@@ -280,10 +280,10 @@ def test_kernel_sft_cut_while_it_generates_needs_no_step_again(tmp_path: Path, m
     assert kinds(workdir, len(world.records(workdir))) == {"model"}
     assert not (workdir / "results.json").exists()
 
-    def never(*given: Any) -> None:
+    def fail_if_called(*given: Any) -> None:
         raise AssertionError("no step is left")
 
-    monkeypatch.setattr(step, "update", never)
+    monkeypatch.setattr(step, "update", fail_if_called)
     assert world.train(workdir) == 0
     assert len(kernel.lines(workdir, "candidates")) == 2
 

@@ -50,7 +50,7 @@ def one(noise: Noise | None, k: int) -> Noise | None:
     return None if noise is None else Noise(noise.query[k], noise.model[k])
 
 
-def together(towered: Towered) -> Towered:
+def stack_one(towered: Towered) -> Towered:
     return Towered(*(part[None] for part in towered))
 
 
@@ -76,7 +76,7 @@ def test_members_under_vmap_are_ten_separate_runs(dropout: float) -> None:
         for k, module in enumerate(alone):
             module.zero_grad()
             part = slice(k, k + 1)
-            loss = objective(together(module(x[k], one(noise, k))), targets[part], weights[part])
+            loss = objective(stack_one(module(x[k], one(noise, k))), targets[part], weights[part])
             loss.sum().backward()
             assert torch.allclose(loss, joint[part], atol=1e-5)
         with torch.no_grad():

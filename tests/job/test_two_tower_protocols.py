@@ -40,12 +40,12 @@ SCRIPT[BEST["honest"] + BEST["optimistic"], torch.arange(10)] = torch.linspace(0
 
 @pytest.mark.parametrize("fold", range(5))
 def test_what_an_honest_member_watches_knows_no_label_of_its_test_fold(fold: int) -> None:
-    def seen(tables: Tables) -> tuple[bytes, bytes, bytes]:
+    def watched_bytes(tables: Tables) -> tuple[bytes, bytes, bytes]:
         queries, gains, weights = watched(HONEST, tables)
         return queries[fold].tobytes(), gains[fold].tobytes(), weights[fold].tobytes()
 
-    assert seen(flipped(HONEST[fold].test)) == seen(TABLES)
-    assert seen(flipped(HONEST[fold].watch)) != seen(TABLES)  # the flip itself is real
+    assert watched_bytes(flipped(HONEST[fold].test)) == watched_bytes(TABLES)
+    assert watched_bytes(flipped(HONEST[fold].watch)) != watched_bytes(TABLES)  # the flip itself is real
     queries, _, weights = watched(HONEST, TABLES)
     assert set(fold_of(23, 5, 42)[queries[fold][weights[fold] > 0]]) == {(fold + 1) % 5}
 

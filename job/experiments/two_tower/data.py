@@ -62,7 +62,7 @@ def members(config: TwoTowerConfig) -> list[Member]:
     folds = config.data.folds
     fold_Q = fold_of(config.data.queries, folds, config.seed)
 
-    def where(mask: NDArray[np.bool_]) -> Indices:
+    def indices_where(mask: NDArray[np.bool_]) -> Indices:
         return np.flatnonzero(mask)
 
     def member(protocol: Protocol, fold: int) -> Member:
@@ -70,9 +70,9 @@ def members(config: TwoTowerConfig) -> list[Member]:
         return Member(
             protocol=protocol,
             fold=fold,
-            train=where((fold_Q != fold) & (fold_Q != watch)),
-            watch=where(fold_Q == watch),
-            test=where(fold_Q == fold),
+            train=indices_where((fold_Q != fold) & (fold_Q != watch)),
+            watch=indices_where(fold_Q == watch),
+            test=indices_where(fold_Q == fold),
         )
 
     protocols: list[Protocol] = ["honest", "optimistic"] if config.optimistic else ["honest"]

@@ -75,7 +75,7 @@ class TwoTowerModel(nn.Module):
         heads_HQh = torch.baddbmm(
             self.head_bias.to(self.compute),
             hidden_QHh.transpose(0, 1).to(self.compute),
-            self._kept(self.head_out, noise).to(self.compute),
+            self._dropout_weight(self.head_out, noise).to(self.compute),
         )
         joined_QJ = heads_HQh.transpose(0, 1).flatten(1)  # J = H h: the one copy that fusion and `diversity` need
         fused_QF = self._hidden(self.fusion, joined_QJ, query_bits)
@@ -102,10 +102,10 @@ class TwoTowerModel(nn.Module):
 
     def _cast(self, layer: nn.Module, x: Tensor, dropped: Noise | None) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(layer, nn.Linear)
-        weight = self._kept(layer.weight, dropped)
+        weight = self._dropout_weight(layer.weight, dropped)
         return x.to(self.compute), weight.to(self.compute), layer.bias.to(self.compute)
 
-    def _kept(self, weight: Tensor, dropped: Noise | None) -> Tensor:
+    def _dropout_weight(self, weight: Tensor, dropped: Noise | None) -> Tensor:
         """The weight of a layer whose input was dropped, times 1 / keep."""
         return weight if dropped is None else weight * (65536 / (32768 - _threshold(self.towers)))
 

@@ -80,7 +80,7 @@ def prepare_ranking(
             f"queries, {width} wide, from seed {config.seed}"
         )
     elif text is not None:
-        prepare.already(folder)  # raises where it is no dataset: before minutes of encoding
+        prepare.existing_dataset(folder)  # raises where it is no dataset: before minutes of encoding
         made = read_folder(text, choose(width, say), config, say)
         source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {made.encoder}"
     else:

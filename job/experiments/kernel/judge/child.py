@@ -224,7 +224,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def _placed(tensor: Tensor, device: torch.device, fences: Fences) -> Tensor:
     """A copy on the device with the same strides and gaps, which `clone` would close."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage()).to(device)
-    return fences.around(whole, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    return fences.fenced_copy(whole, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: bool) -> None:

@@ -63,7 +63,7 @@ class Compilation:
         compiles = f"sm_{self._workers.capability}-{self._workers.triton}"
         return f"{compiles}-{self._workers.device}" if self._workers.lacks is None else "loaded"
 
-    def of(self, source: str, sha256: str, task: KernelTask, note: Callable[[Process], None]) -> CompileOutcome:
+    def compile(self, source: str, sha256: str, task: KernelTask, note: Callable[[Process], None]) -> CompileOutcome:
         """The source's, for the arguments of the task. `note` gets the process, where one was needed, when it is over.
         Raises Lost; that is not kept.
         """

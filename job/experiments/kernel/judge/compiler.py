@@ -137,7 +137,7 @@ def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]
                 pass
             except Exception as error:  # noqa: BLE001 - see above
                 if error is _failed:
-                    return _why(error)
+                    return _error_text(error)
     return None
 
 
@@ -194,7 +194,7 @@ def _all_configurations(tuner: Any, *args: Any, **kwargs: Any) -> Any:
     return compiled
 
 
-def _why(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """The compiler's words, without the lines of source that it repeats."""
     found: BaseException | None = error
     said = f"{type(error).__name__}: {error}"

@@ -69,7 +69,7 @@ class Expressions:
             self._inner(node)
             return
         if isinstance(node, ast.With):
-            self._with(node)
+            self._with_statement(node)
             return
         if not isinstance(node, STATEMENTS):
             raise Forbidden(node, f"{type(node).__name__} is not allowed")
@@ -97,7 +97,7 @@ class Expressions:
             for statement in node.body:
                 self._statement(statement)
 
-    def _with(self, node: ast.With) -> None:
+    def _with_statement(self, node: ast.With) -> None:
         """Which GPU is meant, or no gradients, and nothing else: another stream could be as well."""
         for item in node.items:
             call = item.context_expr
@@ -107,14 +107,14 @@ class Expressions:
                 continue
             if not isinstance(call, ast.Call) or self._full(call.func) != "torch.cuda.device" or item.optional_vars:
                 raise Forbidden(node, f"With is not allowed, but of torch.cuda.device, {' and '.join(NO_GRADIENTS)}")
-            for part in given(call):
+            for part in call_arguments(call):
                 self._expression(part)
         for statement in node.body:
             self._statement(statement)
 
     def _without_gradients(self, node: ast.expr) -> bool:
         """One of NO_GRADIENTS, with nothing between its brackets."""
-        return isinstance(node, ast.Call) and not given(node) and self._full(node.func) in NO_GRADIENTS
+        return isinstance(node, ast.Call) and not call_arguments(node) and self._full(node.func) in NO_GRADIENTS
 
     def _annotation(self, node: ast.expr) -> None:
         """Python evaluates it. Names of types, one of several, or text."""
@@ -283,7 +283,7 @@ def _of_what_type(node: ast.expr) -> ast.expr | None:
     return None
 
 
-def given(call: ast.Call) -> list[ast.expr]:
+def call_arguments(call: ast.Call) -> list[ast.expr]:
     """Its arguments, by place and by name."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 

@@ -149,15 +149,15 @@ class Judge:
         course = Course(candidate, switches, row, digest(candidate.source))
         try:
             if switches.funnel:
-                with course.at("rules"):
+                with course.timed_stage("rules"):
                     problem = rules.problem(candidate.source)
                     if problem is not None:
                         raise Rejected(problem)
-            with course.at("compile"):
+            with course.timed_stage("compile"):
                 if (why := source_text.unreadable(candidate.source)) is not None:
                     raise Rejected(why)
                 task = catalog.BY_NAME[candidate.task]
-                found = self.compilation.of(candidate.source, course.sha256, task, course.note)
+                found = self.compilation.compile(candidate.source, course.sha256, task, course.note)
             course.seconds["compile"] = found.seconds  # also where it was kept: a later row would seem to cost less
             if found.problem is not None:
                 raise Rejected(found.problem)
@@ -179,7 +179,7 @@ class Judge:
 
     def _judge(self, course: Course, gpu: int) -> None:
         built = course.built if self._gpus else None  # the interpreter has no use for it
-        with course.at("tiny" if course.switches.funnel else "full"):
+        with course.timed_stage("tiny" if course.switches.funnel else "full"):
             process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, built=built)
         try:
             self._run(catalog.BY_NAME[course.candidate.task], process, course, gpu)
@@ -192,10 +192,10 @@ class Judge:
         wrong: Rejected | None = None
         switches, source = course.switches, course.candidate.source
         if switches.funnel:
-            with course.at("tiny"):
+            with course.timed_stage("tiny"):
                 ask = self._loaded(process, source, ops=True)
                 self._check(task, ask, ["tiny"], switches)
-        with course.at("full"):
+        with course.timed_stage("full"):
             bounded = timing.bound(process, self.limits.candidate_s)
             ask = bounded if switches.funnel else self._loaded(process, source, ops=False)
             try:
@@ -207,7 +207,7 @@ class Judge:
                     raise
                 wrong = error  # without the funnel a wrong one is timed all the same
         tolerant = suppress(Rejected, Lost) if wrong else nullcontext()
-        with tolerant, course.at("timing"):
+        with tolerant, course.timed_stage("timing"):
             try:
                 with self._reference(gpu) as reference:
                     before = reference.cpu_s

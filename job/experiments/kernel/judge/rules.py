@@ -18,7 +18,14 @@ from collections.abc import Iterable
 
 from job.experiments.kernel.judge import source_text
 from job.experiments.kernel.judge.catalog import ENTRY
-from job.experiments.kernel.judge.expressions import NO_GRADIENTS, Expressions, Forbidden, argument_names, given, stored
+from job.experiments.kernel.judge.expressions import (
+    NO_GRADIENTS,
+    Expressions,
+    Forbidden,
+    argument_names,
+    call_arguments,
+    stored,
+)
 from job.experiments.kernel.judge.vocabulary import ALLOWED_OPS, ALONE, METHODS, MODULES, OF_BLOCKS
 
 PYTHONS = frozenset(dir(builtins))  # what a name means at the top of a module before, or where, it is given no meaning
@@ -109,7 +116,7 @@ class _Module(Expressions):
             if node.value is None:
                 raise Forbidden(node, "a name without a value")
             if isinstance(node.value, ast.List | ast.Dict | ast.ListComp):
-                self._held(node.value)
+                self._decorator_value(node.value)
                 self.lists |= {target.id for target in targets if isinstance(target, ast.Name)}
             else:
                 self._constant(node.value)
@@ -124,7 +131,7 @@ class _Module(Expressions):
         ):
             raise Forbidden(node, f"{type(node).__name__} at the top: only imports, constants and functions")
 
-    def _held(self, node: ast.expr) -> None:
+    def _decorator_value(self, node: ast.expr) -> None:
         """What a decorator, or a list at the top for one, may hold: nothing that can be changed and that a lambda, a
         kernel or its grid would find again.
         """
@@ -138,14 +145,14 @@ class _Module(Expressions):
         elif isinstance(node, ast.ListComp):
             self._each(node, self._element, self._iterated)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            self._held(node.left)
-            self._held(node.right)
-        elif (made := self._made(node)) is not None:
-            self._held(made)
+            self._decorator_value(node.left)
+            self._decorator_value(node.right)
+        elif (made := self._returned_value(node)) is not None:
+            self._decorator_value(made)
         elif not (isinstance(node, ast.Name) and node.id in self.lists):
             self._element(node)
 
-    def _made(self, node: ast.expr) -> ast.expr | None:
+    def _returned_value(self, node: ast.expr) -> ast.expr | None:
         """What a call gives of a function that is nothing but a list."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args or node.keywords:
             return None
@@ -163,7 +170,7 @@ class _Module(Expressions):
             self._expression(node)
         elif isinstance(node, ast.Call) and self._full(node.func) == "triton.Config":
             self._plain(node)
-            for part in given(node):
+            for part in call_arguments(node):
                 pairs = [*part.keys, *part.values] if isinstance(part, ast.Dict) else [part]
                 for each in pairs:
                     self._constant(each or node)
@@ -172,7 +179,7 @@ class _Module(Expressions):
 
     def _iterated(self, node: ast.expr) -> None:
         if isinstance(node, ast.Call) and self._full(node.func) == "range":
-            node = ast.List(given(node))
+            node = ast.List(call_arguments(node))
         for part in node.elts if isinstance(node, ast.List) else [node]:
             self._constant(part)
 
@@ -190,8 +197,8 @@ class _Module(Expressions):
                 raise Forbidden(function, f"the decorator {name}")
             if isinstance(decorator, ast.Call):
                 self._plain(decorator)
-                for part in given(decorator):
-                    self._held(part)
+                for part in call_arguments(decorator):
+                    self._decorator_value(part)
         if getattr(function, "type_params", None):
             raise Forbidden(function, "parameters that are types")
         if function.name in self.kernels and (why := source_text.misread(function, self.lines)) is not None:

@@ -148,7 +148,7 @@ def guard(scratch: Path, report: Callable[[str], None], *, programs: tuple[str, 
     loadable = (*libraries, home + CACHE + "/") if programs is None else libraries
     realpath, leave, fspath = os.path.realpath, os._exit, os.fspath
 
-    def inside(path: Any, places: tuple[str, ...]) -> bool:
+    def is_inside(path: Any, places: tuple[str, ...]) -> bool:
         if isinstance(path, int):
             return True  # an open file; nothing outside was open
         if path is None:
@@ -163,17 +163,17 @@ def guard(scratch: Path, report: Callable[[str], None], *, programs: tuple[str, 
             if isinstance(path, str) and path in DEVICES:
                 return False
             if flags & WRITING:
-                return not inside(path, (home,))
-            return not inside(path, (home, *libraries)) or (inside(path, (own,)) and not inside(path, (home,)))
+                return not is_inside(path, (home,))
+            return not is_inside(path, (home, *libraries)) or (is_inside(path, (own,)) and not is_inside(path, (home,)))
         if event == "import":
-            foreign = args[1] is not None and not inside(args[1], loadable)  # the file, where it is no Python
+            foreign = args[1] is not None and not is_inside(args[1], loadable)  # the file, where it is no Python
             return foreign or str(args[0]).split(".")[0] == "job"
         if event.startswith(CHANGING):
-            return not all(inside(path, (home,)) for path in args[: 2 if event in TWO_PLACES else 1])
+            return not all(is_inside(path, (home,)) for path in args[: 2 if event in TWO_PLACES else 1])
         if event in STARTING and programs and realpath(args[0]) in programs:
             words = (fspath(word).replace(home, "./") for word in args[1][1:])  # whose own path may hold = and ,
             named = (name for word in words for name in re.split("[=,]", word))  # an option's as well
-            return not all(inside(name, (home,)) for name in named if "/" in name)
+            return not all(is_inside(name, (home,)) for name in named if "/" in name)
         return event.startswith(NEVER) and not event.startswith(allowed)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:

@@ -94,7 +94,7 @@ def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
                 tensor[chosen == which] = value
         if name == "large" and torch.finfo(dtype).max > HUGE[1]:
             tensor = _mixed(
-                tensor, tensor.sign() * _between(*HUGE, torch.rand(shape, generator=generator)), 0.25, generator
+                tensor, tensor.sign() * _log_uniform(*HUGE, torch.rand(shape, generator=generator)), 0.25, generator
             )
         tensors.append(tensor.to(dtype))
     if name == "large":
@@ -177,11 +177,11 @@ def _spread(signs: Tensor, most: float, generator: torch.Generator) -> Tensor:
     found = torch.empty_like(signs)
     for number, (low, high) in enumerate(SPREADS):
         here = (3 * chosen).long() == number
-        found = torch.where(here, _between(low, min(high, most), place), found)
+        found = torch.where(here, _log_uniform(low, min(high, most), place), found)
     return signs * found
 
 
-def _between(low: float, high: float, place: Tensor) -> Tensor:
+def _log_uniform(low: float, high: float, place: Tensor) -> Tensor:
     """Evenly over the logarithms."""
     return low * (high / low) ** place
 

@@ -127,7 +127,7 @@ class Program:
             slowest=max(own),
         )
 
-    def again(self) -> float:
+    def remeasure(self) -> float:
         """Seconds by the judge's clock of FRESH calls, every one checked."""
         give(self.ask, self.given)
         way = median(self._nothing()[1] for _ in range(FRESH))
@@ -198,7 +198,7 @@ def calibrated(
     speedup = (before.median + after.median) / 2 / kernel.median
     took, flagged = kernel.judged, speedup > suspicious
     if flagged:
-        took = max(took, replace(program, given=draw(task, "again-0")).again())
+        took = max(took, replace(program, given=draw(task, "again-0")).remeasure())
     speedup = min(speedup, ((before.judged + after.judged) / 2 + kernel.blur) / max(SHORTEST_S, took - kernel.blur))
     why = ""
     if shorter <= SHORTEST_S:

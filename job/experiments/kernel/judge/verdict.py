@@ -98,7 +98,7 @@ class Course:
     timing: Timing | None = None
 
     @contextmanager
-    def at(self, stage: str) -> Iterator[None]:
+    def timed_stage(self, stage: str) -> Iterator[None]:
         self.stage = STAGES.index(stage) + 1
         started = time.perf_counter()
         try:

@@ -69,7 +69,7 @@ class Fences:
         self._sign = sign
         self._kept: list[Tensor] = []
 
-    def around(self, content: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:
+    def fenced_copy(self, content: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:
         """A flat tensor's copy within fences, seen with this shape, strides and offset."""
         size, width = content.numel(), content.element_size()
         held = torch.full(((size + 2 * WIDTH) * width,), self._sign, dtype=torch.uint8, device=content.device)
@@ -109,7 +109,7 @@ class Ops(TorchFunctionMode):
         if any(isinstance(one, Tensor) and one.untyped_storage().data_ptr() == place for one in given):
             return made
         extent = 1 + sum((size - 1) * stride for size, stride in zip(made.shape, made.stride(), strict=True))
-        return self.fences.around(made.as_strided((extent,), (1,)), made.shape, made.stride(), 0)
+        return self.fences.fenced_copy(made.as_strided((extent,), (1,)), made.shape, made.stride(), 0)
 
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

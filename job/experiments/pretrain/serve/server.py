@@ -205,11 +205,11 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.ending.is_set():
                 self.close_connection = True
                 raise Refused(503, "the server is ending")
-            if self._left():
+            if self._client_left():
                 raise ConnectionAbortedError("the client left")
             yield character
 
-    def _left(self) -> bool:
+    def _client_left(self) -> bool:
         """Also of a client that had sent more than its request: to `recv` that hides the end behind it."""
         waiting = select.poll()
         waiting.register(self.connection, select.POLLHUP | getattr(select, "POLLRDHUP", 0))  # the latter is Linux's
