@@ -39,7 +39,8 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--mask", action="store_true")
     a = parser.parse_args()
-    config = replace(SftConfig(), model=replace(Shape(), layers=a.layers))
+    whole = SftConfig()
+    config = replace(whole, model=replace(Shape(), layers=a.layers), data=replace(whole.data, row=a.row))
     found = device.choose(a.device, bf16=True)
     where = found.torch
     drawn = torch.Generator().manual_seed(1)
@@ -72,7 +73,7 @@ def main() -> int:
         f"{found.name}, torch {torch.__version__}, {a.layers} layers, {a.rows} x {a.row} tokens, "
         f"{'eager' if a.eager else 'compiled'}, {'mask' if a.mask else 'varlen'}: {step_s * 1e3:.1f} ms "
         f"(from {min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f}), {tokens / step_s:,.0f} tok/s, MFU {mfu}, "
-        f"{memory:.1f} GB"
+        f"{memory:.1f} GB, predicted {config.memory(0, a.rows).total_gb:.1f}"
     )
     return 0
 

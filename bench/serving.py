@@ -1,0 +1,95 @@
+"""Characters per second of the server at a model's shape, weights random, over HTTP:
+
+    python bench/serving.py [--layers 44] [--width 2816] [--characters 200] [--clients 1 4]
+
+The server is job.serve's own, without the reading of a folder. Beside it the least that the data sheet allows: each
+character reads every weight once. On a CPU only to see that it runs: give it few layers and a narrow width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from job.models.char_gpt import CharGpt
+from job.serving.model import Served
+from job.serving.server import Server
+from job.spec import PretrainConfig
+from job.train import device
+
+REQUESTS = 3  # of each client, one after another, behind one that is not counted
+
+
+def main() -> None:
+    """A line for each number of clients."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("layers", 44), ("width", 2816), ("characters", 200)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
+    a = parser.parse_args()
+    config = PretrainConfig()
+    found = device.choose("cuda" if torch.cuda.is_available() else "cpu", bf16=False)
+    with torch.device("meta"):
+        module = CharGpt(replace(config.model, layers=a.layers, width=a.width))
+    module.to_empty(device=found.torch).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 0.02)
+    served = Served(module=module, name="random weights", sequence=config.data.sequence, meta={})
+    server = Server(("127.0.0.1", 0), served)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1})
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        say(f"{found.banner()}\n{ask(f'{url}/info')}")
+        weights = sum(parameter.nbytes for parameter in module.parameters())
+        bandwidth = device.bandwidth_gb_s(found.name)
+        most = f", by the data sheet {bandwidth * 1e9 / weights:,.0f} at most for one" if bandwidth else ""
+        asked = {"prompt": "123+456", "max_tokens": a.characters, "seed": 1}
+        for clients in a.clients:
+            ask(f"{url}/generate", asked)
+            with ThreadPoolExecutor(clients) as pool:
+                began = time.perf_counter()
+                took = list(pool.map(lambda _: seconds(f"{url}/generate", asked), range(clients * REQUESTS)))
+                each_s = time.perf_counter() - began
+            say(
+                f"{clients} at once: {a.characters * len(took) / each_s:,.1f} characters/s in all, "
+                f"{a.characters / median(took):,.1f} for one client{most}; {weights / 1e9:.1f} GB of weights"
+            )
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def seconds(url: str, body: dict[str, Any]) -> float:
+    """Until the whole answer is here."""
+    began = time.perf_counter()
+    ask(url, body)
+    return time.perf_counter() - began
+
+
+def ask(url: str, body: dict[str, Any] | None = None) -> Any:
+    """The answer, as JSON."""
+    request = urllib.request.Request(url, data=None if body is None else json.dumps(body).encode())
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
