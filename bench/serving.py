@@ -2,7 +2,7 @@
 
     python bench/serving.py [--layers 44] [--width 2816] [--characters 200] [--clients 1 4]
 
-The server is job.serve's own, without the reading of a folder. Beside it the least that the data sheet allows: each
+The server is pretrain-d64's own, without the reading of a folder. Beside it the least that the data sheet allows: each
 character reads every weight once. On a CPU only to see that it runs: give it few layers and a narrow width.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from job.models.char_gpt import CharGpt
-from job.serving.model import Served
-from job.serving.server import Server
+from job.experiments.pretrain.model import CharGpt
+from job.experiments.pretrain.serve.model import Served
+from job.experiments.pretrain.serve.server import Server
 from job.spec import PretrainConfig
 from job.train import device
 
