@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class Updates:
 
     found: device.Device
     seconds: float = 0.0
-    _began: float = field(default=0.0)
+    _began: float = 0.0
 
     def before(self, *_: object) -> None:
         self.found.synchronize()
