@@ -87,7 +87,9 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     child_environment = {**environment, "PYTHONUNBUFFERED": "1"}
 
     def begin() -> Child:
-        return Child(trainer(workdir, None, ranks), child_environment, log, time.time, ended, workdir / START)
+        return Child(
+            trainer(workdir, None, ranks, run.config.module), child_environment, log, time.time, ended, workdir / START
+        )
 
     def start(rung: int) -> Child:
         child = early.pop() if early else begin()

@@ -1,4 +1,6 @@
-"""What the node gives the container's process besides run.json: names of environment variables."""
+"""What the node gives the container's process besides run.json, and job/command a command: names of environment
+variables.
+"""
 
 from __future__ import annotations
 
@@ -6,3 +8,19 @@ RUN_URI = "GPUFLEET_RUN_URI"  # s3://BUCKET/RUN, or a folder: what is kept lies 
 INSTANCE_ID, INSTANCE_TYPE = "GPUFLEET_INSTANCE_ID", "GPUFLEET_INSTANCE_TYPE"
 ZONE = "GPUFLEET_ZONE"
 LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
+JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for a command when it is asked to
+USER_PATH = "GPUFLEET_USER_PATH"  # without containers: where a command's own programs are, its Python first of all
+COMMAND = {  # what a command is told, each as GPUFLEET_<name>
+    "run": "GPUFLEET_RUN",
+    "attempt": "GPUFLEET_ATTEMPT",
+    "gpus": "GPUFLEET_GPUS",
+    "checkpoints": "GPUFLEET_CHECKPOINTS",
+    "outputs": "GPUFLEET_OUTPUTS",
+    "state": "GPUFLEET_STATE",
+    "resume_from": "GPUFLEET_RESUME_FROM",
+    "resume_step": "GPUFLEET_RESUME_STEP",
+    "progress": "GPUFLEET_PROGRESS",
+    "stop_file": "GPUFLEET_STOP_FILE",
+}
+INPUT = "GPUFLEET_INPUT_"  # and the input's name in capitals
+SECRET = "GPUFLEET_SECRET_"  # in a rehearsal, and a secret's name: its value

@@ -83,15 +83,24 @@ class SaveRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Spent(Message):
-    """What the run has cost by `at`, for the log."""
+    """What the run has cost by `at`, for the log; and for a command which attempt this is, and the newest step that is
+    in the bucket, -1 before the first.
+    """
 
     FILE = workdir.SPENT
     spent_usd: str
     at: float
+    attempt: int = 1
+    published: int = -1
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
-        return cls(spent_usd=str(fields.need("spent_usd", reading.unsigned)), at=fields.need("at", reading.number))
+        return cls(
+            spent_usd=str(fields.need("spent_usd", reading.unsigned)),
+            at=fields.need("at", reading.number),
+            attempt=fields.take("attempt", reading.whole_number, 1),
+            published=int(fields.take("published", reading.number, -1)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,4 +187,56 @@ class Preflight(Message):
         return cls(
             ranks=fields.take("ranks", reading.listed(reading.anything), ()),
             problems=fields.take("problems", reading.listed(reading.text), ()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(Message):
+    """How a command ended: `how` in a sentence (exit code or signal, step), and what it printed last."""
+
+    FILE = workdir.LEFT
+    how: str
+    lines: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """All of it."""
+        return "\n".join((self.how, *(f"  | {line}" for line in self.lines)))
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Self:
+        return cls(how=fields.need("how", reading.text), lines=fields.take("lines", reading.listed(reading.text), ()))
+
+
+# Between a command's host and the node, in WORKDIR/control.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container(Message):
+    """The host wants a container for the command, another one for each number; or not `wanted`: none any more."""
+
+    FILE = workdir.CONTAINER
+    number: int
+    wanted: bool = True
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Self:
+        return cls(number=fields.need("number", reading.whole_number), wanted=fields.take("wanted", reading.flag, True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contained(Message):
+    """The node's answer to a number: the first process of its container, or why there is none."""
+
+    FILE = workdir.CONTAINED
+    number: int
+    pid: int | None = None
+    problem: str = ""
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Self:
+        return cls(
+            number=fields.need("number", reading.whole_number),
+            pid=fields.take("pid", reading.whole_number, None),
+            problem=fields.take("problem", reading.text, ""),
         )

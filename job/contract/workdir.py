@@ -23,6 +23,7 @@ ENDED = "ended.json"  # several ranks leave here the exit code that torchrun can
 UNREADABLE = "unreadable.json"
 PREFLIGHT = "preflight.json"
 COMPILED = "compiled.json"
+LEFT = "left.json"  # how a command ended
 LOCK = "lock"  # held by the trainer that is at work
 
 # What the run leaves.
@@ -43,11 +44,13 @@ PACKAGES = "packages"  # what the image lacks
 USER = "user"  # of a command: all that its container sees, and CODE, KEPT, OUTPUTS, STATE, NAMED below it
 CODE, KEPT, OUTPUTS, STATE, NAMED = "code", "checkpoints", "outputs", "state", "inputs"
 CONTROL = "control"  # of a command: what job/command asks the node for, and its answers
+CONTAINER, CONTAINED = "container.json", "contained.json"  # these
+SCRIPTS, FIRST = "job", "first.sh"  # below it, and seen by the command's container: scripts and pipes
 
 STEPS = "step_*"  # folders of checkpoints, as step_folder names them
 
 # Files at the top of the folder that are no results of the run.
-OWN = frozenset({RUN, START, STOP, SAVE, SPENT, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT})
+OWN = frozenset({RUN, START, STOP, SAVE, SPENT, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT})
 
 
 def step_folder(step: int) -> str:

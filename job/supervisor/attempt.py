@@ -21,7 +21,18 @@ from job.contract import done as ends
 from job.contract.attempt import Beat, Exit, Node
 from job.contract.codes import AttemptExit, TrainerExit
 from job.contract.commit import BEST
-from job.contract.messages import Accept, Fatal, Message, Preflight, SaveRequest, Spent, Stop, Unreadable, UsedRung
+from job.contract.messages import (
+    Accept,
+    Fatal,
+    Left,
+    Message,
+    Preflight,
+    SaveRequest,
+    Spent,
+    Stop,
+    Unreadable,
+    UsedRung,
+)
 from job.contract.reading import iso
 from job.contract.run import RunFile
 from job.contract.workdir import CHECKPOINTS, COMPILED, LOG, METRICS, PREFLIGHT, RECEIPT, RUNG, STAGES
@@ -237,6 +248,7 @@ class Supervisor:
             self.record.update(floor=self.rung)
             with suppress(OSError):  # what an earlier start left says nothing of this one
                 (self.workdir / RUNG).unlink(missing_ok=True)
+            self._tell_spent(self.clock())
             self._child = self.world.start(self.rung)
             self.progress.grew_at = self.clock()
             while (code := self._child.poll()) is None:
@@ -282,8 +294,7 @@ class Supervisor:
             self.graphs.poll(self.world.uploads)
         self.forecast.learn(self.publisher.measured)
         if now >= self._spent_at + SPENT_S:
-            self._spent_at = now
-            self._tell(Spent(spent_usd=str(self.meter.spent(now).usd), at=now))
+            self._tell_spent(now)
         self._look()
         self._keep_alive()
         advice = self.world.metadata.save_wanted
@@ -291,6 +302,10 @@ class Supervisor:
             self._advised = advice
             self._tell(SaveRequest(reason=advice))
         self._end_if_stuck(now)
+
+    def _tell_spent(self, now: float) -> None:
+        self._spent_at, usd = now, str(self.meter.spent(now).usd)
+        self._tell(Spent(spent_usd=usd, at=now, attempt=len(self.earlier) + 1, published=self.publisher.newest))
 
     def _leaving(self) -> Cause | None:
         """Why and when this machine goes away, from the first sign on. Nothing else asks for a notice."""
@@ -352,6 +367,8 @@ class Supervisor:
 
     def _conclude(self, code: int) -> int:
         """What the trainer's end makes of the attempt."""
+        left = Left.read(self.workdir)  # a command's
+        said = self.killed or (left.told if left else f"the trainer ended with {code}")
         if code == TrainerExit.FINISHED:
             return self._finish(ends.FINISHED)
         if code == TrainerExit.FATAL:
@@ -362,13 +379,13 @@ class Supervisor:
             problems = (Preflight.read(self.workdir) or Preflight()).problems or ("no reason given",)
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
         if self.cause is not None and self.cause.ends:
-            detail = "" if code == TrainerExit.STOPPED else self.killed or f"the trainer ended with {code}"
+            detail = left.told if left else "" if code == TrainerExit.STOPPED else said
             return self._finish(self.cause.reason, detail)
         if self.cause is not None:
             return self._interrupted()
         if (unreadable := self._unreadable(code)) is not None:
             return self._crashed(f"{unreadable.problem}, and there is none before it")
-        return self._crashed(self.killed or f"the trainer ended with {code}")
+        return self._crashed(said)
 
     def _tell(self, message: Message) -> bool:
         """Writes what the trainer reads. False when the disk refuses."""

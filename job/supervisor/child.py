@@ -18,6 +18,7 @@ from typing import IO, Any
 from job.contract import metrics
 from job.contract.codes import TrainerExit
 from job.contract.messages import Ended, Start
+from job.spec import JobConfig
 from job.text import printable
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
@@ -127,10 +128,12 @@ class Child:
                 self._log.write(line)
 
 
-def trainer(workdir: Path, rung: int | None, ranks: int = 1) -> list[str]:
-    """The trainer's command line: one process, or torchrun with one for each rank. Without a rung it waits for one."""
+def trainer(workdir: Path, rung: int | None, ranks: int = 1, module: str = JobConfig.module) -> list[str]:
+    """The command line of a job's `module`: one process, or torchrun with one for each rank. Without a rung it waits
+    for one.
+    """
     leash = ["-m", "job.supervisor.leash"]
-    train = ["-m", "job.train", str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
+    train = ["-m", module, str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
     alone = [sys.executable, *leash, str(os.getpid())]
     if ranks == 1:
         return [*alone, *train]

@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from job.contract.reading import iso
 from job.dataset.prepare import prepare, read_manifest
 from job.dataset.sources import Generated
 from job.spec import Batch, Checkpoint, Eval, GrowthConfig, GrowthModel, Log, Precision, TextData
@@ -135,22 +137,32 @@ def start(run_json: Path, bucket: Path, instance: str, **environment: str) -> su
     return subprocess.Popen(
         [sys.executable, "-m", "job", str(run_json)],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GPUFLEET_RUN_URI": str(bucket / "r1"),
-            "GPUFLEET_INSTANCE_ID": instance,
-            "GPUFLEET_INSTANCE_TYPE": "g5.2xlarge",
-            "GPUFLEET_ZONE": "us-east-2a",
-            "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:9",
-            "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
-            "AWS_ACCESS_KEY_ID": "x",
-            "AWS_SECRET_ACCESS_KEY": "x",
-            "AWS_REGION": "us-east-2",
-            "AWS_DEFAULT_REGION": "us-east-2",
-            **environment,
-        },
+        env=environment_of(bucket, instance, **environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+def environment_of(bucket: Path, instance: str, **environment: str) -> dict[str, str]:
+    """What a node gives the supervisor, on a machine where nobody answers for AWS."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GPUFLEET_RUN_URI": str(bucket / "r1"),
+        "GPUFLEET_INSTANCE_ID": instance,
+        "GPUFLEET_INSTANCE_TYPE": "g5.2xlarge",
+        "GPUFLEET_ZONE": "us-east-2a",
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:9",
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_REGION": "us-east-2",
+        "AWS_DEFAULT_REGION": "us-east-2",
+        **environment,
+    }
+
+
+def launched(*, seconds_ago: float) -> str:
+    """For GPUFLEET_LAUNCHED_AT."""
+    return iso(time.time() - seconds_ago)

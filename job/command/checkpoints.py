@@ -1,0 +1,298 @@
+"""A command's checkpoints: found whole, copied aside, committed; and put back before it starts.
+
+A checkpoint counts when its names are complete, none of its files is open for writing, two looks a second apart see the
+same, and no file's own format says that it is cut. Then it is copied into ckpt/ in a thread, looked at again, and only
+then committed: what the command prunes or overwrites meanwhile makes another look differ, and the copy is thrown away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from job import atomic
+from job.command.names import Found, Names, tells_itself, torn
+from job.command.places import give_to_everybody
+from job.command.processes import File
+from job.contract import commit
+from job.contract.commit import COMMIT, Commit, Reason
+from job.contract.metrics import Save
+from job.contract.workdir import CHECKPOINTS, STEPS, step_folder
+from job.spec.command import PHASE, CommandConfig
+
+FILES = "files"  # below a step's folder in ckpt/: names of the command's own meet none of gpufleet's
+LOOK_S = 1.0  # between two looks that must be equal
+FIRST_QUIET_S = 60.0  # the first one counts after that, where nothing else says that it is complete
+UNKNOWN_QUIET_S = 5.0  # where nobody can say who writes a file
+SAVING_S = 5.0  # between two files of one checkpoint, at most
+AGAIN_S = 30.0  # after a copy that failed
+CLONE = 0x40049409  # FICLONE, linux/fs.h: the file's blocks are shared until one of the two is written
+
+
+@dataclass(slots=True)
+class Watched:
+    """One that has begun: as it was last seen, since when, and whether nobody wrote it while the command lived."""
+
+    found: Found
+    since: float
+    begun: float
+    still: bool = False
+    not_before: float = 0.0
+
+
+class Checkpoints:
+    """Of one command. `writing` gives the files that its processes have open for writing; None: not known."""
+
+    def __init__(
+        self,
+        config: CommandConfig,
+        folder: Path,
+        user: Path,
+        workdir: Path,
+        *,
+        digest: str,
+        gpus: int,
+        writing: Callable[[], set[File] | None],
+        step_at: Callable[[float], int],
+        val_of: Callable[[int], float | None],
+        saved: Callable[[Save], None],
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.names = Names(config)
+        self.folder, self.newest, self.committed_at = folder, -1, clock()
+        self.begun_at = 0.0  # of the newest commit: when its first file was seen
+        self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
+        self._digest, self._gpus = digest, gpus
+        self._writing, self._step_at, self._val_of = writing, step_at, val_of
+        self._saved, self._say, self._clock = saved, say, clock
+        self._watched: dict[int | None, Watched] = {}
+        self._done: dict[int | None, Found] = {}  # as they were committed, or put back
+        self._told: set[str] = set()
+        self._looked_at = 0.0
+        self._copying: tuple[Watched, Future[None]] | None = None
+        self._pool = ThreadPoolExecutor(1, "snapshot")
+        self.reason: Reason = "timed"  # of what is committed from now on
+
+    # Putting back -----------------------------------------------------------------------------------------------------
+
+    def restore(self) -> Commit | None:
+        """The newest commit is all that is in the command's folder now. None: there is none, and the folder is empty.
+        Raises OSError.
+        """
+        self._settle()
+        found = [each for path in sorted(self._kept.glob(STEPS)) if (each := commit.read(path)) is not None]
+        newest = max(found, key=lambda each: each.step, default=None)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._watched, self._done, self.newest = {}, {}, -1
+        if newest is not None:
+            for name, _ in newest.files:
+                copy(self._kept / newest.folder / name, self.folder / name.removeprefix(f"{FILES}/"))
+            own = {name.removeprefix(f"{FILES}/"): size for name, size in newest.files}
+            self.names.learn({name: size for name, size in own.items() if name not in self._also(newest.step)})
+            self.newest = newest.step
+            self._done = {each.step: each for each in self.names.find(self.folder, self._user)}
+        give_to_everybody(self.folder)
+        self.committed_at = self._clock()
+        return newest
+
+    def place(self, restored: Commit) -> Path:
+        """What the command is told as {checkpoint}."""
+        names = [name.removeprefix(f"{FILES}/") for name, _ in restored.files]
+        return self.folder / self.names.place(set(names) - set(self._also(restored.step)) or names)
+
+    # Watching ---------------------------------------------------------------------------------------------------------
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written now: a file of it is open, or some of it has just come."""
+        writing, recent = self._writing() or (), self._clock() - SAVING_S
+        return any(
+            any((look.device, look.inode) in writing for look in each.files.values())
+            or (each.written > recent and (self.names.lacks(each) or not self._is_settled))
+            for each in self.names.find(self.folder, self._user)
+            if self._done.get(each.step) != each
+        )
+
+    @property
+    def _is_settled(self) -> bool:
+        """It is known which names a whole one has."""
+        return self.names.are_known or bool(self.names.learned)
+
+    def look(self) -> None:
+        """Called often; never waits. Looks once a second, and has one copy at a time made."""
+        now = self._clock()
+        if self._copying is not None and self._copying[1].done():
+            self._settle()
+        if now < self._looked_at + LOOK_S:
+            return
+        self._looked_at = now
+        found = self.names.find(self.folder, self._user)
+        for each in found:
+            self._watch(each, now)
+        self._watched = {each.step: self._watched[each.step] for each in found if each.step in self._watched}
+        writing = self._writing() if self._watched else set()
+        for watched in (self._watched[each.step] for each in reversed(found) if each.step in self._watched):
+            if self._copying is None and self._is_ready(watched, writing, now, latest=found[-1].step):
+                self._copying = (watched, self._pool.submit(self._snapshot, watched, True))
+
+    def end(self, *, by_itself: bool) -> None:
+        """The command and all of its processes are gone: what it has left whole is committed now. Waits.
+
+        `by_itself`: it ended well, so nothing was cut. Else a file that was never seen closed counts only where a cut
+        would show.
+        """
+        self._settle()
+        now = self._clock()
+        there = self.names.find(self.folder, self._user)
+        for each in there:
+            self._watch(each, now)
+        for watched in (self._watched[each.step] for each in reversed(there) if each.step in self._watched):
+            found = watched.found
+            if self.names.lacks(found) or not (by_itself or self._is_settled or found is not there[-1]):
+                continue
+            if by_itself or watched.still or self._config.complete or self._would_show(found):
+                self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
+                self._settle()
+                if self.newest >= (found.step or 0) and self._done.get(found.step) == found:
+                    return  # older ones are of no use any more
+
+    def prune(self, published: int) -> None:
+        """Keeps the newest of the command's own, as many as it asks for, and what is not in the bucket yet."""
+        keep = self._config.checkpoint.keep_on_disk
+        if keep is None:
+            return
+        there = [each for each in self.names.find(self.folder, self._user) if each.step is not None]
+        for each in there[:-keep]:
+            if each.step is not None and each.step <= published and self._done.get(each.step) == each:
+                for name in each.files:
+                    (self.folder / name).unlink(missing_ok=True)
+                for name in each.files:
+                    with suppress(OSError):  # only empty ones
+                        (self.folder / name).parent.rmdir()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _watch(self, found: Found, now: float) -> None:
+        before = self._watched.get(found.step)
+        if self._done.get(found.step) == found or (found.step is not None and found.step <= self.newest):
+            self._watched.pop(found.step, None)
+        elif before is None:
+            self._watched[found.step] = Watched(found, now, now)
+        elif before.found != found:
+            self._watched[found.step] = Watched(found, now, before.begun)
+
+    def _is_ready(self, watched: Watched, writing: set[File] | None, now: float, *, latest: int | None) -> bool:
+        found, quiet = watched.found, now - watched.since
+        if writing is not None:
+            watched.still = not any((look.device, look.inode) in writing for look in found.files.values())
+            if not watched.still:
+                watched.since = now
+                return False
+        if quiet < (LOOK_S if writing is not None else UNKNOWN_QUIET_S) or now < watched.not_before:
+            return False
+        if lacking := self.names.lacks(found):
+            if found.step is not None and latest is not None and found.step < latest:
+                self._once(f"checkpoint of step {found.step:,} does not count: {lacking}")
+            return False
+        has_later = found.step is not None and latest is not None and found.step < latest
+        return self._is_settled or has_later or quiet >= FIRST_QUIET_S
+
+    def _would_show(self, found: Found) -> bool:
+        with suppress(OSError):
+            return all(tells_itself(self.folder / name) for name in found.files)
+        return False
+
+    # Copying ----------------------------------------------------------------------------------------------------------
+
+    def _also(self, step: int | None) -> dict[str, Path]:
+        """What is kept with each, by its name below the folder."""
+        found = {}
+        for name in self._config.checkpoint.also:
+            root = self.folder / name
+            for path in sorted(root.rglob("*")) if root.is_dir() else sorted(self.folder.glob(name.rstrip("/"))):
+                if path.is_file():
+                    found[path.relative_to(self.folder).as_posix()] = path
+        return found
+
+    def _snapshot(self, watched: Watched, alive: bool) -> None:
+        """Raises OSError, or ValueError for one that has changed or is cut."""
+        found, started = watched.found, time.monotonic()
+        step = found.step if found.step is not None else max(self._step_at(found.written), self.newest + 1)
+        unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        also = self._also(found.step)
+        try:
+            for name in {**found.files, **also}:
+                copy(self.folder / name, unfinished / FILES / name)
+            for name, look in found.files.items():
+                made = unfinished / FILES / name
+                if made.stat().st_size != look.bytes or (why := torn(made)):
+                    raise ValueError(f"{name}: {why or 'another length than it had'}")
+            again = next((each for each in self.names.find(self.folder, self._user) if each.step == found.step), None)
+            if again != found or (alive and self._is_written(found)):
+                raise ValueError("it was changed meanwhile")
+            names = sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*") if path.is_file())
+            made_of = tuple((name, (unfinished / name).stat().st_size) for name in names)
+            told = Commit(
+                step=step,
+                config_sha256=self._digest,
+                files=made_of,
+                reason=self.reason,
+                phase=PHASE,
+                goes_on_from=step,
+                val_loss=self._val_of(step),
+                world_size=self._gpus,
+            )
+            atomic.write_json(unfinished / COMMIT, told.to_json())
+            if folder.exists():  # of a start before this one, which will not be gone on from
+                shutil.rmtree(folder)
+            unfinished.replace(folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        self.names.learn({name: look.bytes for name, look in found.files.items()})
+        self.newest, self.begun_at, self.committed_at = step, watched.begun, self._clock()
+        self._done[found.step] = found
+        blocked_s = max(0.0, found.written - watched.begun)  # while it was written, as far as that was seen
+        self._saved(Save(step=step, reason=self.reason, bytes=told.bytes, blocked_s=round(blocked_s, 3)))
+        took = time.monotonic() - started
+        size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
+        self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
+
+    def _is_written(self, found: Found) -> bool:
+        writing = self._writing()
+        return any((look.device, look.inode) in (writing or ()) for look in found.files.values())
+
+    def _settle(self) -> None:
+        """Waits for the copy under way."""
+        if self._copying is None:
+            return
+        (watched, copying), self._copying = self._copying, None
+        error = copying.exception()
+        if error is not None:
+            watched.since = self._clock()
+            watched.not_before = self._clock() + (AGAIN_S if isinstance(error, OSError) else 0.0)
+            what = "the checkpoint" if watched.found.step is None else f"checkpoint of step {watched.found.step:,}"
+            self._once(f"{what} is not taken yet: {error}")
+
+    def _once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._say(text)
+
+
+def copy(source: Path, target: Path) -> None:
+    """The file's bytes in a file of its own, without a second copy on disks that can share them. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as read, target.open("wb") as write, suppress(OSError):
+        fcntl.ioctl(write.fileno(), CLONE, read.fileno())
+        return
+    shutil.copyfile(source, target)

@@ -1,0 +1,149 @@
+"""What a command is given: folders, placeholders, environment, secrets; and what of it must not be seen again."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from job.contract import environment
+from job.contract.workdir import CODE, KEPT, NAMED, OUTPUTS, STATE, STOP, USER
+from job.spec.command import CommandConfig, filled
+
+PROGRESS = "progress.jsonl"  # below the user's folder, where the command names no file of its own
+HIDDEN = 8  # characters that a secret has at least, to be blanked in what is printed
+BLANK = b"***"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folders:
+    """The user's folders, by the same absolute path for the host and in the command's container."""
+
+    user: Path
+
+    @classmethod
+    def of(cls, workdir: Path) -> Folders:
+        return cls(user=workdir / USER)
+
+    @property
+    def code(self) -> Path:
+        return self.user / CODE
+
+    @property
+    def kept(self) -> tuple[Path, ...]:
+        """Those that the command writes."""
+        return tuple(self.user / name for name in (KEPT, OUTPUTS, STATE))
+
+    @property
+    def outputs(self) -> Path:
+        return self.user / OUTPUTS
+
+    @property
+    def stop_file(self) -> Path:
+        """For scripts that would rather look than catch a signal."""
+        return self.user / STOP
+
+    def make(self) -> None:
+        """All of them, for whoever the command's image runs as."""
+        for folder in (self.user, self.code, *self.kept):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o777)
+
+    def values(self, run: str, gpus: int) -> dict[str, str | int]:
+        """The placeholders."""
+        named = self.user / NAMED
+        inputs = {f"inputs.{each.name}": str(each) for each in named.iterdir()} if named.is_dir() else {}
+        return {
+            "checkpoints": str(self.user / KEPT),
+            "outputs": str(self.outputs),
+            "state": str(self.user / STATE),
+            "gpus": gpus,
+            "run": run,
+            **inputs,
+        }
+
+    def below(self, text: str, values: Mapping[str, str | int]) -> Path:
+        """A folder or file that the definition names, relative names below the code. Raises ValueError for one that the
+        command does not have to itself.
+        """
+        path = Path(os.path.normpath(self.code / filled(text, dict(values))))
+        if not path.is_relative_to(self.user) or path == self.user:
+            raise ValueError(f"{text} is not below one of the run's folders: {{checkpoints}}, {{outputs}}, {{state}}")
+        return path
+
+
+def variables(
+    config: CommandConfig, folders: Folders, values: Mapping[str, str | int], *, stack: str, attempt: int
+) -> dict[str, str]:
+    """The environment of each start, apart from secrets and from what a resume adds."""
+    told = {
+        **{name: str(values[name]) for name in ("run", "gpus", "checkpoints", "outputs", "state")},
+        "attempt": str(attempt),
+        "progress": str(progress_file(config, folders, values)),
+        "stop_file": str(folders.stop_file),
+    }
+    inputs = {
+        environment.INPUT + re.sub(r"[^A-Z0-9]", "_", name.removeprefix("inputs.").upper()): str(value)
+        for name, value in values.items()
+        if name.startswith("inputs.")
+    }
+    some_gpus = config.device == "cuda" and config.gpus is not None
+    return {
+        "PYTHONUNBUFFERED": "1",  # else what it prints into a pipe comes in blocks of 8 KB
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(config.stop.grace_s)),  # torchrun's own are 30 s
+        "WANDB_RUN_ID": f"{stack}-{values['run']}",
+        "WANDB_RESUME": "allow",
+        **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(config.gpus or 0)))} if some_gpus else {}),
+        **inputs,
+        **{environment.COMMAND[name]: value for name, value in told.items()},
+        **{name: filled(value, dict(values)) for name, value in (config.env or {}).items()},
+    }
+
+
+def progress_file(config: CommandConfig, folders: Folders, values: Mapping[str, str | int]) -> Path:
+    """Where its lines of JSON are looked for."""
+    return folders.below(config.progress.file, values) if config.progress.file else folders.user / PROGRESS
+
+
+def secrets(references: Mapping[str, str], ask: Callable[[str, str], str] | None = None) -> dict[str, str]:
+    """The values, from where the definition says that they are kept; in a rehearsal from the environment. Raises
+    ValueError, without any value.
+    """
+    found = {}
+    for name, reference in references.items():
+        kind, _, place = reference.partition(":")
+        rehearsed = os.environ.get(environment.SECRET + name)
+        try:
+            found[name] = rehearsed if rehearsed is not None else (ask or _asked)(kind, place)
+        except Exception as error:  # noqa: BLE001 - boto3 has a hundred
+            raise ValueError(
+                f"job.secrets.{name}: {reference} cannot be read ({type(error).__name__}: {error})"
+            ) from None
+    return found
+
+
+def _asked(kind: str, place: str) -> str:
+    from job.supervisor.store import session
+
+    if kind == "ssm":
+        parameter: dict[str, Any] = session().client("ssm").get_parameter(Name=place, WithDecryption=True)
+        return str(parameter["Parameter"]["Value"])
+    return str(session().client("secretsmanager").get_secret_value(SecretId=place)["SecretString"])
+
+
+def blanked(values: Iterable[str]) -> Callable[[bytes], bytes]:
+    """Replaces these values, and each line of those that have several, where they are long enough to be told from
+    anything else.
+    """
+    parts = {part.strip() for value in values for part in (value, *value.splitlines())}
+    hidden = sorted((part.encode() for part in parts if len(part) >= HIDDEN), key=len, reverse=True)
+
+    def blank(line: bytes) -> bytes:
+        for part in hidden:
+            line = line.replace(part, BLANK)
+        return line
+
+    return blank

@@ -1,0 +1,186 @@
+"""What one checkpoint of a command is by its names: which files belong to which step, and whether they look whole.
+
+Pure but for reading ends and heads of files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from job.spec.command import CommandConfig
+
+ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's, where they begin as a zip does
+MOST_STEPS = 10**8  # names of ckpt/ have eight digits
+MOST_JSON = 64 * 1024 * 1024
+_STEP = re.compile(r"\{step(:[0-9a-z]+)?\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A file as it was seen."""
+
+    inode: int
+    device: int
+    bytes: int
+    written: int  # ns
+
+    @classmethod
+    def at(cls, path: Path) -> Look:
+        """Raises OSError."""
+        there = path.stat()
+        return cls(there.st_ino, there.st_dev, there.st_size, there.st_mtime_ns)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The files of one checkpoint, by their names below the folder of checkpoints; `inner`: below its own folder."""
+
+    step: int | None  # None: no name tells it
+    files: Mapping[str, Look]
+    inner: Mapping[str, str]
+
+    @property
+    def bytes(self) -> int:
+        return sum(look.bytes for look in self.files.values())
+
+    @property
+    def written(self) -> float:
+        """Epoch seconds of the newest."""
+        return max(look.written for look in self.files.values()) / 1e9
+
+
+class Names:
+    """The names of a definition, and what the first whole checkpoint has taught of them."""
+
+    def __init__(self, config: CommandConfig) -> None:
+        self._complete, self._unless = config.complete, config.unless
+        self._patterns = [_pattern(name) for name in config.names]
+        self.are_known = bool(config.complete) or not any("*" in name or name.endswith("/") for name in config.names)
+        self.learned: dict[str, tuple[int, int]] = {}  # of a kind of name: how many there are, bytes of the smallest
+
+    def find(self, folder: Path, allowed: Path) -> list[Found]:
+        """Every checkpoint that has begun, oldest step first. What a link leads to lies below `allowed`, or is none."""
+        steps: dict[int | None, tuple[dict[str, Look], dict[str, str]]] = {}
+        for top, _, names in os.walk(folder):
+            for name in names:
+                path = Path(top, name)
+                relative = path.relative_to(folder).as_posix()
+                match = next(filter(None, (pattern.fullmatch(relative) for pattern in self._patterns)), None)
+                if (
+                    match is None
+                    or int(match.groupdict().get("step") or 0) >= MOST_STEPS
+                    or (path.is_symlink() and not path.resolve().is_relative_to(allowed.resolve()))
+                ):
+                    continue
+                groups = match.groupdict()
+                files, inner = steps.setdefault(int(groups["step"]) if "step" in groups else None, ({}, {}))
+                try:
+                    files[relative] = Look.at(path)
+                except OSError:  # removed meanwhile
+                    continue
+                inner[relative] = groups.get("inner") or relative
+        found = [Found(step=step, files=files, inner=inner) for step, (files, inner) in steps.items() if files]
+        return sorted(found, key=lambda each: each.step or 0)
+
+    def lacks(self, found: Found) -> str:
+        """What of it is not there yet, in words; nothing where its names are complete."""
+        inner = set(found.inner.values())
+        if self._unless and _filled(self._unless, found.step) in inner:
+            return f"{self._unless} says that it is unfinished"
+        if self._complete:
+            return "" if _filled(self._complete, found.step) in inner else f"{self._complete} is not there"
+        if not all(any(pattern.fullmatch(name) for name in found.files) for pattern in self._patterns):
+            return "one of its files is not there"
+        if found.step is None:
+            return ""
+        kinds = _kinds(found.files)
+        for kind, (count, least) in self.learned.items():
+            there, smallest = kinds.get(kind, (0, 0))
+            if there < count:
+                return f"{kind} is not there" if count == 1 else f"{there} of {count} {kind} are there"
+            if smallest < least / 2:
+                return f"{kind} has {smallest:,} bytes, the first one's had {least:,}"
+        return ""
+
+    def learn(self, files: Mapping[str, int]) -> None:
+        """From names and bytes of one that is whole. The first teaches."""
+        if not self._complete and not self.learned:
+            self.learned = _kinds({name: Look(0, 0, size, 0) for name, size in files.items()})
+
+    def place(self, files: Iterable[str]) -> str:
+        """What a command is told as {checkpoint}: the file, or the folder that all of it is in."""
+        first = sorted(files)[0]
+        match = next(filter(None, (pattern.fullmatch(first) for pattern in self._patterns)), None)
+        inner = match and match.groupdict().get("inner")
+        return first.removesuffix(f"/{inner}") if inner else first
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """The first {step} tells it, each other one repeats it."""
+    text, seen = "", False
+    for part in re.split(r"(\{step(?::[0-9a-z]+)?\}|\*)", name.rstrip("/")):
+        if _STEP.fullmatch(part):
+            text += r"0*(?P=step)" if seen else r"0*(?P<step>\d+)"
+            seen = True
+        else:
+            text += "[^/]*" if part == "*" else re.escape(part)
+    return re.compile(text + ("/(?P<inner>.+)" if name.endswith("/") else ""))
+
+
+def _filled(name: str, step: int | None) -> str:
+    return _STEP.sub(lambda match: format(step or 0, (match[1] or ":")[1:]), name)
+
+
+def _kinds(files: Mapping[str, Look]) -> dict[str, tuple[int, int]]:
+    """Names with their digits taken out: how many there are of each, and the bytes of the smallest."""
+    kinds = {name: re.sub(r"\d+", "#", name) for name in files}
+    counted = Counter(kinds.values())
+    return {
+        kind: (count, min(files[name].bytes for name in files if kinds[name] == kind))
+        for kind, count in counted.items()
+    }
+
+
+def torn(path: Path) -> str:
+    """Why a file cannot be whole, as far as its own format tells; nothing where it is, or cannot be told."""
+    return _checked(path)[0]
+
+
+def tells_itself(path: Path) -> bool:
+    """Whether a cut would show in the file."""
+    return _checked(path)[1]
+
+
+def _checked(path: Path) -> tuple[str, bool]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        if path.suffix in ZIPPED:
+            if not head:
+                return "it is empty", True
+            if head.startswith(b"PK"):
+                return ("" if zipfile.is_zipfile(path) else "its zip has no end"), True
+        if path.suffix == ".safetensors":
+            try:
+                length = struct.unpack("<Q", head)[0]
+                header = json.loads(file.read(length)) if length < size else {}
+                ends = [row["data_offsets"][1] for key, row in header.items() if key != "__metadata__"]
+                whole = size == 8 + length + max(ends, default=0)
+            except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+                whole = False
+            return ("" if whole else "it is another length than its header says"), True
+        if path.suffix == ".json" and size < MOST_JSON:
+            try:
+                json.loads(head + file.read())
+            except ValueError:
+                return "it is no JSON", True
+            return "", True
+    return "", False

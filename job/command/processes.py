@@ -1,0 +1,188 @@
+"""The processes of a command, as the kernel shows them: who is there, who writes which file, who catches a signal.
+
+Run as a program (`python -I processes.py PARENT WORD...`) it is the guard of a command without a container: what it
+starts stays below it, and all of it ends when PARENT does. The standard library alone, nothing of job: so that it can
+be started by its path. Without /proc (macOS, rehearsals only) less is known, and the callers are told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+PROC = Path("/proc")
+KNOWN = (PROC / "self" / "stat").exists()
+ADOPT, DIE_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG: linux/prctl.h; kept across execve
+GONE_S = 10.0  # for killed processes to be gone; who waits for a GPU that fell off the bus stays
+KILLED = 137
+
+File = tuple[int, int]  # device and inode
+
+
+def descendants(first: int) -> list[int]:
+    """Processes below `first`, parents before children; without those that only wait to be reaped."""
+    parents = _parents()
+    below: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        below.setdefault(parent, []).append(pid)
+    found, waiting = [], [first]
+    while waiting:
+        for pid in sorted(below.get(waiting.pop(0), [])):
+            found.append(pid)
+            waiting.append(pid)
+    return found
+
+
+def _parents() -> dict[int, int]:
+    """Of every living process."""
+    found = {}
+    if not KNOWN:
+        listed = subprocess.run(["ps", "-axo", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
+        for line in listed.splitlines():
+            pid, parent, state = line.split()
+            if not state.startswith("Z"):
+                found[int(pid)] = int(parent)
+        return found
+    for name in os.listdir(PROC):  # noqa: PTH208 - names alone, ten times a second
+        if name.isdigit():
+            with suppress(OSError, ValueError):
+                state, parent = (PROC / name / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    found[int(name)] = int(parent)
+    return found
+
+
+def written(pids: Iterable[int]) -> set[File] | None:
+    """The files that these processes have open for writing; None: not known here, or of one of them."""
+    if not KNOWN:
+        return None
+    found = set()
+    for pid in pids:
+        folder = PROC / str(pid)
+        try:
+            numbers = [each.name for each in (folder / "fd").iterdir()]
+        except FileNotFoundError:
+            continue
+        except OSError:
+            if _is_alive(folder):
+                return None
+            continue
+        for number in numbers:
+            with suppress(OSError, ValueError, IndexError):  # closed meanwhile
+                flags = (folder / "fdinfo" / number).read_text().split("flags:")[1].split()[0]
+                if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+                    there = (folder / "fd" / number).stat()
+                    found.add((there.st_dev, there.st_ino))
+    return found
+
+
+def _is_alive(folder: Path) -> bool:
+    try:
+        return (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal, or waits for it."""
+    masks = 0
+    with suppress(OSError):
+        for line in (PROC / str(pid) / "status").read_text().splitlines():
+            if line.startswith(("SigCgt:", "SigBlk:")):
+                masks |= int(line.split()[1], 16)
+    return bool(masks >> (number - 1) & 1)
+
+
+def addressees(first: int, number: int) -> list[int]:
+    """Those below `first` that a signal is for.
+
+    Who catches it has the care of its children: torchrun passes it on to its ranks; the workers that load data for a
+    script are the script's, and one that dies of the signal would take the save with it. Only where a script starts
+    itself again (Lightning's ranks) do both get it. Shells catch nothing, and who is below them gets it as well. USR1
+    and USR2, which end who does not know them, go to who catches them alone.
+    """
+    if not KNOWN:
+        return descendants(first)
+    parents, found = _parents(), list[int]()
+    spared = number in (signal.SIGUSR1, signal.SIGUSR2)
+    caught: dict[int, bool] = {}
+    for pid in descendants(first):
+        caught[pid] = catches(pid, number)
+        above = parents.get(pid, 0)
+        if caught.get(above, False) and not _is_again(pid, above):
+            caught[pid] = True  # nor are those below it
+        elif caught[pid] or not spared:
+            found.append(pid)
+    return found
+
+
+def _is_again(pid: int, parent: int) -> bool:
+    """The same program started anew, with an environment of its own: no fork of it."""
+    own, above = PROC / str(pid), PROC / str(parent)
+    try:
+        same = (own / "cmdline").read_bytes() == (above / "cmdline").read_bytes()
+        return same and (own / "environ").read_bytes() != (above / "environ").read_bytes()
+    except OSError:
+        return False
+
+
+def number(name: str) -> int:
+    """Of a signal: TERM, INT, USR1, USR2."""
+    return int(signal.Signals[f"SIG{name}"])
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """The signal to each that is still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def kill(first: int) -> bool:
+    """Ends all below `first`, those that fork meanwhile too. False: one cannot be ended."""
+    until = time.monotonic() + GONE_S
+    while found := descendants(first):
+        if time.monotonic() > until:
+            return False
+        send(found, signal.SIGSTOP)  # who stands still does not fork
+        send(descendants(first), signal.SIGKILL)
+        time.sleep(0.02)
+    return True
+
+
+def adopt_orphans() -> None:
+    """From now on who loses its parent becomes this process's child, as in a container."""
+    _prctl(ADOPT, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def guard(parent: int, argv: list[str], die: Callable[[int], None] = os._exit) -> int:
+    """Runs it in a group of its own as the parent of all that it starts. Its exit code, as a shell has it."""
+
+    def end(*_: object) -> None:
+        kill(os.getpid())
+        die(KILLED)
+
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, end)
+    _prctl(DIE_WITH_PARENT, signal.SIGTERM)
+    if os.getppid() != parent:
+        return KILLED
+    code = subprocess.Popen(argv, preexec_fn=adopt_orphans).wait()
+    kill(os.getpid())
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(guard(int(sys.argv[1]), sys.argv[2:]))

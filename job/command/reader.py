@@ -1,0 +1,301 @@
+"""What a command prints, and what it says of its progress: bytes of output to lines, lines to steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from job.contract import metrics
+from job.contract.metrics import Save
+from job.spec.command import PHASE
+
+LAST = 20  # lines that an ending tells
+LONGEST = 32 * 1024  # a line is cut there
+FINISH_S = 10.0  # at most, to read what is there
+BAR_S = 10.0  # between two states of a progress bar in the log
+FLUSH_S = 1.0  # between two lines of metrics.jsonl
+JUMP = 100  # logging intervals: a step further away is not believed at once
+NUMBERS = ("loss", "val", "step_ms")
+REMEMBERED = 2000
+
+
+class Output:
+    """The command's output, read in a thread of its own until `close`: each byte is a sign of life, a line ends at a
+    line feed or at a carriage return, and what a bar draws over itself is shown now and then.
+    """
+
+    def __init__(
+        self,
+        pipe: int,
+        line: Callable[[str, float], None],
+        show: Callable[[bytes], None],
+        blank: Callable[[bytes], bytes],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.at = clock()
+        self.last: deque[str] = deque(maxlen=LAST)
+        self._pipe, self._line, self._show, self._blank, self._clock = pipe, line, show, blank, clock
+        self._rest, self._bar_at = b"", 0.0
+        self._ended, self._read_all = threading.Event(), threading.Event()
+        self._read_all.set()
+        self._thread = threading.Thread(target=self._read, name="output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Returns when all that is there is read, a last line without an end too."""
+        self._read_all.clear()
+        self._read_all.wait(FINISH_S)
+
+    def close(self) -> None:
+        """The same, and no more is read."""
+        self._ended.set()
+        self._thread.join()
+
+    def take(self, content: bytes) -> None:
+        """More bytes."""
+        self.at = self._clock()
+        *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self._rest + content)
+        if len(self._rest) > LONGEST:
+            lines, self._rest = [*lines, self._rest], b""
+        for each in lines:
+            self._take_line(each)
+
+    def _take_line(self, line: bytes) -> None:
+        text, bar = self._blank(line.rstrip(b"\r\n"))[:LONGEST], not line.endswith(b"\n")
+        if not text.strip():
+            return
+        said = text.decode("utf-8", "replace")
+        self._line(said, self.at)
+        if bar and self.at < self._bar_at + BAR_S:
+            return
+        self._bar_at = self.at if bar else self._bar_at
+        self.last.append(said.rstrip()[:500])
+        self._show(text + b"\n")
+
+    def _read(self) -> None:
+        while True:
+            ended, asked = self._ended.is_set(), not self._read_all.is_set()
+            ready, _, _ = select.select([self._pipe], [], [], 0.05)
+            if ready:
+                with suppress(BlockingIOError):
+                    self.take(os.read(self._pipe, 1 << 20))
+                continue
+            if (asked or ended) and self._rest:
+                self.take(b"\n")
+            if asked:
+                self._read_all.set()
+            if ended:
+                return
+
+
+class Metrics:
+    """metrics.jsonl, as a ready-made job writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def resume(self, step: int) -> int | None:
+        """Cuts off what will be repeated. The usual distance between two lines before it; None: not known."""
+        with suppress(FileNotFoundError):
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            kept = [(each, found) for each in lines if (found := metrics.line(each)) and found["step"] <= step]
+            if len(kept) < len(lines):
+                self._path.write_bytes(b"".join(each for each, _ in kept))
+            steps = [found["step"] for _, found in kept]
+            gaps = [after - before for before, after in pairwise(steps) if after > before]
+            return round(median(gaps)) if gaps else None
+        return None
+
+    def append(self, record: dict[str, Any]) -> None:
+        """A full disk stops nothing."""
+        with suppress(OSError), self._path.open("ab") as file:
+            file.write(metrics.write(record))
+
+
+class Progress:
+    """The command's steps, from its output or from its file. `first`: the first step that this start has told."""
+
+    def __init__(self, metrics: Metrics, patterns: Iterable[str], note: Callable[[str], None]) -> None:
+        self._metrics, self._note = metrics, note
+        self._patterns = [re.compile(pattern) for pattern in patterns]
+        self._total = 0.0  # the greatest; of a bar that has another one the steps are something else
+        self._lock = threading.Lock()
+        self.step = self._began = 0
+        self.first: int | None = None
+        self.val: dict[int, float] = {}  # by step
+        self.at = 0.0
+        self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
+        self._gaps: deque[int] = deque(maxlen=50)
+        self._pending: dict[str, Any] = {}
+        self._flushed = 0.0
+        self._events: list[str] = []
+        self._saves: list[Save] = []
+        self._doubted: int | None = None
+        self._told: set[str] = set()
+        self._interval: int | None = None
+        self._file: Path | None = None
+        self._offset = 0
+
+    def begin(self, step: int, file: Path) -> None:
+        """A start that goes on after `step`; `file`: of JSON lines, which holds earlier starts' as well."""
+        with self._lock:
+            self._flush(time.time())
+            interval = self._metrics.resume(step)
+            self._interval = interval or self._interval
+            self.step, self._began, self.first, self._doubted = step, step, None, None
+            self._pending = {"resumed": step} if step else {}
+            self._seen.clear()
+            self._file, self._offset = file, file.stat().st_size if file.exists() else 0
+
+    @property
+    def interval(self) -> int | None:
+        """Steps between two records, usually; None: not known."""
+        return round(median(self._gaps)) if len(self._gaps) >= 3 else self._interval
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step in this start; None: not known."""
+        with self._lock:
+            if len(self._seen) < 2:
+                return None
+            (began, low), (at, high) = self._seen[0], self._seen[-1]
+            return (at - began) / (high - low)
+
+    def at_time(self, moment: float) -> int:
+        """The newest step that was told by then."""
+        with self._lock:
+            return next((step for at, step in reversed(self._seen) if at <= moment), self._began)
+
+    def event(self, text: str) -> None:
+        """Into the next line of metrics.jsonl."""
+        with self._lock:
+            self._events.append(text)
+
+    def saved(self, save: Save) -> None:
+        """The same."""
+        with self._lock:
+            self._saves.append(save)
+
+    def line(self, text: str, at: float) -> None:
+        """One that the command has printed."""
+        found: dict[str, Any] = {}
+        for pattern in self._patterns:
+            if (match := pattern.search(text)) is not None:
+                found.update({name: value for name, value in match.groupdict().items() if value is not None})
+        if {"epoch", "batch", "batches"} <= found.keys() and "step" not in found:
+            found["step"] = int(found["epoch"]) * int(found["batches"]) + int(found["batch"])
+        if found:
+            self.take(found, at)
+
+    def poll(self) -> None:
+        """What its file has got since, and what waits to be written."""
+        if self._file is not None:
+            with suppress(FileNotFoundError), self._file.open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                if file.tell() < self._offset:  # written anew
+                    self._offset = 0
+                file.seek(self._offset)
+                new = file.read()
+                whole = new[: new.rfind(b"\n") + 1]
+                self._offset += len(whole)
+                for each in whole.splitlines():
+                    with suppress(ValueError):
+                        record = json.loads(each)
+                        if isinstance(record, dict) and type(record.get("step")) in (int, float):
+                            self.take(record, time.time())
+        with self._lock:
+            now = time.time()
+            if now >= self._flushed + FLUSH_S:
+                self._flush(now)
+
+    def flush(self) -> None:
+        """Writes what waits."""
+        with self._lock:
+            self._flush(time.time())
+
+    def take(self, found: dict[str, Any], at: float) -> None:
+        """A record: step and figures, as text or numbers."""
+        figures = {name: value for name in found if (value := _number(found[name])) is not None}
+        total, step = figures.pop("total", None), figures.pop("step", None)
+        with self._lock:
+            if step is not None and not self._belongs(total):
+                return
+            if step is not None and not self._accept(int(step), at):
+                return
+            if self.step == 0 and step is None:
+                return
+            record = {key: figures[key] for key in figures if key not in ("val", "epoch", "batch", "batches")}
+            if "val" in figures:
+                record["val_loss"] = self.val[self.step] = figures["val"]
+            self._pending = {**self._pending, **record, "step": self.step}
+
+    def _belongs(self, total: float | None) -> bool:
+        """Of several bars the longest is the training's."""
+        self._total = max(self._total, total or 0)
+        return total is None or total == self._total
+
+    def _accept(self, step: int, at: float) -> bool:
+        if step <= 0:  # a bar that stands at its beginning, also where the command will go on further up
+            return False
+        self.first = step if self.first is None else self.first
+        ahead = step - self.step
+        if ahead < 0:
+            if -ahead > (self.interval or 1):
+                self._name("back", f"steps go back without a restart, from {self.step:,} to {step:,}: kept out")
+            return False
+        far = JUMP * (self.interval or 0)
+        if len(self._gaps) >= 3 and ahead > far and not 0 <= step - (self._doubted or step + 1) <= far:
+            self._name("jump", f"steps jump from {self.step:,} to {step:,}: kept out unless they go on from there")
+            self._doubted = step
+            return False
+        if ahead:
+            if self._seen and "step_ms" not in self._pending:
+                before, known = self._seen[-1]
+                self._pending["step_ms"] = round((at - before) * 1000 / (step - known), 3)
+            if self._seen:
+                self._gaps.append(ahead)
+            self._seen.append((at, step))
+            self.step, self.at, self._doubted = step, at, None
+        return True
+
+    def _name(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            self._note(text)
+            self._events.append(text)
+
+    def _flush(self, now: float) -> None:
+        if "step" not in self._pending:
+            return
+        self._flushed = now
+        record = {"ts": round(now, 3), "phase": PHASE, **self._pending}
+        if self._events:
+            record["event"] = "; ".join(self._events)
+        if self._saves:
+            record["saves"] = [
+                {"step": s.step, "reason": s.reason, "bytes": s.bytes, "blocked_s": s.blocked_s} for s in self._saves
+            ]
+        self._metrics.append(record)
+        self._pending, self._events, self._saves = {}, [], []
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if not isinstance(value, bool) and abs(found) < 1e15 else None
