@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from infra.account import iam_policy, refusals
 from infra.account.aws import pages
 from infra.definition.model import StackDefinition
 from infra.program.boot.user_data import ROOT_DEVICE
-from job.contract.inputs import DATASET, WEIGHTS
+from job.contract.inputs import DATASET, WEIGHTS, is_file
 
 DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs
 GRANT_OPERATIONS = (
@@ -267,6 +267,9 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator
     for key, (place, listing) in places.items():
         if place and place.startswith("s3://"):
             yield _prefix(key, place.rstrip("/"), listing, definition.account.kms_key, s3, kms)
+    for name, place in (definition.storage.inputs or {}).items():
+        if place.startswith("s3://"):
+            yield _prefix(f"inputs.{name}", place.rstrip("/"), _first(place, s3), definition.account.kms_key, s3, kms)
     disk = definition.storage.data
     if disk is None or disk.snapshot is None:
         return
@@ -293,6 +296,58 @@ def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
     return found
 
 
+def _first(place: str, s3: Any) -> str:
+    """The name of an object at a prefix that is listed, not named by a file of its own; a made-up one without any."""
+    bucket, _, path = place.removeprefix("s3://").partition("/")
+    prefix = f"{path.strip('/')}/" if path.strip("/") else ""
+    try:
+        listed = s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=10).get("Contents", ())
+    except ClientError as error:
+        if refusals.code(error) != "NoSuchBucket":
+            raise
+        listed = ()
+    names = [item["Key"].removeprefix(prefix) for item in listed]
+    return next(filter(is_file, names), "(any file)")
+
+
+def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Check]:
+    """What the job is to know is kept where the file says. No value is read."""
+    region, own = definition.fleet.region, definition.account.kms_key or ""
+    for reference in definition.job.parameters.secrets_named:
+        service, _, name = reference.partition(":")
+        kept = _parameter(name, client("ssm", region)) if service == "ssm" else _secret(name, client(service, region))
+        if kept is None:
+            fix = f"Put it there in {region}, or put job.secrets right."
+            yield Check(name="secret", state="problem", found=f"{reference} does not exist", fix=fix)
+        elif kept and kept != own and not own.endswith(f"/{kept}"):
+            found = f"{reference} is encrypted with {kept}: a node may decrypt with account.kms_key alone"
+            yield Check(name="secret", state="problem", found=found, fix="Set account.kms_key to it, or use AWS's key.")
+        else:
+            yield Check(name="secret", found=f"{reference} is there")
+
+
+def _parameter(name: str, ssm: Any) -> str | None:
+    """The key of the user's that a parameter is encrypted with; empty: none of theirs. None: there is no parameter."""
+    wanted = {"Key": "Name", "Option": "Equals", "Values": [name]}
+    found = next(iter(pages(ssm, "describe_parameters", "Parameters", ParameterFilters=[wanted])), None)
+    if found is None:
+        return None
+    key = str(found.get("KeyId") or "")
+    return "" if key == "alias/aws/ssm" else key
+
+
+def _secret(name: str, manager: Any) -> str | None:
+    """The same of a secret; one that is being deleted is none."""
+    try:
+        found = manager.describe_secret(SecretId=name)
+    except ClientError as error:
+        if refusals.code(error) != "ResourceNotFoundException":
+            raise
+        return None
+    key = str(found.get("KmsKeyId") or "")
+    return None if found.get("DeletedDate") else "" if key == "alias/aws/secretsmanager" else key
+
+
 def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: Any) -> Check:
     """The list of files is what a node reads first; as `prepare` writes it, it lies beside them."""
     bucket, _, prefix = place.removeprefix("s3://").partition("/")
@@ -301,7 +356,9 @@ def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: A
     except ClientError as error:
         if refusals.code(error) not in ("NoSuchBucket", "NoSuchKey", "404"):
             raise
-        fix = f"Put storage.{key} right; what `gpufleet prepare` lists goes there whole, {listing} included."
+        fix = f"Put storage.{key} right."
+        if listing in (DATASET, WEIGHTS):
+            fix = f"Put storage.{key} right; what `gpufleet prepare` lists goes there whole, {listing} included."
         return Check(name=key, state="problem", found=f"{place}/{listing} is not there", fix=fix)
     used = found.get("SSEKMSKeyId")
     manager = _manager(used, kms) if used and used != own else "AWS"

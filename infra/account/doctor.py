@@ -37,13 +37,27 @@ def pin(definition: StackDefinition, ssm: Any, say: Callable[[str], None] = prin
             f"{definition.fleet.region} has no parameter {AMI_PARAMETER}. Choose another region, or write an AMI with "
             "the Nvidia driver, docker and the Nvidia container toolkit into fleet.ami by hand."
         ) from None
-    tagged = definition.job.image.partition("@")[0]
-    image = f"{tagged}@{registry.digest(tagged)}"
-    pins.pin(definition.source, ami=ami, image=image)
-    for key, before, after in (("fleet.ami", definition.fleet.ami, ami), ("job.image", definition.job.image, image)):
-        say(f"  pinned  {key}: {after}" if before != after else f"  pinned  {key}: {after} (as before)")
+    images = {"image": _pinned(definition.job.image, definition.job.parameters.login)}
+    if definition.job.supervisor_image is not None:
+        images["supervisor_image"] = _pinned(definition.job.supervisor_image)
+    pins.pin(definition.source, ami=ami, **images)
+    before = {"fleet.ami": definition.fleet.ami, **{f"job.{key}": getattr(definition.job, key) for key in images}}
+    for key, value in {"fleet.ami": ami, **{f"job.{key}": image for key, image in images.items()}}.items():
+        say(f"  pinned  {key}: {value}" if before[key] != value else f"  pinned  {key}: {value} (as before)")
     if definition.fleet.ami not in ("unpinned", ami):
         say("          A run that is up keeps what it began with: give run.id a new value before the next `pulumi up`.")
+
+
+def _pinned(image: str, login: str | None = None) -> str:
+    """The image with the digest of its tag; as it is where a `login` that is read on nodes alone hides it."""
+    if login is not None and not ecr.repository(image):
+        if "@" in image:
+            return image
+        raise AwsRefused(
+            f"{image}: its registry wants the login of job.registry; write its digest by hand: @sha256:..."
+        )
+    tagged = image.partition("@")[0]
+    return f"{tagged}@{registry.digest(tagged)}"
 
 
 def examine(definition: StackDefinition, root: Path, client: Callable[[str, str], Any]) -> Iterator[Check]:
@@ -64,7 +78,8 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
         lambda: checks.ami(definition, ec2),
         lambda: checks.disk_key(definition, ec2, kms, iam),
         lambda: checks.inputs(definition, client("s3", region), ec2, kms),
-        lambda: image(definition, client("sts", region)),
+        lambda: images(definition, client("sts", region)),
+        lambda: checks.secrets(definition, client),
         lambda: readiness(definition, root),
     )
     for group in groups:
@@ -82,9 +97,23 @@ def guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
         yield Check(name=SKIPPED, state="warning", found=str(sentence))
 
 
-def image(definition: StackDefinition, sts: Any) -> Iterator[Check]:
+def images(definition: StackDefinition, sts: Any) -> Iterator[Check]:
+    """Whether a node could pull its container images."""
+    for name in definition.job.images:
+        yield from _image(name, definition, sts)
+
+
+def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
     """Whether a node could pull the container image. Raises botocore's errors for a private ECR repository."""
-    name = definition.job.image
+    if definition.job.parameters.login is not None and name == definition.job.image and not ecr.repository(name):
+        pinned = "@" in name
+        yield Check(
+            name="image",
+            state="warning" if pinned else "problem",
+            found=f"{name.partition('@')[0]} is behind job.registry's login, which nodes alone read: not looked for",
+            fix="" if pinned else "Write its digest by hand: @sha256:...",
+        )
+        return
     try:
         found = registry.digest(name)
     except AwsRefused as error:
@@ -115,6 +144,6 @@ def image(definition: StackDefinition, sts: Any) -> Iterator[Check]:
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
     """What else `up` needs of the project itself, and refuses without. AMI and image have checks of their own."""
     for sentence in not_ready(definition, root):
-        if sentence.startswith("storage."):
+        if sentence.startswith("storage.") or ".code." in sentence:
             found, _, fix = sentence.partition(": ")
-            yield Check(name="inputs", state="problem", found=found, fix=fix[0].upper() + fix[1:])
+            yield Check(name="inputs", state="problem", found=found, fix=fix[:1].upper() + fix[1:])

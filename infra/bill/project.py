@@ -17,6 +17,7 @@ from infra.catalog import Catalog
 from infra.definition.model import StackDefinition
 from infra.evidence.calibration import find_all
 from infra.evidence.observations import observations
+from infra.inputs import folders
 from infra.inputs.prepared import counted_by, prepared_dataset
 from infra.risk.hazard import learn
 
@@ -52,6 +53,11 @@ def footing(definition: StackDefinition, root: Path, catalog: Catalog) -> Footin
     dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
     return Footing(
         definition=counted_by(definition, dataset),
-        dataset_bytes=None if dataset is None else sum(file.bytes for file in dataset.files),
+        dataset_bytes=_uploaded(definition, root) if dataset is None else sum(file.bytes for file in dataset.files),
         calibrations=find_all(definition, catalog.instances, root),
     )
+
+
+def _uploaded(definition: StackDefinition, root: Path) -> int | None:
+    """Bytes of a command's inputs that are uploaded; None for a job that takes a dataset, and has none yet."""
+    return None if definition.job.parameters.dataset_kind else folders.size(definition, root)

@@ -1,4 +1,6 @@
-"""`gpufleet prepare STACK [TEXT]`: makes the dataset that storage.dataset names from its source, or from a text."""
+"""`gpufleet prepare STACK [TEXT]`: makes the dataset that storage.dataset names from its source, or from a text; or
+lists and hashes what storage.inputs names.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ import argparse
 from datetime import UTC, datetime
 from pathlib import Path
 
+from infra.account import aws
 from infra.bill.prediction import predict
 from infra.commands import stack
 from infra.definition.loader import load, project_root
-from infra.inputs.prepare import prepare_inputs, repeated, require_another_folder
+from infra.errors import GpufleetError
+from infra.inputs.prepare import prepare_folders, prepare_inputs, repeated, require_another_folder
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +43,16 @@ def run(args: argparse.Namespace) -> int:
         require_another_folder(load(definition.source, now=now, past_deadline=True), definition, root)
     else:
         definition = stack.definition_of(args)
-    made = prepare_inputs(definition, root, text=args.text, tokenizer=args.tokenizer, say=_say)
+    often = ""
+    if definition.job.parameters.dataset_kind:
+        made = prepare_inputs(definition, root, text=args.text, tokenizer=args.tokenizer, say=_say)
+        often = repeated(definition.job.parameters, made)
+    elif args.text or args.tokenizer:
+        raise GpufleetError("a command takes its data as storage.inputs names it: leave out TEXT and --tokenizer")
+    else:
+        prepare_folders(definition, root, aws.client("s3", definition.fleet.region), _say)
     if not args.rehearsal:
-        if often := repeated(definition.job.parameters, made):
+        if often:
             _say(often)
         predict(definition, root, datetime.now(UTC), _say)
     return 0

@@ -135,10 +135,10 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
         if place:
             hint = "Name it under storage.inputs: {inputs.NAME} is where it lies for the command."
             findings.add(f"storage.{key}", "nothing beside job.command", hint)
-    for path, folder in config.folders():
-        shipped = "A folder of this machine is shipped." if "://" in folder else _place_problem(folder, anywhere=True)
-        if shipped:
-            findings.add(f"{config.path}.{path}", "a folder, as seen from the project's", shipped)
+    if (code := config.shipped) is not None:
+        remote = "A folder of this machine is shipped." if "://" in code.folder else ""
+        if problem := remote or _place_problem(code.folder, anywhere=True):
+            findings.add(f"{config.path}.code.folder", "a folder, as seen from the project's", problem)
     named = storage.inputs or {}
     for path, name in config.inputs_named():
         if name not in named:

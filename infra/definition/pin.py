@@ -4,31 +4,42 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from infra.definition.model import SUPERVISOR_IMAGE
 from infra.definition.yaml_tree import Mapping, Scalar, find_node, open_file, parse
 from infra.errors import DefinitionError, Problem
 from job import atomic
 
+_EXAMPLES = {
+    "fleet.ami": "unpinned",
+    "job.image": "registry/repository:tag",
+    "job.supervisor_image": SUPERVISOR_IMAGE,
+}
+_ABOVE = {"fleet.ami": "fleet.region", "job.supervisor_image": "job.image"}  # beside what a missing one is written
 
-def pin(path: Path, *, ami: str, image: str) -> None:
-    """Writes the AMI and the image with its digest into the file; every other byte stays. Atomic.
 
-    Without `ami` it gets a line above `region`. Raises DefinitionError when the file is not plain enough for that (a
-    folded value, a section in braces without the key).
+def pin(path: Path, *, ami: str, image: str, supervisor_image: str | None = None) -> None:
+    """Writes the AMI and the images with their digests into the file; every other byte stays. Atomic.
+
+    Without `ami` it gets a line above `region`, without `supervisor_image`, where there is one, above `image`. Raises
+    DefinitionError when the file is not plain enough for that (a folded value, a section in braces without the key).
     """
     target = path.resolve()
     text, tree = open_file(target)
     edits: list[tuple[int, int, str]] = []
     problems: list[Problem] = []
-    for where, value, example in (("fleet.ami", ami, "unpinned"), ("job.image", image, "registry/repository:tag")):
+    wanted = {"fleet.ami": ami, "job.image": image}
+    if supervisor_image is not None:
+        wanted["job.supervisor_image"] = supervisor_image
+    for where, value in wanted.items():
         node = find_node(tree, where)
-        if where == "fleet.ami" and node is None and (line := _above_region(text, tree, value)):
+        if node is None and (line := _line_above(_ABOVE.get(where, ""), text, tree, where, value)):
             edits.append(line)
         elif not isinstance(node, Scalar):
             section, _, key = where.partition(".")
-            hint = f"Add the line `{key}: {example}` under `{section}:`, then pin again."
+            hint = f"Add the line `{key}: {_EXAMPLES[where]}` under `{section}:`, then pin again."
             problems.append(Problem(path=where, value="", allowed="a value to replace", hint=hint))
         elif node.style in ("|", ">"):
-            hint = f"Write `{where.partition('.')[2]}: {example}` on one line, then pin again."
+            hint = f"Write `{where.partition('.')[2]}: {_EXAMPLES[where]}` on one line, then pin again."
             problems.append(Problem(path=where, value=node.text.strip(), allowed="one line", hint=hint, line=node.line))
         else:
             quote = node.style or ""
@@ -40,26 +51,25 @@ def pin(path: Path, *, ami: str, image: str) -> None:
     for start, end, value in sorted(edits, reverse=True):
         pinned = pinned[:start] + value + pinned[end:]
     _, again = parse(pinned.encode(), path)
-    written = [
-        node.text if isinstance(node, Scalar) else None
-        for node in (find_node(again, "fleet.ami"), find_node(again, "job.image"))
-    ]
-    assert written == [ami, image], written
+    for where, value in wanted.items():
+        written = find_node(again, where)
+        assert isinstance(written, Scalar), where
+        assert written.text == value, (where, written)
     if pinned != text:
         mode = target.stat().st_mode
         atomic.write_bytes(target, pinned.encode())
         target.chmod(mode)
 
 
-def _above_region(text: str, tree: Mapping, ami: str) -> tuple[int, int, str] | None:
-    """The line that a file without `ami` gets; None where `region` is not on a line of its own in block style."""
-    region = find_node(tree, "fleet.region")
+def _line_above(neighbour: str, text: str, tree: Mapping, where: str, value: str) -> tuple[int, int, str] | None:
+    """The line that a file without the key gets; None where `neighbour` is not on a line of its own in block style."""
+    beside, key, beside_key = find_node(tree, neighbour), where.rpartition(".")[2], neighbour.rpartition(".")[2]
     lines = text.splitlines(keepends=True)
-    if region is None or region.line > len(lines):
+    if not neighbour or beside is None or beside.line > len(lines):
         return None
-    line, before = lines[region.line - 1], "".join(lines[: region.line - 1])
+    line, before = lines[beside.line - 1], "".join(lines[: beside.line - 1])
     indent = line[: len(line) - len(line.lstrip(" "))]
-    if not indent or not line.startswith(f"{indent}region:") or before.rstrip().endswith(("{", ",")):
+    if not indent or not line.startswith(f"{indent}{beside_key}:") or before.rstrip().endswith(("{", ",")):
         return None
     end = line[len(line.rstrip("\r\n")) :] or "\n"
-    return len(before), len(before), f"{indent}ami: {ami}{end}"
+    return len(before), len(before), f"{indent}{key}: {value}{end}"

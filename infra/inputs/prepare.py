@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from infra.definition.model import StackDefinition
 from infra.errors import GpufleetError
+from infra.inputs import code, folders
 from infra.inputs.readiness import dataset_differs
 from job import atomic
 from job.dataset import prepare, weights
 from job.spec import JobConfig
 from job.spec.common import Given, Say
+from job.text import counted
 
 OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretraining makes 8
 
@@ -36,6 +39,22 @@ def prepare_inputs(
     except ValueError as error:
         raise GpufleetError(str(error)) from error
     return made
+
+
+def prepare_folders(definition: StackDefinition, root: Path, s3: Any, say: Say) -> None:
+    """Lists and hashes a command's inputs, and says what of its code is shipped. Raises GpufleetError."""
+    tree = code.read(definition, root)
+    if tree is not None:
+        changed = " and what was changed since" if tree.changed else ""
+        commit = f", commit {tree.commit[:12]}{changed}" if tree.commit else ""
+        say(f"code: {counted(len(tree.files), 'file')}, {tree.bytes / 1e6:.1f} MB of {tree.folder}{commit}")
+    for place in (definition.storage.inputs or {}).values():
+        if place.startswith("s3://"):
+            folders.listed(place, root, s3)
+    if lacking := list(folders.missing(definition, root)):
+        raise GpufleetError("\n".join(lacking))
+    for name, found in folders.read(definition, root).items():
+        say(f"{name}: {counted(found.count, 'file')}, {found.bytes / 1e6:.1f} MB of {found.uri or found.folder}")
 
 
 def prepared(

@@ -1,10 +1,12 @@
-"""What has to be there before `pulumi up`: pinned AMI and image, a prepared dataset, base weights."""
+"""What has to be there before `pulumi up`: pinned AMI and images, a prepared dataset, base weights, code, inputs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from infra.definition.model import StackDefinition
+from infra.errors import DefinitionError
+from infra.inputs import code, folders
 from job.contract.inputs import DATASET
 
 
@@ -13,8 +15,9 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     name, sentences = definition.argument, []
     if definition.fleet.ami == "unpinned":
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
-    if "@sha256:" not in definition.job.image:
-        sentences.append(f"job.image has a tag but no digest: run `gpufleet doctor {name} --pin`.")
+    for key, image in (("image", definition.job.image), ("supervisor_image", definition.job.supervisor_image)):
+        if image is not None and "@sha256:" not in image:
+            sentences.append(f"job.{key} has a tag but no digest: run `gpufleet doctor {name} --pin`.")
     dataset, folder = definition.storage.dataset, definition.storage.dataset_folder(root)
     if folder is not None and (reason := _unprepared(definition, folder, root)):
         sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition)}`.")
@@ -26,7 +29,11 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
             sentences.append(f"storage.base_weights, {weights}, {reason}: run `gpufleet prepare {name}`.")
         elif reason := definition.job.parameters.weights_differ(folder):
             sentences.append(f"storage.base_weights, {weights}, {reason}")
-    return sentences
+    try:
+        code.read(definition, root)
+    except DefinitionError as error:
+        sentences += map(str, error.problems)
+    return [*sentences, *folders.missing(definition, root)]
 
 
 def command(definition: StackDefinition) -> str:

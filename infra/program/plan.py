@@ -23,10 +23,11 @@ from infra.definition.loader import find
 from infra.definition.model import StackDefinition
 from infra.definition.selected import Selected
 from infra.errors import DefinitionError, GpufleetError
+from infra.inputs import archive, code, folders
 from infra.inputs.prepared import prepared_dataset
 from infra.inputs.readiness import not_ready
 from infra.program import ecr
-from infra.program.boot import archive, run_config, user_data
+from infra.program.boot import run_config, user_data
 from infra.program.run_guard import Previous, RunDecision, judge
 from infra.review import policy
 from job.contract import run as run_file
@@ -48,6 +49,8 @@ class Plan:
     dataset_folder: Path | None
     weights: WeightsManifest | None  # base weights; None: none, an s3:// prefix, or not listed yet
     weights_folder: Path | None
+    code: code.Packed | None  # a command's; None: it has none, or a preview cannot have it yet
+    inputs: dict[str, folders.Listed]  # a command's
     run_config: str  # the text of run.json
     warnings: tuple[str, ...]
 
@@ -109,20 +112,27 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
             verify(folder, dataset)  # reads and hashes every byte
         except ValueError as error:
             raise GpufleetError(str(error)) from error
-    code = archive.build(Path(job.__file__).parent)
+    own = archive.build(Path(job.__file__).parent)
     weights_folder = definition.storage.weights_folder(root)
     weights = _weights(weights_folder) if weights_folder else None
-    inputs: dict[str, Any] = {
-        "archive": {"sha256": code.sha256, "bytes": len(code.content)},
-        "dataset": input_entry(definition.storage.dataset, dataset),
-    }
+    tree = code.read(definition, root)
+    packed = code.pack(tree, root) if tree else None
+    found = folders.read(definition, root)
+    given: dict[str, Any] = {"archive": {"sha256": own.sha256, "bytes": len(own.content)}}
+    if definition.job.parameters.dataset_kind:
+        given["dataset"] = input_entry(definition.storage.dataset, dataset)
     if definition.storage.base_weights is not None:
-        inputs["base_weights"] = input_entry(definition.storage.base_weights, weights)
+        given["base_weights"] = input_entry(definition.storage.base_weights, weights)
+    if packed:
+        given["code"] = packed.input_entry()
+    if found:
+        given["folders"] = {name: each.input_entry() for name, each in found.items()}
+    complete = len(found) == len(definition.storage.inputs or {})
     verdict = judge(
         definition,
-        dataset_sha256=dataset.sha256 if dataset else None,
+        dataset_sha256=dataset.sha256 if dataset else " ".join(each.sha256 for each in found.values() if complete),
         weights_sha256=weights.sha256 if weights else None,
-        code_sha256=code.sha256,
+        code_sha256=" ".join([own.sha256, *([packed.sha256] if packed else [])]),
         previous=previous,
         now=now,
     )
@@ -131,27 +141,29 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         bill, options = bill_of(definition, root, catalog), None
     else:
         bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=policy.find_policy(root))
-    found, late = problems(definition, bill), list[str]()
-    far = ecr.abroad(definition.job.image, definition.fleet.region)
+    wrong, late = problems(definition, bill), list[str]()
+    far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
     if not verdict.continues:  # how much work is left of a run that has begun is not known here
-        found += limits.deadline_problems(definition, bill, now)
+        wrong += limits.deadline_problems(definition, bill, now)
         late += limits.deadline_warnings(definition, bill, now)
-    if found and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
-        raise DefinitionError(str(definition.source), found)
+    if wrong and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
+        raise DefinitionError(str(definition.source), wrong)
     return Plan(
         definition=definition,
         bill=bill,
         cheaper=options,
         verdict=verdict,
-        archive=code,
+        archive=own,
         dataset=dataset,
         dataset_folder=folder,
         weights=weights,
         weights_folder=weights_folder,
+        code=packed,
+        inputs=found,
         run_config=run_file.encode(
-            run_config.run_config(definition, bill, inputs, expires=verdict.run.valid_until)
+            run_config.run_config(definition, bill, given, expires=verdict.run.valid_until)
         ).decode(),
-        warnings=(*missing, *map(str, found), *late, *filter(None, [far]), *verdict.warnings),
+        warnings=(*missing, *map(str, wrong), *late, *filter(None, far), *verdict.warnings),
     )
 
 

@@ -34,8 +34,8 @@ class RunRecord:
 
     id: str
     digest: str  # of everything in the definition that a fleet takes only at creation
-    dataset: str  # sha256 of the prepared dataset; empty for an s3:// prefix
-    code: str  # sha256 of the job archive
+    dataset: str  # sha256 of the prepared dataset; empty for an s3:// prefix. Of a command's inputs one after the other
+    code: str  # sha256 of the job archive, and after it of a command's code
     weights: str  # sha256 of the base weights' list; empty without any, or for an s3:// prefix
     began: str  # UTC, as valid_until
     valid_until: str  # UTC, whole seconds, Z: the provider compares this text, and any other spelling means a new fleet
@@ -187,7 +187,9 @@ def _stays(definition: StackDefinition, previous: Previous) -> None:
 
 def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
     """Whether an object is not the run's own: its nodes read the others at every boot."""
-    inputs = [input_key(sha256) for sha256 in (recorded.code, recorded.dataset, recorded.weights)]
+    inputs = [
+        input_key(sha256) for named in (recorded.code, recorded.dataset, recorded.weights) for sha256 in named.split()
+    ]
     return any(not key.startswith((f"{recorded.id}/", *inputs)) for key in objects)
 
 

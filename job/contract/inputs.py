@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +21,26 @@ class InputFile:
 
     name: str
     bytes: int
-    sha256: str
+    sha256: str  # empty: nobody has hashed it, as of what lies in a bucket of the user's
 
     @classmethod
     def from_file(cls, path: Path, folder: Path) -> InputFile:
         """Of a file below `folder`, hashed now."""
         name = path.relative_to(folder).as_posix()
         return cls(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path))
+
+
+def digest(files: Iterable[tuple[str, int, str]]) -> str:
+    """One name for files as (name, bytes, what tells their content: a sha256, or S3's ETag), in whatever order they
+    come.
+    """
+    text = json.dumps(sorted(files), separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_file(key: str) -> bool:
+    """Whether an object is a file, not the mark of a folder as S3's console leaves one."""
+    return not key.endswith("/") and key != ""
 
 
 def files(fields: Fields) -> tuple[InputFile, ...]:

@@ -418,9 +418,21 @@ class CommandConfig(JobConfig):
         for path, text in self.texts():
             yield from ((path, found[1]) for found in _INPUT.finditer(text))
 
-    def folders(self) -> Iterator[tuple[str, str]]:
-        if self.code is not None:
-            yield "code.folder", self.code.folder
+    @property
+    def shipped(self) -> Code | None:
+        return self.code
+
+    @property
+    def login(self) -> str | None:
+        return self.registry
+
+    @property
+    def secrets_named(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*(self.secrets or {}).values(), *filter(None, [self.registry])]))
+
+    @property
+    def has_node_role(self) -> bool:
+        return self.aws
 
     @property
     def says_when_it_saves(self) -> bool:

@@ -31,6 +31,7 @@ from job.spec.common import (
 
 if TYPE_CHECKING:
     from job.dataset.prepare import DatasetManifest
+    from job.spec.command import Code
 
 Self = TypeVar("Self", bound="JobConfig")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -114,9 +115,25 @@ class JobConfig(ABC):
         """What no field's own range can say, as (path under `path`, sentence)."""
         return []
 
-    def folders(self) -> Iterator[tuple[str, str]]:
-        """Of the user's machine that its parameters name, as (path of the key, folder)."""
-        yield from ()
+    @property
+    def shipped(self) -> Code | None:
+        """The user's code that a node gets beside gpufleet's own; None: there is none."""
+        return None
+
+    @property
+    def login(self) -> str | None:
+        """Where user:password for the image's registry are kept, as `secrets_named` has them; None: it needs none."""
+        return None
+
+    @property
+    def secrets_named(self) -> tuple[str, ...]:
+        """Of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name) that a node may read."""
+        return ()
+
+    @property
+    def has_node_role(self) -> bool:
+        """Whether the job itself may do what its node may."""
+        return True
 
     def inputs_named(self) -> Iterator[tuple[str, str]]:
         """Of storage.inputs that its parameters speak of, as (path of the key, name)."""

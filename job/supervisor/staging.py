@@ -7,6 +7,7 @@ right once downloaded. The highest step that passes is taken; one that fails is 
 from __future__ import annotations
 
 import shutil
+import tarfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from job.contract.commit import BEST, COMMIT, Best, Manifest
 from job.contract.inputs import DATASET, WEIGHTS, InputFile
 from job.contract.reading import DoubtError, Fields
 from job.contract.run import InputData, RunFile
-from job.contract.workdir import CHECKPOINTS, DATA, EXPORTS, FINAL, INPUTS, RUN
-from job.supervisor.store import GivenUpError, MissingError, Store, StoreError, open_store, parent
+from job.contract.workdir import CHECKPOINTS, CODE, DATA, EXPORTS, FINAL, INPUTS, NAMED, RUN, USER
+from job.supervisor.store import Entry, GivenUpError, MissingError, Store, StoreError, open_store, parent
 
 UNFIT = (DoubtError, MissingError)  # a checkpoint that must not be resumed from
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class MismatchError(Exception):
 
 def clear(workdir: Path) -> None:
     """Empties a used work folder: what counts is in the store, a node's disk is no memory."""
-    for name in (CHECKPOINTS, EXPORTS, FINAL):
+    for name in (CHECKPOINTS, EXPORTS, FINAL, f"{USER}/{CODE}"):
         shutil.rmtree(workdir / name, ignore_errors=True)
     for path in workdir.glob("*"):
         if path.suffix in (".json", ".jsonl", ".log", ".csv") and path.name != RUN:
@@ -62,7 +63,8 @@ def clear(workdir: Path) -> None:
 
 
 def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
-    """Fills <workdir>/data with the dataset, and <workdir>/inputs with base weights where the run names any.
+    """Fills <workdir>/data with the dataset, and <workdir>/inputs with base weights where the run names any; of a
+    command <workdir>/user with its code and its inputs.
 
     Raises ValueError when they are not what the run names, MismatchError when bytes arrive wrong.
     """
@@ -70,16 +72,38 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
         _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / DATA, opened)
     if stage.run.weights is not None:
         _fill(stage, "base weights", stage.run.weights, WEIGHTS, stage.workdir / INPUTS, opened)
+    user = stage.workdir / USER
+    for name, wanted in stage.run.folders.items():
+        _fill(stage, f"input {name}", wanted, "", user / NAMED / name, opened)
+        _open_to_all(user / NAMED / name)
+    if stage.run.code is not None:
+        _fill(stage, "code", stage.run.code, "", stage.workdir / INPUTS, opened)
+        with tarfile.open(stage.workdir / INPUTS / bucket.CODE) as packed:
+            packed.extractall(user / CODE, filter="data")
+        _open_to_all(user / CODE)
+
+
+def _open_to_all(folder: Path) -> None:
+    """The user's container may run as anybody."""
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode | (0o777 if path.is_dir() else 0o666))
 
 
 def _fill(
     stage: Stage, what: str, wanted: InputData, manifest: str, folder: Path, opened: Callable[[str], Store]
 ) -> None:
+    """Brings an input's files into `folder`; where run.json does not name them, the input's own `manifest` does, or
+    without one the listing of its place.
+    """
     place = opened(wanted.uri or f"{parent(stage.store.uri)}/{bucket.INPUTS}/{wanted.sha256}")
     files = wanted.files
     try:
-        if not files:
+        if not files and manifest:
             files = retried(stage, lambda: _listed(place, folder / manifest, wanted, what), f"{place.uri}/{manifest}")
+        elif not files:
+            files = _as_listed(retried(stage, lambda: place.entries(""), place.uri), wanted, what)
+        folder.mkdir(parents=True, exist_ok=True)
         stage.say(f"{what}: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
         _download(stage, place, "", files, folder)
     except MissingError as error:
@@ -94,6 +118,16 @@ def _listed(place: Store, path: Path, wanted: InputData, what: str) -> tuple[Inp
         return listing.files(Fields(reading.parse(path.read_bytes())))
     except DoubtError as error:
         raise ValueError(f"{path.name} of the {what}: {error}; prepare it again") from error
+
+
+def _as_listed(entries: Sequence[Entry], wanted: InputData, what: str) -> tuple[InputFile, ...]:
+    """What lies at the place, if it is what `gpufleet prepare` found there. Nobody has hashed it: its listing tells
+    whether it is the same.
+    """
+    files = [(each.key, each.bytes, each.etag) for each in entries if listing.is_file(each.key)]
+    if listing.digest(files) != wanted.sha256:
+        raise ValueError(f"the {what} has changed since it was listed: a run of a new id, prepared again, may have it")
+    return tuple(InputFile(name=reading.name(name), bytes=size, sha256="") for name, size, _ in files)
 
 
 def checkpoint(stage: Stage) -> Manifest | None:
@@ -228,10 +262,13 @@ def _download(stage: Stage, store: Store, prefix: str, files: Sequence[InputFile
 
 
 def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
-    if path.is_file() and path.stat().st_size == file.bytes and atomic.sha256(path) == file.sha256:
+    known = file.sha256 != ""
+    if path.is_file() and path.stat().st_size == file.bytes and known and atomic.sha256(path) == file.sha256:
         return
     store.get_file(key, path)
-    if (found := atomic.sha256(path)) != file.sha256:
+    if not known and (size := path.stat().st_size) != file.bytes:
+        raise ValueError(f"{store.uri}/{key} has {size} bytes, listed with {file.bytes}: it has changed")
+    if known and (found := atomic.sha256(path)) != file.sha256:
         raise MismatchError(key, found, file.sha256)
 
 

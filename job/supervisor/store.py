@@ -45,6 +45,7 @@ class Entry:
 
     key: str
     bytes: int
+    etag: str = ""  # S3's, which another content changes
 
 
 class Store(Protocol):
@@ -189,7 +190,11 @@ class S3Store:
                 Bucket=self._bucket, Prefix=self._prefix + prefix
             )
             return [
-                Entry(key=item["Key"].removeprefix(self._prefix), bytes=int(item["Size"]))
+                Entry(
+                    key=item["Key"].removeprefix(self._prefix),
+                    bytes=int(item["Size"]),
+                    etag=item.get("ETag", "").strip('"'),
+                )
                 for page in pages
                 for item in page.get("Contents", ())
             ]

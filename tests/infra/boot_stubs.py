@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import job
-from infra.program.boot import archive, user_data
+from infra.inputs import archive
+from infra.program.boot import user_data
 
 JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9

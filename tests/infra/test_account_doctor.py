@@ -208,10 +208,10 @@ def test_an_image_in_a_private_ecr_is_pinned_and_checked_by_ecr_itself(
     assert "a node logs in by its role" in capsys.readouterr().out
 
     sts = Sts("444455556666" if foreign else cloud.account)
-    assert [check.state for check in doctor.image(definition(stack), sts)] == states
+    assert [check.state for check in doctor.images(definition(stack), sts)] == states
 
     stack.write_text(stack.read_text().replace(f"{image}:1@", f"{image}-gone:1@"))
-    (check,) = doctor.image(definition(stack), sts)
+    (check,) = doctor.images(definition(stack), sts)
     assert (check.state, "the registry has no" in check.found) == ("problem", True)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import job
-from infra.program.boot import archive
+from infra.inputs import archive
 
 
 def package(folder: Path, *, backwards: bool = False, size: int = 100_000) -> Path:

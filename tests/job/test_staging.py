@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import stat
+import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ import pytest
 from supervisor_world import Bench, FaultyStore, commit, publisher, state
 
 from job.contract.commit import read as commit_of
-from job.contract.run import load
+from job.contract.inputs import InputFile, digest
+from job.contract.run import InputData, load
 from job.spec import GrowthConfig
 from job.supervisor import staging
-from job.supervisor.store import GivenUpError, MissingError, StoreError
+from job.supervisor.store import FolderStore, GivenUpError, MissingError, StoreError
 
 
 @pytest.fixture
@@ -227,3 +231,54 @@ def test_bytes_that_arrive_wrong_on_a_doubted_node_reject_nothing(bench: Bench) 
         staging.checkpoint(_stage(bench, doubts=doubts))
     assert bench.manifests() == [3, 6]
     assert asked == ["ckpt/step_00000006/w.bin"]
+
+
+def command_stage(bench: Bench, **given: Any) -> staging.Stage:
+    """Of a fresh node of a command; its code is a program and a link."""
+    place = Path(bench.store.uri).parent / "inputs"
+    (place / "abc").mkdir(parents=True)
+    program = bench.folder / "run.sh"
+    program.write_text("#!/bin/sh")
+    program.chmod(0o700)
+    with tarfile.open(place / "abc" / "code.tar.gz", "w:gz") as packed:
+        packed.add(program, "deep/run.sh")
+    (place / "def/deep").mkdir(parents=True)
+    (place / "def/deep/a.txt").write_text("one")
+    fresh = _stage(bench)
+    code = InputData(uri=None, sha256="abc", files=(InputFile.from_file(place / "abc/code.tar.gz", place / "abc"),))
+    text = InputData(uri=None, sha256="def", files=(InputFile.from_file(place / "def/deep/a.txt", place / "def"),))
+    run = replace(fresh.run, dataset=None, weights=None, code=code, folders={"text": text, **given})
+    return replace(fresh, run=run)
+
+
+def test_a_command_s_code_and_inputs_are_where_its_container_sees_them_and_open_to_whoever_it_runs_as(
+    bench: Bench,
+) -> None:
+    stage = command_stage(bench)
+
+    staging.inputs(stage)
+
+    user = stage.workdir / "user"
+    assert (user / "inputs/text/deep/a.txt").read_text() == "one"
+    assert stat.S_IMODE((user / "code/deep/run.sh").stat().st_mode) & 0o766 == 0o766
+    assert stat.S_IMODE((user / "inputs/text/deep").stat().st_mode) == 0o777
+    assert not (stage.workdir / "data").exists()
+
+
+@pytest.mark.parametrize("change", ["", "other bytes", "another file"])
+def test_a_prefix_that_has_changed_since_it_was_listed_is_no_input_of_the_run(bench: Bench, change: str) -> None:
+    theirs = FolderStore(bench.folder / "theirs")
+    theirs.put_bytes(b"one", "deep/a.txt")
+    there = [(each.key, each.bytes, each.etag) for each in theirs.entries("")]
+    if change == "other bytes":
+        theirs.put_bytes(b"longer", "deep/a.txt")
+    elif change:
+        theirs.put_bytes(b"two", "b.txt")
+    stage = command_stage(bench, more=InputData(uri=theirs.uri, sha256=digest(there), files=()))
+
+    if change:
+        with pytest.raises(ValueError, match="the input more has changed since it was listed"):
+            staging.inputs(stage)
+    else:
+        staging.inputs(stage)
+        assert (stage.workdir / "user/inputs/more/deep/a.txt").read_text() == "one"

@@ -13,7 +13,7 @@ from infra.program.resources.fleet import FleetComponent
 from infra.program.resources.identity import Identity
 from infra.program.resources.network import Network
 from infra.program.resources.storage import StorageComponent, Upload
-from job.contract.bucket import ARCHIVE, input_key
+from job.contract.bucket import ARCHIVE, CODE, input_key
 from job.contract.workdir import RUN
 
 
@@ -51,7 +51,7 @@ def declare(plan: Plan, root: Path) -> dict[str, Any]:
 
 
 def uploads(plan: Plan, root: Path) -> list[Upload]:
-    """Job archive, run config, dataset files and base weights."""
+    """Job archive, run config, dataset files and base weights, or a command's code and local inputs."""
     run = plan.definition.run.id
     files = [
         Upload(
@@ -70,4 +70,10 @@ def uploads(plan: Plan, root: Path) -> list[Upload]:
                 Upload(name=f"{what}-{file.name}", key=input_key(manifest.sha256, file.name), file=folder / file.name)
                 for file in manifest.files
             ]
+    if plan.code:
+        files.append(Upload(name="code", key=input_key(plan.code.sha256, CODE), file=plan.code.file))
+    for name, given in plan.inputs.items():
+        for file in given.files:
+            key, place = input_key(given.sha256, file.name), given.folder and given.folder / file.name
+            files.append(Upload(name=f"input-{name}-{file.name}", key=key, file=place))
     return files

@@ -128,6 +128,7 @@ def node_statements(definition: StackDefinition, bucket_arn: str, log_group_arn:
         *_private_images([found for image in definition.job.images if (found := ecr.repository(image))]),
         *(statement for sid, uri in definition.storage.prefixes.items() for statement in _foreign_prefix(sid, uri)),
         *_own_key(definition),
+        *_secrets(definition),
         {
             "Sid": "OwnLogs",
             "Effect": "Allow",
@@ -180,6 +181,28 @@ def _private_images(repositories: list[ecr.Repository]) -> list[dict[str, Any]]:
         {"Sid": "LogInToEcr", "Effect": "Allow", "Action": log_in, "Resource": "*"},  # it knows no resource
         {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": arns[0] if len(arns) == 1 else arns},
     ]
+
+
+def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
+    """To read what the job is to know, and nothing else that is kept there. AWS's own keys decrypt for whoever may
+    read; a key of the user's is named.
+    """
+    region, named, key = definition.fleet.region, definition.job.parameters.secrets_named, definition.account.kms_key
+    parameters = [each.removeprefix("ssm:") for each in named if each.startswith("ssm:")]
+    secrets = [each.removeprefix("secretsmanager:") for each in named if each.startswith("secretsmanager:")]
+    found: list[dict[str, Any]] = []
+    if parameters:
+        arns = [f"arn:aws:ssm:{region}:*:parameter{name}" for name in parameters]
+        found.append({"Sid": "Parameters", "Effect": "Allow", "Action": "ssm:GetParameter", "Resource": arns})
+    if secrets:
+        arns = [f"arn:aws:secretsmanager:{region}:*:secret:{name}-??????" for name in secrets]  # AWS adds six letters
+        found.append({"Sid": "Secrets", "Effect": "Allow", "Action": "secretsmanager:GetSecretValue", "Resource": arns})
+    if named and key is not None:
+        services = [f"{service}.{region}.amazonaws.com" for service in ("ssm", "secretsmanager")]
+        through = {"StringEquals": {"kms:ViaService": services}}
+        may = {"Effect": "Allow", "Action": "kms:Decrypt", "Resource": key, "Condition": through}
+        found.append({"Sid": "KeyOfSecrets", **may})
+    return found
 
 
 def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:

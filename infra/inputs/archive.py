@@ -10,8 +10,11 @@ import hashlib
 import io
 import tarfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from job import atomic
 
@@ -50,29 +53,48 @@ def build(job_package_dir: Path) -> Archive:
     if not names:
         raise FileNotFoundError(f"{job_package_dir}: no job package there")
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+    with packing(packed, tarfile.USTAR_FORMAT) as tar:
         for name in sorted(names):
             content = names[name].read_bytes()
             entry = tarfile.TarInfo(f"job/{name}")  # time 0, owner 0, mode 0644
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
-    zipped = _stored_gzip(packed.getvalue())
-    return Archive(content=zipped, sha256=hashlib.sha256(zipped).hexdigest())
+    return Archive(content=packed.getvalue(), sha256=hashlib.sha256(packed.getvalue()).hexdigest())
+
+
+@contextmanager
+def packing(target: BinaryIO, form: int) -> Iterator[tarfile.TarFile]:
+    """A tar.gz to which entries are added, written to `target` as they come; `form` as tarfile numbers them."""
+    stored = _StoredGzip(target)
+    with tarfile.open(fileobj=stored, mode="w|", format=form, encoding="utf-8") as tar:  # type: ignore[call-overload]
+        yield tar
+    stored.close()
 
 
 def _wanted(relative: Path) -> bool:
     return relative.suffix != ".pyc" and not any(part in _LEFT_OUT or part.startswith(".") for part in relative.parts)
 
 
-def _stored_gzip(plain: bytes) -> bytes:
+class _StoredGzip:
     """gzip without compression (RFC 1952): a compressor's output differs between zlib builds, and the hash with it."""
-    blocks = [plain[start : start + _BLOCK] for start in range(0, len(plain), _BLOCK)] or [b""]
-    body = b"".join(
-        bytes([index == len(blocks) - 1])
-        + len(block).to_bytes(2, "little")
-        + (len(block) ^ 0xFFFF).to_bytes(2, "little")
-        + block
-        for index, block in enumerate(blocks)
-    )
-    header = bytes([0x1F, 0x8B, 8, 0, 0, 0, 0, 0, 0, 255])  # deflate, no name, no time, unknown system
-    return header + body + zlib.crc32(plain).to_bytes(4, "little") + (len(plain) % 2**32).to_bytes(4, "little")
+
+    def __init__(self, target: BinaryIO) -> None:
+        self._target, self._waiting = target, bytearray()
+        self._crc = self._length = 0
+        target.write(bytes([0x1F, 0x8B, 8, 0, 0, 0, 0, 0, 0, 255]))  # deflate, no name, no time, unknown system
+
+    def write(self, plain: bytes) -> int:
+        self._crc, self._length = zlib.crc32(plain, self._crc), self._length + len(plain)
+        self._waiting += plain
+        while len(self._waiting) > _BLOCK:
+            self._block(self._waiting[:_BLOCK], last=False)
+            del self._waiting[:_BLOCK]
+        return len(plain)
+
+    def close(self) -> None:
+        self._block(self._waiting, last=True)
+        self._target.write(self._crc.to_bytes(4, "little") + (self._length % 2**32).to_bytes(4, "little"))
+
+    def _block(self, plain: bytearray, *, last: bool) -> None:
+        size = len(plain)
+        self._target.write(bytes([last]) + size.to_bytes(2, "little") + (size ^ 0xFFFF).to_bytes(2, "little") + plain)

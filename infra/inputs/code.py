@@ -1,0 +1,180 @@
+"""The folder of a command's code as one file for the bucket: what git would ship, with the user's uncommitted changes.
+
+Nothing is written into the folder, git's index included. The same files give the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from infra.definition.model import StackDefinition
+from infra.errors import DefinitionError, Problem
+from infra.inputs import archive
+from job import atomic
+from job.contract.bucket import CODE
+from job.spec.command import Code
+
+MIB = 1024 * 1024
+LARGEST = 5  # files that are named where all together are too large
+_LEFT_OUT = (".git", "__pycache__")
+_ENVIRONMENT = "pyvenv.cfg"  # of a virtual environment's folder, which works nowhere else
+GIT_S = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tree:
+    """What is shipped of a folder: files and links by name. `commit`: its repository's; None: there is none."""
+
+    folder: Path
+    files: dict[str, Path]
+    commit: str | None
+    changed: bool  # since that commit, untracked files among it
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files.values() if not path.is_symlink())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """The archive of a tree, in the project's own folder."""
+
+    tree: Tree
+    file: Path
+    sha256: str
+
+    def input_entry(self) -> dict[str, Any]:
+        """As run.json names it."""
+        size = self.file.stat().st_size
+        files = [{"name": CODE, "bytes": size, "sha256": self.sha256}]
+        said = {"commit": self.tree.commit, "changed": self.tree.changed}
+        return {"uri": None, "sha256": self.sha256, "files": files, **said}
+
+
+def read(definition: StackDefinition, root: Path) -> Tree | None:
+    """What `definition` ships; None: the image has all. Raises DefinitionError: it is not there, or too large."""
+    if (code := definition.job.parameters.shipped) is None:
+        return None
+    folder = root / code.folder
+    if not folder.is_dir():
+        raise _refused(definition, code.folder, "a folder that is there", f"There is no {folder.resolve()}.")
+    commit = _git(folder, "rev-parse", "--verify", "-q", "HEAD")
+    files = {name: path for name, path in sorted(_files(folder)) if not _is_excluded(name, code.exclude)}
+    tree = Tree(
+        folder=folder,
+        files=files,
+        commit=commit.strip() if commit else None,
+        changed=bool(commit and _git(folder, "status", "--porcelain", "--", ".")),
+    )
+    if not files:
+        raise _refused(definition, code.folder, "a folder with files", "Nothing in it is shipped.")
+    if tree.bytes > code.max_mib * MIB:
+        raise _refused(definition, _size(tree.bytes), *_too_large(tree, code))
+    for name, path in files.items():
+        if path.is_symlink() and not _inside(path, folder) and path.is_dir():
+            hint = f"{name} leads to another folder: name it under job.code.exclude, and that under storage.inputs."
+            raise _refused(definition, code.folder, "a folder that holds all of its code", hint)
+    return tree
+
+
+def pack(tree: Tree, root: Path) -> Packed:
+    """Its archive, in the project `root`. Raises DefinitionError where a file changes meanwhile."""
+    own = root / archive.FOLDER
+    own.mkdir(parents=True, exist_ok=True)
+    unfinished = own / f"code-{os.getpid()}.tar.gz~"
+    try:
+        with unfinished.open("wb") as target, archive.packing(target, tarfile.GNU_FORMAT) as tar:
+            for name, path in tree.files.items():
+                _add(tar, name, path, tree.folder)
+        sha256 = atomic.sha256(unfinished)
+        file = own / f"code-{sha256}.tar.gz"
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return Packed(tree=tree, file=file, sha256=sha256)
+
+
+def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
+    """Without time and owner; of the mode only whether it is a program, as git keeps it."""
+    entry = tarfile.TarInfo(name)
+    if path.is_symlink() and (target := _inside(path, folder)):
+        entry.type = tarfile.SYMTYPE
+        entry.linkname = os.path.relpath(target, path.parent.resolve())
+        tar.addfile(entry)
+        return
+    with path.open("rb") as content:
+        status = os.fstat(content.fileno())
+        entry.size, entry.mode = status.st_size, 0o755 if status.st_mode & 0o100 else 0o644
+        tar.addfile(entry, content)
+
+
+def _inside(link: Path, folder: Path) -> Path | None:
+    """Where a link leads; None: out of the folder."""
+    target = link.resolve()
+    return target if target.is_relative_to(folder.resolve()) else None
+
+
+def _files(folder: Path, above: str = "") -> Iterator[tuple[str, Path]]:
+    """Files and links by name: what git tracks or would, where it knows the folder, else all of it."""
+    listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = {name for name in listed.split("\0") if name} if listed else set(_walk(folder))
+    for name in names:
+        path = folder / name
+        if path.is_symlink() and not path.exists():  # it leads nowhere here either
+            continue
+        if path.is_symlink() or path.is_file():
+            yield above + name, path
+        elif path.is_dir():  # a repository of its own
+            yield from _files(path, f"{above}{name.rstrip('/')}/")
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    for where, folders, files in os.walk(folder):
+        at = Path(where)
+        folders[:] = [each for each in folders if each not in _LEFT_OUT and not (at / each / _ENVIRONMENT).exists()]
+        links = [each for each in folders if (at / each).is_symlink()]
+        yield from ((at / each).relative_to(folder).as_posix() for each in (*files, *links))
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says of the folder; None: it is in no repository, or there is no git."""
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # `status` would write the index
+    try:
+        said = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, env=environment, timeout=GIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return os.fsdecode(said.stdout) if said.returncode == 0 else None
+
+
+def _is_excluded(name: str, patterns: tuple[str, ...]) -> bool:
+    """A pattern is of a whole name, of a folder's above, or of any one part."""
+    parts = name.split("/")
+    above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatchcase(each, pattern.rstrip("/")) for pattern in patterns for each in (*above, *parts))
+
+
+def _too_large(tree: Tree, code: Code) -> tuple[str, str]:
+    sizes = sorted(((path.stat().st_size, name) for name, path in tree.files.items()), reverse=True)
+    named = ", ".join(f"{name} ({_size(size)})" for size, name in sizes[:LARGEST])
+    return (
+        f"at most job.code.max_mib, {code.max_mib} MiB",
+        f"The largest: {named}. Name what the command does not need under job.code.exclude; data is storage.inputs.",
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _refused(definition: StackDefinition, value: str, allowed: str, hint: str) -> DefinitionError:
+    problem: Problem = definition.problem(f"{definition.job.parameters.path}.code.folder", value, allowed, hint)
+    return DefinitionError(str(definition.source), [problem])

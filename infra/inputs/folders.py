@@ -1,0 +1,168 @@
+"""A command's inputs: local folders, hashed here and uploaded once, and s3:// prefixes, listed here and read there.
+
+What has been hashed or listed is kept in the project's own folder; nothing is written into the user's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.definition.model import StackDefinition
+from infra.errors import GpufleetError
+from infra.inputs.archive import FOLDER
+from job import atomic
+from job.contract import inputs as listing
+from job.contract import reading
+from job.contract.bucket import INPUTS
+from job.contract.inputs import InputFile
+from job.contract.reading import DoubtError
+
+MOST_FILES = 1000  # of a local folder: each is a resource of the stack, and a billed request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """An input as it is now. `folder` None: in a bucket, and `files` are only counted."""
+
+    uri: str | None
+    folder: Path | None
+    sha256: str
+    count: int
+    bytes: int
+    files: tuple[InputFile, ...] = ()
+
+    def input_entry(self) -> dict[str, Any]:
+        """As run.json names it."""
+        return {"uri": self.uri, "sha256": self.sha256, "files": [asdict(file) for file in self.files]}
+
+
+def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
+    """By name, those that are there: of a local folder every file that is new or has changed is hashed now, of an
+    s3:// prefix what `listed` has kept. `missing` tells of the others.
+    """
+    found = {name: _hashed(folder, root) for name, folder in _local(definition, root) if not _unfit(folder)}
+    for name, uri in _remote(definition):
+        if (kept := _kept(uri, root)) is not None:
+            found[name] = kept
+    return {name: found[name] for name in definition.storage.inputs or {} if name in found}
+
+
+def missing(definition: StackDefinition, root: Path) -> Iterator[str]:
+    """What a run cannot begin without, a sentence each."""
+    for name, folder in _local(definition, root):
+        if why := _unfit(folder):
+            yield f"storage.inputs.{name}, {(definition.storage.inputs or {})[name]}, {why}."
+    for name, uri in _remote(definition):
+        if _kept(uri, root) is None:
+            yield f"storage.inputs.{name}, {uri}, is not listed: run `gpufleet prepare {definition.argument}`."
+
+
+def size(definition: StackDefinition, root: Path) -> int:
+    """Bytes that the stack uploads: of local folders, as far as they are there. Nothing is hashed."""
+    folders = [folder for _, folder in _local(definition, root) if folder.is_dir()]
+    return sum(path.stat().st_size for folder in folders for path in files_of(folder).values())
+
+
+def listed(uri: str, root: Path, client: Any) -> Listed:
+    """What lies at an s3:// prefix, asked of S3 and kept for `read`. Raises GpufleetError where nothing does."""
+    bucket, _, path = uri.removeprefix("s3://").partition("/")
+    prefix = f"{path.strip('/')}/" if path.strip("/") else ""
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+    files = [
+        (item["Key"].removeprefix(prefix), int(item["Size"]), item.get("ETag", "").strip('"'))
+        for page in pages
+        for item in page.get("Contents", ())
+        if listing.is_file(item["Key"].removeprefix(prefix))
+    ]
+    if not files:
+        raise GpufleetError(f"{uri} holds no file: put storage.inputs right, or copy the data there")
+    for name, _, _ in files:
+        try:
+            reading.name(name)
+        except DoubtError as error:
+            raise GpufleetError(f"{uri}: a name in it {error}: rename it") from None
+    found = Listed(
+        uri=uri, folder=None, sha256=listing.digest(files), count=len(files), bytes=sum(each[1] for each in files)
+    )
+    kept = {"uri": uri, "sha256": found.sha256, "count": found.count, "bytes": found.bytes}
+    atomic.write_json(_record(uri, root), kept)
+    return found
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """The files below a folder by name, in order; links are followed, since whoever uploads does."""
+    found: dict[str, Path] = {}
+    seen = set()
+    for where, folders, names in os.walk(folder, followlinks=True):
+        at = Path(where)
+        seen.add(at.resolve())
+        folders[:] = [each for each in folders if (at / each).resolve() not in seen]  # a link may lead back
+        found |= {(at / each).relative_to(folder).as_posix(): at / each for each in names if (at / each).is_file()}
+    return dict(sorted(found.items()))
+
+
+def _unfit(folder: Path) -> str:
+    """Why a folder cannot be uploaded, in words that follow its name; or nothing."""
+    if not folder.is_dir():
+        return f"is not there: there is no folder {folder.resolve()}"
+    files = files_of(folder)
+    if not files:
+        return "holds no file"
+    if len(files) > MOST_FILES:
+        return (
+            f"holds {len(files):,} files, and at most {MOST_FILES:,} are uploaded one by one: pack them, or copy them"
+            " into a bucket and name s3://bucket/prefix"
+        )
+    for name in files:
+        try:
+            reading.name(name)
+        except DoubtError as error:
+            return f"holds a file whose name {error}: rename it"
+    return ""
+
+
+def _hashed(folder: Path, root: Path) -> Listed:
+    """A file whose size and time are those of the last time is believed to be the same."""
+    record = _record(str(folder.resolve()), root)
+    before = (atomic.read_object(record) or {}).get("files") or {}
+    now: dict[str, list[Any]] = {}
+    for name, path in files_of(folder).items():
+        status = path.stat()
+        marks = [status.st_size, status.st_mtime_ns]
+        kept = before.get(name)
+        now[name] = kept if kept and kept[:2] == marks else [*marks, atomic.sha256(path)]
+    if now != before:
+        atomic.write_json(record, {"folder": str(folder.resolve()), "files": now})
+    files = tuple(InputFile(name=name, bytes=each[0], sha256=each[2]) for name, each in now.items())
+    return Listed(
+        uri=None,
+        folder=folder,
+        sha256=listing.digest((file.name, file.bytes, file.sha256) for file in files),
+        count=len(files),
+        bytes=sum(file.bytes for file in files),
+        files=files,
+    )
+
+
+def _kept(uri: str, root: Path) -> Listed | None:
+    found = atomic.read_object(_record(uri, root))
+    if found is None or found.get("uri") != uri:
+        return None
+    return Listed(uri=uri, folder=None, sha256=found["sha256"], count=found["count"], bytes=found["bytes"])
+
+
+def _record(place: str, root: Path) -> Path:
+    return root / FOLDER / INPUTS / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
+
+
+def _local(definition: StackDefinition, root: Path) -> list[tuple[str, Path]]:
+    return list(definition.storage.input_folders(root).items())
+
+
+def _remote(definition: StackDefinition) -> list[tuple[str, str]]:
+    return [(name, place) for name, place in (definition.storage.inputs or {}).items() if place.startswith("s3://")]

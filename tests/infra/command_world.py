@@ -1,0 +1,37 @@
+"""Definition files with a command of the user's own, a line for each of job's keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+IMAGE = "docker.io/pytorch/pytorch:2.5.1"
+JOB: dict[str, Any] = {
+    "image": IMAGE,
+    "command": "python train.py",
+    "checkpoint": {"format": "hf-trainer", "every": {"steps": 10}, "size_gb": 1},
+    "work": {"steps": 1000, "step_ms": {"A10G": 100}},
+}
+FLEET = {"ami": "unpinned", "region": "us-east-2", "zones": ["us-east-2a"], "instance_types": ["g5.2xlarge"]}
+LIMITS = {"max_usd": 10, "max_hours": 10}
+
+
+def command_file(project: Path, *, name: str = "mine", more: str = "", **job: Any) -> Path:
+    """stacks/NAME.yaml below `project`: JOB with other values, or without a key that is None; `storage`, `fleet`,
+    `account` are sections; `more` is added as text. job's first key is on line 3.
+    """
+    sections: dict[str, Any] = {key: job.pop(key) for key in list(job) if key in ("fleet", "storage", "account")}
+    lines = ["run: {id: r1, owner: me}", "job:"]
+    for key, value in {**JOB, **job}.items():
+        if value is not None:
+            lines.append(f"  {key}: {json.dumps(value)}")
+    every: dict[str, Any] = {"fleet": FLEET, "limits": LIMITS, **sections}
+    for key, value in every.items():
+        lines.append(f"{key}: {json.dumps(value)}")
+    if "storage" not in sections:
+        lines.append("storage: {}")
+    path = project / "stacks" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*lines, more, ""]))
+    return path
