@@ -6,6 +6,7 @@ manifest.json, and makes commit.json of a manifest where it stages one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -110,12 +111,34 @@ class Commit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """Of a manifest, for people: which attempt wrote it, when, and what the run had cost by then."""
+
+    code_sha256: str | None
+    attempt: int
+    instance: str
+    spent_usd: str
+    spent_s: str
+    published_at: str  # UTC, ISO
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """manifest.json of a published checkpoint, as far as a resume needs it."""
 
     commit: Commit
     run: str
     files: tuple[InputFile, ...]
+
+    def to_json(self, published: Published, required: Iterable[tuple[str, int]]) -> dict[str, Any]:
+        """With who has published it, and the bytes of the exports that it relies on."""
+        return {
+            **self.commit.to_json(),
+            **asdict(published),
+            "run": self.run,
+            "files": [asdict(file) for file in self.files],
+            "required_files": [{"name": name, "bytes": size} for name, size in required],
+        }
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Manifest:

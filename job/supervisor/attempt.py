@@ -20,7 +20,7 @@ from job.contract import bucket
 from job.contract import done as ends
 from job.contract.attempt import Beat, Exit, Node
 from job.contract.codes import AttemptExit, TrainerExit
-from job.contract.commit import BEST
+from job.contract.commit import BEST, Published
 from job.contract.messages import (
     Accept,
     Fatal,
@@ -75,7 +75,9 @@ class Supervisor:
         self.say = world.log.say
         self.store, self.clock = world.store, world.clock
         self.forecast = Forecast(run.config, run.estimate, node.type)
-        self.publisher = Publisher(store=self.store, workdir=workdir, stamp=self._stamp, say=self.say)
+        self.publisher = Publisher(
+            run=run.run, store=self.store, workdir=workdir, published=self._published, say=self.say
+        )
         self.uploader = Uploader(self.publisher, world.uploads, self.clock, self.say, self.forecast.upload_s)
         self.graphs = GraphMirror(run, self.store, workdir, self.say)
         self.pulse = Pulse(
@@ -571,14 +573,13 @@ class Supervisor:
         if news := self.meter.news(self.clock()):
             self.say(news)
 
-    def _stamp(self) -> dict[str, Any]:
+    def _published(self) -> Published:
         spent = self.meter.spent(self.clock())
-        return {
-            "run": self.run_file.run,
-            "code_sha256": self.run_file.code_sha256,
-            "attempt": len(self.earlier) + 1,
-            "instance": self.node.instance,
-            "spent_usd": str(spent.usd),
-            "spent_s": str(spent.seconds),
-            "published_at": iso(self.clock()),
-        }
+        return Published(
+            code_sha256=self.run_file.code_sha256,
+            attempt=len(self.earlier) + 1,
+            instance=self.node.instance,
+            spent_usd=str(spent.usd),
+            spent_s=str(spent.seconds),
+            published_at=iso(self.clock()),
+        )

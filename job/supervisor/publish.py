@@ -17,7 +17,7 @@ from typing import Any
 from job import atomic
 from job.contract import bucket
 from job.contract.bucket import manifest_key
-from job.contract.commit import BEST, Best, Commit, Manifest
+from job.contract.commit import BEST, Best, Commit, Manifest, Published
 from job.contract.inputs import InputFile
 from job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS, STEPS, step_of
 from job.supervisor.commits import commits, upload_mark
@@ -29,14 +29,21 @@ FREE_FACTOR = 1.2  # of the predicted size must be free before a save
 
 
 class Publisher:
-    """Publishes commits of one work folder. `stamp` gives what a manifest says besides: run, attempt, money, time."""
+    """Publishes commits of one work folder, as `published` says them to be."""
 
     def __init__(
-        self, *, store: Store, workdir: Path, stamp: Callable[[], dict[str, Any]], say: Callable[[str], None]
+        self,
+        *,
+        run: str,
+        store: Store,
+        workdir: Path,
+        published: Callable[[], Published],
+        say: Callable[[str], None],
     ) -> None:
         self.newest = -1  # highest step with a manifest in the store, as far as we put it there or resumed from it
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
-        self._store, self._workdir, self._stamp, self._say = store, workdir, stamp, say
+        self._store, self._workdir, self._say = store, workdir, say
+        self._run, self._published = run, published
         self._best: Best | None = None
         self._told: tuple[Any, ...] = ()  # what the newest one's manifest tells that may change
         self._given_up: set[int] = set()
@@ -106,8 +113,8 @@ class Publisher:
             self.metrics(patience_s=5.0)
         except OSError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
             self._say(f"metrics not sent: {error}")
-        files = [{"name": name, "bytes": size, "sha256": digests[name]} for name, size in commit.files]
-        manifest = {**commit.to_json(), **self._stamp(), "files": files, "required_files": required}
+        files = tuple(InputFile(name=name, bytes=size, sha256=digests[name]) for name, size in commit.files)
+        manifest = Manifest(commit=commit, run=self._run, files=files).to_json(self._published(), required)
         self._store.put_bytes(atomic.json_bytes(manifest), manifest_key(commit.step))
         self._offer(commit)
         if commit.step >= self.newest:
@@ -210,7 +217,7 @@ class Publisher:
                 self._send(path, path.name)
         self.metrics()
 
-    def _require(self, names: Iterable[str]) -> list[dict[str, Any]]:
+    def _require(self, names: Iterable[str]) -> list[tuple[str, int]]:
         """Sends the exports that a checkpoint relies on, unless an earlier attempt has; gives what is there."""
         found = []
         for name in names:
@@ -220,7 +227,7 @@ class Publisher:
             there = [e for e in self._store.entries(prefix) if e.key.startswith((f"{prefix}/", f"{prefix}."))]
             if not there:
                 raise FileNotFoundError(f"{prefix} is required, but neither here nor in the store")
-            found += [{"name": entry.key, "bytes": entry.bytes} for entry in there]
+            found += [(entry.key, entry.bytes) for entry in there]
         return found
 
     def _export(self, path: Path) -> None:

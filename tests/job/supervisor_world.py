@@ -16,6 +16,7 @@ import runs
 
 from job import atomic
 from job.contract.attempt import Node
+from job.contract.commit import Published
 from job.contract.reading import iso
 from job.contract.run import config_digest, load
 from job.spec import Checkpoint
@@ -288,10 +289,14 @@ class Bench:
 
 def publisher(bench: Bench, store: object = None, node: str = "w") -> Publisher:
     """Of this node's work folder."""
+    published = Published(
+        code_sha256=None, attempt=1, instance="i-1", spent_usd="0", spent_s="0", published_at="2027-01-15T08:00:00Z"
+    )
     return Publisher(
+        run="r1",
         store=store or bench.store,  # type: ignore[arg-type]
         workdir=bench.folder / node,
-        stamp=lambda: {"run": "r1"},
+        published=lambda: published,
         say=lambda text: None,
     )
 

@@ -1,14 +1,16 @@
-"""Each name and exit code of the contract stands in one module: everything else imports it."""
+"""Each name, exit code and key of the contract stands in one module: everything else imports it."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from job.contract import bucket, codes, commit, environment, inputs, workdir
+from job.contract import attempt, bucket, codes, commit, done, environment, inputs, receipt, run, workdir
 
 ROOT = Path(__file__).parents[2]
 OWNERS = (bucket, codes, commit, environment, inputs, workdir)
@@ -66,6 +68,64 @@ def test_no_other_module_writes_them_down() -> None:
         path.relative_to(ROOT).as_posix(): places
         for path in SOURCES
         if path not in own and (places := list(written_down(path.read_text())))
+    }
+    assert found == {}
+
+
+DOCUMENTS: tuple[type[Any], ...] = (
+    attempt.Exit,
+    attempt.Machine,
+    attempt.Record,
+    done.Done,
+    receipt.AttemptCost,
+    receipt.Receipt,
+)
+DOCUMENTS += (
+    commit.Best,
+    commit.Commit,
+    commit.Manifest,
+    commit.Retry,
+    receipt.AttemptCost,
+    receipt.Receipt,
+    run.Limits,
+)
+GENERAL = {"base_weights", "config_sha256", "free_usd", "gpu_count", "spent_usd", "val_loss"}  # keys of others too
+KEYS = {each.name for document in DOCUMENTS for each in fields(document) if "_" in each.name} - GENERAL
+READS = ("get", "need", "take", "pop", "section", "sections")
+KEYS |= {"counted_until", "free_first_hour_usd", "inside_range", "range_usd", "required_files"}
+
+
+def keys_of(source: str) -> Iterator[str]:
+    """Texts by which a module writes or asks for a value of a tree."""
+    for node in ast.walk(ast.parse(source)):
+        asked: list[ast.expr | None] = []
+        if isinstance(node, ast.Subscript):
+            asked = [node.slice]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READS:
+            asked = node.args[:1]  # type: ignore[assignment]
+        if isinstance(node, ast.Dict):
+            asked = node.keys
+        yield from (each.value for each in asked if isinstance(each, ast.Constant) and isinstance(each.value, str))
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('until = tree["counted_until"]', ["counted_until"]),
+        ('tree.get("ends_at")', ["ends_at"]),
+        ('told = {"manifest_at_boot": None}', ["manifest_at_boot"]),
+        ("replace(record, started_s=3)", []),
+    ],
+)
+def test_what_counts_as_asking_by_key(source: str, found: list[str]) -> None:
+    assert list(keys_of(source)) == found
+
+
+def test_no_other_module_writes_or_reads_a_document_by_key() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix(): keys
+        for path in SOURCES
+        if "contract" not in path.parts and (keys := KEYS & set(keys_of(path.read_text())))
     }
     assert found == {}
 
