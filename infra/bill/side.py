@@ -15,6 +15,7 @@ from infra.definition.model import Capacity, Limits, StackDefinition, Variant
 from infra.risk import simulation
 from infra.risk.cadence import BestInterval, optimal
 from infra.risk.hazard import HAZARD_WORDS, Hazard, Key, find
+from job.contract.run import NoticeEstimate, PhaseEstimate
 from job.spec import JobConfig
 from job.supervisor.forecast import RESERVE_S, Forecast
 
@@ -237,10 +238,10 @@ def _exposure(
 
 def reserve_h(config: JobConfig, option: TypeCost) -> float:
     """Hours before a limit at which the job's meter stops it at the end of its work, so that all is saved by then."""
-    seconds = [{"type": each.type, "phase": each.phase, "seconds": each.total_s} for each in option.notices]
+    notice = [NoticeEstimate(type=each.type, phase=each.phase, seconds=each.total_s) for each in option.notices]
     phases = option.runtime.phases if option.runtime else ()
-    pace = [{"phase": each.name, "steps": each.steps, "step_ms": each.step_ms} for each in phases if each.steps]
-    forecast = Forecast(config, {"notice": seconds, "phases": pace}, option.type)
+    pace = [PhaseEstimate(phase=each.name, steps=each.steps, step_ms=each.step_ms) for each in phases if each.steps]
+    forecast = Forecast(config, option.type, phases=pace, notice=notice)
     return (forecast.end_s(config.total_steps(), None) + RESERVE_S) / 3600
 
 

@@ -114,7 +114,7 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """What the supervisor finds on its node. None: not known, or there is none."""
 
     gpu: str | None = None
@@ -141,7 +141,7 @@ class AttemptRecord:
     attempt: int | None = None  # of the run, from 1
     supervised_at: str = ""
     ranks: int | None = None  # processes that train
-    machine: Machine | None = None
+    machine: Hardware | None = None
     resumed_step: int | None = None
     started_s: Decimal | None = None  # from launch to the trainer's first step
     rung: int | None = None

@@ -69,54 +69,133 @@ class InputData:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TypePrices:
+    """Of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0: unknown."""
+
+    on_demand: Decimal
+    spot: Mapping[str, Decimal]
+    gpus: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BillLine:
+    """A line of the bill. `unit_price` and `quantity` are those of compute, in node-hours; 0 elsewhere."""
+
+    name: str
+    kind: str
+    amount: Decimal
+    unit_price: Decimal = Decimal(0)
+    quantity: Decimal = Decimal(0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseEstimate:
+    """A phase at the bill's pace. `steps` None: as the job's parameters say."""
+
+    phase: str
+    step_ms: float
+    steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoticeEstimate:
+    """How long a stop takes in a phase on a type of node; None: the bill does not say."""
+
+    type: str
+    phase: str
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BillEstimate:
+    """What forecast and receipt take from the bill; money in USD."""
+
+    p10: Decimal
+    p50: Decimal
+    p90: Decimal
+    hours: Decimal  # p50
+    interruptions: float | None = None  # expected
+    lines: tuple[BillLine, ...] = ()
+    phases: tuple[PhaseEstimate, ...] = ()
+    notice: tuple[NoticeEstimate, ...] = ()
+
+    @classmethod
+    def from_json(cls, estimate: Fields, hourly: Mapping[str, Decimal]) -> BillEstimate:
+        """Raises DoubtError. `hourly`: the price of each hourly line."""
+        usd, hours = estimate.section("usd"), estimate.section("hours")
+        lines = tuple(_line(each, hourly) for each in estimate.sections("lines"))
+        compute = [line for line in lines if line.kind == "compute"]
+        if len(compute) != 1:
+            raise DoubtError(f"estimate.lines has {len(compute) or 'none'} for compute")
+        for key in ("p10", "p90"):
+            hours.need(key, reading.unsigned)
+        return cls(
+            p10=usd.need("p10", reading.unsigned),
+            p50=usd.need("p50", reading.unsigned),
+            p90=usd.need("p90", reading.unsigned),
+            hours=hours.need("p50", reading.unsigned),
+            interruptions=estimate.take("interruptions_expected", reading.number, None),
+            lines=lines,
+            phases=tuple(
+                PhaseEstimate(
+                    phase=each.need("phase", reading.text),
+                    step_ms=each.need("step_ms", reading.number),
+                    steps=each.take("steps", reading.step, None),
+                )
+                for each in (estimate.sections("phases") if "phases" in estimate.tree else ())
+            ),
+            notice=tuple(
+                NoticeEstimate(
+                    type=each.need("type", reading.text),
+                    phase=each.need("phase", reading.text),
+                    seconds=each.take("seconds", reading.seconds, None),
+                )
+                for each in (estimate.sections("notice") if "notice" in estimate.tree else ())
+            ),
+        )
+
+    def of_kind(self, kind: str) -> list[BillLine]:
+        """The lines that the meter counts so."""
+        return [line for line in self.lines if line.kind == kind]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunFile:
-    """The parts of run.json that decide something here; `tree` is all of it."""
+    """run.json as the supervisor reads it."""
 
     run: str
-    config: JobConfig
+    stack: str
+    experiment: str
+    parameters: dict[str, Any]
+    config: JobConfig  # of these parameters
     config_sha256: str
     limits: RunLimits
+    capacity: str
+    prices: Mapping[str, TypePrices]  # by type, at least one
+    hourly: Mapping[str, Decimal]  # USD per node-hour beside compute, by line of the bill
     fixed_usd: Decimal
     dataset: InputData | None  # None for a command
     weights: InputData | None  # base weights; None for a job that starts from nothing
     code: InputData | None  # of a command: one archive; None: its image has all
     folders: dict[str, InputData]  # a command's inputs, by name
-    estimate: dict[str, Any]
-    tree: dict[str, Any]
-
-    @property
-    def code_sha256(self) -> str | None:
-        """Of the job's archive, which every node of the run unpacks; None: none was named."""
-        archive = self.tree["inputs"].get("archive") or {}
-        found: str | None = archive.get("sha256")
-        return found
-
-    @property
-    def hourly(self) -> dict[str, Decimal]:
-        """USD per node-hour beside compute, by line of the bill."""
-        return {name: Decimal(usd) for name, usd in self.tree["extras"]["hourly_usd"].items()}
+    code_sha256: str | None  # of the job's archive, which every node of the run unpacks; None: none was named
+    estimate: BillEstimate
 
     def gpus(self, instance_type: str) -> int:
         """Of a node of this type, as the bill knows it; 0: unknown."""
-        return int(self.tree["rates"].get(instance_type, {}).get("gpus") or 0)
+        listed = self.prices.get(instance_type)
+        return listed.gpus if listed else 0
 
     def rates(self, instance_type: str, zone: str) -> Rates:
         """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed."""
-        table = self.tree["rates"]
-        listed = table.get(instance_type)
+        listed = self.prices.get(instance_type)
         spot = None
         if listed is None:
-            on_demand = max(Decimal(row["on_demand"]) for row in table.values())
+            on_demand = max(each.on_demand for each in self.prices.values())
         else:
-            on_demand = Decimal(listed["on_demand"])
-            prices = {name: Decimal(price) for name, price in (listed.get("spot") or {}).items()}
-            spot = prices.get(zone, max(prices.values(), default=None))
-        return Rates(
-            capacity=self.tree["capacity"],
-            on_demand=on_demand,
-            spot=spot,
-            hourly=self.hourly,
-        )
+            on_demand = listed.on_demand
+            spot = listed.spot.get(zone, max(listed.spot.values(), default=None))
+        return Rates(capacity=self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,17 +309,15 @@ def with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _typed(fields: Fields) -> RunFile:
     limits, extras, given = (fields.section(key) for key in ("limits", "extras", "inputs"))
-    job = fields.section("job")
+    job, run = fields.section("job"), fields.section("run")
     experiment, parameters = job.need("experiment", reading.text), job.section("parameters").tree
     hourly = extras.need("hourly_usd", reading.mapping(reading.unsigned))
-    if (archive := given.tree.get("archive")) is not None:
-        Fields(archive, "inputs.archive").take("sha256", reading.text, None)
-    _check_rates(fields)
-    _check_estimate(fields.section("estimate"), hourly)
-    config = from_json(experiment, parameters)
-    fields.section("run").need("stack", reading.text)
+    archive, config = given.tree.get("archive"), from_json(experiment, parameters)
     return RunFile(
-        run=fields.section("run").need("id", reading.name),
+        run=run.need("id", reading.name),
+        stack=run.need("stack", reading.text),
+        experiment=experiment,
+        parameters=parameters,
         config=config,
         config_sha256=config_digest(experiment, parameters),
         limits=RunLimits(
@@ -249,6 +326,9 @@ def _typed(fields: Fields) -> RunFile:
             deadline=limits.take("deadline", reading.moment, None),
             expires=limits.take("expires", reading.moment, None),
         ),
+        capacity=fields.need("capacity", reading.choice("spot", "on-demand")),
+        prices=_prices(fields.table("rates")),
+        hourly=hourly,
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
         dataset=_inputs(given.section("dataset")) if config.dataset_kind else None,
         weights=_inputs(given.section("base_weights")) if given.tree.get("base_weights") else None,
@@ -256,47 +336,34 @@ def _typed(fields: Fields) -> RunFile:
         folders={name: _inputs(each) for name, each in given.table("folders").items()}
         if "folders" in given.tree
         else {},
-        estimate=fields.section("estimate").tree,
-        tree=fields.tree,
+        code_sha256=None if archive is None else given.section("archive").take("sha256", reading.text, None),
+        estimate=BillEstimate.from_json(fields.section("estimate"), hourly),
     )
 
 
-def _check_rates(fields: Fields) -> None:
-    fields.need("capacity", reading.choice("spot", "on-demand"))
-    table = fields.table("rates")
+def _prices(table: Mapping[str, Fields]) -> dict[str, TypePrices]:
     if not table:
         raise DoubtError("rates names no type")
-    for row in table.values():
-        row.need("on_demand", reading.unsigned)
-        row.take("gpus", reading.whole_number, 0)
-        row.take("spot", reading.mapping(reading.unsigned), {})
+    return {
+        name: TypePrices(
+            on_demand=row.need("on_demand", reading.unsigned),
+            spot=row.take("spot", reading.mapping(reading.unsigned), {}),
+            gpus=row.take("gpus", reading.whole_number, 0),
+        )
+        for name, row in table.items()
+    }
 
 
-def _check_estimate(estimate: Fields, hourly: Mapping[str, Decimal]) -> None:
-    """What forecast and receipt take from the bill."""
-    for key in ("p10", "p50", "p90"):
-        estimate.section("usd").need(key, reading.unsigned)
-        estimate.section("hours").need(key, reading.unsigned)
-    estimate.take("interruptions_expected", reading.number, None)
-    lines = estimate.sections("lines")
-    for line in lines:
-        line.need("name", reading.text)
-        line.need("amount", reading.amount)
-        if line.need("kind", reading.choice(*LINE_KINDS)) == "hourly":
-            line.need("name", reading.choice(*hourly))
-    compute = [line for line in lines if line.tree["kind"] == "compute"]
-    if len(compute) != 1:
-        raise DoubtError(f"estimate.lines has {len(compute) or 'none'} for compute")
-    for key in ("unit_price", "quantity"):
-        compute[0].need(key, reading.unsigned)
-    for phase in estimate.sections("phases") if "phases" in estimate.tree else ():
-        phase.need("phase", reading.text)
-        phase.need("step_ms", reading.number)
-        phase.take("steps", reading.step, None)
-    for notice in estimate.sections("notice") if "notice" in estimate.tree else ():
-        notice.need("type", reading.text)
-        notice.need("phase", reading.text)
-        notice.take("seconds", reading.seconds, None)
+def _line(line: Fields, hourly: Mapping[str, Decimal]) -> BillLine:
+    kind = line.need("kind", reading.choice(*LINE_KINDS))
+    is_compute = kind == "compute"
+    return BillLine(
+        name=line.need("name", reading.choice(*hourly) if kind == "hourly" else reading.text),
+        kind=kind,
+        amount=line.need("amount", reading.amount),
+        unit_price=line.need("unit_price", reading.unsigned) if is_compute else Decimal(0),
+        quantity=line.need("quantity", reading.unsigned) if is_compute else Decimal(0),
+    )
 
 
 WANTED = "name the run.json of a run, as `gpufleet results` brings it"

@@ -74,7 +74,7 @@ class Supervisor:
         self.cause: Cause | None = None
         self.say = world.log.say
         self.store, self.clock = world.store, world.clock
-        self.forecast = Forecast(run.config, run.estimate, node.type)
+        self.forecast = Forecast(run.config, node.type, phases=run.estimate.phases, notice=run.estimate.notice)
         self.publisher = Publisher(
             run=run.run, store=self.store, workdir=workdir, published=self._published, say=self.say
         )

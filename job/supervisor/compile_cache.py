@@ -30,8 +30,7 @@ def place(run: RunFile, uri: str) -> str:
     """Where the graphs of this run are, `uri` being the run's: by all settings that can change a step's time, which are
     more than shape a graph. torch itself tells one graph from another.
     """
-    job = run.tree["job"]
-    shapes = json.dumps([job["experiment"], measured.settings(job["experiment"], job["parameters"])], sort_keys=True)
+    shapes = json.dumps([run.experiment, measured.settings(run.experiment, run.parameters)], sort_keys=True)
     return f"{parent(uri)}/{bucket.GRAPHS}/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
 

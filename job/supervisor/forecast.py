@@ -7,8 +7,9 @@ slower steps, and by an upload that was measured to be slower. So what the bill 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Sequence
 
+from job.contract.run import NoticeEstimate, PhaseEstimate
 from job.spec import JobConfig
 
 GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
@@ -22,19 +23,21 @@ MEASURABLE_BYTES = 50_000_000  # below this an upload's time is all latency
 class Forecast:
     """Predictions for one run on one type of node."""
 
-    def __init__(self, config: JobConfig, estimate: dict[str, Any], instance_type: str) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        instance_type: str,
+        *,
+        phases: Sequence[PhaseEstimate] = (),
+        notice: Sequence[NoticeEstimate] = (),
+    ) -> None:
         self._config = config
         self._phases = config.phases()
-        rows = estimate.get("phases", ())
-        counted = {
-            row["phase"]: int(row["steps"]) for row in rows if row.get("steps") is not None
-        }  # of the dataset as it is
+        counted = {row.phase: row.steps for row in phases if row.steps is not None}  # of the dataset as it is
         self._last = list(itertools.accumulate(counted.get(phase.name, phase.steps) for phase in self._phases))
-        self._step_s = {row["phase"]: float(row["step_ms"]) / 1000 for row in rows}
+        self._step_s = {row.phase: row.step_ms / 1000 for row in phases}
         self._stop_s = {
-            row["phase"]: float(row["seconds"])
-            for row in estimate.get("notice", ())
-            if row["type"] == instance_type and row.get("seconds") is not None
+            row.phase: row.seconds for row in notice if row.type == instance_type and row.seconds is not None
         }
         self._upload_s_per_byte: float | None = None
 

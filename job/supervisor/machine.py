@@ -8,7 +8,7 @@ import platform
 import subprocess
 from dataclasses import dataclass
 
-from job.contract.attempt import Machine
+from job.contract.attempt import Hardware
 
 MIB = 1024 * 1024
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "boto3")
@@ -49,7 +49,7 @@ def parse(answer: str) -> tuple[DriverGpu, ...]:
     return tuple(found)
 
 
-def describe(found: tuple[DriverGpu, ...]) -> Machine:
+def describe(found: tuple[DriverGpu, ...]) -> Hardware:
     """For attempts/<instance>.json."""
     versions = {}
     for name in PACKAGES:
@@ -57,7 +57,7 @@ def describe(found: tuple[DriverGpu, ...]) -> Machine:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "missing"
-    return Machine(
+    return Hardware(
         gpu=found[0].name if found else None,
         gpu_count=len(found),
         gpu_memory_gb=round(min(gpu.memory_gb for gpu in found), 2) if found else None,

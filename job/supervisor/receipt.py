@@ -22,7 +22,7 @@ from typing import Any
 
 from job import measured
 from job.contract import metrics
-from job.contract.attempt import AttemptRecord, Machine
+from job.contract.attempt import AttemptRecord, Hardware
 from job.contract.aws import FREE_S
 from job.contract.done import Done
 from job.contract.receipt import CAUSES, CENT_100, AttemptCost, Receipt, ReceiptLine, money, seconds
@@ -43,26 +43,25 @@ def build(
     `done` says how and until when it is counted; `measurement` as `measure` gives it.
     """
     estimate, lines = run.estimate, _lines(run, attempts)
-    p10, p50, p90 = (Decimal(estimate["usd"][key]) for key in ("p10", "p50", "p90"))
     actual = _total(line.actual for line in lines)
     return Receipt(
         run=run.run,
-        stack=run.tree["run"]["stack"],
+        stack=run.stack,
         reason=done.reason,
         detail=done.detail,
         at=done.at,
         device=run.config.device,
-        capacity=run.tree["capacity"],
-        estimate=p50,
+        capacity=run.capacity,
+        estimate=estimate.p50,
         actual=actual,
-        p10=p10,
-        p90=p90,
-        estimate_h=Decimal(estimate["hours"]["p50"]),
+        p10=estimate.p10,
+        p90=estimate.p90,
+        estimate_h=estimate.hours,
         actual_h=_total(hours(attempt.seconds) for attempt in attempts),
         lines=lines,
-        causes=causes(run, attempts, actual - p50),
+        causes=causes(run, attempts, actual - estimate.p50),
         free_usd=_total(attempt.free_usd for attempt in attempts),
-        expected=estimate.get("interruptions_expected"),
+        expected=estimate.interruptions,
         with_notice=sum(attempt.interrupted for attempt in attempts),
         without_notice=sum(attempt.exit is None for attempt in attempts[:-1]),
         attempts=tuple(_cost(attempt, last=attempt is attempts[-1]) for attempt in attempts),
@@ -85,10 +84,10 @@ def measure(
     if not phases or len({attempt.type for attempt in attempts}) != 1:
         return None
     started = [float(attempt.started_s) for attempt in attempts if attempt.started_s is not None]
-    machine = node.machine or Machine()
+    machine = node.machine or Hardware()
     return measured.document(
-        experiment=run.tree["job"]["experiment"],
-        parameters=run.tree["job"]["parameters"],
+        experiment=run.experiment,
+        parameters=run.parameters,
         device={
             "kind": run.config.device,
             "name": machine.gpu or "CPU",
@@ -107,8 +106,9 @@ def measure(
 
 def causes(run: RunFile, attempts: Sequence[Attempt], difference: Decimal) -> dict[str, Decimal]:
     """Why actual and estimate differ, in USD; the sum is `difference`."""
-    compute, estimated = _of_kind(run, "compute")[0], _amount(_of_kind(run, "interruptions"))
-    price, estimated_h = Decimal(compute["unit_price"]), Decimal(compute["quantity"])
+    (compute,) = run.estimate.of_kind("compute")
+    estimated = _total(line.amount for line in run.estimate.of_kind("interruptions"))
+    price, estimated_h = compute.unit_price, compute.quantity
     extras = _total(run.hourly.values())
     used_h = _total(hours(attempt.seconds) for attempt in attempts)
     lost_h = hours(_lost(attempts))
@@ -153,34 +153,25 @@ def _lines(run: RunFile, attempts: Sequence[Attempt]) -> tuple[ReceiptLine, ...]
     at_ceiling = _total(hours(attempt.ceiling_s) for attempt in attempts)
     note = f"{at_ceiling:.4f} h at the on-demand price: AWS told no spot price" if at_ceiling else ""
     compute = _total(attempt.compute_usd for attempt in attempts)
-    found = [_line(line["name"], Decimal(line["amount"]), compute, note) for line in _of_kind(run, "compute")]
-    hourly = _of_kind(run, "hourly")
-    actual = {line["name"]: (used * run.hourly[line["name"]]).quantize(CENT_100) for line in hourly}
+    found = [_line(line.name, line.amount, compute, note) for line in run.estimate.of_kind("compute")]
+    hourly = run.estimate.of_kind("hourly")
+    actual = {line.name: (used * run.hourly[line.name]).quantize(CENT_100) for line in hourly}
     if hourly:  # the meter rounds each node's sum, so what is left of it goes to the first
-        first = hourly[0]["name"]
+        first = hourly[0].name
         actual[first] += _total(each.usd - each.compute_usd for each in attempts) - _total(actual.values())
-    found += [_line(line["name"], Decimal(line["amount"]), actual[line["name"]]) for line in hourly]
-    for line in _of_kind(run, "fixed"):
-        found.append(_line(line["name"], Decimal(line["amount"]), Decimal(line["amount"]), "as in the bill"))
+    found += [_line(line.name, line.amount, actual[line.name]) for line in hourly]
+    found += [_line(line.name, line.amount, line.amount, "as in the bill") for line in run.estimate.of_kind("fixed")]
     note = "first hours that AWS does not charge; the rest is in compute"
     doubtful = sum(attempt.noticed and attempt.reclaimed is None and attempt.seconds < FREE_S for attempt in attempts)
     if doubtful:
         note += f"; {doubtful} more counted: the fleet's history did not say that AWS took the node"
     free = _total(attempt.free_usd for attempt in attempts)
-    return (*found, _line("interruptions", _amount(_of_kind(run, "interruptions")), -free, note))
+    estimated = _total(line.amount for line in run.estimate.of_kind("interruptions"))
+    return (*found, _line("interruptions", estimated, -free, note))
 
 
 def _line(name: str, estimate: Decimal, actual: Decimal, note: str = "") -> ReceiptLine:
     return ReceiptLine(name=name, estimate=estimate, actual=actual, note=note)
-
-
-def _of_kind(run: RunFile, kind: str) -> list[dict[str, Any]]:
-    """Lines of the bill that the meter counts so."""
-    return [line for line in run.estimate["lines"] if line["kind"] == kind]
-
-
-def _amount(lines: Iterable[Mapping[str, Any]]) -> Decimal:
-    return _total(Decimal(line["amount"]) for line in lines)
 
 
 def _lost(attempts: Sequence[Attempt]) -> Decimal:

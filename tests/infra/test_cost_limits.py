@@ -26,6 +26,7 @@ from infra.definition.model import Disk, Keep, StackDefinition
 from infra.definition.scenarios import scenario
 from infra.risk import simulation
 from job.contract import run as run_file
+from job.contract.reading import Fields
 from job.contract.run import Rates
 from job.spec import SftConfig
 from job.supervisor.forecast import RESERVE_S, Forecast
@@ -131,7 +132,9 @@ def test_an_accepted_limit_lets_the_jobs_meter_come_to_the_end_of_the_work(hours
     exposure, hourly = found.chosen.exposure, found.hourly_usd
     rates = Rates(capacity="on-demand", on_demand=found.chosen.price.amount, spot=None, hourly=hourly)
     limits = run_file.RunLimits(max_usd=Decimal(3), max_hours=Decimal(hours), deadline=None)
-    reserve_s = Forecast(plan.job.parameters, to_json(found), found.chosen.type).end_s(2999, None) + RESERVE_S
+    told = run_file.BillEstimate.from_json(Fields(to_json(found)), hourly)
+    forecast = Forecast(plan.job.parameters, found.chosen.type, phases=told.phases, notice=told.notice)
+    reserve_s = forecast.end_s(2999, None) + RESERVE_S
     assert exposure.reserve_h * 3600 == pytest.approx(reserve_s, abs=0.1)
     meter = Meter(rates=rates, launched_at=0.0, fixed_usd=Decimal(f"{exposure.fixed_usd:.4f}"))
     assert meter.limit(exposure.uninterrupted_h * 3600, limits, reserve_s) == stopped

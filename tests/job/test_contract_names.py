@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from job.contract import attempt, bucket, codes, commit, done, environment, inputs, receipt, run, workdir
+from job.contract import attempt, bucket, codes, commit, done, environment, inputs, receipt, workdir
 
 ROOT = Path(__file__).parents[2]
 OWNERS = (bucket, codes, commit, environment, inputs, workdir)
@@ -72,23 +72,8 @@ def test_no_other_module_writes_them_down() -> None:
     assert found == {}
 
 
-DOCUMENTS: tuple[type[Any], ...] = (
-    attempt.Exit,
-    attempt.Machine,
-    attempt.Record,
-    done.Done,
-    receipt.AttemptCost,
-    receipt.Receipt,
-)
-DOCUMENTS += (
-    commit.Best,
-    commit.Commit,
-    commit.Manifest,
-    commit.Retry,
-    receipt.AttemptCost,
-    receipt.Receipt,
-    run.Limits,
-)
+DOCUMENTS: tuple[type[Any], ...] = (attempt.Exit, attempt.Hardware, attempt.AttemptRecord, commit.Best, commit.Commit)
+DOCUMENTS += (commit.Manifest, commit.Published, commit.Retry, done.Done, receipt.AttemptCost, receipt.Receipt)
 GENERAL = {"base_weights", "config_sha256", "free_usd", "gpu_count", "spent_usd", "val_loss"}  # keys of others too
 KEYS = {each.name for document in DOCUMENTS for each in fields(document) if "_" in each.name} - GENERAL
 READS = ("get", "need", "take", "pop", "section", "sections")

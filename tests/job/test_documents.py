@@ -163,7 +163,8 @@ def run_json(content: bytes, folder: Path) -> None:
     run = load(folder / "run.json")
     run.rates("g5.2xlarge", "us-east-2a")
     run.gpus("g5.2xlarge")
-    Forecast(run.config, run.estimate, "g5.2xlarge").end_s(3, None)
+    told = run.estimate
+    Forecast(run.config, "g5.2xlarge", phases=told.phases, notice=told.notice).end_s(3, None)
     receipt.text(receipt.build(run, [], DONE))
     assert run.code_sha256 is None or run.code_sha256.isascii()
 

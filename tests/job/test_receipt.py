@@ -12,7 +12,7 @@ import pytest
 import runs
 
 from job import measured
-from job.contract.attempt import AttemptRecord, Exit, Machine
+from job.contract.attempt import AttemptRecord, Exit, Hardware
 from job.contract.done import FINISHED, Done
 from job.contract.receipt import Receipt
 from job.contract.run import RunFile, load
@@ -199,14 +199,15 @@ def test_the_bill_is_graded_by_its_own_range(run: RunFile, actual: str, grade: s
 
 @pytest.mark.parametrize("bound", ["p10", "p90"])
 def test_a_run_that_costs_what_its_range_begins_or_ends_with_is_inside(run: RunFile, bound: str) -> None:
-    usd = {**run.estimate["usd"], bound: "0.1972"}
-    made = build(replace(run, estimate={**run.estimate, "usd": usd}), attempt(1800))
+    cost = Decimal("0.1972")
+    priced = replace(run.estimate, p10=cost) if bound == "p10" else replace(run.estimate, p90=cost)
+    made = build(replace(run, estimate=priced), attempt(1800))
     assert (made["usd"]["actual"], made["grade"], made["inside_range"]) == ("0.1972", "inside p10-p90", True)
 
 
 def test_a_bill_of_one_figure_has_no_range_to_be_inside_of(run: RunFile) -> None:
-    certain = dict.fromkeys(("p10", "p50", "p90", "mean"), "0.2000")
-    made = build(replace(run, estimate={**run.estimate, "usd": certain}), attempt(1800))
+    certain = Decimal("0.2000")
+    made = build(replace(run, estimate=replace(run.estimate, p10=certain, p50=certain, p90=certain)), attempt(1800))
     assert made["inside_range"] is None
     assert "no range to be inside of ($0.2000 to $0.2000)" in shown(made)
 
@@ -240,7 +241,7 @@ def metrics(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
 
 
-A10G = Machine(gpu="NVIDIA A10G", gpu_count=4, driver="580.1", versions={"torch": "2.13.0"}, python="3.12.3")
+A10G = Hardware(gpu="NVIDIA A10G", gpu_count=4, driver="580.1", versions={"torch": "2.13.0"}, python="3.12.3")
 NODE = AttemptRecord(ranks=2, machine=A10G)
 
 
