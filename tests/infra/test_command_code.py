@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_world import command_file
+from command_files import command_file
 
 from infra.definition.loader import load
 from infra.definition.model import StackDefinition

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_world import IMAGE, command_file
+from command_files import IMAGE, command_file
 
 from infra.bill.project import footing
 from infra.catalog import load_catalog
