@@ -93,7 +93,7 @@ def writer_cpu_s(checkpoints: Checkpoints) -> float:
 
 
 def commit(step: int) -> Commit:
-    """Of nothing."""
+    """A commit without files."""
     return Commit(
         step=step,
         phase="bench",

@@ -35,7 +35,7 @@ BAR = 0.8
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process and the children it has waited for."""
+    """Processor seconds of a process and the children it has waited for."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(int(field) for field in fields[11:15]) / TICKS
 

@@ -228,7 +228,7 @@ def _independent(trace: Trace, hours: float) -> float:
 
 
 def _commit(folder: Path) -> str:
-    """Of the checkout; a plain copy has none."""
+    """The commit of the checkout; a plain copy has none."""
     found = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "an unknown commit"
 

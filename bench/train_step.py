@@ -131,7 +131,7 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
 
 
 def least_s(found: device.Device, size: PhaseSize) -> float | None:
-    """Of a step, by the GPU's data sheet; None where it is not known."""
+    """The fewest seconds that a step can take, by the GPU's data sheet; None where it is not known."""
     bandwidth = device.bandwidth_gb_s(found.name)
     if not found.peak_tflops or not bandwidth:
         return None

@@ -17,7 +17,7 @@ SHOWN = 20  # problems of one file that are printed; the rest is counted
 
 
 def short(text: str) -> str:
-    """As a message shows it: a line of a file may have any length."""
+    """The text, cut to 100 characters for a message: a line of a file may have any length."""
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 

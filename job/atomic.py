@@ -33,7 +33,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The same for JSON."""
+    """Writes `value` as JSON, atomically, as write_bytes does."""
     write_bytes(path, json_bytes(value))
 
 
@@ -75,6 +75,6 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content, in hex. Raises OSError."""
+    """The SHA-256 of a file's content, in hex. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

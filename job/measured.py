@@ -174,7 +174,7 @@ def _boundary_s(records: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str,
 
 
 def _quantile(timed: Sequence[tuple[float, int]], share: float) -> float:
-    """Of the steps: each line stands for the steps that it timed."""
+    """The quantile `share` over steps, in the unit of `timed`: each line stands for the steps that it timed."""
     total, seen = sum(count for _, count in timed), 0
     for value, count in sorted(timed):
         seen += count

@@ -120,7 +120,7 @@ def _run(
 
 
 def _starter(workdir: Path, ranks: int, nowhere: IO[bytes]) -> Callable[[int], Trainer]:
-    """As job/__main__.py starts it; its output goes to job.log alone."""
+    """A function that starts the trainer on a rung as job/__main__.py does, its output in job.log alone."""
     log = JobLog(workdir / LOG, stream=nowhere)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     ended = workdir / ENDED if ranks > 1 else None
@@ -178,6 +178,6 @@ def _failure_reason(workdir: Path, code: int) -> str:
 
 
 def _cpu_s() -> float:
-    """Of all children that have ended."""
+    """Processor seconds of all children that have ended."""
     times = os.times()
     return times.children_user + times.children_system

@@ -16,7 +16,7 @@ def counted(number: object, noun: str) -> str:
 
 
 def stamp(moment: datetime) -> str:
-    """As AWS writes it: UTC, whole seconds, Z."""
+    """The moment as AWS writes it: UTC, whole seconds, Z."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -131,7 +131,7 @@ def key_of(account: str, bucket: str) -> str | None:
 
 
 def ami_id(region: str, parameter: str) -> str:
-    """The same id every time for a region and parameter."""
+    """The image id of a region and parameter, the same every time."""
     return "ami-0" + hashlib.sha256(f"{region} {parameter}".encode()).hexdigest()[:16]
 
 
@@ -197,7 +197,7 @@ def inventory(
 
 
 def statements(account: str, profile: str) -> list[dict[str, Any]]:
-    """Of the inline policies of the roles in an instance profile, as they are now."""
+    """The statements of the inline policies of the roles in an instance profile, as they are now."""
     iam = iam_backends[account]["aws"]
     roles = [role for each in list(iam.instance_profiles.values()) if each.name == profile for role in each.roles]
     policies = [json.loads(document) for role in roles for document in list(role.policies.values())]

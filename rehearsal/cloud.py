@@ -237,12 +237,12 @@ class Cloud:
         return [(f.id, f.tags) for f in fleets if f.region == region and f.state != "deleted"]
 
     def _tags_of(self, name: str) -> dict[str, str]:
-        """Of a fleet or of one of its instances, by id."""
+        """The tags of a fleet or of one of its instances, by id."""
         found = self.fleets.fleets.get(name) or self.fleets.instances.get(name)
         return found.tags if found else {}
 
     def _statements(self, token: str) -> list[dict[str, Any]] | None:
-        """Of the inline policies of the instance's role; its session token is its id."""
+        """The statements of the inline policies of the instance's role; its session token is its id."""
         instance = self.fleets.instances.get(token)
         return account.statements(self.account, instance.profile) if instance and instance.profile else None
 

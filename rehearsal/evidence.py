@@ -105,7 +105,7 @@ class Evidence:
                 first += phase.steps
 
     def steps_done(self) -> dict[str, int]:
-        """Of each phase that has steps; fewer than planned where it ended early."""
+        """Steps done in each phase that has steps, by name; fewer than planned where it ended early."""
         found = {}
         for phase, first, last in self.spans():
             own = [int(line["step"]) for line in self.metrics if first <= int(line["step"]) <= last]

@@ -70,7 +70,7 @@ class Gate:
     def _of_node(
         self, environ: dict[str, Any], start: Callable[..., Any], service: str, region: str, action: str
     ) -> Iterable[bytes]:
-        """As AWS answers a node's role: what it may not do is refused, and what it may not list is not told apart."""
+        """AWS's answer to a node's role: what it may not do is refused, and what it may not list is not told apart."""
         statements = self.statements(str(environ.get("HTTP_X_AMZ_SECURITY_TOKEN", "")))
         if statements is None:
             return _send(start, environ, *_refusal(service, NODE_KEY))

@@ -63,7 +63,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
     ec2 = client("ec2", region)
 
     def collect_visible(what: str, part: Callable[[], Iterable[_T]]) -> list[_T]:
-        """As much of `part` as AWS shows."""
+        """What `part` yields, as far as AWS shows it; a refusal is noted in `unseen`."""
         found = list[_T]()
         try:
             found.extend(part())

@@ -43,7 +43,7 @@ def _misplaced(subnet: dict[str, Any] | None, vpc: str, zone: str) -> str:
 
 
 def _routes(tables: list[dict[str, Any]], subnet: str) -> list[dict[str, Any]]:
-    """Of the subnet's own table, else of the main one."""
+    """The routes of the subnet's own route table, else those of the main one."""
     for key, value in (("SubnetId", subnet), ("Main", True)):
         for table in tables:
             if any(each.get(key) == value for each in table["Associations"]):

@@ -133,8 +133,8 @@ def _late(
     done: Done | None,
     say: Callable[[str], None],
 ) -> tuple[Done | None, bool]:
-    """Of a run that left no receipt: done.json, or what stands for it, None where AWS does not say whether the run goes
-    on; and whether its receipt could be made, which is in `target` then.
+    """How a run without a receipt ended, from done.json or from its fleet (None: AWS does not say whether it goes on),
+    and whether its receipt could be made; it lies in `target` then.
     """
     done = done or cut_off(definition, folder.owner, objects, ec2, datetime.now(UTC))
     if done is None:  # a receipt made earlier may be all there is
@@ -255,8 +255,8 @@ def make_receipt(
 
 
 def _changes(definition: StackDefinition, ec2: Any) -> fleet.Changes:
-    """Of the run's fleet, while AWS shows it: two days after it was deleted. Where an `up` that was killed has left a
-    second one, of both: which of them a node was of is not known any more.
+    """The history of the run's fleet, which AWS shows for two days after its deletion. Where a killed `up` has left a
+    second fleet, the histories of both: which of them a node belonged to is not known any more.
     """
 
     def ask(since: float) -> list[float] | None:

@@ -22,7 +22,7 @@ NO_RUN = (INPUTS, GRAPHS)  # folders of a stack's bucket that are no run's
 
 
 def name_prefix(stack: str) -> str:
-    """Of every name that the provider has drawn for the stack."""
+    """The prefix of every name that the provider draws for the stack's resources."""
     return f"gpufleet-{stack}-"
 
 

@@ -226,7 +226,7 @@ HOURLY: tuple[Callable[[StackDefinition, Catalog], list[Charge]], ...] = (_disks
 
 
 def gp3_usd_per_month(catalog: Catalog, region: str, size_gib: int, iops: int, mibps: int) -> Decimal:
-    """Of one volume: size always, IOPS and throughput only above what is included."""
+    """USD per month of one gp3 volume: its size, and IOPS and throughput above what AWS includes."""
     usd = size_gib * catalog.price("ebs_gp3_storage", region).amount
     usd += max(0, iops - FREE_IOPS) * catalog.price("ebs_gp3_iops", region).amount
     return usd + max(0, mibps - FREE_MIBPS) * catalog.price("ebs_gp3_throughput", region).amount

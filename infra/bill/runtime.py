@@ -216,7 +216,7 @@ def _step_ms(
     estimate: Estimate,
     seen: PhaseSpeed | None,
 ) -> float:
-    """Of a phase; of one without optimizer steps, what a step of its shape would take."""
+    """Milliseconds per optimizer step of a phase; for one without steps, what a step of its shape would take."""
     if estimate.step_ms is not None:
         training = [place for place, size in enumerate(sizes) if size.steps and place <= index]
         return float(estimate.step_ms[len(training) - 1])
@@ -240,7 +240,7 @@ def _step_ms(
 
 
 def _launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
-    """Of the host, in a step with the micro-batches that the node's GPUs hold."""
+    """Milliseconds in which the host launches a step's kernels, with the micro-batches that the node's GPUs hold."""
     if not size.micro_launch_ms:
         return size.launch_ms
     rung = config.choose_rung(instance.gpu_memory_gb, ranks=ranks) or config.ladder(ranks)[-1]

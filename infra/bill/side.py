@@ -26,7 +26,7 @@ _FEW = 2_000  # simulated runs behind a figure that is only a comparison
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantiles:
-    """Of the simulated runs."""
+    """Quantiles and mean of one figure over the simulated runs."""
 
     p10: Decimal
     p50: Decimal
@@ -34,7 +34,7 @@ class Quantiles:
     mean: Decimal
 
     def times(self, count: int) -> Quantiles:
-        """Of so many nodes, of one's."""
+        """The figures of `count` nodes, from those of one."""
         return Quantiles(p10=self.p10 * count, p50=self.p50 * count, p90=self.p90 * count, mean=self.mean * count)
 
 
@@ -66,7 +66,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side(Prepared):
-    """The same with its luck: what the simulated runs came to."""
+    """A definition on one type, with what its simulated runs came to."""
 
     usd: Quantiles  # as the limits of the definition cut it
     hours: Quantiles  # of each node

@@ -50,8 +50,8 @@ class Gpu:
     capability: float  # compute capability, NVIDIA's list of CUDA GPUs
 
     def peak_tflops(self, products: str) -> float | None:
-        """Of matrix products in `bf16`, `tf32` or `fp32`, dense. TF32 begins with compute capability 8.0, at half the
-        rate of bf16 (NVIDIA's data sheets of A100, L40S, H100 and B200); older GPUs compute in fp32 then.
+        """TFLOPS of dense matrix products in `bf16`, `tf32` or `fp32`. TF32 begins with compute capability 8.0, at half
+        the rate of bf16 (NVIDIA's data sheets of A100, L40S, H100 and B200); older GPUs compute in fp32 then.
         """
         if products == "tf32" and self.capability >= 8:
             return None if self.bf16_tflops is None else self.bf16_tflops / 2

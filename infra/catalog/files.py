@@ -73,7 +73,7 @@ class Prices:
         return max((price.as_of for price in self.all()), default=date.min)
 
     def copy(self) -> Prices:
-        """The same, to be changed."""
+        """A copy that may be changed."""
         return Prices(
             on_demand=dict(self.on_demand), spot=dict(self.spot), services=dict(self.services), notes=dict(self.notes)
         )

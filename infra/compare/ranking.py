@@ -112,7 +112,7 @@ def every_option(
 
 
 def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row]:
-    """The same, the first ones of each work simulated with more runs, so that what is read is not noise."""
+    """The rows in order, the first ones of each work simulated with more runs, so that what is read is not noise."""
     seen = Counter[str]()
     shown: dict[int, list[Row]] = {simulation.RUNS: [], RUNS_SHOWN: []}
     each = max(REFINED_EACH, REFINED // max(1, len({row.scenario for row in rows})))
@@ -137,8 +137,8 @@ def settings(definition: StackDefinition) -> dict[str, Any]:
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """Of the rows that could be run, those that no other of the same work beats in both mean dollars and median hours
-    by the wall.
+    """The rows that could be run and that no other row of the same work beats in both mean dollars and median
+    wall-clock hours.
     """
     best: dict[str, list[Row]] = {}
     able = [row for row in rows if row.ranked and row.usd and row.wall_hours]
@@ -186,7 +186,7 @@ def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[
 
 
 def _on_types(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:
-    """The same on these types."""
+    """The definition with these instance types."""
     return replace(definition, fleet=replace(definition.fleet, instance_types=types))
 
 

@@ -141,7 +141,8 @@ def filled(
 
 
 def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts: int) -> list[simulation.SimulatedRuns]:
-    """Of each. One simulation per different exposure; a single run where nothing can interrupt it."""
+    """The simulated runs of each exposure, in order. Equal exposures share a simulation; one that nothing can interrupt
+    is simulated once."""
     found: dict[simulation.Exposure, simulation.SimulatedRuns] = {}
     different = list(dict.fromkeys(exposures))
     for many, some in (

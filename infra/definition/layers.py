@@ -123,7 +123,7 @@ def _same_job(entries: dict[str, Node], under: Mapping, where: str, findings: Fi
 
 
 def _laid_over(section: str, overlay: Node, under: Node | None) -> Node:
-    """Of `job` only what a rehearsal or scenario may change: it runs the same job in the same image."""
+    """The overlay, cut for `job` to what a rehearsal or scenario may change: it runs the same job in the same image."""
     if section != "job" or not isinstance(overlay, Mapping):
         return overlay
     known = job_keys(under, laid_over=True)

@@ -121,7 +121,7 @@ Deadline = datetime | timedelta  # a time in UTC, or so long after the first `up
 
 
 def deadline_text(deadline: Deadline) -> str:
-    """As a definition file writes it: 2026-12-31T18:00:00Z, or in 10 h."""
+    """The deadline as a definition file writes it: 2026-12-31T18:00:00Z, or in 10 h."""
     return f"in {deadline / timedelta(hours=1):g} h" if isinstance(deadline, timedelta) else stamp(deadline)
 
 

@@ -62,7 +62,7 @@ def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
 
 
 def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:
-    """Of a file's scenarios the one called `name`, whose work can be taken to other types; all without a name. Raises
+    """The file's scenario called `name`, whose work can be taken to other types; all scenarios without a name. Raises
     GpufleetError.
     """
     if name is None:

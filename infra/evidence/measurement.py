@@ -119,7 +119,7 @@ def measure(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortened:
-    """The same job, shorter: same model, batch and precision. `stop_at` None: it ends by itself."""
+    """A job with fewer steps and the same model, batch and precision. `stop_at` None: it ends by itself."""
 
     config: JobConfig
     stop_at: int | None
@@ -177,7 +177,7 @@ def name_of(gpus: Sequence[machine.DriverGpu], config: JobConfig) -> str:
 
 
 def _commit(root: Path) -> str | None:
-    """Of the project's files, with `+` when they have changed since."""
+    """The commit of the project's files, with `+` when they have changed since; None outside git."""
     if shutil.which("git") is None:
         return None
     git = ["git", "-C", str(root)]

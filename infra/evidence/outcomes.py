@@ -34,7 +34,9 @@ class FinishedRun:
 
 
 def read(root: Path, stack: str) -> list[FinishedRun]:
-    """Of every finished run under `root` (the project), oldest first; what is damaged or unfinished is left out."""
+    """Every finished run of the stack under `root` (the project), oldest first; a damaged or unfinished one is left
+    out.
+    """
     found = [_finished_run(path.parent) for path in (root / FOLDER / stack).glob(f"*/{RECEIPT}")]
     return sorted((run for run in found if run is not None), key=lambda run: run.at)
 

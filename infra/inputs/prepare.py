@@ -122,7 +122,7 @@ def _list_weights(folder: Path, say: Say) -> None:
 
 
 def _as_user_error(error: ValueError | ImportError) -> GpufleetError:
-    """The same for who prepares."""
+    """The error as `prepare` shows it: what is wrong with the data, or the package that is missing."""
     if isinstance(error, ValueError):
         return GpufleetError(str(error))
     return GpufleetError(f"this data needs a package that is missing ({error}): pip install -e '.[job]'")

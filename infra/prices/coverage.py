@@ -33,7 +33,7 @@ def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, 
 
 
 def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
-    """The same as text: one region in detail, type by type; several as a table of counts and dates."""
+    """What to_json gives, as text: one region in detail, type by type; several as a table of counts and dates."""
     found = to_json(catalog, regions, today)
     days = found["catalog"]["age_days"]
     age = f"{days} days old" if days >= 0 else f"{-days} days in the future: it cannot have been read"

@@ -71,7 +71,7 @@ class Plan:
         return {"what": kept.what, "usd_per_month": f"${kept.usd_per_month:.4f}"}
 
     def numbers(self) -> dict[str, Any]:
-        """The same figures for a program that computes with them, through a StackReference."""
+        """The bill's figures as numbers, for a program that reads them through a StackReference."""
         return {
             "usd": {name: float(round(amount, 4)) for name, amount in asdict(self.bill.usd).items()},
             "hours": {name: float(round(hours, 4)) for name, hours in asdict(self.bill.hours).items()},

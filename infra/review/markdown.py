@@ -197,7 +197,7 @@ def _signed(amount: Decimal, digits: int = 2) -> str:
 
 
 def _code(text: str, *, whole: bool = False) -> str:
-    """As code on one line, shortened unless `whole`; nothing in it can end the code or the table's cell."""
+    """The text as Markdown code on one line, shortened unless `whole`; nothing in it ends the code or the cell."""
     if not text:
         return ""
     flat = " ".join(text.replace("`", "'").split())

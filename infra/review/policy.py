@@ -68,7 +68,7 @@ RULES = {  # rule -> what it demands, for people; the policy pack shows it
 
 
 def facts(definition: StackDefinition, bill: Bill | None) -> Facts:
-    """Of a definition file and its bill."""
+    """What the rules of a policy look at: the facts of a definition file and its bill."""
     return Facts(
         region=definition.fleet.region,
         instance_types=definition.fleet.instance_types,
@@ -79,7 +79,7 @@ def facts(definition: StackDefinition, bill: Bill | None) -> Facts:
 
 
 def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts | None:
-    """Of one resource, spelled as the engine spells it: those that run.json states. None for any other resource.
+    """The facts that run.json states, from a resource spelled as the engine spells it. None for any other resource.
 
     run.json is an object that the program declares before the fleet, which depends on it: a rule that refuses it keeps
     the fleet from being made, even where nobody looked at a preview. No other property is read: in a first preview the

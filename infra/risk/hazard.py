@@ -141,7 +141,7 @@ def _check(seen: Observation) -> None:
 
 
 def _log_likelihood(seen: list[Observation]) -> Floats:
-    """Of the zone's hazard on the grid: Poisson, both numbers divided by DISPERSION."""
+    """The Poisson log likelihood of the zone's hazard at each point of the grid, both counts divided by DISPERSION."""
     count = sum(each.interruptions for each in seen) / DISPERSION
     hours = sum(each.node_hours for each in seen) / DISPERSION
     return count * _GRID - hours * np.exp(_GRID)

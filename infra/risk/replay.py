@@ -211,7 +211,7 @@ def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
 
 
 def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed]) -> dict[str, Any]:
-    """The same for programs; keys as documented in docs/risk.md."""
+    """A replay's figures for --json; keys as documented in docs/risk.md."""
     low, high = _likely(contained(found), sum(each.independent for each in found))
     traces = []
     for each, learned in zip(found, _learned(found), strict=True):
@@ -257,7 +257,7 @@ def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
 
 
 def _learned(found: Sequence[Replayed]) -> list[hazard.Hazard]:
-    """Of each trace's zone, from all traces given; a trace that names no zone is of one of its own."""
+    """The hazard of each trace's zone, learnt from all traces given; a trace that names no zone has one of its own."""
     seen = [each.trace.observation() for each in found]
     named = [each._replace(zone=each.zone or each.source) for each in seen]
     learned = hazard.learn(named)

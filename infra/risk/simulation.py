@@ -123,7 +123,7 @@ class Exposure:
 
     @property
     def usd_h(self) -> float:
-        """Of a node-hour, where none is free."""
+        """USD of a node-hour that is not free."""
         return self.compute_usd_h + self.extras_usd_h
 
     def metered(self, hours: Hours) -> Hours:

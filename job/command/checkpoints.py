@@ -47,7 +47,9 @@ class Watched:
 
 
 class Checkpoints:
-    """Of one command. `writing` gives the files that its processes have open for writing; None: not known."""
+    """The checkpoints of one command. `writing` gives the files that its processes have open for writing; None: not
+    known.
+    """
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ Verdict = Literal["finished", "failed", "again", "elsewhere", "stopped"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """Of one start. `code` as a shell has it; `why`: gpufleet ended it, for this reason."""
+    """How one start ended. `code` as a shell has it; `why`: gpufleet ended it, for this reason."""
 
     code: int
     step: int

@@ -52,7 +52,7 @@ class Start:
 
 
 class Host:
-    """Of one work folder. `run` gives the exit code for the supervisor."""
+    """Runs the command of one work folder. `run` gives the exit code for the supervisor."""
 
     def __init__(self, workdir: Path, task: Task) -> None:
         assert isinstance(task.config, CommandConfig)

@@ -163,7 +163,7 @@ class Machine:
 
 
 def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Of this process's environment what a command of the user's may see: its Python is its own, and no keys."""
+    """What a command of the user's may see of this process's environment: its Python is its own, and no keys."""
     kept = {key: value for key, value in ours.items() if not key.startswith(("AWS_", "GPUFLEET_", "PYTHON"))}
     kept.pop("VIRTUAL_ENV", None)
     bins = {str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent)} - {"/usr/bin", "/usr/local/bin", "/bin"}

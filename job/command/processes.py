@@ -41,7 +41,7 @@ def descendants(first: int) -> list[int]:
 
 
 def _parents() -> dict[int, int]:
-    """Of every living process."""
+    """The parent of every living process, by id."""
     found = {}
     if not KNOWN:
         listed = subprocess.run(["ps", "-axo", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
@@ -124,7 +124,7 @@ def addressees(first: int, number: int) -> list[int]:
 
 
 def _is_again(pid: int, parent: int) -> bool:
-    """The same program started anew, with an environment of its own: no fork of it."""
+    """Whether `pid` is the parent's program started anew, with an environment of its own: no fork of it."""
     own, above = PROC / str(pid), PROC / str(parent)
     try:
         same = (own / "cmdline").read_bytes() == (above / "cmdline").read_bytes()
@@ -134,7 +134,7 @@ def _is_again(pid: int, parent: int) -> bool:
 
 
 def number(name: str) -> int:
-    """Of a signal: TERM, INT, USR1, USR2."""
+    """The number of a signal: TERM, INT, USR1, USR2."""
     return int(signal.Signals[f"SIG{name}"])
 
 

@@ -60,7 +60,7 @@ class Output:
         self._read_all.wait(FINISH_S)
 
     def close(self) -> None:
-        """The same, and no more is read."""
+        """Stops reading, after what is there has been read."""
         self._ended.set()
         self._thread.join()
 
@@ -185,7 +185,7 @@ class Progress:
             self._events.append(text)
 
     def saved(self, save: Save) -> None:
-        """The same."""
+        """Adds a save to those that the next line of metrics tells."""
         with self._lock:
             self._saves.append(save)
 
@@ -243,7 +243,7 @@ class Progress:
             self._pending = {**self._pending, **record, "step": self.step}
 
     def _belongs(self, total: float | None) -> bool:
-        """Of several bars the longest is the training's."""
+        """Whether a bar of this total is the training's: of several the longest is."""
         self._total = max(self._total, total or 0)
         return total is None or total == self._total
 

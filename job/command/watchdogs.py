@@ -52,7 +52,7 @@ def asked() -> float | None:
 
 
 class Watch:
-    """Of one start. `spent` gives the dollars so far, None where nobody says."""
+    """The watch over one start. `spent` gives the dollars so far, None where nobody says."""
 
     def __init__(
         self,

@@ -173,7 +173,7 @@ class AttemptRecord:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], aside: Aside) -> AttemptRecord:
-        """As far as others need it."""
+        """The record, as far as others need it; what is doubtful is left out and told to `aside`."""
         fields = Fields(tree, aside=aside)
         return cls(
             instance=fields.take("instance", reading.text, ""),

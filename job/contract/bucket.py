@@ -26,17 +26,17 @@ ARCHIVE, CODE = "job.tar.gz", "code.tar.gz"  # gpufleet's job package and a comm
 
 
 def attempt_key(instance: str) -> str:
-    """Of the record of a node."""
+    """The key of a node's record."""
     return f"{ATTEMPTS}{instance}.json"
 
 
 def heartbeat_key(instance: str) -> str:
-    """Of the heartbeats of a node."""
+    """The key of a node's heartbeats."""
     return f"{HEARTBEATS}{instance}.jsonl"
 
 
 def boot_log_key(instance: str) -> str:
-    """Of the boot log that a node leaves when it ends."""
+    """The key of the boot log that a node leaves when it ends."""
     return f"{BOOT_LOGS}{instance}.log"
 
 
@@ -47,7 +47,7 @@ def node_of(key: str) -> str | None:
 
 
 def manifest_key(step: int) -> str:
-    """Of a published checkpoint."""
+    """The key of a published checkpoint's manifest."""
     return f"{CHECKPOINTS}{workdir.step_folder(step)}/{MANIFEST}"
 
 

@@ -65,7 +65,7 @@ class Commit:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """The size of all files together."""
         return sum(size for _, size in self.files)
 
     def to_json(self) -> dict[str, Any]:

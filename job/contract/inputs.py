@@ -25,7 +25,7 @@ class InputFile:
 
     @classmethod
     def from_file(cls, path: Path, folder: Path) -> InputFile:
-        """Of a file below `folder`, hashed now."""
+        """Name, size and hash of a file below `folder`, hashed now."""
         name = path.relative_to(folder).as_posix()
         return cls(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path))
 

@@ -225,7 +225,7 @@ class Receipt:
 
 
 def parse(content: bytes) -> Receipt:
-    """Of the bytes of receipt.json. Raises DoubtError."""
+    """The receipt in the bytes of receipt.json. Raises DoubtError."""
     return Receipt.from_json(reading.parse(content))
 
 

@@ -182,7 +182,7 @@ class RunFile:
     estimate: BillEstimate
 
     def gpus(self, instance_type: str) -> int:
-        """Of a node of this type, as the bill knows it; 0: unknown."""
+        """The GPUs of a node of this type, as the bill knows it; 0: unknown."""
         listed = self.prices.get(instance_type)
         return listed.gpus if listed else 0
 

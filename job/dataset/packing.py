@@ -92,8 +92,9 @@ def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int
 
 
 def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same rows, each as full, few with many more examples than the mean. The most that a row holds sets what
-    attention launches for all of them, and first-fit decreasing leaves the last rows nothing but the shortest.
+    """The row of each example after exchanges that leave each row as full, and few rows with many more examples than
+    the mean. The most that a row holds sets what attention launches for all of them, and first-fit decreasing leaves
+    the last rows nothing but the shortest.
 
     A crowded row gives a run of its shortest for one example of exactly as many tokens, from a row with room for more
     examples; where there is no such example, it stays crowded. Where no row is, nothing moves.

@@ -245,7 +245,9 @@ def existing_dataset(folder: Path) -> DatasetManifest | None:
 
 
 def _read_existing(folder: Path) -> DatasetManifest:
-    """As read_manifest, for who is preparing: to prepare again is no advice."""
+    """The manifest in `folder`. Raises read_manifest's ValueError without its advice to prepare again: that is under
+    way.
+    """
     try:
         return read_manifest(folder)
     except ValueError as error:

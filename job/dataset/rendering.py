@@ -57,7 +57,7 @@ TEMPLATES = {"llama": _LLAMA3, "qwen2": _CHATML, "qwen3": _CHATML}  # by model.f
 
 
 def jinja(template: Template) -> str:
-    """The same form as `transformers` takes one: what asks in it asks as the data was written."""
+    """The template in Jinja, as `transformers` takes it: a prompt made with it has the form of the data."""
     before, after = "".join(template.header).split("{role}")
     gap, asked = json.dumps(template.gap), json.dumps(template.gap + before + "assistant" + after)
     content = 'message["content"]' + (" | trim" if template.trims else "")

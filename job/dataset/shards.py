@@ -39,7 +39,7 @@ def write_shard(path: Path, tokens: Sequence[int], vocab: int) -> None:
 
 
 def write_payload(path: Path, payload: bytes, vocab: int, *, token_bytes: int) -> None:
-    """The same of ids that are little-endian bytes already."""
+    """Writes a shard of ids that are little-endian bytes already."""
     digest = hashlib.sha256(payload).digest()
     with path.open("wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, token_bytes, vocab, len(payload) // token_bytes, digest))

@@ -46,7 +46,7 @@ _ENDINGS = (
 
 
 def stories(count: int, seed: int) -> list[str]:
-    """The same `count` stories for the same seed on every machine."""
+    """`count` stories that depend on the seed alone, the same on every machine."""
     draw = random.Random(f"stories {seed}")
     return [_story(draw) for _ in range(count)]
 

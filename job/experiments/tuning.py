@@ -63,7 +63,7 @@ def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig
 
 
 def _tokenizer_id(session: Session) -> str | None:
-    """Of the tokenizer.json beside the base weights; None without one."""
+    """The id of the tokenizer.json beside the base weights; None without one."""
     path = None if session.inputs is None else session.inputs / FileTokenizer.kind
     return file_id(path.read_bytes()) if path is not None and path.is_file() else None
 
@@ -74,7 +74,7 @@ def renderer(session: Session, manifest: DatasetManifest, config: SftConfig | Ke
 
 
 def template_ids(session: Session, manifest: DatasetManifest, config: SftConfig) -> list[int]:
-    """Of the tokens that the chat template writes."""
+    """The ids of the tokens that the chat template writes."""
     tokenizer = open_chat_tokenizer(manifest.facts["tokenizer"], session.data)
     return [tokenizer.special(name) for name in TEMPLATES[config.model.family].specials]
 
@@ -138,7 +138,7 @@ def leave(
     module: nn.Module,
     meta: Mapping[str, Any],
 ) -> None:
-    """Of a run that a limit ends: final/ with the weights in bf16, as the module holds them. All ranks."""
+    """Writes final/ for a run that a limit ends: the weights in bf16, as the module holds them. All ranks call it."""
     tensors = gathered(session, module, heed=False)
     deliver(session, manifest, config, tensors, torch.bfloat16, meta)
 

@@ -129,7 +129,7 @@ def fused_linear(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
 
 
 class Stacked(nn.Module):
-    """The same Linear of every expert: weight [E, out, in], bias [E, out]. Holds parameters only."""
+    """One Linear per expert, stacked: weight [E, out, in], bias [E, out]. Holds parameters only."""
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ def complaint(seconds: int, *command: str) -> str | None:
 
 
 def last_line(said: str) -> str:
-    """Of what a program says, as a reason: docker's ends with where to read more."""
+    """The last line of a program's output, as a reason, without docker's advice on where to read more."""
     lines = [line for line in said.splitlines() if not _DOCKERS_ADVICE.match(line)]
     return re.sub(r'[\x00-\x1f"\\]', "", lines[-1])[:300] if lines else ""
 

@@ -30,7 +30,7 @@ class Settings:
 
     @property
     def folder(self) -> Path:
-        """Of gpufleet's own files on the machine."""
+        """Where gpufleet's own files lie on the machine."""
         return self.root / "opt/gpufleet"
 
     @classmethod

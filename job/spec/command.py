@@ -340,7 +340,7 @@ class CommandConfig(JobConfig):
         return self.work.hours.likely * 3600 if self.work.hours else 3600.0
 
     def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
-        """As declared; nothing where nobody said."""
+        """The memory that the definition declares; zero without a declaration."""
         return in_gb(weights=(self.memory_gb or 0.0) * GB, gradients=0, moments=0, activations=0, logits=0)
 
     def sizes(self) -> Sizes:

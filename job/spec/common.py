@@ -179,7 +179,7 @@ class PhaseSize:
     validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out
 
     def evaluation_s(self, step_s: float) -> float:
-        """Of one evaluation, where a step takes `step_s`."""
+        """Seconds of one evaluation, where a step takes `step_s`."""
         return step_s / self.tokens_per_step * self.forward_share * self.evaluation_tokens
 
 
@@ -264,7 +264,7 @@ def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, in
 
 
 def rate_in_words(value: float) -> str:
-    """As it is written in a definition file: 2e-4, 0.02."""
+    """The rate as a definition file writes it: 2e-4, 0.02."""
     return f"{value:g}" if value >= 1e-3 else re.sub(r"e-0?", "e-", re.sub(r"\.?0+e", "e", f"{value:.3e}"))
 
 

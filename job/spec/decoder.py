@@ -21,7 +21,7 @@ def parameters(m: DecoderConfig) -> int:
 
 
 def layer_parameters(m: DecoderConfig) -> int:
-    """Of one layer: matrices, two norms, q/k/v biases (qwen2), q/k norms (qwen3)."""
+    """The parameters of one layer: matrices, two norms, q/k/v biases (qwen2), q/k norms (qwen3)."""
     biases = (m.heads + 2 * m.kv_heads) * m.head_dim if m.family == "qwen2" else 0
     norms = 2 * m.width + (2 * m.head_dim if m.family == "qwen3" else 0)
     return layer_matmul(m) + biases + norms

@@ -38,7 +38,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def remembered(function: F) -> F:
-    """The same function, its answers kept: of frozen parameters, which a comparison asks thousands of times."""
+    """The function with its answers kept, for frozen parameters, which a comparison asks thousands of times."""
     return cast(F, lru_cache(maxsize=4096)(function))
 
 
@@ -103,7 +103,7 @@ class JobConfig(ABC):
 
     @abstractmethod
     def rows(self) -> int:
-        """Of a step, over all ranks: windows, packed rows or queries, whatever a micro-batch counts."""
+        """The rows of a step over all ranks: windows, packed rows or queries, whatever a micro-batch counts."""
 
     @abstractmethod
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
@@ -136,7 +136,7 @@ class JobConfig(ABC):
         return True
 
     def inputs_named(self) -> Iterator[tuple[str, str]]:
-        """Of storage.inputs that its parameters speak of, as (path of the key, name)."""
+        """The entries of storage.inputs that the parameters use, as (path of the key, name)."""
         yield from ()
 
     @property
@@ -150,8 +150,8 @@ class JobConfig(ABC):
         return False
 
     def with_facts(self: Self, facts: Mapping[str, Any]) -> Self:
-        """The same as its prepared dataset is: counts that `data` and `eval` could only expect, from the facts of its
-        manifest.
+        """The parameters with the counts of the prepared dataset, from the facts of its manifest, in place of those
+        that `data` and `eval` expect.
         """
         return self
 
@@ -190,7 +190,7 @@ class JobConfig(ABC):
         return 0.0, 0.0
 
     def bounded(self: Self, hours: float) -> Self:
-        """The same, where nobody says how long it is, with so many hours of work."""
+        """The parameters with `hours` of work, where they do not say how long the job is."""
         return self
 
     @property
@@ -222,7 +222,7 @@ class JobConfig(ABC):
         return True
 
     def narrower(self: Self) -> tuple[Self, str] | None:
-        """The same with a state of half the bytes, and the setting that asks for it. None: there is none."""
+        """The parameters with a state of half the bytes, and the setting that asks for it. None: there is none."""
         return None
 
     def doubts(self, steps: int) -> Iterator[str]:
@@ -242,7 +242,7 @@ class JobConfig(ABC):
         return self
 
     def changed(self: Self, **sections: Any) -> Self:
-        """The same with other values."""
+        """The parameters with other values."""
         return cast(Self, replace(cast(Any, self), **sections))
 
     @abstractmethod
@@ -276,8 +276,8 @@ class JobConfig(ABC):
         say(f"{folder} is prepared already: {describe(manifest)}")
 
     def data_read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str] | None:
-        """Of a run whose length is given in steps: units to train on, what a unit is, and the setting. None: its length
-        is given in epochs.
+        """For a run whose length is given in steps: the units it trains on, what a unit is, and the setting. None: its
+        length is given in epochs.
         """
         return None
 
@@ -304,15 +304,15 @@ class JobConfig(ABC):
         return each if nodes == 1 else min(each * nodes, self.rows())
 
     def least_gpus(self) -> int:
-        """Of a node: with fewer than the parameters ask for it would be refused."""
+        """The fewest GPUs that a node must have to run the job: as many as the parameters ask for, else 1."""
         return 1 if self.gpus is None or self.device == "cpu" else self.gpus
 
     def rows_per_rank(self, ranks: int) -> int:
-        """Of a step. Each rank takes as many as the others."""
+        """The rows that each rank takes in a step, the same number on every rank."""
         return -(-self.rows() // ranks)
 
     def empty_rows(self, ranks: int) -> int:
-        """Of a step, over all ranks: what is taken where its rows run out."""
+        """The empty rows of a step over all ranks, taken where its rows run out."""
         return self.rows_per_rank(ranks) * ranks - self.rows()
 
     def total_steps(self) -> int:

@@ -284,7 +284,7 @@ def known(config: KernelConfig) -> int:
 
 
 def correct_s(config: KernelConfig) -> float:
-    """Of a worker, for a correct candidate besides."""
+    """Seconds of a worker that a correct candidate takes besides."""
     return CORRECT_GPU_S + FULL_RUN_S * (config.funnel.inputs - INPUTS) / (INPUTS + ADVERSARIAL)
 
 

@@ -314,7 +314,7 @@ def _head_flops(config: SftConfig) -> int:
 
 
 def forward_share(config: SftConfig) -> float:
-    """Of a token's work in training. Nearly half with a frozen base, whose weights get no gradients."""
+    """The forward pass's share of a token's work. Nearly half with a frozen base, which gets no gradients."""
     matmul, own, whole = decoder.matmul_parameters(config.model), trained(config), flops_per_token(config)
     if config.method == "full":
         return 1 / 3
@@ -323,7 +323,7 @@ def forward_share(config: SftConfig) -> float:
 
 
 def example_tokens(config: SftConfig) -> float:
-    """Of the mean example, cut where `data.longest` cuts it."""
+    """Tokens of the mean example, cut where `data.longest` cuts it."""
     return min(config.data.tokens_per_example, config.data.longest)
 
 

@@ -306,7 +306,7 @@ def variant(config: TwoTowerConfig, name: Variant) -> TwoTowerConfig:
 
 
 def parameters(config: TwoTowerConfig) -> int:
-    """Of one member: heads, fusion, query tower, model embedding and model tower, biases included."""
+    """The parameters of one member: heads, fusion, query tower, model embedding and model tower, biases included."""
     t = config.towers
     return query_parameters(t) + model_parameters(t) + config.data.models * t.embedding
 

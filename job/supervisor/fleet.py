@@ -36,7 +36,7 @@ def changes(ec2: Any, fleet: str, since: float) -> list[float]:
 
 
 def of_node(instance: str, client: Any = None) -> Changes:
-    """Of the fleet that the node belongs to. None whenever AWS does not answer as it should."""
+    """The history of the fleet that the node belongs to. None whenever AWS does not answer as it should."""
 
     def ask(since: float) -> list[float] | None:
         from botocore.exceptions import BotoCoreError, ClientError

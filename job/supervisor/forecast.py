@@ -63,7 +63,7 @@ class Forecast:
         return max(found, predicted_s + LATENCY_S + save_s + sent_s) + slower
 
     def end_s(self, step: int, step_s: float | None) -> float:
-        """The same where a limit ends the run: what is then exported comes on top."""
+        """Seconds that a stop takes where a limit ends the run: what is then exported comes on top of stop_s."""
         export = self._config.sizes().final_if_cut[self.phase(step)]
         save_s = export / 1e9 * (GB_S - UPLOAD_GB_S)
         sent_s = export * max(UPLOAD_GB_S / 1e9, self._upload_s_per_byte or 0.0)

@@ -40,7 +40,7 @@ def gpus() -> tuple[DriverGpu, ...]:
 
 
 def parse(answer: str) -> tuple[DriverGpu, ...]:
-    """Of nvidia-smi's lines; what is not a GPU's line is skipped."""
+    """The GPUs in nvidia-smi's lines; a line that is not a GPU's is skipped."""
     found = []
     for line in answer.splitlines():
         words = [word.strip() for word in line.split(",")]

@@ -28,7 +28,7 @@ SpotPrice = Callable[[float], Decimal | None]  # epoch seconds -> USD per hour t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spending:
-    """Of the run, and of this attempt. `fixed_usd` is part of `usd`, not of `attempt_usd`."""
+    """What the run has cost, and this attempt of it. `fixed_usd` is part of `usd`, not of `attempt_usd`."""
 
     usd: Decimal
     seconds: Decimal

@@ -155,7 +155,7 @@ class Publisher:
         return self._workdir / CHECKPOINTS / commit.folder
 
     def _staged(self, step: int, files: Iterable[InputFile]) -> dict[str, tuple[int, str]]:
-        """Of a manifest's files those that are here, which were downloaded and verified."""
+        """Size and hash of the manifest's files that are on this disk, which were downloaded and verified, by name."""
         folder, found = manifest_key(step).removesuffix(bucket.MANIFEST), {}
         for file in files:
             path = self._workdir / folder / file.name

@@ -133,7 +133,7 @@ class Pulse:
         self._running = self._executor.submit(self._send)
 
     def last(self, beat: Beat) -> None:
-        """The same at the end, in the foreground. Raises StoreError."""
+        """Sends the last heartbeat, in the foreground. Raises StoreError."""
         self._beats.append(json.dumps(beat.to_json(), sort_keys=True))
         if self._running is not None:
             self._running.exception()

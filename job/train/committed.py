@@ -36,7 +36,7 @@ class Found:
 
     @property
     def val_loss(self) -> float | None:
-        """Of exactly this step; None: it was not evaluated."""
+        """The validation loss of exactly this step; None: it was not evaluated."""
         return self.commit.val_loss
 
 

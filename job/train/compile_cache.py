@@ -32,7 +32,7 @@ HIT, MISS, UNCACHEABLE = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cac
 
 
 class CompileCache:
-    """Of one phase. Made before its first step: what an earlier start compiled is at hand from then on."""
+    """The compiled graphs of one phase. Made before its first step: an earlier start's graphs are used then."""
 
     def __init__(self, session: Session, phase: Phase, rung: Rung) -> None:
         self._session, self._phase = session, phase
@@ -103,7 +103,7 @@ class CompileCache:
 
 
 def name(session: Session, phase: Phase, rung: Rung) -> str:
-    """Of the file: what the graphs depend on as far as the supervisor's folder, one per settings, does not say it."""
+    """The file's name: a hash of what the graphs depend on beside the settings, which name the supervisor's folder."""
     world = session.world
     checkpointing = "-checkpointing" if rung.checkpointing else ""
     parts = (

@@ -116,7 +116,7 @@ class Dataset:
         return self.train.work(draw(seed, step, sequences, len(self.train) - self.train.sequence), world, micro)
 
     def fixed(self, windows: int, micro: int, world: World) -> Work:
-        """The same validation windows every time, evenly spread over the held-out stories."""
+        """The validation windows as micro-batches, always the same ones, evenly spread over the held-out stories."""
         return self.validation.work(self.validation.fixed(windows), world, micro)
 
 

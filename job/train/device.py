@@ -168,7 +168,7 @@ def peak_tflops(name: str) -> float | None:
 
 
 def bandwidth_gb_s(name: str) -> float | None:
-    """Of the GPU's own memory; None like `peak_tflops`."""
+    """GB/s of the GPU's own memory; None where no data sheet is known."""
     return DATA_SHEETS[name][1] if name in DATA_SHEETS else None
 
 

@@ -99,7 +99,7 @@ class Phase:
 
     @classmethod
     def from_size(cls, size: PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
-        """As it was sized, but for the steps where the data knows better."""
+        """The phase of a size, with `steps` in place of the size's where the data knows better."""
         return cls(
             index=index,
             name=size.name,
@@ -112,7 +112,7 @@ class Phase:
 
     @classmethod
     def chain(cls, sizes: Iterable[PhaseSize]) -> list[Phase]:
-        """As they were sized, one after another."""
+        """The phases of the sizes, one after another."""
         found: list[Phase] = []
         for index, size in enumerate(sizes):
             found.append(cls.from_size(size, index=index, first=found[-1].last if found else 0))
@@ -185,7 +185,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def blank(self, phase: Phase) -> nn.Module:
-        """The same, for a checkpoint to be read into: what `weights` does not name is filled already."""
+        """The module for a checkpoint to be read into: what `weights` does not name is filled already."""
 
     @abstractmethod
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
@@ -201,7 +201,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """The same fixed batches every time, this rank's part."""
+        """This rank's part of the validation batches, the same ones every time."""
 
     def evaluated(self, phase: Phase, step: int) -> bool:
         """Whether the loop evaluates after `step` steps: every config.eval.every steps, and at the end of a phase."""

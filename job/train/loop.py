@@ -403,7 +403,7 @@ class Loop:
         raise Stopped(reason, ends=ends)
 
     def _require_finite(self, val_loss: float | None = None) -> None:
-        """Of all ranks and every step so far; `val_loss`: of this step's evaluation."""
+        """Raises where a loss, gradient or weight of any rank so far, or this step's `val_loss`, is not finite."""
         what = "loss, gradients or weights are"
         if not self.world.sum((~self._finite).float()).item():
             if val_loss is None or math.isfinite(val_loss):

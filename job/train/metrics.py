@@ -114,8 +114,8 @@ class MetricsFile:
 
 
 def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Of one phase's lines of metrics.jsonl, by the bill's names: medians, memory's peak. None: nothing was timed.
-    A step with fewer rows is as long as one with all.
+    """What one phase's lines of metrics.jsonl say, by the bill's names: medians, memory's peak. None: nothing was
+    timed. A step with fewer rows is as long as one with all.
     """
 
     def middle(values: Iterable[float | None]) -> float | None:

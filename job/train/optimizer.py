@@ -131,7 +131,7 @@ class NarrowAdamW(Optimizer):
         self.scale = None
 
     def _tensors(self, group: dict[str, Any]) -> Tensors:
-        """Of a group, the weights and both moments."""
+        """The weights of a group and both moments."""
         states = [self.state[parameter] for parameter in group["params"]]
         return group["params"], [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
 

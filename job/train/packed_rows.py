@@ -72,7 +72,7 @@ class PackedBatches:
         return in_epochs(places, count, lambda epoch: self._order(seed, epoch, count))
 
     def fixed(self, rows: int) -> Ids:
-        """The same validation rows every time, evenly spread; all of them where there are fewer."""
+        """`rows` validation rows, the same ones every time, evenly spread; all of them where there are fewer."""
         count = len(self.splits["validation"])
         wanted = min(rows, count)
         return np.arange(wanted, dtype=np.int64) * count // wanted

@@ -97,7 +97,7 @@ def expected() -> World:
 
 
 def join(kind: str) -> World:
-    """The same once all have met, on devices of `kind` (cuda or cpu). Raises NodeRefusedError."""
+    """The processes of this run once all have met, on devices of `kind` (cuda or cpu). Raises NodeRefusedError."""
     if expected().size == 1:
         return World()
     local = int(os.environ["LOCAL_RANK"])

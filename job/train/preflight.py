@@ -174,8 +174,8 @@ def _clocks(device: Device) -> tuple[int | None, int | None, bool | None]:
 
 
 def _seconds(device: Device, act: Callable[[], object], times: int) -> float:
-    """Of one `act`: the best of some rounds. A sound node may be disturbed, and is by what the first round warms up; a
-    bad one has no good round.
+    """Seconds of one `act`, the best of some rounds. A sound node may be disturbed, and is by what the first round
+    warms up; a bad one has no good round.
     """
     best = float("inf")
     for _ in range(BEST_OF):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class Stall:
-    """Of the newest save of a phase."""
+    """How long the newest save of a phase held training up."""
 
     def __init__(self) -> None:
         self._busy = False  # a save was on its way since the last stretch

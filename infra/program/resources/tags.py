@@ -17,10 +17,10 @@ def own_tags(definition: StackDefinition) -> dict[str, str]:
 
 
 def tags(definition: StackDefinition) -> dict[str, str]:
-    """The same and those of the definition file."""
+    """The stack's own tags and those of the definition file."""
     return {**own_tags(definition), **(definition.account.tags or {})}
 
 
 def named(tags: dict[str, str], name: str) -> dict[str, str]:
-    """The same, with the name that the EC2 console shows."""
+    """The tags with `Name`, which the EC2 console shows."""
     return {"Name": name, **tags}

@@ -95,7 +95,7 @@ def load(
 
 
 def state_dtype(config: GrowthConfig, phase_index: int) -> torch.dtype:
-    """Of weights, gradients and moments."""
+    """The dtype of weights, gradients and moments in a phase."""
     return DTYPES[config.state_dtype(phase_index)]
 
 

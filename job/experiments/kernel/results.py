@@ -73,7 +73,7 @@ def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> No
 
 
 def _per_candidate(full: Sequence[Verdict]) -> dict[str, float]:
-    """Of the full funnel, by the names of what the bill assumes. Correct is what stage 5 gets to see."""
+    """Figures per candidate of the full funnel, by the bill's names. Correct is what stage 5 gets to see."""
     judged = STAGES[STAGES.index("compile") + 1 :]
     return {
         "compile_s": fmean(verdict.seconds.get("compile", 0.0) for verdict in full),

@@ -93,7 +93,7 @@ class Kernel(Experiment):
         return self.batches.work("train", self.step_rows(phase, step), rung.micro, per_step=self.per_step)
 
     def step_rows(self, phase: Phase, step: int) -> Ids:
-        """Of the global batch. Before the phase's first evaluation every row is as likely as another."""
+        """The row ids of a step's global batch. Before the phase's first evaluation all rows are equally likely."""
         done = step - phase.first
         places = np.arange(done * self.per_step, min((done + 1) * self.per_step, self.config.epochs * self.rows))
         known = [(at, rates) for at, rates in self.progress["evaluations"] if phase.first < at <= step]

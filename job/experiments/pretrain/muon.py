@@ -77,7 +77,7 @@ def owned(parameters: Sequence[Tensor]) -> bool:
 
 
 class OwnedMuon(torch.optim.Muon):
-    """The same update as torch.optim.Muon's; matrices of one shape are orthogonalised one per rank at a time."""
+    """torch.optim.Muon's update; matrices of one shape are orthogonalised one per rank at a time."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -61,7 +61,7 @@ class Pretrain(Experiment):
         return module
 
     def blank(self, phase: Phase) -> nn.Module:
-        """The same, its weights not yet written."""
+        """The module of the phase, its weights not yet written."""
         return self._spread()
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
@@ -109,7 +109,9 @@ class Pretrain(Experiment):
         self._leave(module, self._weights, samples, self.progress["evaluations"][-1]["step"])
 
     def cut(self, step: int, weights: Weights) -> None:
-        """The same without continuations; nothing where the best are asked for and none were evaluated."""
+        """Writes what a run leaves that a limit ends: final/ without continuations; nothing where the best weights are
+        asked for and none were evaluated.
+        """
         if self._module is not None and (weights.val_loss is not None or not self.config.delivers_best):
             self._leave(self._module, weights, {}, step)
 

@@ -54,7 +54,7 @@ class Sft(Experiment):
         return self._make(fresh=True)
 
     def blank(self, phase: Phase) -> nn.Module:
-        """The same, the trained tensors not yet written."""
+        """The module of the phase, its trained tensors not yet written."""
         self._announce(phase)
         return self._make(fresh=False)
 

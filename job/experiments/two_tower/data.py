@@ -91,7 +91,8 @@ def gains(labels: Labels) -> Floats:
 
 
 def worth(labels: Labels) -> NDArray[np.float64]:
-    """The same to judge by: in fp32 0.7 is another number, and nDCG would be scikit-learn's to 1e-8 only."""
+    """The gain of each label in fp64, to judge by: in fp32 0.7 is another number, and nDCG would agree with
+    scikit-learn's to 1e-8 only."""
     return np.array(GAINS)[labels]
 
 

@@ -124,7 +124,9 @@ class TwoTower(Experiment):
         return None if phase.name == REFIT else 1 - fmean(self._watched(module)[: self.config.data.folds])
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """The same. Keeps the record of each member, and its weights where they are its best so far."""
+        """The mean validation figure of the members. Keeps each member's record, and its weights where they are its
+        best.
+        """
         assert isinstance(module, Members)
         if phase.name == REFIT:
             return None

@@ -51,7 +51,7 @@ def weights(tasks: Sequence[Collection[str]], pass_rates: Mapping[str, float]) -
 
 
 def order(weight: Sequence[float], *, seed: int, epoch: int, begun: int = 0) -> list[int]:
-    """As many sample indices as there are weights, less the `begun` that the epoch had drawn before these were known,
+    """Sample indices, as many as there are weights, less the `begun` that the epoch had drawn before these were known,
     drawn in proportion to them, with replacement, hardest-to-place (the heavier) first. A pure function of its
     arguments.
     """

@@ -85,7 +85,7 @@ def _with_logic(rewriter: Any, own: Callable[..., ast.Module], source: str) -> a
 
 
 def _logical(name: str, *operands: Any) -> Any:
-    """As the compiler does: of constants up to the one that decides, of tensors all."""
+    """`and` or `or` as the compiler evaluates it: constants up to the one that decides, tensors all."""
     tensors, tensor = list[Any](), _language().tensor
     if name == "__not__":
         (found,) = operands

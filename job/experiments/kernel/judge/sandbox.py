@@ -58,7 +58,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent() -> None:
-    """As soon as the thread ends that has started this process, whatever ends it."""
+    """Has the kernel kill this process as soon as the thread that started it ends, whatever ends it."""
     _libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
@@ -79,8 +79,8 @@ def fork() -> tuple[int, bool]:
 
 
 def enter() -> bool:
-    """The same but for processes, for one that was not forked by us and uses a GPU: its child goes on in the
-    namespaces, the process itself holds nothing any more, ends as the child ends, and ends what that has left.
+    """Moves a process that we did not fork and that uses a GPU into the namespaces: its child goes on in them, the
+    process itself holds nothing any more, ends as the child ends, and ends what that has left.
     """
     if _libc.unshare(WITH_PROCESSES) != 0:
         return False
@@ -96,7 +96,7 @@ def enter() -> bool:
 
 
 def end_children() -> None:
-    """Of a process that adopts orphans: theirs become its own as they end."""
+    """Ends all children of a process that adopts orphans: the children of those become its own as they end."""
     me = os.getpid()
     with suppress(ChildProcessError):
         while True:

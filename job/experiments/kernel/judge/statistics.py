@@ -64,9 +64,9 @@ def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
 
 
 def paired_interval(one: Sequence[float], other: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """The same of the mean difference `one` - `other`, shares both, with a value per task in the same order. Where all
-    tasks differ alike no draw is another: then as much more or less as the share of tasks could hold that none of so
-    many would have shown (Wilson's, as in share_interval).
+    """The interval of the mean difference `one` - `other`, shares both, with a value per task in the same order. Where
+    all tasks differ alike no draw is another: then as much more or less as the share of tasks could hold that none of
+    so many would have shown (Wilson's, as in share_interval).
     """
     differences = [a - b for a, b in zip(one, other, strict=True)]
     low, high = interval(differences, seed=seed)

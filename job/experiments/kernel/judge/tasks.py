@@ -112,7 +112,7 @@ class Cases:
         self._lock = threading.Lock()
 
     def case(self, task: KernelTask, name: str) -> Case:
-        """The same as `case`; two threads may draw the same one at once."""
+        """The task's case called `name`, drawn once and kept; two threads may draw it at the same time."""
         key = task.name, name
         found = self._kept.get(key) or case(task, self._seed, name, self._device)
         with self._lock:
@@ -134,11 +134,11 @@ def layouts(task: KernelTask, seed: int) -> list[list[dict[str, Any]]]:
 
 
 def _laid_out(tensor: Tensor, number: int, name: str) -> Tensor:
-    """The same elements with strides, for each argument others: what takes one's for another's, or an output's, is
-    wrong. `non-contiguous`: the first is transposed with a gap after each element, so that what is made like it has not
-    its strides; the second is transposed; the third has a gap after each row. `second-shape`: three dimensions in
-    another order, the first with gaps, and the second expanded. `four`: four dimensions, of which the first's last two
-    are in another order. `many-blocks`: the first has gaps. Others have none.
+    """The tensor's elements with other strides for each argument: code that takes one argument's strides for another's,
+    or for an output's, is wrong. `non-contiguous`: the first is transposed with a gap after each element, so that what
+    is made like it has not its strides; the second is transposed; the third has a gap after each row. `second-shape`:
+    three dimensions in another order, the first with gaps, and the second expanded. `four`: four dimensions, of which
+    the first's last two are in another order. `many-blocks`: the first has gaps. Others have none.
     """
     if name == "second-shape" and number == 1:
         return tensor[:1, :, :1].clone().expand(tensor.shape)

@@ -141,7 +141,7 @@ class Program:
         return time.monotonic() - started
 
     def _nothing(self) -> tuple[float, float]:
-        """As `_call`, of an empty launch: there is nothing to flush for."""
+        """What `_call` gives, for an empty launch: there is nothing to flush for."""
         self.ask({"do": "ready", "flush": False})
         return _trial(self.ask, empty=self.empty)
 
@@ -211,7 +211,7 @@ def calibrated(
 
 
 def stopwatch(task: KernelTask, ask: Ask, reference: Ask, draw: Draw) -> Timing:
-    """As many would do it: one call, wall clock."""
+    """The timing that many would take: one call by the wall clock."""
     given = draw(task, "random-0")
     seconds = []
     for program in (ask, reference):

@@ -142,7 +142,7 @@ def reply(head: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Of whoever waits."""
+    """What a waiting reader does meanwhile."""
 
     watch: Callable[[], None]
     every_s: float
@@ -206,7 +206,7 @@ def unpack(spec: dict[str, Any], content: Blob) -> Tensor:
 
 
 def writable(content: Blob) -> bytearray:
-    """The same memory where it was received, which is large; a copy of anything else."""
+    """The content in memory that may be written: what was received, which is large, itself; else a copy."""
     return content if isinstance(content, bytearray) else bytearray(content)
 
 
