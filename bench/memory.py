@@ -110,11 +110,11 @@ class Updates:
     seconds: float = 0.0
     _began: float = 0.0
 
-    def before(self, *_: object) -> None:
+    def begin(self, *_: object) -> None:
         self.found.synchronize()
         self._began = time.perf_counter()
 
-    def after(self, *_: object) -> None:
+    def end(self, *_: object) -> None:
         self.found.synchronize()
         self.seconds += time.perf_counter() - self._began
 
@@ -129,8 +129,8 @@ def timed(experiment: Experiment, phase: Phase, rung: Rung, *, steps: int, eager
     opt = experiment.optimizer(phase, module)
     experiment.schedule(phase, opt, phase.first)
     updates = Updates(found)
-    opt.register_step_pre_hook(updates.before)
-    opt.register_step_post_hook(updates.after)
+    opt.register_step_pre_hook(updates.begin)
+    opt.register_step_post_hook(updates.end)
     module.train()
     with compiled(module, found.torch, wanted=not eager):
         for number in range(WARM + steps):

@@ -337,7 +337,9 @@ def _parameter(name: str, ssm: Any) -> str | None:
 
 
 def _secret(name: str, manager: Any) -> str | None:
-    """The same of a secret; one that is being deleted is none."""
+    """The key of the user's that a secret is encrypted with, as _parameter says it; None also while it is being
+    deleted.
+    """
     try:
         found = manager.describe_secret(SecretId=name)
     except ClientError as error:

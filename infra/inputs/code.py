@@ -51,7 +51,7 @@ class Packed:
     sha256: str
 
     def input_entry(self) -> dict[str, Any]:
-        """As run.json names it."""
+        """The input as run.json names it."""
         size = self.file.stat().st_size
         files = [{"name": CODE, "bytes": size, "sha256": self.sha256}]
         said = {"commit": self.tree.commit, "changed": self.tree.changed}
@@ -78,7 +78,7 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
     if tree.bytes > code.max_mib * MIB:
         raise _refused(definition, _size(tree.bytes), *_too_large(tree, code))
     for name, path in files.items():
-        if path.is_symlink() and not _inside(path, folder) and path.is_dir():
+        if path.is_symlink() and not _target_inside(path, folder) and path.is_dir():
             hint = f"{name} leads to another folder: name it under job.code.exclude, and that under storage.inputs."
             raise _refused(definition, code.folder, "a folder that holds all of its code", hint)
     return tree
@@ -104,7 +104,7 @@ def pack(tree: Tree, root: Path) -> Packed:
 def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
     """Without time and owner; of the mode only whether it is a program, as git keeps it."""
     entry = tarfile.TarInfo(name)
-    if path.is_symlink() and (target := _inside(path, folder)):
+    if path.is_symlink() and (target := _target_inside(path, folder)):
         entry.type = tarfile.SYMTYPE
         entry.linkname = os.path.relpath(target, path.parent.resolve())
         tar.addfile(entry)
@@ -115,7 +115,7 @@ def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
         tar.addfile(entry, content)
 
 
-def _inside(link: Path, folder: Path) -> Path | None:
+def _target_inside(link: Path, folder: Path) -> Path | None:
     """Where a link leads; None: out of the folder."""
     target = link.resolve()
     return target if target.is_relative_to(folder.resolve()) else None

@@ -37,7 +37,7 @@ class Listed:
     files: tuple[InputFile, ...] = ()
 
     def input_entry(self) -> dict[str, Any]:
-        """As run.json names it."""
+        """The input as run.json names it."""
         return {"uri": self.uri, "sha256": self.sha256, "files": [asdict(file) for file in self.files]}
 
 
@@ -47,7 +47,7 @@ def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
     """
     found = {name: _hashed(folder, root) for name, folder in _local(definition, root) if not _unfit(folder)}
     for name, uri in _remote(definition):
-        if (kept := _kept(uri, root)) is not None:
+        if (kept := _recorded_listing(uri, root)) is not None:
             found[name] = kept
     return {name: found[name] for name in definition.storage.inputs or {} if name in found}
 
@@ -58,7 +58,7 @@ def missing(definition: StackDefinition, root: Path) -> Iterator[str]:
         if why := _unfit(folder):
             yield f"storage.inputs.{name}, {(definition.storage.inputs or {})[name]}, {why}."
     for name, uri in _remote(definition):
-        if _kept(uri, root) is None:
+        if _recorded_listing(uri, root) is None:
             yield f"storage.inputs.{name}, {uri}, is not listed: run `gpufleet prepare {definition.argument}`."
 
 
@@ -149,7 +149,7 @@ def _hashed(folder: Path, root: Path) -> Listed:
     )
 
 
-def _kept(uri: str, root: Path) -> Listed | None:
+def _recorded_listing(uri: str, root: Path) -> Listed | None:
     found = atomic.read_object(_record(uri, root))
     if found is None or found.get("uri") != uri:
         return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from job import atomic
-from job.command.names import Found, Names, tells_itself, torn
+from job.command.names import FoundCheckpoint, Names, tells_itself, torn
 from job.command.places import give_to_everybody
 from job.command.processes import File
 from job.contract import commit
@@ -39,14 +39,14 @@ CLONE = 0x40049409  # FICLONE, linux/fs.h: the file's blocks are shared until on
 class Watched:
     """One that has begun: as it was last seen, since when, and whether nobody wrote it while the command lived."""
 
-    found: Found
+    found: FoundCheckpoint
     since: float
     begun: float
     still: bool = False
     not_before: float = 0.0
 
 
-class Checkpoints:
+class CommandCheckpoints:
     """The checkpoints of one command. `writing` gives the files that its processes have open for writing; None: not
     known.
     """
@@ -75,7 +75,7 @@ class Checkpoints:
         self._writing, self._step_at, self._val_of = writing, step_at, val_of
         self._saved, self._say, self._clock = saved, say, clock
         self._watched: dict[int | None, Watched] = {}
-        self._done: dict[int | None, Found] = {}  # as they were committed, or put back
+        self._done: dict[int | None, FoundCheckpoint] = {}  # as they were committed, or put back
         self._told: set[str] = set()
         self._looked_at = 0.0
         self._copying: tuple[Watched, Future[None]] | None = None
@@ -98,7 +98,9 @@ class Checkpoints:
             for name, _ in newest.files:
                 copy(self._kept / newest.folder / name, self.folder / name.removeprefix(f"{FILES}/"))
             own = {name.removeprefix(f"{FILES}/"): size for name, size in newest.files}
-            self.names.learn({name: size for name, size in own.items() if name not in self._also(newest.step)})
+            self.names.learn(
+                {name: size for name, size in own.items() if name not in self._companion_files(newest.step)}
+            )
             self.newest = newest.step
             self._done = {each.step: each for each in self.names.find(self.folder, self._user)}
         give_to_everybody(self.folder)
@@ -108,7 +110,7 @@ class Checkpoints:
     def place(self, restored: Commit) -> Path:
         """What the command is told as {checkpoint}."""
         names = [name.removeprefix(f"{FILES}/") for name, _ in restored.files]
-        return self.folder / self.names.place(set(names) - set(self._also(restored.step)) or names)
+        return self.folder / self.names.place(set(names) - set(self._companion_files(restored.step)) or names)
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
@@ -182,7 +184,7 @@ class Checkpoints:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _watch(self, found: Found, now: float) -> None:
+    def _watch(self, found: FoundCheckpoint, now: float) -> None:
         before = self._watched.get(found.step)
         if self._done.get(found.step) == found or (found.step is not None and found.step <= self.newest):
             self._watched.pop(found.step, None)
@@ -202,19 +204,19 @@ class Checkpoints:
             return False
         if lacking := self.names.lacks(found):
             if found.step is not None and latest is not None and found.step < latest:
-                self._once(f"checkpoint of step {found.step:,} does not count: {lacking}")
+                self._say_once(f"checkpoint of step {found.step:,} does not count: {lacking}")
             return False
         has_later = found.step is not None and latest is not None and found.step < latest
         return self._is_settled or has_later or quiet >= FIRST_QUIET_S
 
-    def _would_show(self, found: Found) -> bool:
+    def _would_show(self, found: FoundCheckpoint) -> bool:
         with suppress(OSError):
             return all(tells_itself(self.folder / name) for name in found.files)
         return False
 
     # Copying ----------------------------------------------------------------------------------------------------------
 
-    def _also(self, step: int | None) -> dict[str, Path]:
+    def _companion_files(self, step: int | None) -> dict[str, Path]:
         """What is kept with each, by its name below the folder."""
         found = {}
         for name in self._config.checkpoint.also:
@@ -230,7 +232,7 @@ class Checkpoints:
         step = found.step if found.step is not None else max(self._step_at(found.written), self.newest + 1)
         unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
-        also = self._also(found.step)
+        also = self._companion_files(found.step)
         try:
             for name in {**found.files, **also}:
                 copy(self.folder / name, unfinished / FILES / name)
@@ -269,7 +271,7 @@ class Checkpoints:
         size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
         self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
 
-    def _is_written(self, found: Found) -> bool:
+    def _is_written(self, found: FoundCheckpoint) -> bool:
         writing = self._writing()
         return any((look.device, look.inode) in (writing or ()) for look in found.files.values())
 
@@ -283,9 +285,9 @@ class Checkpoints:
             watched.since = self._clock()
             watched.not_before = self._clock() + (AGAIN_S if isinstance(error, OSError) else 0.0)
             what = "the checkpoint" if watched.found.step is None else f"checkpoint of step {watched.found.step:,}"
-            self._once(f"{what} is not taken yet: {error}")
+            self._say_once(f"{what} is not taken yet: {error}")
 
-    def _once(self, text: str) -> None:
+    def _say_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             self._say(text)

@@ -43,7 +43,7 @@ class End:
     what: str = "the command"
 
     @property
-    def how(self) -> str:
+    def sentence(self) -> str:
         """In a sentence without its period."""
         if self.why:
             return f"{self.what} was ended at step {self.step:,}: {self.why}"
@@ -72,17 +72,17 @@ def judge(config: CommandConfig, end: End, before: Sequence[End], *, stopped: bo
     """What follows, and why in a sentence. `before`: earlier ends of this node; `stopped`: a stop had been sent."""
     if stopped:
         done = config.work.steps is not None and end.step >= config.work.steps
-        return ("finished" if done else "stopped"), end.how
+        return ("finished" if done else "stopped"), end.sentence
     if end.code == 0 and not end.why:
         if is_reached(config, end.step) or config.work.early:
-            return "finished", end.how
+            return "finished", end.sentence
         return "failed", (
             f"{end.what} ended by itself at step {end.step:,} of {config.work.steps:,}; if it may, set work.early: true"
         )
     if not end.why and end.code in config.exit.fatal:
-        return "failed", f"{end.how}, which is one of exit.fatal"
+        return "failed", f"{end.sentence}, which is one of exit.fatal"
     if not end.why and end.code in config.exit.again:
-        return "elsewhere", f"{end.how}, which is one of exit.again"
+        return "elsewhere", f"{end.sentence}, which is one of exit.again"
     if not end.why and any(end.is_like(other) for other in before):
-        return "failed", f"{end.how}, twice with the same last line"
-    return ("again" if len(before) < config.exit.restarts else "elsewhere"), end.how
+        return "failed", f"{end.sentence}, twice with the same last line"
+    return ("again" if len(before) < config.exit.restarts else "elsewhere"), end.sentence

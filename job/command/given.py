@@ -25,7 +25,7 @@ class Folders:
     user: Path
 
     @classmethod
-    def of(cls, workdir: Path) -> Folders:
+    def from_workdir(cls, workdir: Path) -> Folders:
         return cls(user=workdir / USER)
 
     @property
@@ -33,7 +33,7 @@ class Folders:
         return self.user / CODE
 
     @property
-    def kept(self) -> tuple[Path, ...]:
+    def written(self) -> tuple[Path, ...]:
         """Those that the command writes."""
         return tuple(self.user / name for name in (KEPT, OUTPUTS, STATE))
 
@@ -48,7 +48,7 @@ class Folders:
 
     def make(self) -> None:
         """All of them, for whoever the command's image runs as."""
-        for folder in (self.user, self.code, *self.kept):
+        for folder in (self.user, self.code, *self.written):
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o777)
 
@@ -65,7 +65,7 @@ class Folders:
             **inputs,
         }
 
-    def below(self, text: str, values: Mapping[str, str | int]) -> Path:
+    def resolve_path(self, text: str, values: Mapping[str, str | int]) -> Path:
         """A folder or file that the definition names, relative names below the code. Raises ValueError for one that the
         command does not have to itself.
         """
@@ -105,7 +105,7 @@ def variables(
 
 def progress_file(config: CommandConfig, folders: Folders, values: Mapping[str, str | int]) -> Path:
     """Where its lines of JSON are looked for."""
-    return folders.below(config.progress.file, values) if config.progress.file else folders.user / PROGRESS
+    return folders.resolve_path(config.progress.file, values) if config.progress.file else folders.user / PROGRESS
 
 
 def secrets(references: Mapping[str, str], ask: Callable[[str, str], str] | None = None) -> dict[str, str]:

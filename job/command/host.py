@@ -11,17 +11,17 @@ from pathlib import Path
 
 from job import atomic
 from job.command import processes
-from job.command.checkpoints import Checkpoints, copy
+from job.command.checkpoints import CommandCheckpoints, copy
 from job.command.endings import End, Verdict, judge
 from job.command.given import Folders, blanked, progress_file, secrets, variables
-from job.command.places import GoneError, Machine, Node, Place, Scripts, give_to_everybody
-from job.command.reader import Metrics, Output, Progress
+from job.command.places import CommandNode, GoneError, GuardedProcesses, Place, Scripts, give_to_everybody
+from job.command.reader import Metrics, Output, StepReader
 from job.command.stopping import Leaving
-from job.command.watchdogs import Gpus, Watch
+from job.command.watchdogs import Gpus, StartWatch
 from job.contract import environment
 from job.contract.codes import TrainerExit
 from job.contract.commit import Commit
-from job.contract.messages import Fatal, Left, Message, Spent, Stop
+from job.contract.messages import CommandEnd, Fatal, Message, Spent, Stop
 from job.contract.run import Task
 from job.contract.workdir import FINAL, METRICS, SAVE, SCALARS, STOP
 from job.spec.command import CommandConfig, filled
@@ -41,7 +41,7 @@ CODES: dict[Verdict, int] = {
 
 
 @dataclass(slots=True)
-class Start:
+class CommandStart:
     """One start of the command, or of its set-up."""
 
     name: str
@@ -57,7 +57,7 @@ class Host:
     def __init__(self, workdir: Path, task: Task) -> None:
         assert isinstance(task.config, CommandConfig)
         self.workdir, self.config, self.task = workdir, task.config, task
-        self.folders = Folders.of(workdir)
+        self.folders = Folders.from_workdir(workdir)
         self.folders.make()
         told = task.tree.get("run") or {}
         on_node = machine.gpus() if self.config.device == "cuda" else ()
@@ -73,13 +73,13 @@ class Host:
         )
         self.secrets = secrets(self.config.secrets or {})
         self.blank = blanked(self.secrets.values())
-        self.progress = Progress(Metrics(workdir / METRICS), self.config.patterns, self.warn)
+        self.progress = StepReader(Metrics(workdir / METRICS), self.config.patterns, self.warn)
         self.progress_file = progress_file(self.config, self.folders, self.values)
         self.scripts = Scripts(workdir)
         self.output = Output(self.scripts.out, self.progress.line, write, self.blank)
-        self.checkpoints = Checkpoints(
+        self.checkpoints = CommandCheckpoints(
             self.config,
-            self.folders.below(self.config.checkpoint.folder, self.values),
+            self.folders.resolve_path(self.config.checkpoint.folder, self.values),
             self.folders.user,
             workdir,
             digest=task.digest,
@@ -105,7 +105,7 @@ class Host:
         ends: list[End] = []
         try:
             while True:
-                verdict, why, end, stop = self._once(ends)
+                verdict, why, end, stop = self._run_start(ends)
                 if verdict == "again":
                     say(f"{why}; again from the last whole checkpoint, {len(ends) + 1} of {self.config.exit.restarts}")
                     self.progress.event(why)
@@ -113,22 +113,22 @@ class Host:
                     continue
                 if (stop is not None and stop.ends) or verdict in ("finished", "failed"):
                     self._deliver()
-                self._note(Left(how=why, lines=end.lines))
+                self._note(CommandEnd(how=why, lines=end.lines))
                 if verdict == "failed":
-                    self._note(Fatal(error="the command failed", detail=Left(how=why, lines=end.lines).told))
+                    self._note(Fatal(error="the command failed", detail=CommandEnd(how=why, lines=end.lines).full_text))
                 say(f"{verdict}: {why}")
                 return CODES[verdict]
         finally:
             self._close()
 
-    def _once(self, before: list[End]) -> tuple[Verdict, str, End, Stop | None]:
+    def _run_start(self, before: list[End]) -> tuple[Verdict, str, End, Stop | None]:
         """One start up to its end."""
         restored = self.checkpoints.restore()
         step = restored.step if restored is not None else 0
         self.progress.begin(step, self.progress_file)
-        starts = [Start("command", self._command(restored), restored, self.progress.interval)]
+        starts = [CommandStart("command", self._command(restored), restored, self.progress.interval)]
         if not self.is_set_up:
-            starts.insert(0, Start(SETUP, self.config.setup))
+            starts.insert(0, CommandStart(SETUP, self.config.setup))
         for start in starts:
             if (stop := Stop.read(self.workdir)) is not None:
                 return "stopped", "it was not started", End(code=0, step=step), stop
@@ -143,7 +143,7 @@ class Host:
             break
         return *self._judged(end, before, start), end, Stop.read(self.workdir)
 
-    def _judged(self, end: End, before: list[End], start: Start) -> tuple[Verdict, str]:
+    def _judged(self, end: End, before: list[End], start: CommandStart) -> tuple[Verdict, str]:
         leaving = start.leaving
         verdict, why = judge(self.config, end, before, stopped=leaving is not None and leaving.signalled)
         if verdict == "finished":
@@ -173,15 +173,15 @@ class Host:
 
     # Running ----------------------------------------------------------------------------------------------------------
 
-    def _run(self, start: Start, name: str) -> End:
+    def _run(self, start: CommandStart, name: str) -> End:
         """Until no process of it is left. Raises GoneError."""
         self.output.last.clear()
         self.folders.stop_file.unlink(missing_ok=True)
         if self.place is None:
-            for folder in (self.folders.code, *self.folders.kept):
+            for folder in (self.folders.code, *self.folders.written):
                 give_to_everybody(folder)
             contained = os.environ.get(environment.JOB_CONTAINER)
-            self.place = Node(self.workdir) if contained else Machine(self.workdir)
+            self.place = CommandNode(self.workdir) if contained else GuardedProcesses(self.workdir)
         self.scripts.run(name, start.command, self._environment(start.restored))
         watch = self._watch()
         code, why, left_at, calm_at = None, "", None, 0.0
@@ -222,7 +222,7 @@ class Host:
     def _end(self, code: int, why: str, what: str = "the command") -> End:
         return End(code=code, step=self.progress.step, lines=tuple(self.output.last), why=why, what=what)
 
-    def _why_not(self, start: Start, watch: Watch) -> str:
+    def _why_not(self, start: CommandStart, watch: StartWatch) -> str:
         """Why this start is ended now; nothing where it goes on."""
         stop = Stop.read(self.workdir) if (self.workdir / STOP).exists() else None
         if stop is not None and start.leaving is None:
@@ -245,7 +245,7 @@ class Host:
         watch.look(self.checkpoints.committed_at, self.progress.at)
         return watch.stuck(self.output.at, self.progress.at)
 
-    def _lost(self, start: Start) -> str:
+    def _lost(self, start: CommandStart) -> str:
         """How it does not go on from what was restored, as far as it has told a step. One step of tolerance: some count
         from 0.
         """
@@ -259,7 +259,7 @@ class Host:
             " it does not resume"
         )
 
-    def _leftover(self, start: Start, code: int | None, now: float, since: float | None) -> float | None:
+    def _leftover(self, start: CommandStart, code: int | None, now: float, since: float | None) -> float | None:
         """Since when the command has ended and processes of it are left; None where there are none. They may save
         still, and have a while, after a stop as long as the stop gives.
         """
@@ -273,11 +273,11 @@ class Host:
             self._kill()
         return since
 
-    def _watch(self) -> Watch:
-        return Watch(
+    def _watch(self) -> StartWatch:
+        return StartWatch(
             silence_s=self.config.progress.silence_minutes * 60,
             every_s=self._every_s,
-            folders=self.folders.kept,
+            folders=self.folders.written,
             gpus=self.gpus,
             spent=self._spent,
             say=say,
@@ -330,7 +330,7 @@ class Host:
         """
         for text in self.config.outputs:
             try:
-                source = self.folders.below(text, self.values)
+                source = self.folders.resolve_path(text, self.values)
                 target = self.workdir / FINAL
                 if source != self.folders.outputs:
                     target /= source.relative_to(self.folders.user)

@@ -24,7 +24,7 @@ _STEP = re.compile(r"\{step(:[0-9a-z]+)?\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class FileState:
     """A file as it was seen."""
 
     inode: int
@@ -33,18 +33,18 @@ class Look:
     written: int  # ns
 
     @classmethod
-    def at(cls, path: Path) -> Look:
+    def from_path(cls, path: Path) -> FileState:
         """Raises OSError."""
         there = path.stat()
         return cls(there.st_ino, there.st_dev, there.st_size, there.st_mtime_ns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """The files of one checkpoint, by their names below the folder of checkpoints; `inner`: below its own folder."""
 
     step: int | None  # None: no name tells it
-    files: Mapping[str, Look]
+    files: Mapping[str, FileState]
     inner: Mapping[str, str]
 
     @property
@@ -66,9 +66,9 @@ class Names:
         self.are_known = bool(config.complete) or not any("*" in name or name.endswith("/") for name in config.names)
         self.learned: dict[str, tuple[int, int]] = {}  # of a kind of name: how many there are, bytes of the smallest
 
-    def find(self, folder: Path, allowed: Path) -> list[Found]:
+    def find(self, folder: Path, allowed: Path) -> list[FoundCheckpoint]:
         """Every checkpoint that has begun, oldest step first. What a link leads to lies below `allowed`, or is none."""
-        steps: dict[int | None, tuple[dict[str, Look], dict[str, str]]] = {}
+        steps: dict[int | None, tuple[dict[str, FileState], dict[str, str]]] = {}
         for top, _, names in os.walk(folder):
             for name in names:
                 path = Path(top, name)
@@ -83,14 +83,16 @@ class Names:
                 groups = match.groupdict()
                 files, inner = steps.setdefault(int(groups["step"]) if "step" in groups else None, ({}, {}))
                 try:
-                    files[relative] = Look.at(path)
+                    files[relative] = FileState.from_path(path)
                 except OSError:  # removed meanwhile
                     continue
                 inner[relative] = groups.get("inner") or relative
-        found = [Found(step=step, files=files, inner=inner) for step, (files, inner) in steps.items() if files]
+        found = [
+            FoundCheckpoint(step=step, files=files, inner=inner) for step, (files, inner) in steps.items() if files
+        ]
         return sorted(found, key=lambda each: each.step or 0)
 
-    def lacks(self, found: Found) -> str:
+    def lacks(self, found: FoundCheckpoint) -> str:
         """What of it is not there yet, in words; nothing where its names are complete."""
         inner = set(found.inner.values())
         if self._unless and _filled(self._unless, found.step) in inner:
@@ -113,7 +115,7 @@ class Names:
     def learn(self, files: Mapping[str, int]) -> None:
         """From names and bytes of one that is whole. The first teaches."""
         if not self._complete and not self.learned:
-            self.learned = _kinds({name: Look(0, 0, size, 0) for name, size in files.items()})
+            self.learned = _kinds({name: FileState(0, 0, size, 0) for name, size in files.items()})
 
     def place(self, files: Iterable[str]) -> str:
         """What a command is told as {checkpoint}: the file, or the folder that all of it is in."""
@@ -139,7 +141,7 @@ def _filled(name: str, step: int | None) -> str:
     return _STEP.sub(lambda match: format(step or 0, (match[1] or ":")[1:]), name)
 
 
-def _kinds(files: Mapping[str, Look]) -> dict[str, tuple[int, int]]:
+def _kinds(files: Mapping[str, FileState]) -> dict[str, tuple[int, int]]:
     """Names with their digits taken out: how many there are of each, and the bytes of the smallest."""
     kinds = {name: re.sub(r"\d+", "#", name) for name in files}
     counted = Counter(kinds.values())

@@ -115,7 +115,7 @@ class Scripts:
         return path
 
 
-class Node:
+class CommandNode:
     """A container, which job/node/jobs.py starts and removes when it is asked to."""
 
     def __init__(self, workdir: Path) -> None:
@@ -135,7 +135,7 @@ class Node:
         Container(number=self._number, wanted=False).write(self._folder)
 
 
-class Machine:
+class GuardedProcesses:
     """Processes of this machine, below a guard that ends with this process. Nothing of gpufleet's Python is theirs."""
 
     def __init__(self, workdir: Path) -> None:

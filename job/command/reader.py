@@ -125,7 +125,7 @@ class Metrics:
             file.write(metrics.write(record))
 
 
-class Progress:
+class StepReader:
     """The command's steps, from its output or from its file. `first`: the first step that this start has told."""
 
     def __init__(self, metrics: Metrics, patterns: Iterable[str], note: Callable[[str], None]) -> None:

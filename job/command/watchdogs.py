@@ -51,7 +51,7 @@ def asked() -> float | None:
     return None
 
 
-class Watch:
+class StartWatch:
     """The watch over one start. `spent` gives the dollars so far, None where nobody says."""
 
     def __init__(

@@ -112,7 +112,7 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """Of a manifest, for people: which attempt wrote it, when, and what the run had cost by then."""
+    """What a manifest tells people: which attempt wrote it, when, and what the run had cost by then."""
 
     code_sha256: str | None
     attempt: int

@@ -191,7 +191,7 @@ class Preflight(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Left(Message):
+class CommandEnd(Message):
     """How a command ended: `how` in a sentence (exit code or signal, step), and what it printed last."""
 
     FILE = workdir.LEFT
@@ -199,7 +199,7 @@ class Left(Message):
     lines: tuple[str, ...] = ()
 
     @property
-    def told(self) -> str:
+    def full_text(self) -> str:
         """All of it."""
         return "\n".join((self.how, *(f"  | {line}" for line in self.lines)))
 

@@ -70,7 +70,7 @@ class InputData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TypePrices:
-    """Of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0: unknown."""
+    """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0: unknown."""
 
     on_demand: Decimal
     spot: Mapping[str, Decimal]

@@ -127,7 +127,7 @@ class JobConfig(ABC):
 
     @property
     def secrets_named(self) -> tuple[str, ...]:
-        """Of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name) that a node may read."""
+        """The secrets of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name) that a node may read."""
         return ()
 
     @property

@@ -23,8 +23,8 @@ from job.contract.codes import AttemptExit, TrainerExit
 from job.contract.commit import BEST, Published
 from job.contract.messages import (
     Accept,
+    CommandEnd,
     Fatal,
-    Left,
     Message,
     Preflight,
     SaveRequest,
@@ -369,8 +369,8 @@ class Supervisor:
 
     def _conclude(self, code: int) -> int:
         """What the trainer's end makes of the attempt."""
-        left = Left.read(self.workdir)  # a command's
-        said = self.killed or (left.told if left else f"the trainer ended with {code}")
+        left = CommandEnd.read(self.workdir)  # a command's
+        said = self.killed or (left.full_text if left else f"the trainer ended with {code}")
         if code == TrainerExit.FINISHED:
             return self._finish(ends.FINISHED)
         if code == TrainerExit.FATAL:
@@ -381,7 +381,7 @@ class Supervisor:
             problems = (Preflight.read(self.workdir) or Preflight()).problems or ("no reason given",)
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
         if self.cause is not None and self.cause.ends:
-            detail = left.told if left else "" if code == TrainerExit.STOPPED else said
+            detail = left.full_text if left else "" if code == TrainerExit.STOPPED else said
             return self._finish(self.cause.reason, detail)
         if self.cause is not None:
             return self._interrupted()

@@ -28,18 +28,18 @@ NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 DIGEST = "sha256:" + "5" * 64
 
 
-class Bucket:
+class FakeBucket:
     """S3's listing of one prefix, in pages."""
 
     def __init__(self, objects: dict[str, str]) -> None:
         self.objects = objects
 
-    def get_paginator(self, name: str) -> Bucket:
+    def get_paginator(self, name: str) -> FakeBucket:
         assert name == "list_objects_v2"
         return self
 
-    def paginate(self, *, Bucket: str, Prefix: str) -> list[dict[str, Any]]:
-        assert (Bucket, Prefix) == ("theirs", "some/data/")
+    def paginate(self, *, FakeBucket: str, Prefix: str) -> list[dict[str, Any]]:
+        assert (FakeBucket, Prefix) == ("theirs", "some/data/")
         listed = [{"Key": Prefix + key, "Size": len(text), "ETag": f'"{text}"'} for key, text in self.objects.items()]
         return [{}, {"Contents": listed[:1]}, {"Contents": listed[1:]}]
 
@@ -88,15 +88,15 @@ def test_a_prefix_is_listed_and_another_content_is_another_input(tmp_path: Path)
         f"storage.inputs.more, {uri}, is not listed: run `gpufleet prepare mine`."
     ]
 
-    first = folders.listed(uri, root, Bucket({"a.bin": "1", "folder/": "", "folder/b.bin": "22"}))
+    first = folders.listed(uri, root, FakeBucket({"a.bin": "1", "folder/": "", "folder/b.bin": "22"}))
 
     assert (first.count, first.bytes) == (2, 3)
     assert folders.read(definition, root)["more"] == first
     assert list(folders.missing(definition, root)) == []
-    assert folders.listed(uri, root, Bucket({"folder/b.bin": "22", "a.bin": "1"})).sha256 == first.sha256
-    assert folders.listed(uri, root, Bucket({"folder/b.bin": "22", "a.bin": "2"})).sha256 != first.sha256
+    assert folders.listed(uri, root, FakeBucket({"folder/b.bin": "22", "a.bin": "1"})).sha256 == first.sha256
+    assert folders.listed(uri, root, FakeBucket({"folder/b.bin": "22", "a.bin": "2"})).sha256 != first.sha256
     with pytest.raises(GpufleetError, match="holds no file"):
-        folders.listed(uri, root, Bucket({"folder/": ""}))
+        folders.listed(uri, root, FakeBucket({"folder/": ""}))
 
 
 UNFIT = {
@@ -142,7 +142,7 @@ def test_the_bill_counts_what_is_uploaded(tmp_path: Path) -> None:
 def test_a_run_is_told_its_code_and_inputs_and_the_stack_uploads_them(tmp_path: Path) -> None:
     definition = project(tmp_path)
     root = tmp_path / "project"
-    more = folders.listed("s3://theirs/some/data", root, Bucket({"a.bin": "1"}))
+    more = folders.listed("s3://theirs/some/data", root, FakeBucket({"a.bin": "1"}))
     pin(
         definition.source, ami="ami-0123456789abcdef0", image=f"{IMAGE}@{DIGEST}", supervisor_image=f"r.io/p:3@{DIGEST}"
     )
@@ -170,7 +170,7 @@ def test_a_run_is_told_its_code_and_inputs_and_the_stack_uploads_them(tmp_path: 
 
 def test_other_inputs_are_refused_under_the_same_id_and_other_code_is_told(tmp_path: Path) -> None:
     definition = project(tmp_path)
-    folders.listed("s3://theirs/some/data", tmp_path / "project", Bucket({"a.bin": "1"}))
+    folders.listed("s3://theirs/some/data", tmp_path / "project", FakeBucket({"a.bin": "1"}))
     first = plan(tmp_path)
     begun = Previous(
         outputs={"run": asdict(first.verdict.run), "runs": ["r1"]},

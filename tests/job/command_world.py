@@ -72,7 +72,7 @@ def of_format(name: str, more: str = "", **sections: Any) -> dict[str, Any]:
     )
 
 
-class Job:
+class CommandJob:
     """One node's work folder. `start` gives the host's process."""
 
     def __init__(self, workdir: Path, parameters: dict[str, Any], code: Path = OWN_CODE) -> None:
@@ -120,7 +120,7 @@ class Job:
         return path.read_text() if path.exists() else ""
 
     @property
-    def kept(self) -> Path:
+    def checkpoints_folder(self) -> Path:
         return self.workdir / "user" / "checkpoints"
 
     def commits(self) -> list[Commit]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_world import FORMATS, Job, of_format, wrong
+from command_world import FORMATS, CommandJob, of_format, wrong
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_script_of_each_convention_runs_to_its_end_and_leaves_whole_checkpoints(tmp_path: Path, name: str) -> None:
-    job = Job(tmp_path / "w", of_format(name, "--steps 20 --every 5", work={"steps": 20}))
+    job = CommandJob(tmp_path / "w", of_format(name, "--steps 20 --every 5", work={"steps": 20}))
     assert job.run() == 0, job.log
     assert job.commits(), job.log
     assert job.commits()[-1].step == 20

@@ -25,7 +25,7 @@ from rehearsal.imds import Imds
 NAMES = ("hf-trainer", "file")
 
 
-class Node:
+class SupervisedNode:
     """One node: a supervisor, with the user's code where staging would put it."""
 
     def __init__(self, folder: Path, run: dict[str, Any], instance: str, **environment: str) -> None:
@@ -88,7 +88,7 @@ def run_of(folder: Path, parameters: dict[str, Any], **changes: Any) -> dict[str
 def test_a_notice_saves_and_the_next_node_goes_on_from_there_to_the_end(tmp_path: Path, name: str) -> None:
     run = run_of(tmp_path, of_format(name, "--steps 200 --every 500 --catch", work={"steps": 200}))
     with Imds() as imds:
-        first = Node(tmp_path, run, "i-1", AWS_EC2_METADATA_SERVICE_ENDPOINT=imds.endpoint)
+        first = SupervisedNode(tmp_path, run, "i-1", AWS_EC2_METADATA_SERVICE_ENDPOINT=imds.endpoint)
         first.wait_for(lambda: first.step() >= 10)
         imds.notice(imds.clock.now() + timedelta(seconds=100))
         assert first.code() == 75, first.log
@@ -96,7 +96,7 @@ def test_a_notice_saves_and_the_next_node_goes_on_from_there_to_the_end(tmp_path
     assert 10 <= step < 200
     assert wrong(first.bucket / "r1" / "ckpt" / f"step_{step:08d}" / "files", step) == []
 
-    last = Node(tmp_path, run, "i-2")
+    last = SupervisedNode(tmp_path, run, "i-2")
     assert last.code() == 0, last.log
     assert last.stored("done.json")["reason"] == "finished"
     steps = [json.loads(line)["step"] for line in (last.bucket / "r1" / "metrics.jsonl").read_text().splitlines()]
@@ -106,7 +106,7 @@ def test_a_notice_saves_and_the_next_node_goes_on_from_there_to_the_end(tmp_path
 
 def test_a_node_that_is_lost_takes_the_command_along_and_costs_no_more_than_an_interval(tmp_path: Path) -> None:
     run = run_of(tmp_path, of_format("file", "--steps 400 --every 40 --step-s 0.05", work={"steps": 400}))
-    first = Node(tmp_path, run, "i-1")
+    first = SupervisedNode(tmp_path, run, "i-1")
     first.wait_for(first.manifests)
     first.lose()
     (newest, *_) = reversed(first.manifests())
@@ -114,7 +114,7 @@ def test_a_node_that_is_lost_takes_the_command_along_and_costs_no_more_than_an_i
     while left := [each for each in processes() if str(first.workdir) in each]:
         assert time.monotonic() < until, left
         time.sleep(0.05)
-    second = Node(tmp_path, run, "i-2")
+    second = SupervisedNode(tmp_path, run, "i-2")
     second.wait_for(lambda: re.search(r"^step (\d+) loss", second.log.partition("resuming from")[2], re.MULTILINE))
     match = re.search(r"^step (\d+) loss", second.log.partition("resuming from")[2], re.MULTILINE)
     assert match
@@ -135,7 +135,7 @@ def processes() -> list[str]:
 def test_at_its_limit_a_command_is_asked_to_stop_and_the_end_says_so(tmp_path: Path) -> None:
     limits = {"max_usd": "3.00", "max_hours": str((120 + 66 + 4 + 4) / 3600), "deadline": None}
     run = run_of(tmp_path, of_format("file", "--steps 4000 --every 10 --catch", stop={"grace_s": 4.0}), limits=limits)
-    node = Node(tmp_path, run, "i-1", GPUFLEET_LAUNCHED_AT=runs.launched(seconds_ago=120))
+    node = SupervisedNode(tmp_path, run, "i-1", GPUFLEET_LAUNCHED_AT=runs.launched(seconds_ago=120))
     assert node.code() == 0, node.log
     done = node.stored("done.json")
     assert done["reason"] == "max_hours"
@@ -145,7 +145,7 @@ def test_at_its_limit_a_command_is_asked_to_stop_and_the_end_says_so(tmp_path: P
 def test_a_command_that_cannot_succeed_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
     failing = f'{OWN_PYTHON} -c \'print("step 3 loss 1.0"); raise SystemExit("no such corpus")\''
     run = run_of(tmp_path, parameters(failing, progress={"stdout": [STEP_LINE]}))
-    node = Node(tmp_path, run, "i-1")
+    node = SupervisedNode(tmp_path, run, "i-1")
     assert node.code() == 70, node.log
     detail = node.stored("done.json")["detail"]
     assert "the command ended with exit code 1 at step 3, twice with the same last line" in detail

@@ -20,7 +20,7 @@ WRITTEN = [
     messages.Ended(code=75),
     messages.Unreadable(step=5, problem="torn"),
     messages.Spent(spent_usd="1.25", at=3.0, attempt=2, published=500),
-    messages.Left(how="the command ended with exit code 1 at step 3", lines=("no such corpus",)),
+    messages.CommandEnd(how="the command ended with exit code 1 at step 3", lines=("no such corpus",)),
     messages.Container(number=1, wanted=False),
     messages.Contained(number=1, pid=7),
     messages.Preflight(ranks=({"matmul_tflops": 1.0},), problems=("rank 0: slow",)),
