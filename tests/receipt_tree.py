@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 
@@ -42,3 +44,9 @@ def node(instance: str, *, seconds: str, zone: str = "us-east-2a", interrupted: 
         "lived_s": seconds,
         "interrupted": interrupted,
     }
+
+
+def place(root: Path, tree: Any, name: str = "r1", stack: str = "small-growth") -> None:
+    path = root / "receipts" / stack / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tree if isinstance(tree, str) else json.dumps(tree))

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from cost_definitions import definition
+from supervisor_world import Bench
 
 from infra.bill import lines, record
 from infra.bill.estimate import price
 from infra.catalog import Catalog, load_catalog
 from infra.catalog.files import Price
 from infra.definition.model import StackDefinition
-
-ROOT = Path(__file__).parent
-sys.path[:0] = [str(ROOT / "infra"), str(ROOT / "job")]
-
-from cost_definitions import definition  # noqa: E402
-from supervisor_world import Bench  # noqa: E402
 
 GATEWAY = Price(amount=Decimal("0.25"), unit="hour", source="a test", as_of=date(2026, 11, 26), status="verified")
 

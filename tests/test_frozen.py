@@ -11,13 +11,15 @@ import asyncio
 import json
 import os
 import re
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pulumi
 import pytest
+from declared_world import declare
+from repository import ROOT
+from supervisor_world import Bench, interrupted
 
 from infra.cli import main
 from infra.definition.loader import load
@@ -26,12 +28,7 @@ from infra.program.resources.identity import node_statements
 from job.spec import EXPERIMENTS
 from rehearsal import scratch
 
-ROOT = Path(__file__).parents[1]
 FROZEN = Path(__file__).parent / "frozen"
-sys.path[:0] = [str(ROOT / "tests" / "infra"), str(ROOT / "tests" / "job")]
-
-from declared_world import declare  # noqa: E402
-from supervisor_world import Bench, interrupted  # noqa: E402
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 CHANGING = {

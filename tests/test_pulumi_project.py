@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import yaml
+from repository import ROOT
 
 from infra.definition.selected import DEFINITION, SCENARIO
 
-ROOT = Path(__file__).parents[1]
 PROJECT = yaml.safe_load((ROOT / "Pulumi.yaml").read_text())
 
 

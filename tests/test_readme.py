@@ -21,11 +21,11 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from infra.cli import COMMANDS
 from job.spec import EXPERIMENTS
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).parents[1]
 NEW = {"spec.py": "job/spec/toy.py", "trainer.py": "job/experiments/toy/run.py", "toy.yaml": "stacks/toy.yaml"}
 ENTRY = '    "toy": __import__("job.spec.toy", fromlist=["ToyConfig"]).ToyConfig,\n'
 REGISTRY = "EXPERIMENTS: dict[str, type[JobConfig]] = {\n"

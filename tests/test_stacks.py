@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 from infra.bill.estimate import price, problems
 from infra.catalog import load_catalog
@@ -21,7 +22,6 @@ from infra.definition.schema import SECTIONS
 from job.spec import EXPERIMENTS, KernelConfig, SftConfig
 from job.spec.convert import describe
 
-ROOT = Path(__file__).parents[1]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 STACKS = [ROOT / "stacks" / f"{name}.yaml" for name in EXPERIMENTS]  # a user's own files are their own affair
 PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in ("definition.md", "parameters.md"))

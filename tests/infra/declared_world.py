@@ -11,8 +11,6 @@ import forked
 from rehearsal import scratch
 from rehearsal.engine import InProcess, Result
 
-ROOT = Path(__file__).parents[2]
-
 
 @dataclass(frozen=True)
 class Declared:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from repository import ROOT
 
 
 def imported(package: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import runs
+from repository import ROOT
 
 from job import atomic
 from job.contract import commit
@@ -87,7 +88,7 @@ class CommandJob:
         with (self.workdir / "host.log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "job.command", str(self.workdir)],
-                cwd=runs.ROOT,
+                cwd=ROOT,
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

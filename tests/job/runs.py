@@ -12,12 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from repository import ROOT
+
 from job.contract.reading import iso
 from job.dataset.prepare import prepare, read_manifest
 from job.dataset.sources import Generated
 from job.spec import Batch, Checkpoint, Eval, GrowthConfig, GrowthModel, Log, Precision, TextData
 
-ROOT = Path(__file__).parents[2]
 LAUNCHED = 1_800_000_000.0
 
 TINY = GrowthConfig(

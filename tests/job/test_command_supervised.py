@@ -18,6 +18,7 @@ import pytest
 import runs
 from command_world import FORMATS, OWN_CODE, STEP_LINE, of_format, parameters, wrong
 from command_world import PYTHON as OWN_PYTHON
+from repository import ROOT
 
 from job import atomic
 from rehearsal.imds import Imds
@@ -35,7 +36,7 @@ class SupervisedNode:
         run_json = runs.place(self.workdir, run)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "job", str(run_json)],
-            cwd=runs.ROOT,
+            cwd=ROOT,
             env=runs.environment_of(self.bucket, instance, **environment),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,

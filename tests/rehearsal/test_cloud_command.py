@@ -14,15 +14,14 @@ from typing import IO
 
 import boto3
 import pytest
-
-REPOSITORY = Path(__file__).parents[2]
+from repository import ROOT
 
 
 @pytest.fixture
 def cloud(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """In a project with a file that is not UTF-8, and a folder that is called like a file."""
     (tmp_path / "stacks" / "folder.yaml").mkdir(parents=True)
-    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
+    shutil.copy(ROOT / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
     (tmp_path / "stacks" / "latin.yaml").write_bytes(b"# caf\xe9\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "infra.cli", "cloud", "--timeout", "60"],

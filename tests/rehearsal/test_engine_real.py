@@ -13,6 +13,7 @@ from typing import Any
 import forked
 import pytest
 from engine_world import STACK, edit, pinned, project
+from repository import ROOT
 
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
@@ -148,9 +149,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> RealStory:
     file = project(folder / "project")
     code = folder / "code"  # the program and the job, for this test to change
     for package in ("infra", "job"):
-        shutil.copytree(
-            Path(__file__).parents[2] / package, code / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / package, code / package, ignore=shutil.ignore_patterns("__pycache__"))
     clock = ManualClock(datetime.now(UTC).replace(microsecond=0) - timedelta(minutes=5))
     told = RealStory()
     with Cloud(folder / "cloud", clock=clock) as cloud:

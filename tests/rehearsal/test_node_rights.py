@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 from declared import as_node, fleet, living, role, template
+from repository import ROOT
 
 from infra.account.iam_policy import AccessRequest
 from infra.definition.loader import load
@@ -22,7 +23,6 @@ from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
 from rehearsal.fleet import Event
 
-ROOT = Path(__file__).parents[2]
 RUN = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 21, tzinfo=UTC))
 BUCKET, GROUP = "own", "gpufleet-logs"
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from engine_world import STACK, pinned, project
+from repository import ROOT
 
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Pulumi
 
-PACK = Path(__file__).parents[2] / "policy"
+PACK = ROOT / "policy"
 
 pytestmark = [
     pytest.mark.optional,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from receipt_tree import node, receipt
+from repository import ROOT
 
 from infra.definition.loader import load
 from infra.errors import GpufleetError
@@ -18,7 +19,7 @@ from rehearsal import evidence
 from rehearsal.evidence import Evidence
 from rehearsal.watch import Planned
 
-STACK = Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml"
+STACK = ROOT / "stacks" / "tinystories-growth.yaml"
 NODES = ("i-1", "i-2", "i-3")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from declared import fleet, template
+from repository import ROOT
 
 from infra.cli import main
 from infra.commands import rehearse as command
@@ -26,7 +27,6 @@ from rehearsal.rehearse import rehearse, unchanged
 from rehearsal.timeline import Timeline
 from rehearsal.watch import Planned, RunFailedError, Watch
 
-REPOSITORY = Path(__file__).parents[2]
 Watching = Callable[..., Watch]
 
 
@@ -34,7 +34,7 @@ Watching = Callable[..., Watch]
 def root(tmp_path: Path) -> Path:
     """A project with the growth stack."""
     (tmp_path / "stacks").mkdir()
-    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
+    shutil.copy(ROOT / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
     return tmp_path
 
 
@@ -61,7 +61,7 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
 
     monkeypatch.setattr("rehearsal.report.save_bucket", full)  # which must not stand for the step
     (tmp_path / "stacks").mkdir()
-    text = (REPOSITORY / "stacks" / "tinystories-growth.yaml").read_text()
+    text = (ROOT / "stacks" / "tinystories-growth.yaml").read_text()
     assert "vocab: 512" in text
     (tmp_path / "stacks" / "small.yaml").write_text(text.replace("vocab: 512", "vocab: 16"))
     said: list[str] = []
@@ -87,7 +87,7 @@ def test_a_failure_names_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest
 
 def test_a_stack_without_a_rehearsal_is_refused_with_all_that_it_has_to_say(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()
-    text = (REPOSITORY / "stacks" / "sft-h100.yaml").read_text()
+    text = (ROOT / "stacks" / "sft-h100.yaml").read_text()
     text = text.replace("dataset: data/sft", "dataset: s3://mine/sft")  # the embedded AWS has no bucket of the user's
     (tmp_path / "stacks" / "big.yaml").write_text(text.partition("\nrehearsal:")[0] + "\n")
     keys = (
@@ -184,9 +184,7 @@ def test_a_misspelled_stack_is_said_before_the_embedded_aws_is_imported(word: st
     program = (
         "import sys; from infra.cli import main; c = main(sys.argv[1:]); sys.exit('moto' in sys.modules and 9 or c)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "rehearse", word], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", program, "rehearse", word], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("gpufleet: there is no ")
 
@@ -237,7 +235,7 @@ def test_what_was_edited_meanwhile_is_named_and_nothing_that_was_there_before() 
 
 def test_what_a_rehearsal_writes_is_ignored_by_git() -> None:
     paths = ["rehearsals/tinystories-growth/r1/receipt.json", ".venv/ready", "data/x"]
-    done = subprocess.run(["git", "check-ignore", *paths], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == 128:
         pytest.skip("not a git checkout")
     assert done.stdout.split() == paths

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from infra.definition.loader import load
 from infra.definition.model import Interruptions
@@ -15,7 +16,7 @@ from rehearsal import environment, scratch
 from rehearsal.timeline import Timeline, clock
 from rehearsal.watch import plan, possible
 
-GROWTH = Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml"
+GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
 
 
 @pytest.mark.parametrize("seed", range(20))

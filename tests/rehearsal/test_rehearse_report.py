@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from receipt_tree import receipt
+from repository import ROOT
 
 from infra.definition.loader import load
 from infra.errors import GpufleetError
@@ -18,7 +19,7 @@ from rehearsal import picture, rehearse, report
 from rehearsal.evidence import Evidence, Promise
 from rehearsal.timeline import Timeline
 
-STACKS = Path(__file__).parents[2] / "stacks"
+STACKS = ROOT / "stacks"
 
 
 def line(phase: str, step: int, loss: float, val_loss: float | None = None) -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""The bill of a user's own command: steps measured or declared, hours, or what the money buys."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from repository import ROOT
+
+from infra.bill.bill import Bill
+from infra.bill.estimate import price, problems
+from infra.bill.record import to_json
+from infra.bill.table import render
+from infra.catalog import load_catalog
+from infra.definition.loader import load
+from infra.definition.model import Limits, StackDefinition
+from infra.errors import DefinitionError
+from job.spec.command import (
+    CommandCheckpoint,
+    CommandConfig,
+    CommandWork,
+    Every,
+    Hours,
+    Progress,
+    Resume,
+    StopRules,
+)
+
+CATALOG = load_catalog(ROOT)
+FILE = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 26, tzinfo=UTC))
+SCRIPT = CommandConfig(
+    command="python train.py --out {checkpoints}",
+    resume=Resume(args="--resume"),
+    checkpoint=CommandCheckpoint(each=("ckpt.pt",), rewritten=True, every=Every(minutes=10), size_gb=1.5),
+    progress=Progress(stdout=(r"iter (?P<step>\d+)",)),
+)
+STEPS = CommandWork(steps=60_000, step_ms={"A10G": 590.0})
+
+
+def definition(work: CommandWork = STEPS, **changes: Any) -> StackDefinition:
+    """The script on one g5.2xlarge, within 20 USD and 40 hours."""
+    limits = Limits(max_usd=changes.pop("max_usd", Decimal(20)), max_hours=changes.pop("max_hours", Decimal(40)))
+    fleet = replace(FILE.fleet, capacity=changes.pop("capacity", "spot"))
+    parameters = replace(SCRIPT, work=work, **changes)
+    job = replace(FILE.job, experiment="command", parameters=parameters)
+    return replace(FILE, job=job, fleet=fleet, limits=limits, storage=replace(FILE.storage, dataset=""))
+
+
+def bill(work: CommandWork = STEPS, **changes: Any) -> Bill:
+    return price(definition(work, **changes), CATALOG)
+
+
+def test_declared_steps_cost_their_time_and_the_range_holds_how_far_that_may_be_off() -> None:
+    found = bill(capacity="on-demand")
+    (phase,) = found.chosen.runtime.phases
+    assert (phase.steps, phase.step_ms) == (60_000, 590.0)
+    uninterrupted = 60_000 * 0.59 / 3600
+    assert float(found.chosen.compute.quantity) == pytest.approx(uninterrupted, rel=0.03)  # set-up, saves, the end
+    assert float(found.hours.p90 / found.hours.p50) == pytest.approx(1.378, rel=0.03)  # exp(0.25 x 1.2816)
+    assert "as declared, not measured" in found.warnings[0]
+
+
+def test_a_gpu_without_a_figure_has_no_bill_and_is_told_what_to_write() -> None:
+    with pytest.raises(DefinitionError, match=r"job\.work\.step_ms: \{A10G: \.\.\.\}"):
+        bill(CommandWork(steps=60_000, step_ms={"L40S": 300.0}))
+
+
+def test_declared_hours_are_p10_p50_and_p90_of_the_work() -> None:
+    hours = CommandWork(hours=Hours(low=4, likely=6, high=10))
+    found = bill(hours, capacity="on-demand")
+    setup = found.chosen.runtime.setup_s / 3600
+    for quantile, declared in ((found.hours.p10, 4), (found.hours.p50, 6), (found.hours.p90, 10)):
+        assert float(quantile) - setup == pytest.approx(declared, rel=0.03)
+    assert "590" not in render(found)
+
+
+def test_without_declared_work_the_bill_says_what_the_money_buys() -> None:
+    found = bill(CommandWork(), max_usd=Decimal(3), max_hours=Decimal(40), stop=StopRules(saves="true"))
+    assert found.buys is not None
+    hourly = found.chosen.exposure.usd_h
+    assert 0 < found.buys.p10 <= found.buys.p50 <= found.buys.p90 <= Decimal(3 / hourly)
+    assert found.usd.p50 <= Decimal(3)
+    assert not list(problems(definition(CommandWork(), max_usd=Decimal(3)), found))
+    assert "what the money buys" in render(found)
+    assert json.loads(json.dumps(to_json(found)))["buys_hours"]["p50"] == str(found.buys.p50)
+
+
+def test_a_limit_before_the_first_checkpoint_is_refused_also_where_no_work_is_declared() -> None:
+    work = CommandWork()
+    (problem,) = problems(definition(work, max_usd=Decimal("0.2")), bill(work, max_usd=Decimal("0.2")))
+    assert problem.path == "limits.max_usd"
+    assert "one interval between checkpoints" in problem.allowed
+
+
+def test_who_saves_on_a_notice_loses_less_and_until_that_is_shown_nobody_does() -> None:
+    rough = {"estimate": replace(FILE.estimate, hazard_per_hour=Decimal("0.5"))}
+    usd = {}
+    for saves in ("true", "unknown", "false"):
+        each = replace(definition(stop=StopRules(saves=saves)), **rough)  # type: ignore[arg-type]
+        usd[saves] = price(each, CATALOG).chosen.needed_hours.mean
+    assert usd["true"] < usd["unknown"] == usd["false"]
+    assert any("job.stop.saves" in line for line in bill().warnings)
+    assert not any("job.stop.saves" in line for line in bill(stop=StopRules(saves="true")).warnings)
+
+
+def test_a_rarer_save_makes_an_interruption_dearer() -> None:
+    def needed(minutes: float) -> Decimal:
+        every = replace(SCRIPT.checkpoint, every=Every(minutes=minutes))
+        return bill(checkpoint=every).chosen.needed_hours.mean
+
+    assert needed(5) < needed(30) < needed(120)
+
+
+def test_memory_is_held_against_the_gpu_only_where_it_is_declared() -> None:
+    assert "not predicted" in render(bill())
+    assert not list(problems(definition(memory_gb=20.0), bill(memory_gb=20.0)))
+    (problem,) = problems(definition(memory_gb=30.0), bill(memory_gb=30.0))
+    assert "needs 31.0 GB per GPU, has 24.0" in problem.allowed
+
+
+def test_hours_declared_for_the_listed_types_are_no_word_about_others() -> None:
+    from infra.bill.options import type_cost
+
+    hours = definition(CommandWork(hours=Hours(low=4, likely=6, high=10)))
+    assert type_cost(hours, CATALOG, "g5.2xlarge").runtime is not None
+    other = type_cost(hours, CATALOG, "g6e.2xlarge")
+    assert other.runtime is None
+    assert "its speed is not known" in other.why

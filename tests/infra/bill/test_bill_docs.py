@@ -1,0 +1,56 @@
+"""docs/bill.md, docs/compare.md and docs/experiments.md name every key that programs get."""
+
+from __future__ import annotations
+
+import re
+
+from cost_definitions import definition
+from repository import ROOT
+
+from infra.bill import record
+from infra.bill.estimate import price
+from infra.catalog import load_catalog
+from infra.compare import deadline, ranking
+from infra.compare.cheaper import cheaper
+from infra.compare.table import record_row
+from job.contract.metrics import KEYS
+
+CATALOG = load_catalog()
+
+
+def documented(page: str) -> set[str]:
+    """Every word in backticks, `a.b` as both and `x[]` as x."""
+    text = (ROOT / "docs" / page).read_text()
+    return {part for words in re.findall(r"`([^`\n]+)`", text) for part in re.split(r"[.\[\] ]+", words) if part}
+
+
+def test_each_key_of_the_bill_is_in_its_page() -> None:
+    tree = record.to_json(price(definition(), CATALOG, runs=100))
+    keys = set(tree)
+    for name in ("cadence", "hazard", "reclaimed_a_month", "cap", "kept", "spot"):
+        keys |= set(tree[name])
+    for name in ("lines", "types", "fits", "notice", "phases"):
+        keys |= set(tree[name][0])
+    options = cheaper(definition(), price(definition(), CATALOG, runs=100), CATALOG)
+    assert options is not None
+    tree = options.to_json()
+    keys |= {"cheaper", *tree, *tree["options"][0]}
+    assert keys - documented("bill.md") == set()
+
+
+def test_each_key_of_a_comparison_is_in_its_page() -> None:
+    plan = definition()
+    (row,) = ranking.scenarios(plan, [], CATALOG, runs=100)
+    tree = record_row(row)
+    keys = set(tree) | set(tree["claim"]) | set(deadline.DeadlinePlan.__dataclass_fields__)
+    assert keys - documented("compare.md") == set()
+
+
+def test_each_key_of_the_metrics_is_in_the_page_about_what_a_run_leaves() -> None:
+    assert set(KEYS) - documented("experiments.md") == set()
+
+
+def test_each_option_of_the_comparison_is_in_its_page() -> None:
+    page = (ROOT / "docs" / "compare.md").read_text()
+    for option in ("--scenario", "--within", "--matrix", "--all", "--plot", "--json"):
+        assert f"`{option}" in page

@@ -1,0 +1,191 @@
+"""What the bill says of interruptions: whose hazard it stands on, AWS's own band, and the checkpoint interval."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cost_definitions import definition, growth
+from receipt_tree import node, place, receipt
+
+from infra.bill import record
+from infra.bill.bill import Bill
+from infra.bill.estimate import price
+from infra.bill.table import render
+from infra.catalog import load_catalog
+from infra.catalog.reclaim import Reclaimed, reclaimed
+from infra.definition.model import StackDefinition, Variant
+from infra.evidence.observations import Observation, observations
+from infra.risk.hazard import Hazard, Key, learn
+
+CATALOG = load_catalog()
+CALM = learn(
+    Observation("g5.2xlarge", zone, 4000, 40, "a test", date(2026, 11, 1))
+    for zone in ("us-east-2a", "us-east-1a", "us-west-2a")
+)
+
+
+def bill(plan: StackDefinition | None = None, **given: Any) -> Bill:
+    return price(plan or definition(), CATALOG, dataset_bytes=22_183_150, runs=2000, **given)
+
+
+def in_zones(*zones: str) -> StackDefinition:
+    plan = definition()
+    return replace(plan, fleet=replace(plan.fleet, zones=zones))
+
+
+def nodes(count: int, **changes: Any) -> StackDefinition:
+    return replace(definition(**changes), variant=Variant(nodes=count))
+
+
+def flat(found: Bill) -> str:
+    return re.sub(r"\s+", " ", render(found))
+
+
+def test_without_history_the_hazard_is_the_prior_and_its_spread_is_said_in_figures_and_words() -> None:
+    found = bill()
+    assert found.chance == Hazard()
+    # 0.3 x exp(-+ 1.2816 x 0.9): 0.0947 and 0.951
+    assert "at about 0.3 per node-hour, in eight runs of ten between 0.095 and 0.95 (calm to rough;" in flat(found)
+    assert record.to_json(found)["hazard"] == {
+        "median": 0.3,
+        "p10": 0.0947,  # 0.09466
+        "p90": 0.9507,  # 0.95073
+        "source": "log-normal of nine zones of public traces of 2023",
+    }
+
+
+def test_what_was_learned_of_the_type_replaces_the_prior_and_names_its_source() -> None:
+    found = bill(hazards=CALM)
+    assert found.chance == CALM[Key("g5.2xlarge", None)]
+    assert found.chance.median < 0.3
+    assert found.chosen.interruptions < bill().chosen.interruptions
+    assert "120 interruptions in 12000 node-hours seen in 3 other zones" in flat(found)
+    assert record.to_json(found)["hazard"]["source"] == "120 interruptions in 12000 node-hours seen in 3 other zones"
+
+
+def test_a_zones_own_history_counts_for_a_fleet_of_that_zone_alone() -> None:
+    assert bill(in_zones("us-east-2a"), hazards=CALM).chance == CALM[Key("g5.2xlarge", "us-east-2a")]
+    assert bill(in_zones("us-east-2b"), hazards=CALM).chance == CALM[Key("g5.2xlarge", None)]
+    assert bill(in_zones("us-east-2a", "us-east-2b"), hazards=CALM).chance == CALM[Key("g5.2xlarge", None)]
+
+
+def test_a_figure_of_the_definition_goes_before_what_was_learned() -> None:
+    found = bill(definition(hazard_per_hour="0.5"), hazards=CALM)
+    assert found.chance == Hazard.fixed(0.5)
+    assert "at 0.5 per node-hour (rough; estimate.hazard_per_hour)" in flat(found)
+
+
+def test_history_of_another_type_changes_no_byte() -> None:
+    other = learn([Observation("g6e.2xlarge", None, 4000, 4000, "a test", None)])
+    assert json.dumps(record.to_json(bill(hazards=other))) == json.dumps(record.to_json(bill()))
+
+
+def test_on_demand_has_no_hazard_no_band_and_no_checkpoint_interval_to_choose() -> None:
+    found = bill(definition(capacity="on-demand"), hazards=CALM)
+    assert (found.chance, found.reclaimed, found.cadence) == (None, None, None)
+    tree = record.to_json(found)
+    assert (tree["hazard"], tree["reclaimed_a_month"], tree["cadence"]) == (None, None, None)
+    assert "Interruptions: none on demand." in flat(found)
+
+
+@pytest.mark.parametrize(("device", "counts"), [("cuda", True), ("cpu", False)])
+def test_receipts_of_real_runs_are_history_and_a_rehearsals_never_is(tmp_path: Path, device: str, counts: bool) -> None:
+    for run in ("r1", "r2", "r3"):
+        attempt = node("i-1", seconds="360000", interrupted=run == "r1")
+        place(tmp_path, receipt(run=run, device=device, attempts=[attempt]), run)
+    found = bill(hazards=learn(observations(tmp_path)))
+    assert (found.chance != Hazard()) is counts
+    if counts:
+        assert "1 interruption in 300 node-hours seen" in flat(found)
+
+
+def test_the_break_even_hazard_of_two_nodes_is_per_node() -> None:
+    one, two = bill(nodes(1)).break_even_hazard, bill(nodes(2)).break_even_hazard
+    assert one is not None
+    assert two is not None
+    assert two == pytest.approx(one / 2, rel=0.1)
+
+
+def test_two_nodes_are_at_risk_of_twice_the_dollars() -> None:
+    one, two = (bill(nodes(count)).chosen.exposure for count in (1, 2))
+    assert two.compute_usd_h == 2 * one.compute_usd_h
+    assert two.extras_usd_h == pytest.approx(2 * one.extras_usd_h, rel=1e-5)  # of rounded quantities
+
+
+def test_a_held_node_waits_that_much_less_at_half_the_speed() -> None:
+    held = replace(
+        definition(capacity="on-demand", max_usd="50", max_hours="50"), variant=Variant(hold_hours=Decimal(9))
+    )
+    found = bill(held)
+    assert found.chosen.hours.p50 == 9
+    assert float(found.half_speed.p50) == pytest.approx(float(found.usd.p50), abs=2e-4)
+
+
+def test_two_nodes_are_said_to_be_priced_only() -> None:
+    assert "2 spot nodes in us-east-2" in flat(bill(nodes(2)))
+
+
+@pytest.mark.parametrize(
+    ("type_", "region", "words"),
+    [
+        ("g5.2xlarge", "us-east-2", "15-20 %"),
+        ("g4dn.16xlarge", "us-east-1", "more than 20 %"),
+    ],
+)
+def test_a_band_of_the_spot_advisor_reads_as_aws_states_it(type_: str, region: str, words: str) -> None:
+    band = reclaimed(type_, region)
+    assert band is not None
+    assert str(band) == words
+    assert band.as_of == date(2025, 6, 28)
+
+
+def test_the_lowest_band_has_no_lower_end() -> None:
+    band = Reclaimed(low_percent=0, high_percent=5, as_of=date(2025, 6, 28), source="")
+    assert str(band) == "less than 5 %"
+
+
+def test_every_band_is_of_a_type_and_a_region_of_the_catalog() -> None:
+    bands = [(t, r) for t in CATALOG.instances for r in CATALOG.regions() if reclaimed(t, r)]
+    assert len(bands) == 141
+    assert reclaimed("g5.2xlarge", "ap-south-1") is None
+
+
+def test_awss_band_is_shown_and_changes_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = bill()
+    assert "AWS reclaimed 15-20 % of such instances a month (2025-06); never converted." in flat(shown)
+    monkeypatch.setattr("infra.bill.estimate.reclaimed", lambda *_: None)
+    without = bill()
+    trees = [record.to_json(found) for found in (shown, without)]
+    assert trees[0].pop("reclaimed_a_month") == {
+        "low_percent": 15,
+        "high_percent": 20,
+        "as_of": "2025-06-28",
+        "source": "AWS Spot Instance Advisor, feed in alexei-led/spotinfo",
+    }
+    assert trees[1].pop("reclaimed_a_month") is None
+    assert trees[0] == trees[1]
+    assert "AWS reclaimed" not in flat(without)
+
+
+def test_the_cheapest_checkpoint_interval_is_one_sentence_and_in_the_json() -> None:
+    long = growth(steps_per_phase=100_000, checkpoint=replace(growth().checkpoint, interval_s=7200))
+    found = bill(definition(config=long, max_usd="9000", max_hours="9000"))
+    assert found.cadence is not None
+    assert 60 < found.cadence.interval_s < 7200
+    assert re.search(
+        r"The cheapest checkpoint interval is about \d+ s; against the present 7200 s it saves \$", flat(found)
+    )
+    tree = record.to_json(found)["cadence"]
+    assert tree["present_s"] == 7200
+    assert Decimal(tree["saved_usd"]) > 0
+
+
+def test_a_run_without_interruptions_has_no_checkpoint_interval_to_choose() -> None:
+    assert bill(definition(hazard_per_hour="0")).cadence is None

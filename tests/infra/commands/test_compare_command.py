@@ -1,0 +1,239 @@
+"""`gpufleet compare` in a project: what lies there enters its rows as it enters the bill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from receipt_tree import node, receipt
+from repository import ROOT
+
+from infra.cli import main
+from infra.commands import compare as compare_command
+from infra.compare import ranking
+from infra.compare.rows import Row
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition
+from infra.definition.scenarios import scenarios
+
+EXAMPLES = 60_000  # a tenth of what sft-h100 expects
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The definitions, and nothing prepared."""
+    shutil.copytree(ROOT / "stacks", tmp_path / "stacks")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def prepare(project: Path) -> None:
+    """The list of a dataset of sft-h100; nothing here reads its files."""
+    folder = project / "data" / "sft"
+    folder.mkdir(parents=True)
+    facts = {
+        "examples": EXAMPLES,
+        "held_out_examples": 600,
+        "held_out_rows": 150,
+        "prompts": 100,
+        "tokens": 20_000_000,
+        "rows": 5_000,
+        "row": 4096,
+        "longest": 1024,
+        "most_examples": 12,
+        "vocab": 128_256,
+        "loss_tokens": 10_000_000,
+        "stop": 7,
+        "loss_on": "response",
+        "template": "llama-3",
+        "tokenizer": "file",
+        "tokenizer_id": "a test's",
+        "packing": True,
+        "texts": False,
+    }
+    files = [{"name": "train_00000.bin", "bytes": 40_000_000, "sha256": "0" * 64}]
+    tree = {"schema": 1, "kind": "packed", "source": "a test", "files": files, "facts": facts}
+    (folder / "dataset.json").write_text(json.dumps(tree))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    main([*words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    return {row["scenario"]: row for row in printed(capsys, "compare", "sft-h100")["scenarios"]}
+
+
+def test_a_prepared_datasets_counts_enter_every_row_as_they_enter_the_bill(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = rows(capsys)
+    prepare(project)
+    counted = rows(capsys)
+    for scenario in ("h100-optimized", "p5-8xh100", "fsdp-2xh100"):
+        assert expected[scenario]["dataset"] is None
+        assert counted[scenario]["dataset"] == "data/sft"
+        assert counted[scenario]["tokens"] < expected[scenario]["tokens"] / 10
+        assert counted[scenario]["usd"] == printed(capsys, "cost", "sft-h100", "--scenario", scenario)["usd"]
+
+
+def test_the_matrix_shows_the_loss_of_a_finished_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    definition = load(project / "stacks" / "sft-h100.yaml", now=datetime.now(UTC), past_deadline=True)
+    folder = project / "results" / "sft-h100" / "r7"
+    folder.mkdir(parents=True)
+    job = {"experiment": "sft-h100", "parameters": asdict(definition.job.parameters)}
+    run = {"run": {"id": "r7"}, "job": job, "inputs": {"dataset": {"sha256": "d"}}}
+    cost = receipt(attempts=[{**node("i-1", seconds="9"), "type": "p5.4xlarge"}])
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "receipt.json").write_text(json.dumps(cost))
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"ts": 1.0, "phase": "train", "step": 1, "tokens": 9, "val_loss": 1.25}) + "\n"
+    )
+    main(["compare", "sft-h100", "--matrix"])
+    _, line = (line for line in capsys.readouterr().out.split("\n") if line.startswith("h100-optimized "))
+    assert " 1.2500 (r7) " in line
+
+
+def test_the_options_of_a_work_are_counted_alike(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(project)
+    found = printed(capsys, "compare", "sft-h100", "--scenario", "l40s-1")["options"]
+    assert {row["dataset"] for row in found} == {"data/sft"}
+    assert len({row["tokens"] for row in found}) == 1
+
+
+def test_a_scenario_that_says_what_its_data_counts_keeps_its_word(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = rows(capsys)["validation"]
+    prepare(project)
+    assert rows(capsys)["validation"] == expected
+
+
+def test_the_page_says_whose_counts_it_used(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compare", "sft-h100"])
+    assert "as prepared" not in capsys.readouterr().out
+    prepare(project)
+    main(["compare", "sft-h100"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Counted from data/sft as prepared, not as job.parameters.data expects, but for validation." in said
+
+
+@pytest.mark.parametrize(
+    ("stack", "scenario", "why"),
+    [("sft-h100", "fsdp-2xh100", "is several nodes"), ("pretrain-d64", "plan-as-written", "ran elsewhere")],
+)
+@pytest.mark.usefixtures("project")
+def test_a_scenario_whose_work_goes_nowhere_else_is_said_to_have_no_options(
+    stack: str, scenario: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", stack, "--scenario", scenario]) == 2
+    assert f"scenario {scenario} {why}" in capsys.readouterr().err
+
+
+def test_a_scenario_is_suggested_only_where_there_are_several(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project / "stacks" / "two-tower.yaml"
+    assert main(["compare", "two-tower"]) == 0
+    assert "--scenario NAME shows more of one scenario, --all shows every one." in " ".join(
+        capsys.readouterr().out.split()
+    )
+    path.write_text(path.read_text().partition("\nscenarios:")[0] + "\n")
+    assert main(["compare", "two-tower"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "more options could be run; --all shows every one." in said
+    assert "--scenario" not in said
+
+
+def test_a_scenario_of_another_region_is_compared_there_where_it_alone_is_asked_for(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project / "stacks" / "two-tower.yaml"
+    elsewhere = "  elsewhere:\n    fleet: {region: us-west-2, zones: [us-west-2a, us-west-2b]}\n"
+    path.write_text(path.read_text().replace("\nscenarios:", f"\nscenarios:\n{elsewhere}".rstrip(), 1))
+    found = printed(capsys, "compare", "two-tower", "--scenario", "elsewhere")
+    west = {(row["type"], row["capacity"]): row["usd"] for row in found["options"]}
+    everything = printed(capsys, "compare", "two-tower")
+    own = [row for row in everything["options"] if "elsewhere" in row["scenario"]]
+    east = {(row["type"], row["capacity"]): row["usd"] for row in own}
+    assert (found["region"], everything["region"]) == ("us-west-2", "us-east-2")
+    assert west["g5.xlarge", "spot"] != east["g5.xlarge", "spot"]
+
+
+@pytest.mark.parametrize("within", ["nan", "inf", "1e300", "0", "-1", "24h"])
+def test_hours_that_no_run_could_be_done_in_are_refused(capsys: pytest.CaptureFixture[str], within: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "sft-h100", "--within", within])
+    assert ended.value.code == 2
+    told = f"--within: {within}: allowed are hours from now, above 0 and up to 8784, a year"
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_picture_in_a_folder_that_is_not_there_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "sft-h100", "--plot", "nowhere/x.png"]) == 2
+    assert "--plot nowhere/x.png: there is no folder nowhere; make it" in capsys.readouterr().err
+
+
+def test_a_picture_of_another_kind_is_refused_before_anything_is_computed(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(compare_command, "compare_file")
+    assert main(["compare", "sft-h100", "--plot", "x.pdf"]) == 2
+    assert "--plot x.pdf: a picture is one of .png, .svg, by its name's ending" in capsys.readouterr().err
+
+
+def test_the_sentence_about_the_deadline_names_its_type(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compare", "two-tower", "--scenario", "o", "--within", "6"])
+    assert "With the deadline, on g4dn.xlarge: " in capsys.readouterr().out
+
+
+def test_a_scenarios_own_deadline_counts_where_it_alone_is_asked_for(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, soon = project / "stacks" / "two-tower.yaml", datetime.now(UTC) + timedelta(hours=6)
+    path.write_text(f"{path.read_text()}  soon:\n    limits: {{deadline: {soon:%Y-%m-%dT%H:%M:%SZ}}}\n")
+    assert printed(capsys, "compare", "two-tower")["deadline_policy"] is None
+    policy = printed(capsys, "compare", "two-tower", "--scenario", "soon")["deadline_policy"]
+    assert policy["hours_left"] == pytest.approx(6, abs=0.1)
+
+
+def test_an_unknown_scenario_is_named_as_cost_names_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for command in ("cost", "compare"):
+        assert main([command, "sft-h100", "--scenario", "l40s-5"]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert "sft-h100.yaml has no scenario 'l40s-5'" in said[1]
+    assert "Nearest: l40s-4." in said[1]
+
+
+@pytest.mark.parametrize(
+    ("stack", "first_held", "as_it_is"),
+    [("pretrain-d64", "31h-p5", "m44x2816-5000"), ("kernel-sft", "balanced", "ours")],
+)
+def test_the_file_as_it_is_is_not_the_scenario_that_holds_its_node_longer(
+    stack: str, first_held: str, as_it_is: str
+) -> None:
+    path, now = ROOT / "stacks" / f"{stack}.yaml", datetime.now(UTC)
+    definition, variants = load(path, now=now), scenarios(path, now=now)
+    listed = [_row(each) for each in variants]
+    names = [row.scenario for row in listed]
+    assert names.index(first_held) < names.index(as_it_is)
+    assert ranking.default_row(definition, variants, listed).scenario == as_it_is
+
+    others = tuple(each for each in variants if each.scenario != as_it_is)
+    default = ranking.default_row(definition, others, [_row(each) for each in others])
+    assert not default.reference
+    assert default.settings == ranking.settings(definition)  # what the matrix counts the settings of the others from
+
+
+def _row(variant: StackDefinition) -> Row:
+    own = ranking.settings(variant)
+    reference = variant.variant.reference
+    return Row(scenario=variant.scenario, type="", capacity="spot", region="", reference=reference, settings=own)

@@ -1,0 +1,172 @@
+"""What the bill names as cheaper: it could be put into the file as it is, and costs what was said."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from cost_definitions import definition
+from repository import ROOT
+
+from infra.bill.bill import Bill
+from infra.bill.estimate import price, problems
+from infra.bill.table import render
+from infra.catalog import load_catalog
+from infra.compare import ranking
+from infra.compare.cheaper import LEAST, SHOWN, Cheaper, bill_and_cheaper, cheaper
+from infra.definition.loader import load
+from infra.definition.model import Limits, StackDefinition, Variant
+from infra.definition.scenarios import scenarios
+from infra.review.policy import Policy
+from job.spec import EXPERIMENTS
+
+NOW = datetime(2026, 11, 25, tzinfo=UTC)
+CATALOG = load_catalog()
+WIDE = Limits(max_usd=Decimal(9000), max_hours=Decimal(9000))
+
+
+def shipped(stack: str) -> StackDefinition:
+    return load(ROOT / "stacks" / f"{stack}.yaml", now=NOW)
+
+
+def cheaper_options(asked: StackDefinition, hours_left: float | None = None) -> Cheaper:
+    options = cheaper(asked, price(asked, CATALOG), CATALOG, hours_left=hours_left)
+    assert options is not None
+    return options
+
+
+def flat(bill: Bill, options: Cheaper) -> str:
+    return " ".join(render(bill, cheaper=options.lines() if options else None).split())
+
+
+@pytest.mark.parametrize("stack", sorted(EXPERIMENTS))
+def test_each_option_put_into_the_file_is_accepted_and_costs_what_was_said(stack: str, tmp_path: Path) -> None:
+    asked = shipped(stack)
+    mean = price(asked, CATALOG).chosen.needed_usd.mean
+    text = (ROOT / "stacks" / f"{stack}.yaml").read_text()
+    options = cheaper_options(asked)
+    for row in options.rows:
+        file = tmp_path / f"{stack}.yaml"
+        written = re.sub(r"(?m)^  instance_types: .*$", f"  instance_types: [{row.type}]", text, count=1)
+        file.write_text(re.sub(r"(?m)^  capacity: [a-z-]+", f"  capacity: {row.capacity}", written, count=1))
+        there = load(file, now=NOW)
+        assert (there.fleet.instance_types, there.fleet.capacity) == ((row.type,), row.capacity)
+        bill = price(there, CATALOG, runs=ranking.RUNS_SHOWN)
+        assert problems(there, bill) == []
+        assert row.usd is not None
+        same = bill.chosen.needed_usd
+        assert (same.p10, same.p50, same.p90) == (row.usd.p10, row.usd.p50, row.usd.p90)
+        assert abs(same.mean / row.usd.mean - 1) < LEAST  # runs that need many nodes are carried on
+        assert same.mean < mean * (1 - LEAST)
+
+
+def test_the_plan_of_sft_h100_has_options_at_half_its_price() -> None:
+    options = cheaper_options(shipped("sft-h100"))
+    assert len(options.rows) == SHOWN
+    means = [row.usd.mean for row in options.rows if row.usd]
+    assert means == sorted(means)
+    assert means[0] < Decimal("98.68") / 2
+
+
+def test_a_type_that_passes_a_limit_is_counted_and_not_named() -> None:
+    asked = shipped("sft-h100")
+    held, free = cheaper_options(asked), cheaper_options(replace(asked, limits=WIDE))
+    slow = "g6e.2xlarge"  # 39 hours, where 16 are allowed
+    assert slow not in {row.type for row in held.rows}
+    assert slow in {row.type for row in free.rows}
+    assert held.beyond > 0
+    assert free.beyond == 0
+    assert SHOWN + free.more == len(held.rows) + held.more + held.beyond
+
+
+def test_a_type_that_misses_the_deadline_is_counted_and_not_named() -> None:
+    asked = shipped("sft-h100")
+    soon, later = cheaper_options(asked, hours_left=6.0), cheaper_options(asked)
+    assert [row.type for row in soon.rows] == ["p6-b200.48xlarge"]  # p5en: 4.9 hours at p90, and waits for capacity
+    assert len(soon.rows) + soon.more + soon.beyond == len(later.rows) + later.more + later.beyond
+
+
+def test_one_that_misses_the_deadline_in_a_third_of_runs_is_not_named() -> None:
+    """Its own bill, on demand, is in time whatever happens."""
+    asked = replace(shipped("pretrain-d64"), limits=WIDE)
+    asked = replace(asked, fleet=replace(asked.fleet, capacity="on-demand"))
+    assert {"p5.48xlarge"} <= {row.type for row in cheaper_options(asked).rows}
+    named = {row.type: row.late for row in cheaper_options(asked, hours_left=9.0).rows}
+    assert "p5.48xlarge" not in named
+    assert max(named.values(), default=0.0) <= 0.1
+
+
+def test_what_the_fleet_may_pick_already_is_no_option() -> None:
+    asked = definition(types=("g5.2xlarge", "g6.xlarge"))  # the bill stands on the dearer of the two
+    assert "g6.xlarge" in {row.type for row in cheaper_options(definition()).rows}
+    assert "g6.xlarge" not in {row.type for row in cheaper_options(asked).rows}
+
+
+def test_a_listed_type_is_one_with_the_other_capacity() -> None:
+    rows = cheaper_options(definition(capacity="on-demand", max_usd="20")).rows
+    assert {row.capacity for row in rows} == {"spot"}
+    asked = definition(capacity="on-demand", types=tuple(row.type for row in rows), max_usd="20")
+    assert {row.type for row in cheaper_options(asked).rows} == {row.type for row in rows}
+
+
+def test_several_nodes_are_compared_with_nothing() -> None:
+    asked = replace(definition(max_usd="20"), variant=Variant(nodes=2))
+    assert cheaper(asked, price(asked, CATALOG), CATALOG) is None
+
+
+def test_the_bill_names_them_and_where_all_are() -> None:
+    asked = shipped("sft-h100")
+    options = cheaper_options(asked)
+    text = flat(price(asked, CATALOG), options)
+    (first, *_), more = options.rows, options.more
+    assert f"{first.type} on spot 8 x B200 4 " in text
+    assert f"{more} more within the limits, {options.beyond} cheaper ones beyond a limit or rule" in text
+    assert "all: `gpufleet compare sft-h100`." in text
+    assert "at an assumed speed" not in text
+
+
+def test_a_bill_without_any_says_so() -> None:
+    asked = shipped("kernel-sft")
+    options = cheaper_options(asked)
+    assert options.rows == ()
+    said = "No other type does this work for less; all: `gpufleet compare kernel-sft`."
+    assert said in flat(price(asked, CATALOG), options)
+
+
+def test_a_scenarios_bill_names_the_comparison_of_that_scenario() -> None:
+    asked = replace(shipped("kernel-sft"), scenario="ours")
+    assert cheaper_options(asked).command == "gpufleet compare kernel-sft --scenario ours"
+
+
+def test_an_assumed_speed_beside_a_measured_one_is_marked() -> None:
+    asked = definition(step_ms=("300", "600", "2000"), max_usd="20", max_hours="20")  # far slower than the data sheet
+    options = cheaper_options(asked)
+    assert options.assumed == {row.type for row in options.rows if not row.type.startswith("g5.")} != set()
+    text = flat(price(asked, CATALOG), options)
+    assert all(f"{row.type} on spot *" in text for row in options.rows if row.type in options.assumed)
+    assert "* at an assumed speed; the bill's own is measured" in text
+
+
+def test_what_is_only_priced_is_held_against_no_limit() -> None:
+    """Its bill is not, either."""
+    conservative = {each.scenario: each for each in scenarios(ROOT / "stacks" / "kernel-sft.yaml", now=NOW)}[
+        "conservative"
+    ]
+    assert conservative.variant.only_priced
+    options = cheaper_options(conservative, hours_left=-1.0)
+    assert options.rows[0].capacity == "spot"
+    assert options.beyond == 0
+
+
+def test_what_a_rule_of_the_project_forbids_is_not_named(tmp_path: Path) -> None:
+    asked = shipped("sft-h100")
+    _, free = bill_and_cheaper(asked, tmp_path, CATALOG, now=NOW, rules=None)
+    _, held = bill_and_cheaper(asked, tmp_path, CATALOG, now=NOW, rules=Policy(allowed_types=("g6e.*",)))
+    assert free is not None
+    assert held is not None
+    assert {row.type.partition(".")[0] for row in held.rows} == {"g6e"}
+    assert len(held.rows) + held.more + held.beyond == len(free.rows) + free.more + free.beyond

@@ -1,0 +1,97 @@
+"""Files that other runs and other people left in a project: whatever they say, no command ends with a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mutations
+import pytest
+from calibration_world import find, measurement
+from receipt_tree import receipt
+
+from infra.account import results
+from infra.commands.receipts import table
+from infra.errors import GpufleetError
+from infra.evidence import calibration, observations, outcomes, receipts, traces
+from infra.risk import hazard
+from job.contract import metrics
+
+RUN = {
+    "run": {"id": "r1"},
+    "job": {
+        "experiment": "tinystories-growth",
+        "parameters": {"seed": 1, "model": {"width": 8}, "optim": {"lr": [0.1]}},
+    },
+    "inputs": {"dataset": {"sha256": "d"}},
+}
+LINE = metrics.write({"ts": 1.0, "phase": "dense", "step": 1, "tokens": 5, "val_loss": 0.5})
+
+
+def a_receipt(content: bytes, root: Path) -> None:
+    place(root, "receipts/small-growth/r1.json", content)
+    found, _ = receipts.read(root)
+    list(table(found))
+    receipts.grade(found)
+    hazard.learn(observations.observations(root))
+
+
+def a_measurement(content: bytes, root: Path) -> None:
+    place(root, "calibrations/tinystories-growth/a.json", content)
+    found = find(root)
+    assert found is None or (found.why if isinstance(found, calibration.RefusedCalibration) else found.basis)
+
+
+def a_trace(content: bytes, root: Path) -> None:
+    place(root, "traces/a.json", content)
+    traces.read(root / "traces" / "a.json").observation()
+
+
+def an_outcome(name: str) -> Any:
+    def read(content: bytes, root: Path) -> None:
+        for file, tree in (("run.json", RUN), ("receipt.json", receipt())):
+            place(root, f"results/s/r1/{file}", json.dumps(tree).encode())
+        place(root, "results/s/r1/metrics.jsonl", LINE)
+        place(root, f"results/s/r1/{name}", content)
+        outcomes.read(root, "s")
+
+    return read
+
+
+def an_earlier_receipt(content: bytes, root: Path) -> None:
+    place(root, "receipt.json", content)
+    results.earlier_receipt(root / "receipt.json")
+
+
+def place(root: Path, name: str, content: bytes) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes(content)
+
+
+TRACE = {"gap_s": 60, "available": [1, 0, 1], "type": "g5.2xlarge", "zone": "us-east-2a", "start": "2026-11-01"}
+PUBLIC = {"metadata": {"gap_seconds": 60}, "data": [1, 0, 1]}
+FILES: dict[str, tuple[Any, Any]] = {
+    "receipt": (receipt(), a_receipt),
+    "measurement": (measurement(), a_measurement),
+    "trace": (TRACE, a_trace),
+    "public trace": (PUBLIC, a_trace),
+    "run.json of a result": (RUN, an_outcome("run.json")),
+    "receipt.json of a result": (receipt(), an_outcome("receipt.json")),
+    "receipt made before": (receipt(), an_earlier_receipt),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_of_a_project_ends_a_command_with_a_traceback(name: str, tmp_path: Path) -> None:
+    tree, read = FILES[name]
+    for content in mutations.mutations(tree):
+        said = ""
+        try:
+            read(content, tmp_path)
+        except GpufleetError as error:
+            said = str(error)
+        except Exception as error:
+            raise AssertionError(content[:2000]) from error
+        assert not said or "trace" in name, (content[:500], said)
+        assert len(said) < 500, said

@@ -1,0 +1,161 @@
+"""The arguments we pass against the official provider's own SDK: names, required ones, enums, conflicts.
+
+pulumi-aws ships no schema, but its generated classes carry one: typed arguments, and in their docstrings the provider's
+documentation. What this finds by reading is listed in docs/decisions/2026-11-21-provider-arguments.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from declared_world import Declared, declare
+from pulumi._types import input_type_py_to_pulumi_names
+from repository import ROOT
+
+from rehearsal.handlers import HANDLERS
+from rehearsal.handlers.table import UNKNOWN
+
+# The SDK warns about resources that it has renamed when their package is imported, ours among them or not.
+pytestmark = pytest.mark.filterwarnings("ignore:.* has been deprecated in favor of:DeprecationWarning")
+
+_DOC = re.compile(r":param [^\n]*?\b(\w+): (.*?)(?=\n\s*:param |\Z)", re.DOTALL)
+_VALUES = re.compile(
+    r"(?:Valid values(?: are)?(?: include)?:?|Valid options:?|Can be(?: one of)?|Must be one of)"
+    r"((?:[\s,:]|or|and|`\"?[\w.-]+\"?`)+)"
+)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One value we pass, with what the SDK says about it."""
+
+    path: str
+    value: Any
+    doc: str
+    siblings: frozenset[str]
+
+    @property
+    def allowed(self) -> list[str]:
+        found = _VALUES.search(self.doc)
+        return re.findall(r"`\"?([\w.-]+)\"?`", found.group(1)) if found else []
+
+    @property
+    def conflicts(self) -> list[str]:
+        return re.findall(r"[Cc](?:onflicts|annot be used) with `(\w+)`", self.doc)
+
+
+def resource_class(token: str) -> type[Any]:
+    """aws:ec2/vpcEndpoint:VpcEndpoint -> pulumi_aws.ec2.VpcEndpoint's Args."""
+    module, kind = token.removeprefix("aws:").split(":")
+    folder, file = module.split("/")
+    snake = re.sub(r"(?<!^)([A-Z])", r"_\1", file).lower()
+    sdk = importlib.import_module(f"pulumi_aws.{folder}.{snake}")
+    # `InitArgs` where a nested block of another resource has taken the plain name.
+    found: type[Any] = getattr(sdk, f"{kind}InitArgs", None) or getattr(sdk, f"{kind}Args")
+    return found
+
+
+def arguments(cls: type[Any], values: dict[str, Any], path: str) -> Iterator[Argument]:
+    """Every argument in `values` and below. Fails on a name that the class does not have."""
+    names = {theirs: ours for ours, theirs in input_type_py_to_pulumi_names(cls).items()}
+    signature = inspect.signature(cls.__init__)
+    docs = dict(_DOC.findall(cls.__init__.__doc__ or ""))
+    unknown = set(values) - set(names)
+    assert not unknown, f"{path} has no {unknown}"
+    required = {name for name, each in signature.parameters.items() if each.default is each.empty} - {"__self__"}
+    missing = required - {names[key] for key in values}
+    assert not missing, f"{path} needs {missing}"
+    for key, value in values.items():
+        ours = names[key]
+        yield Argument(
+            path=f"{path}.{ours}", value=value, doc=docs.get(ours, ""), siblings=frozenset(names[k] for k in values)
+        )
+        nested = re.search(r"'(\w+Args)'", str(signature.parameters[ours].annotation))
+        if nested and value != UNKNOWN:
+            inner = getattr(sys.modules[f"{cls.__module__.rpartition('.')[0]}._inputs"], nested.group(1))
+            for index, item in enumerate(value if isinstance(value, list) else [value]):
+                if isinstance(item, dict):
+                    yield from arguments(inner, item, f"{path}.{ours}[{index}]")
+
+
+@pytest.fixture(scope="module")
+def declared(tmp_path_factory: pytest.TempPathFactory) -> Declared:
+    text = (ROOT / "stacks" / "tinystories-growth.yaml").read_text()
+    with_data = text.replace("  root:\n    size_gib: 100", "  root: {size_gib: 100}\n  data: {size_gib: 50}")
+    assert with_data != text
+    return declare(tmp_path_factory.mktemp("official") / "project", "tinystories-growth", with_data)
+
+
+@pytest.fixture(scope="module")
+def passed(declared: Declared) -> list[Argument]:
+    return [
+        argument
+        for each in declared.resources
+        for argument in arguments(resource_class(each["type"]), each["inputs"], each["type"].split(":")[-1])
+    ]
+
+
+def test_every_argument_has_its_name_and_none_that_is_required_is_missing(passed: list[Argument]) -> None:
+    assert len(passed) > 150
+    assert {argument.path for argument in passed} >= {
+        "Fleet.launch_template_configs[0].overrides[0].subnet_id",
+        "LaunchTemplate.block_device_mappings[1].ebs.volume_size".replace("ebs.", "ebs[0]."),
+    }
+
+
+def test_every_enum_value_is_one_the_provider_documents(passed: list[Argument]) -> None:
+    checked = {}
+    for argument in passed:
+        if argument.allowed and isinstance(argument.value, str):
+            assert argument.value in argument.allowed, f"{argument.path}={argument.value}: {argument.allowed}"
+            checked[argument.path] = argument.value
+    assert (
+        checked.items()
+        >= {
+            "Fleet.type": "maintain",
+            "Fleet.excess_capacity_termination_policy": "termination",
+            "Fleet.spot_options[0].allocation_strategy": "price-capacity-optimized",
+            "Fleet.spot_options[0].instance_interruption_behavior": "terminate",
+            "Fleet.target_capacity_specification[0].default_target_capacity_type": "spot",
+            "LaunchTemplate.metadata_options[0].http_tokens": "required",
+            "LaunchTemplate.block_device_mappings[0].ebs[0].volume_type": "gp3",
+        }.items()
+    )
+
+
+def test_no_two_arguments_are_passed_that_exclude_each_other(passed: list[Argument]) -> None:
+    documented = 0
+    for argument in passed:
+        documented += len(argument.conflicts)
+        assert not argument.siblings & set(argument.conflicts), f"{argument.path}: {argument.conflicts}"
+    assert documented > 0
+
+
+def test_no_deprecated_resource_or_argument_is_used(declared: Declared) -> None:
+    for kind in declared.kinds:
+        cls = resource_class(kind)
+        source = inspect.getsource(sys.modules[cls.__module__])
+        for name in re.findall(r'pulumi.log.warn\("""(\w+) is deprecated', source):
+            assert name not in {key for key, value in declared.inputs(kind)[0].items() if value is not None}, (
+                kind,
+                name,
+            )
+
+
+def test_the_embedded_aws_replaces_on_documented_properties_only() -> None:
+    for token, handler in HANDLERS.items():
+        names = set(input_type_py_to_pulumi_names(resource_class(token)).values())
+        known = handler.required | handler.optional | handler.answered
+        assert known <= names, token
+        assert {path.split(".")[0] for path in handler.replaces} <= known, token
+
+
+def test_the_embedded_aws_has_what_the_program_declares_and_nothing_else(declared: Declared) -> None:
+    assert declared.kinds | {"aws:s3/bucketObjectv2:BucketObjectv2"} == set(HANDLERS)

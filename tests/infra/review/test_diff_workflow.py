@@ -1,0 +1,166 @@
+"""docs/workflows/gpufleet-review.yml: every `run` step is run here in a clone with two commits; `uses` is not.
+
+Not run: the installation (it needs the network; what is installed here is this very checkout).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import review_world
+import yaml
+from repository import ROOT
+from review_world import STACK, changed
+
+FILE = ROOT / "docs" / "workflows" / "gpufleet-review.yml"
+WORKFLOW: dict[Any, Any] = yaml.safe_load(FILE.read_text())
+JOB = WORKFLOW["jobs"]["review"]
+STEPS: dict[str, dict[str, Any]] = {step["name"]: step for step in JOB["steps"] if "run" in step}
+
+# `gh api` as far as the workflow needs it: comments live in a JSON file, every call is written down.
+GH = f"""#!{sys.executable}
+import json, os, pathlib, sys
+words = sys.argv[1:]
+store = pathlib.Path(os.environ["COMMENTS"])
+comments = json.loads(store.read_text())
+assert words[0] == "api" and os.environ["GH_TOKEN"] == "token", words
+method = words[words.index("--method") + 1] if "--method" in words else "GET"
+if method == "GET":
+    marker = words[words.index("--jq") + 1].split('startswith("')[1].split('")')[0]
+    for comment in comments:
+        if comment["login"] == "github-actions[bot]" and comment["body"].startswith(marker):
+            print(comment["id"])
+else:
+    body = pathlib.Path(words[words.index("--field") + 1].removeprefix("body=@")).read_text()
+    path = next(word for word in words if word.startswith("repos/"))
+    if method == "PATCH":
+        next(c for c in comments if str(c["id"]) == path.rsplit("/", 1)[1])["body"] = body
+    else:
+        assert path == "repos/me/project/issues/7/comments", path
+        comments.append({{"id": len(comments) + 1, "login": "github-actions[bot]", "body": body}})
+    store.write_text(json.dumps(comments))
+"""
+
+
+@dataclass
+class Runner:
+    """Runs steps as GitHub does: `bash -e`, expressions filled in, outputs handed on."""
+
+    folder: Path
+    clone: Path
+    expressions: dict[str, str]
+
+    def run(self, name: str) -> subprocess.CompletedProcess[str]:
+        step = STEPS[name]
+        output, summary = self.folder / "output", self.folder / "summary"
+        script = step["run"]
+        assert "${{" not in script, "an expression in a script is an injection: hand it over as an environment variable"
+        stated = {key: self.filled(value) for key, value in {**JOB["env"], **step.get("env", {})}.items()}
+        fake = self.folder / "bin"
+        environment = {
+            **review_world.environment(),
+            **stated,
+            "PATH": os.pathsep.join([str(fake), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "GITHUB_OUTPUT": str(output),
+            "GITHUB_STEP_SUMMARY": str(summary),
+            "COMMENTS": str(self.folder / "comments.json"),
+        }
+        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
+        done = subprocess.run(command, cwd=self.clone, env=environment, capture_output=True, text=True, timeout=100)
+        for line in output.read_text().splitlines() if output.exists() else []:
+            key, _, value = line.partition("=")
+            self.expressions[f"steps.{step['id']}.outputs.{key}"] = value
+        output.unlink(missing_ok=True)
+        return done
+
+    def filled(self, text: str) -> str:
+        return re.sub(r"\$\{\{ (.+?) \}\}", lambda found: self.expressions[found[1]], str(text))
+
+    def comments(self) -> list[dict[str, Any]]:
+        return list(json.loads((self.folder / "comments.json").read_text()))
+
+
+def runner(tmp_path: Path, head: str) -> Runner:
+    """A clone of a project whose main has moved on since the branch `change` left it."""
+    origin = review_world.make(tmp_path / "origin")
+    origin.commit({"stacks/growth.yaml": STACK})
+    origin.git("checkout", "-q", "-b", "change")
+    changing = origin.commit({"stacks/growth.yaml": head})
+    origin.git("checkout", "-q", "main")
+    base = origin.commit({"stacks/other.yaml": STACK})
+    clone = tmp_path / "clone"
+    origin.git("clone", "-q", str(origin.root), str(clone))
+    subprocess.run(["git", "checkout", "-q", changing], cwd=clone, check=True, env=review_world.environment())
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gh").write_text(GH)
+    (tmp_path / "bin" / "gh").chmod(0o755)
+    (tmp_path / "comments.json").write_text(json.dumps([{"id": 1, "login": "somebody", "body": "hello"}]))
+    expressions = {
+        "github.event.pull_request.base.sha": base,
+        "github.event.pull_request.head.sha": changing,
+        "github.event.pull_request.number": "7",
+        "github.repository": "me/project",
+        "github.token": "token",
+    }
+    return Runner(tmp_path, clone, expressions)
+
+
+def test_a_change_that_holds_is_commented_once_and_updated_the_next_time(tmp_path: Path) -> None:
+    steps = runner(tmp_path, changed(("days: 7", "days: 30")))
+    for _ in range(2):
+        for name in ("Review", "Comment", "Hold bounds and rules"):
+            done = steps.run(name)
+            assert done.returncode == 0, (name, done.stdout, done.stderr)
+    somebody, ours = steps.comments()
+    assert somebody["body"] == "hello"
+    assert ours["body"] == (steps.clone / "review.md").read_text()
+    assert "`storage.keep.days`" in ours["body"]
+    assert "other" not in ours["body"]  # main's own later change is none of this branch's
+    assert (tmp_path / "summary").read_text() == ours["body"] * 2
+
+
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [(changed(("max_usd: 9.00", "max_usd: 0.05")), 1), (changed(("capacity: on-demand", "capacity: spott")), 2)],
+)
+def test_a_change_that_does_not_hold_is_commented_and_then_fails(tmp_path: Path, head: str, code: int) -> None:
+    steps = runner(tmp_path, head)
+    assert steps.run("Review").returncode == 0
+    assert steps.run("Comment").returncode == 0
+    assert len(steps.comments()) == 2
+    held = steps.run("Hold bounds and rules")
+    assert held.returncode == code
+    assert "The review says no" in held.stderr
+
+
+def test_without_a_review_nothing_is_commented(tmp_path: Path) -> None:
+    steps = runner(tmp_path, STACK)
+    steps.expressions["github.event.pull_request.head.sha"] = "f" * 40
+    done = steps.run("Review")
+    assert done.returncode != 0
+    assert not (steps.clone / "review.md").exists()
+
+
+def test_every_step_is_run_here_or_named_as_not_run() -> None:
+    assert set(STEPS) == {"Install gpufleet", "Review", "Comment", "Hold bounds and rules"}
+    others = [step["uses"] for step in JOB["steps"] if "run" not in step]
+    assert others == ["actions/checkout@v4", "actions/setup-python@v5"]
+
+
+def test_the_installation_is_that_of_this_project() -> None:
+    words = STEPS["Install gpufleet"]["run"].split()
+    assert words[-2:] == ["-e", "."]
+    assert (FILE.parents[2] / words[words.index("-c") + 1]).is_file()
+
+
+def test_it_asks_for_no_more_rights_than_reading_and_commenting() -> None:
+    assert WORKFLOW["permissions"] == {"contents": "read", "pull-requests": "write"}
+    assert "secrets." not in FILE.read_text()

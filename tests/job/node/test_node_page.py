@@ -1,0 +1,19 @@
+"""docs/node.md explains how a job may end."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from repository import ROOT
+
+from job.contract.codes import AttemptExit
+
+PAGE = (ROOT / "docs/node.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "code", [AttemptExit.FINISHED, AttemptExit.FAILED, AttemptExit.REFUSED, AttemptExit.INTERRUPTED]
+)
+def test_each_exit_code_of_a_job_is_explained(code: int) -> None:
+    assert re.search(rf"^\| {code} \|", PAGE, re.MULTILINE)
