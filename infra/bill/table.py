@@ -10,7 +10,7 @@ from datetime import date
 from decimal import Decimal
 
 from infra.bill.bill import Bill
-from infra.bill.fit import Fit
+from infra.bill.fit import Fit, Notice
 from infra.bill.limits import AS_COUNTED
 from infra.bill.lines import NOT_PRICED
 from infra.bill.side import Quantiles, Side
@@ -173,7 +173,7 @@ def _phases(bill: Bill) -> Iterator[str]:
                 f"{time.mfu:.0%}" if time and time.mfu else "-",
                 _memory(fit),
                 f"{fit.micro}{' ckpt' if fit.checkpointing else ''}",
-                f"{notice.total_s:.0f} of {NOTICE_S:.0f} s{'' if notice.fits else ' NO'}" if notice else "-",
+                _notice(notice) if notice else "-",
             )
         )
     heads = ("type", "phase", "hours", "step ms", "tok/s", "MFU", "GPU memory", "micro", "save + upload")
@@ -182,6 +182,13 @@ def _phases(bill: Bill) -> Iterator[str]:
     for fit in bill.fits:
         if not fit.fits:
             yield from wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
+
+
+def _notice(notice: Notice) -> str:
+    """Whether a save and its upload fit what AWS gives."""
+    if not notice.saves:
+        return "no save shown"
+    return f"{notice.total_s:.0f} of {NOTICE_S:.0f} s{'' if notice.fits else ' NO'}"
 
 
 def _memory(fit: Fit) -> str:

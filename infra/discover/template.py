@@ -56,7 +56,7 @@ def draft(name: str, found: Look, *, folder: str, command: str = "") -> Draft:
         *_setup(found),
         f"  command: {_quoted(written)}",
         *_resume(found, written, made),
-        *_checkpoint(found, every_steps, saved_at, made),
+        *_checkpoint(found, every_steps if total else None, saved_at, made),
         *_progress(found, made),
         *_work(total, steps.where if steps else "", made),
         *_stop(found, made),
@@ -81,7 +81,7 @@ def draft(name: str, found: Look, *, folder: str, command: str = "") -> Draft:
         "  max_usd: 20",
         "  max_hours: 24",
         "",
-        *_rehearsal(found, written, fixed),
+        *_rehearsal(found, written, fixed, counted=bool(total)),
     ]
     made.text = "\n".join(lines) + "\n"
     made.unknown.append("what the data is: storage.inputs, or the script fetches it itself (setup)")
@@ -147,7 +147,8 @@ def _resume(found: Look, command: str, made: Draft) -> Iterator[str]:
     yield f"  resume: {{args: {_quoted(text)}}}   # {argument.where}"
 
 
-def _checkpoint(found: Look, every: int, where: str, made: Draft) -> Iterator[str]:
+def _checkpoint(found: Look, every: int | None, where: str, made: Draft) -> Iterator[str]:
+    """`every`: steps between two saves; None where nobody counts steps."""
     yield "  checkpoint:"
     if found.framework and found.why:
         yield f"    format: {found.framework}   # {found.why.value} ({found.why.where})"
@@ -165,7 +166,11 @@ def _checkpoint(found: Look, every: int, where: str, made: Draft) -> Iterator[st
         yield '    each: "ckpt.pt"   # CHECK: what one checkpoint is; {step} stands for its step'
         yield "    rewritten: true"
         made.unknown.append("what one checkpoint is called: job.checkpoint.each")
-    yield f"    every: {{steps: {every}}}   # {where or 'CHECK: how often it saves'}"
+    if every is None:
+        yield "    every: {minutes: 10}   # CHECK: how often it saves, which is what a loss repeats"
+        made.unknown.append("how often it saves, in minutes: job.checkpoint.every")
+    else:
+        yield f"    every: {{steps: {every}}}   # {where or 'CHECK: how often it saves'}"
     yield "    size_gb: 1.5   # CHECK: of one checkpoint; the rehearsal and the first receipt tell"
     made.unknown.append("how large a checkpoint is: job.checkpoint.size_gb (the price of storage and of a notice)")
 
@@ -213,7 +218,7 @@ def _secrets(found: Look) -> Iterator[str]:
         yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {found.wandb.where}: {found.wandb.value}"
 
 
-def _rehearsal(found: Look, command: str, fixed: int | None) -> Iterator[str]:
+def _rehearsal(found: Look, command: str, fixed: int | None, *, counted: bool) -> Iterator[str]:
     """The same command, small enough for a laptop's CPU, as far as its settings are known. `fixed`: the steps between
     two saves, where no setting says them.
     """
@@ -240,7 +245,7 @@ def _rehearsal(found: Look, command: str, fixed: int | None) -> Iterator[str]:
     yield "    work:"
     yield f"      steps: {steps}"
     yield "    checkpoint:"
-    yield f"      every: {{steps: {every}}}"
+    yield f"      every: {{steps: {every}}}" if counted else f"      every: {{minutes: null, steps: {every}}}"
     yield "      size_gb: 0.01"
     yield "      heartbeat_s: 1"
     yield "  estimate:"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from infra import cli
 from infra.discover.script import EVERY, OUT, RESUME, STEPS, look
 from infra.discover.template import draft
 from infra.errors import GpufleetError
@@ -166,3 +167,20 @@ def test_a_folder_without_readable_code_is_refused(tmp_path: Path, name: str, te
 def test_code_is_read_and_never_run(tmp_path: Path) -> None:
     look(folder(tmp_path, train="raise SystemExit('it was run')\nopen('made', 'w')\n"))
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("text", [GLOBALS, ARGPARSE, TRAINER.format(given=""), LIGHTNING, "import nanochat\n"])
+def test_what_is_written_loads_and_has_a_bill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    folder(tmp_path / "mine", train=text)
+    (tmp_path / "project" / "stacks").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project")
+    assert cli.main(["new", "mine", "--code", "../mine"]) == 0
+    said = capsys.readouterr().out
+    assert "Wrote stacks/mine.yaml." in said
+    assert "does not hold" not in said
+    assert cli.main(["cost", "mine"]) in (0, 2)  # 2: the bill is shown, and its limits are told to be too low
+    assert "compute" in capsys.readouterr().out
+    assert cli.main(["new", "mine", "--code", "../mine"]) == 2
+    assert "is there already" in capsys.readouterr().err
