@@ -83,12 +83,18 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     log = JobLog(workdir / LOG)
     gpus = machine.gpus() if run.config.device == "cuda" else ()
     ranks = run.config.ranks(len(gpus))
-    ended = workdir / ENDED if ranks > 1 else None
+    launched = run.config.launched(ranks)
+    ended = workdir / ENDED if launched > 1 else None
     child_environment = {**environment, "PYTHONUNBUFFERED": "1"}
 
     def begin() -> Child:
         return Child(
-            trainer(workdir, None, ranks, run.config.module), child_environment, log, time.time, ended, workdir / START
+            trainer(workdir, None, launched, run.config.module),
+            child_environment,
+            log,
+            time.time,
+            ended,
+            workdir / START,
         )
 
     def start(rung: int) -> Child:

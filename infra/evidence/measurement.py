@@ -85,7 +85,7 @@ def measure(
         place(definition, plan, root, workdir)
         say(f"probing {definition.name}: {steps} steps of the real job on {name_of(gpus, config)} ...")
         try:
-            outcome = probe.run(workdir, stop_at=plan.stop_at, save_at=plan.save_at, ranks=ranks)
+            outcome = probe.run(workdir, stop_at=plan.stop_at, save_at=plan.save_at, ranks=config.launched(ranks))
         except probe.ProbeFailedError as error:
             raise GpufleetError(f"the probe failed. {error}") from error
     found = machine.describe(tuple(gpus))

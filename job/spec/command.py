@@ -361,6 +361,19 @@ class CommandConfig(JobConfig):
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         return (Rung(micro=1),)
 
+    def ranks(self, gpu_count: int, nodes: int = 1) -> int:
+        """GPUs that the command uses: as many as it is told, or all where something in it starts a process for each."""
+        several = any(word in self.command for word in LAUNCHERS)
+        return (self.gpus or (gpu_count if several and self.device == "cuda" else 1)) * nodes
+
+    def empty_rows(self, ranks: int) -> int:
+        """None that anybody knows of."""
+        return 0
+
+    def launched(self, ranks: int) -> int:
+        """One, its host; the command starts its own."""
+        return 1
+
     def least_gpus(self) -> int:
         return self.gpus or 1
 
@@ -514,6 +527,7 @@ class CommandConfig(JobConfig):
             )
 
 
+LAUNCHERS = ("{gpus}", "torchrun", "torch.distributed", "accelerate", "deepspeed", "mpirun", "litgpt", "axolotl")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"ssm:/[A-Za-z0-9_.\-/]{1,1000}|secretsmanager:[A-Za-z0-9/_+=.@\-]{1,500}")
 # Tokens of Hugging Face, AWS and GitHub, and 40 hexadecimal digits (W&B's keys).

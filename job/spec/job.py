@@ -303,6 +303,10 @@ class JobConfig(ABC):
         each = processes(self.device, self.gpus, gpu_count, self.rows())
         return each if nodes == 1 else min(each * nodes, self.rows())
 
+    def launched(self, ranks: int) -> int:
+        """Processes that the supervisor starts where `ranks` train."""
+        return ranks
+
     def least_gpus(self) -> int:
         """The fewest GPUs that a node must have to run the job: as many as the parameters ask for, else 1."""
         return 1 if self.gpus is None or self.device == "cpu" else self.gpus
