@@ -24,6 +24,7 @@ ROOMS = (
     "catalog",
     "prices",
     "definition",
+    "discover",
     "inputs",
     "evidence",
     "risk",
