@@ -48,7 +48,7 @@ class Commit:
     determinism: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, str] = field(default_factory=dict)  # sha256, source
     requires: tuple[str, ...] = ()  # what must be uploaded before this counts
-    base_weights: str | None = None  # job/train/identity.py
+    base_weights: str | None = None  # job/train/committed.py
     retries: tuple[Retry, ...] = ()  # of the run so far, oldest first
     torch: str = ""
     world_size: int = 1

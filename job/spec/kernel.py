@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from job.dataset.rendering import tokenizer_of
-from job.spec import decoder
+from job.spec import tuning
 from job.spec.common import (
     GB,
     QWEN3_8B,
@@ -124,8 +124,8 @@ class KernelConfig(TuningConfig):
     log: Log = Log()
 
     def problems(self) -> list[tuple[str, str]]:
-        found = decoder.problems(self.model)
-        found += decoder.batch_problems(self.batch, self.data.row, self.optim.betas)
+        found = tuning.problems(self.model)
+        found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
         if self.data.curriculum != "off" and self.epochs < 2:
             found.append(("data.curriculum", "off unless epochs is 2 or more: it acts upon what is tried between them"))
         return found
@@ -134,19 +134,19 @@ class KernelConfig(TuningConfig):
     def phases(self) -> tuple[PhaseSize, ...]:
         """`sft`, or `sft-uniform` and `sft-adaptive`; `generate`, `verify`. Each training ends with generating."""
         m = self.model
-        total = decoder.parameters(m)
+        total = tuning.parameters(m)
         context = min(self.data.tokens_per_sample, self.data.row)
         tokens = self.epochs * self.data.samples * self.data.tokens_per_sample
         sizes = {
             "params_total": total,
             "params_active": total,
             "params_trained": total,
-            "flops_per_token": 6 * decoder.matmul_parameters(m) + decoder.attention_flops(m, context),
+            "flops_per_token": 6 * tuning.matmul_parameters(m) + tuning.attention_flops(m, context),
             "state_bytes_per_param": 16,
             "optimizer_traffic_bytes_per_param": 28,
             "tokens_per_step": self.batch.tokens,
-            "launch_ms": decoder.LAUNCH_MS,
-            "micro_launch_ms": m.layers * decoder.LAYER_LAUNCH_MS,
+            "launch_ms": tuning.LAUNCH_MS,
+            "micro_launch_ms": m.layers * tuning.LAYER_LAUNCH_MS,
             "sharded": True,
             "workers": self.funnel.workers,
         }
@@ -163,7 +163,7 @@ class KernelConfig(TuningConfig):
             tried = tries * self.generate.tasks * TRIED
             return PhaseSize(
                 name=name,
-                steps=decoder.steps(tokens, self.batch.tokens),
+                steps=tuning.steps(tokens, self.batch.tokens),
                 forward_tokens=int(HELD_OUT * tokens),  # an evaluation after each epoch
                 decode_steps=tries * self.generate.max_tokens,
                 decode_sequences=self.generate.tasks * TRIED,
@@ -200,15 +200,15 @@ class KernelConfig(TuningConfig):
         """
         m, first = self.model, len(trainings(self))
         compute = 2 if self.precision.compute == "bf16" else 4
-        total = decoder.parameters(m)
+        total = tuning.parameters(m)
         weights = gradients = moments = activations = logits = 0.0
         if phase_index < first:
-            weights, gradients, moments = decoder.whole_state(
+            weights, gradients, moments = tuning.whole_state(
                 m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=checkpointing
             )
             tokens = micro_batch * self.data.row
-            activations = decoder.activations(m, tokens, compute, checkpointing=checkpointing)
-            logits = decoder.loss_bytes(m, tokens, trained=True)
+            activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing)
+            logits = tuning.loss_bytes(m, tokens, trained=True)
         elif phase_index == first:
             weights = total * (compute + 4 / ranks)
             sequences = min(AT_ONCE, -(-self.generate.tasks * self.generate.candidates // ranks))
@@ -259,7 +259,7 @@ class KernelConfig(TuningConfig):
         """Full state while training, at whose end fp32 weights stay for the stages after it, which leave nothing but
         results: small.
         """
-        total, training = decoder.parameters(self.model), len(trainings(self))
+        total, training = tuning.parameters(self.model), len(trainings(self))
         after = (0,) * (len(self.phases()) - training)
         each = 6 if self.model.vocab > 1 << 16 else 4
         return Sizes(

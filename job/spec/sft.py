@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from job.dataset.rendering import TEMPLATES, FileTokenizer, tokenizer_of
-from job.spec import decoder
+from job.spec import tuning
 from job.spec.common import (
     Checkpoint,
     Compute,
@@ -121,10 +121,10 @@ class SftConfig(TuningConfig):
     log: Log = Log()
 
     def problems(self) -> list[tuple[str, str]]:
-        found = decoder.problems(self.model)
+        found = tuning.problems(self.model)
         if self.data.longest > self.data.row:
             found.append(("data.longest", f"at most data.row, {self.data.row}: examples are packed whole"))
-        found += decoder.batch_problems(self.batch, self.data.row, self.optim.betas)
+        found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
         return found
 
     @remembered
@@ -132,8 +132,8 @@ class SftConfig(TuningConfig):
         """`train`, then `merge`: five validation losses and the stored answers."""
         m, rows = self.model, self.batch.tokens // self.data.row
         train_tokens = self.epochs * self.data.examples * (1 - self.data.held_out) * example_tokens(self)
-        count = decoder.steps(train_tokens, rows * self.data.row * fill(self))
-        total = decoder.parameters(m)
+        count = tuning.steps(train_tokens, rows * self.data.row * fill(self))
+        total = tuning.parameters(m)
         sharded = self.method == "full"
         adapters = 0 if sharded else trained(self)
         evaluation = self.eval.rows * self.data.row
@@ -146,8 +146,8 @@ class SftConfig(TuningConfig):
             "optimizer_traffic_bytes_per_param": 28,
             "tokens_per_step": self.batch.tokens,
             "forward_share": forward_share(self),
-            "launch_ms": decoder.LAUNCH_MS,
-            "micro_launch_ms": m.layers * (decoder.LAYER_LAUNCH_MS if sharded else decoder.LORA_LAUNCH_MS),
+            "launch_ms": tuning.LAUNCH_MS,
+            "micro_launch_ms": m.layers * (tuning.LAYER_LAUNCH_MS if sharded else tuning.LORA_LAUNCH_MS),
             "sharded": sharded,
         }
         train = PhaseSize(
@@ -177,28 +177,28 @@ class SftConfig(TuningConfig):
         """
         m = self.model
         compute = 2 if self.precision.compute == "bf16" else 4
-        total, own = decoder.parameters(m), trained(self)
+        total, own = tuning.parameters(m), trained(self)
         if self.method == "lora":
             layers = 0 if compute == BASE_BYTES else 1 if checkpointing else m.layers
-            cast = layers * decoder.layer_matmul(m) + (m.vocab * m.width if layers else 0)
+            cast = layers * tuning.layer_matmul(m) + (m.vocab * m.width if layers else 0)
             base = total * BASE_BYTES + own * 4
             base += m.vocab * m.width * compute if trains_head(self) else 0  # a copy of the head with its trained rows
             weights, gradients, moments = float(base + cast * compute), float(own * 4), float(own * 8)
             rank = self.lora.rank
         else:
-            weights, gradients, moments = decoder.whole_state(
+            weights, gradients, moments = tuning.whole_state(
                 m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=checkpointing
             )
             rank = 0
         tokens = micro_batch * self.data.row if phase_index == 0 else self.data.row
-        activations = decoder.activations(m, tokens, compute, checkpointing=checkpointing, adapters=rank)
+        activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing, adapters=rank)
         if phase_index == 1:
             gradients = moments = 0.0
-            activations = tokens * decoder.layer_activation_bytes(  # of one layer at a time
+            activations = tokens * tuning.layer_activation_bytes(  # of one layer at a time
                 m, compute, checkpointing=checkpointing, adapters=rank
             )
             weights = base if self.method == "lora" else total * compute
-        logits = decoder.loss_bytes(m, tokens, trained=trains_head(self) and phase_index == 0)
+        logits = tuning.loss_bytes(m, tokens, trained=trains_head(self) and phase_index == 0)
         return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
@@ -270,7 +270,7 @@ class SftConfig(TuningConfig):
         adapter away. Cut short, an adapter's run leaves the adapter alone. A token of the dataset has what it belongs
         to beside it: 4 bytes, or 6 where an id needs more than two.
         """
-        total, own = decoder.parameters(self.model), trained(self)
+        total, own = tuning.parameters(self.model), trained(self)
         final = {"adapter": 2 * own, "merged": 4 * total} if self.method == "lora" else {"merged": 2 * total}
         each = 6 if self.model.vocab > 1 << 16 else 4
         return Sizes(
@@ -288,9 +288,9 @@ def trained(config: SftConfig) -> int:
     """Parameters with gradients and moments."""
     m = config.model
     if config.method == "full":
-        return decoder.parameters(m)
+        return tuning.parameters(m)
     rows = len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) if config.lora.template_tokens else 0
-    return decoder.lora_parameters(m, config.lora.rank) + rows * m.width
+    return tuning.lora_parameters(m, config.lora.rank) + rows * m.width
 
 
 def trains_head(config: SftConfig) -> bool:
@@ -300,9 +300,9 @@ def trains_head(config: SftConfig) -> bool:
 
 def flops_per_token(config: SftConfig) -> int:
     """Useful training work of one token."""
-    matmul = decoder.matmul_parameters(config.model)
+    matmul = tuning.matmul_parameters(config.model)
     context = example_tokens(config) if config.measures.packing else config.data.row
-    attention = decoder.attention_flops(config.model, context)
+    attention = tuning.attention_flops(config.model, context)
     if config.method == "full":
         return 6 * matmul + attention
     return 4 * matmul + 6 * trained(config) + _head_flops(config) + attention
@@ -315,7 +315,7 @@ def _head_flops(config: SftConfig) -> int:
 
 def forward_share(config: SftConfig) -> float:
     """The forward pass's share of a token's work. Nearly half with a frozen base, which gets no gradients."""
-    matmul, own, whole = decoder.matmul_parameters(config.model), trained(config), flops_per_token(config)
+    matmul, own, whole = tuning.matmul_parameters(config.model), trained(config), flops_per_token(config)
     if config.method == "full":
         return 1 / 3
     attention = whole - 4 * matmul - 6 * own - _head_flops(config)

@@ -1,7 +1,10 @@
-"""Fine-tuning a published decoder on packed rows: what sft-h100 and kernel-sft answer alike."""
+"""Fine-tuning a published decoder on packed rows: what sft-h100 and kernel-sft answer alike; and such a decoder in
+numbers: parameters, FLOPs, activations.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,6 +12,125 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from job.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
 from job.spec.common import DecoderConfig, Say, TokenBatch
 from job.spec.job import JobConfig
+
+LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
+LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
+# Of the host, launching a compiled layer of a micro-batch, forward and backward: 60 launches with all weights and 117
+# with adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and one for each gradient that is added
+# up; 25 us each, as growth's layers take (growth.py). Left out: the loss, FSDP2's hooks, forward again with
+# checkpointing. Clipping and AdamW as there.
+LAYER_LAUNCH_MS, LORA_LAUNCH_MS, LAUNCH_MS = 1.7, 3.3, 3.0
+
+
+def parameters(m: DecoderConfig) -> int:
+    """All of them; a tied head counts once."""
+    return m.layers * layer_parameters(m) + m.vocab * m.width * (1 if m.tied else 2) + m.width
+
+
+def layer_parameters(m: DecoderConfig) -> int:
+    """The parameters of one layer: matrices, two norms, q/k/v biases (qwen2), q/k norms (qwen3)."""
+    biases = (m.heads + 2 * m.kv_heads) * m.head_dim if m.family == "qwen2" else 0
+    norms = 2 * m.width + (2 * m.head_dim if m.family == "qwen3" else 0)
+    return layer_matmul(m) + biases + norms
+
+
+def layer_matmul(m: DecoderConfig) -> int:
+    """Parameters of one layer that are matrices: q, o, k, v, and SwiGLU's three."""
+    return 2 * m.width * m.heads * m.head_dim + 2 * m.width * m.kv_heads * m.head_dim + 3 * m.width * m.ffn
+
+
+def matmul_parameters(m: DecoderConfig) -> int:
+    """Those that multiply a token: every layer's matrices and the head; not the embedding look-up."""
+    return m.layers * layer_matmul(m) + m.vocab * m.width
+
+
+def attention_flops(m: DecoderConfig, context: float) -> int:
+    """Forward and backward of one token's scores and sums, causal, over documents of `context` tokens."""
+    return int(6 * m.layers * m.heads * m.head_dim * context)
+
+
+def lora_parameters(m: DecoderConfig, rank: int) -> int:
+    """Adapters on all seven projections: rank x (in + out) each."""
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    per_layer = 2 * (m.width + q) + 2 * (m.width + kv) + 3 * (m.width + m.ffn)
+    return m.layers * rank * per_layer
+
+
+def layer_activation_bytes(m: DecoderConfig, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
+    """What autograd keeps of one token in one layer. `adapters`: the rank of LoRA, 0 without.
+
+    Kept: both norms' inputs and outputs, q, k, v and the attention's result, SwiGLU's gate, up, and product. With
+    checkpointing only the products' and attention's results. A frozen matrix needs no input of its own, but the
+    adapter beside it does, and its narrow product.
+    """
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    products = 2 * q + 2 * kv + 2 * m.ffn
+    narrow = 7 * adapters
+    if checkpointing:
+        return compute * (m.width + products + narrow) + 4 * m.heads
+    rest = 4 * m.width + 2 * m.ffn + (q + kv if m.family == "qwen3" else 0)
+    dropped = (4 * m.width + q + m.ffn) if adapters else 0  # inputs of the adapters after dropout
+    return compute * (products + rest + narrow + dropped) + 4 * m.heads
+
+
+def loss_bytes(m: DecoderConfig, tokens: int, *, trained: bool = False) -> int:
+    """Logits of one chunk, and the hidden states whose gradient the chunks add up; in fp32 the head's too, where it is
+    `trained`.
+    """
+    head = m.vocab * m.width * 4 if trained else 0
+    return min(tokens, LOSS_CHUNK) * m.vocab * LOGIT_BYTES + tokens * m.width * 4 + head
+
+
+def whole_state(
+    m: DecoderConfig, compute: int, ranks: int, *, reshard: bool, checkpointing: bool = False
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and moments on one rank when all weights are trained: fp32 state cut over the ranks,
+    and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2, and the tables). One
+    rank gathers nothing and casts: all of them, which stay until backward; with checkpointing a layer's and the head's.
+    """
+    total, layer = parameters(m), layer_parameters(m) * compute
+    gathered = 2 * layer if reshard else m.layers * layer
+    tables = m.vocab * m.width * compute * (1 if m.tied else 2)
+    cast = layer + m.vocab * m.width * compute if checkpointing else total * compute
+    copies = gathered + tables if ranks > 1 else cast if compute < 4 else 0
+    whole = layer_parameters(m) * (compute + 4) if ranks > 1 else 0  # a layer's gradients, and their fp32 to be sent
+    return total * 4 / ranks + copies, total * 4 / ranks + whole, total * 8 / ranks
+
+
+def activations(m: DecoderConfig, tokens: int, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
+    """Bytes of what all layers keep of `tokens` tokens; with checkpointing one layer is whole again in backward."""
+    kept = layer_activation_bytes(m, compute, checkpointing=checkpointing, adapters=adapters)
+    again = layer_activation_bytes(m, compute, checkpointing=False, adapters=adapters) if checkpointing else 0.0
+    return tokens * (m.layers * kept + again + 2 * m.width * compute)
+
+
+def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> list[tuple[str, str]]:
+    """Batches that are no whole rows, and AdamW's pair of betas, as (path, sentence)."""
+    found = []
+    if batch.tokens % row:
+        found.append(("batch.tokens", f"a multiple of data.row, {row}: a step takes whole rows"))
+    micro = batch.micro_tokens
+    if micro is not None and (micro % row or micro > batch.tokens):
+        found.append(("batch.micro_tokens", f"a multiple of data.row, {row}, up to batch.tokens"))
+    if len(betas) != 2:
+        found.append(("optim.betas", "two numbers, beta1 and beta2"))
+    return found
+
+
+def problems(m: DecoderConfig) -> list[tuple[str, str]]:
+    """Shapes that cannot be built, as (path, sentence)."""
+    found = []
+    if m.heads % m.kv_heads:
+        found.append(("model.kv_heads", f"a divisor of the number of heads, {m.heads}"))
+    if m.head_dim % 2:
+        found.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
+    return found
+
+
+def steps(tokens: float, per_step: float) -> int:
+    """Optimizer steps that visit `tokens` once; the last batch is filled from the next pass."""
+    return max(1, math.ceil(tokens / per_step - 1e-9))
+
 
 if TYPE_CHECKING:
     from job.dataset.prepare import DatasetManifest

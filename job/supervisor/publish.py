@@ -2,6 +2,10 @@
 
 A checkpoint without a manifest does not exist, so whatever dies in here leaves the last published one in force.
 Kept are best, last and last but one, in the store and on the disk; older ones go only after the newer manifest.
+
+What stages have finished goes out too: <workdir>/stages/*.jsonl, mirrored to <run>/stages/. A stage appends one JSON
+object per line and never changes a line, so a line that is in the store is work that no later attempt repeats. S3
+cannot append: a file that grew is sent anew as a whole, up to its last whole line.
 """
 
 from __future__ import annotations
@@ -9,20 +13,92 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from job import atomic
 from job.contract import bucket
 from job.contract.bucket import manifest_key
-from job.contract.commit import BEST, Best, Commit, Manifest, Published
+from job.contract.commit import BEST, HELD, Best, Commit, Manifest, Published
+from job.contract.commit import read as read_commit
 from job.contract.inputs import InputFile
-from job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS, STEPS, step_of
-from job.supervisor.commits import commits, upload_mark
-from job.supervisor.stages import Mirror, whole_lines
+from job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS, STAGES, STEPS, step_of
 from job.supervisor.store import GivenUpError, Store, StoreError
+
+
+def commits(workdir: Path) -> list[Commit]:
+    """Complete checkpoints on disk, lowest step first. What has no valid commit.json is none."""
+    found = [(path, read_commit(path)) for path in sorted((workdir / CHECKPOINTS).glob(STEPS))]
+    return [each for path, each in found if each is not None and each.folder == path.name]
+
+
+@contextmanager
+def upload_mark(folder: Path) -> Iterator[None]:
+    """Marks a checkpoint as under way: the trainer, which prunes beside us, leaves it alone. Without the mark an upload
+    slower than two saves would lose its files each time, and nothing would ever be published.
+    """
+    mark = folder / HELD
+    try:
+        mark.touch()
+    except FileNotFoundError:
+        raise StoreError(f"{folder.name} was pruned meanwhile") from None
+    except OSError:
+        pass  # a disk too full for a mark: as without one
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            mark.unlink(missing_ok=True)
+
+
+class Mirror:
+    """One per attempt: `restore` first, then sends what grew."""
+
+    def __init__(self, store: Store, workdir: Path) -> None:
+        self._store, self._folder = store, workdir / STAGES
+        self._sent: dict[str, int] = {}  # bytes
+        self._sending = threading.Lock()
+        self.added = 0  # lines of this attempt that are in the store
+
+    def restore(self) -> int:
+        """Replaces <workdir>/stages by what earlier attempts left. The number of lines. Raises StoreError."""
+        lines = 0
+        with self._sending:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            for entry in self._store.entries(bucket.STAGES):
+                name = entry.key.removeprefix(bucket.STAGES)
+                if "/" in name or not name.endswith(".jsonl"):
+                    continue
+                content = whole_lines(self._store.get_bytes(entry.key) or b"")
+                atomic.write_bytes(self._folder / name, content)
+                self._sent[name] = len(content)
+                lines += content.count(b"\n")
+        return lines
+
+    def send(self) -> None:
+        """Every file that grew since the last call. From any thread: an older reading is never put last. Raises
+        StoreError, also where the disk does not give a file: it is tried again.
+        """
+        with self._sending:
+            for path in sorted(self._folder.glob("*.jsonl")):
+                try:
+                    content = whole_lines(path.read_bytes())
+                except OSError as error:
+                    raise StoreError(f"{path.name} cannot be read: {error}") from error
+                sent = self._sent.get(path.name, 0)
+                if len(content) != sent:
+                    self._store.put_bytes(content, f"{bucket.STAGES}{path.name}")
+                    self._sent[path.name] = len(content)
+                    self.added += content[sent:].count(b"\n")
+
+
+def whole_lines(content: bytes) -> bytes:
+    """Without a last line that was not written to its end."""
+    return content[: content.rfind(b"\n") + 1]
+
 
 PARALLEL = 8
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save

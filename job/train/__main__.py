@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -36,9 +37,11 @@ from job.contract.workdir import (
     METRICS,
     START,
 )
+from job.dataset.prepare import describe, read_manifest
 from job.spec import EXPERIMENTS
+from job.spec.common import PhaseSize
 from job.text import printable
-from job.train import banner, device, parallel, preflight
+from job.train import device, parallel, preflight
 from job.train.checkpoint import CheckpointDamagedError, Checkpoints
 from job.train.experiment import Experiment, Session, Stopped
 from job.train.loop import Loop
@@ -211,7 +214,7 @@ def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World)
         say=speak,
     )
     experiment = imported(run.name)(session)
-    for line in banner.lines(session, run.tree):
+    for line in banner_lines(session, run.tree):
         speak(line)
     return experiment, session
 
@@ -225,6 +228,48 @@ def say(line: str) -> None:
     with suppress(OSError):
         sys.stdout.write(printable(line) + "\n")
         sys.stdout.flush()
+
+
+def banner_lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
+    """After the device's own line."""
+    config = session.config
+    sizes = config.phases()
+    yield "phases: " + ", ".join(f"{s.name} {s.params_total:,} / {s.params_active:,} active" for s in sizes)
+    yield _work(sizes)
+    yield f"precision: products in {config.precision.compute}, state {config.state_in_words()}"
+    yield f"data: {describe(read_manifest(session.data))}"
+    for predicted in session.predicted:
+        yield f"predicted {predicted['phase']}: {_figures(predicted)}"
+    if session.predicted:
+        yield _against_limits(session, run)
+
+
+def _work(sizes: Sequence[PhaseSize]) -> str:
+    """What mfu is a share of; figures of other conventions are not comparable."""
+    trained = ", ".join(f"{size.name} {size.flops_per_token / 1e6:,.1f}" for size in sizes if size.steps)
+    counted = sizes[0].attention
+    return f"useful work: {trained} MFLOP per token" + (f", attention counted {counted}" if counted else "")
+
+
+def _figures(predicted: dict[str, Any]) -> str:
+    mfu = predicted.get("mfu")
+    return (
+        f"{predicted['step_ms']:.1f} ms, {predicted['tokens_per_s']:,.0f} tok/s, "
+        + (f"mfu {mfu:.1%}, " if mfu else "")
+        + f"{predicted['memory_gb']:.1f} GB"
+    )
+
+
+def _against_limits(session: Session, run: dict[str, Any]) -> str:
+    """The one line: predicted against limit."""
+    limits, estimate = run.get("limits") or {}, run.get("estimate") or {}
+    hours, usd = (estimate.get(key) or {} for key in ("hours", "usd"))
+    memory = max(predicted["memory_gb"] for predicted in session.predicted)
+    return (
+        f"predicted vs limit: {hours.get('p50', '?')} of {limits.get('max_hours', '?')} h, "
+        f"${usd.get('p50', '?')} of ${limits.get('max_usd', '?')}, "
+        f"{memory:.1f} of {session.device.memory_gb:.1f} GB"
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from job.contract.commit import Commit, Reason, Retry
 from job.contract.metrics import Save
 from job.dataset.prepare import read_manifest
 from job.spec.common import Rung
-from job.train import delivery, device, identity, metrics, optimizer, rungs, step
+from job.train import committed, device, export, metrics, optimizer, rungs, step
 from job.train.cadence import Cadence
 from job.train.checkpoint import Saved, State, all_finite
 from job.train.committed import Found
@@ -52,7 +52,7 @@ class Loop:
         self._unevaluated = False  # a stop came before this step's evaluation was over
         self._manifest = read_manifest(session.data)
         given = session.inputs if self.world.first else None
-        self._base_weights = None if given is None else identity.of_weights(given)
+        self._base_weights = None if given is None else committed.weights_identity(given)
         self._clock = metrics.StepClock(session.device.synchronize)
         self._journal = Journal(session, experiment.phases)
         self._cadence = Cadence(session, improvements=experiment.saves_improvements, event=self._journal.event)
@@ -140,7 +140,7 @@ class Loop:
     def _deliver(self, phase: Phase, module: nn.Module, last: Weights) -> Weights:
         """The weights that the run leaves are in the module; which, is said."""
         self._note(self.session.checkpoints.wait())
-        self._delivered = delivery.deliver(self.experiment, phase, module, last, self._lowest)
+        self._delivered = export.deliver(self.experiment, phase, module, last, self._lowest)
         self.experiment.outcome = {**self.experiment.outcome, "retries": [asdict(each) for each in self._retries]}
         return self._delivered
 
@@ -290,7 +290,7 @@ class Loop:
         self._unevaluated = False
         self._require_finite(val_loss)
         self.val_loss = val_loss
-        if val_loss is not None and (self._lowest is None or val_loss < delivery.val_loss(self._lowest)):
+        if val_loss is not None and (self._lowest is None or val_loss < export.val_loss(self._lowest)):
             self._lowest = Weights(self.step, val_loss)
         self._ended = self.experiment.stop_early(phase, self.step, val_loss)
         if self._ended is not None:

@@ -22,9 +22,8 @@ from job.contract.run import config_digest, load
 from job.spec import Checkpoint
 from job.supervisor.attempt import Supervisor
 from job.supervisor.child import JobLog
-from job.supervisor.commits import commits
 from job.supervisor.metadata import Metadata
-from job.supervisor.publish import Publisher
+from job.supervisor.publish import Publisher, commits
 from job.supervisor.store import FolderStore, Store, StoreError
 from job.supervisor.world import Outside
 

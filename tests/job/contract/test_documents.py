@@ -27,8 +27,8 @@ from job.ledger import Ledger
 from job.spec.sft import SftConfig
 from job.supervisor import attempts, receipt, staging
 from job.supervisor.child import MetricsFollower
-from job.supervisor.commits import commits
 from job.supervisor.forecast import Forecast
+from job.supervisor.publish import commits
 from job.supervisor.store import Entry
 from job.train.committed import Committed
 from job.train.metrics import MetricsFile

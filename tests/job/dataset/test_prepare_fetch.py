@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from job.dataset import fetch, prepare
-from job.dataset.fetch import FetchError
-from job.dataset.sources import TextTokenizer, TinyStories
+from job.dataset import prepare, sources
+from job.dataset.sources import FetchError, TextTokenizer, TinyStories
 
 STORY = "Once upon a time there was a fox.\n\nIt slept.\n<|endoftext|>\n"
 
@@ -74,69 +73,69 @@ def url(files: Files) -> Iterator[str]:
 
 
 def test_a_whole_file_arrives(url: str, files: Files, tmp_path: Path) -> None:
-    path = fetch.fetch(url, tmp_path / "deep" / "file", total_bytes=len(files.content))
+    path = sources.fetch(url, tmp_path / "deep" / "file", total_bytes=len(files.content))
     assert path.read_bytes() == files.content
     assert [p.name for p in path.parent.iterdir()] == ["file"]
 
 
 def test_a_file_that_is_there_is_not_fetched_again(url: str, files: Files, tmp_path: Path) -> None:
     for _ in range(2):
-        fetch.fetch(url, tmp_path / "file")
+        sources.fetch(url, tmp_path / "file")
     assert len(files.asked) == 1
 
 
 def test_only_the_beginning_is_fetched_when_that_is_enough(url: str, files: Files, tmp_path: Path) -> None:
-    assert fetch.fetch(url, tmp_path / "file", first_bytes=100).read_bytes() == files.content[:100]
+    assert sources.fetch(url, tmp_path / "file", first_bytes=100).read_bytes() == files.content[:100]
     assert files.sent == 100
 
 
 def test_more_of_a_beginning_continues_it(url: str, files: Files, tmp_path: Path) -> None:
-    fetch.fetch(url, tmp_path / "file", first_bytes=100)
-    assert fetch.fetch(url, tmp_path / "file", first_bytes=250).read_bytes() == files.content[:250]
+    sources.fetch(url, tmp_path / "file", first_bytes=100)
+    assert sources.fetch(url, tmp_path / "file", first_bytes=250).read_bytes() == files.content[:250]
     assert files.asked == ["bytes=0-99", "bytes=100-249"]
 
 
 def test_a_broken_connection_is_continued_by_the_next_attempt(url: str, files: Files, tmp_path: Path) -> None:
     files.cut = 1000
     with pytest.raises(FetchError):
-        fetch.fetch(url, tmp_path / "file")
+        sources.fetch(url, tmp_path / "file")
     assert not (tmp_path / "file").exists()
     files.cut = None
-    assert fetch.fetch(url, tmp_path / "file").read_bytes() == files.content
+    assert sources.fetch(url, tmp_path / "file").read_bytes() == files.content
     assert files.asked == [None, "bytes=1000-"]
 
 
 def test_what_has_arrived_already_is_not_asked_for(url: str, files: Files, tmp_path: Path) -> None:
     files.cut = 1000
     with pytest.raises(FetchError):
-        fetch.fetch(url, tmp_path / "file", first_bytes=2000)
+        sources.fetch(url, tmp_path / "file", first_bytes=2000)
     files.status = 416
-    assert fetch.fetch(url, tmp_path / "file", first_bytes=500).read_bytes() == files.content[:1000]
+    assert sources.fetch(url, tmp_path / "file", first_bytes=500).read_bytes() == files.content[:1000]
 
 
 def test_a_file_that_changed_meanwhile_is_fetched_from_its_start(url: str, files: Files, tmp_path: Path) -> None:
     files.cut = 1000
     with pytest.raises(FetchError):
-        fetch.fetch(url, tmp_path / "file")
+        sources.fetch(url, tmp_path / "file")
     files.cut, files.etag, files.content = None, '"v2"', b"other" * 500
-    assert fetch.fetch(url, tmp_path / "file").read_bytes() == files.content
+    assert sources.fetch(url, tmp_path / "file").read_bytes() == files.content
 
 
 def test_a_server_without_ranges_gives_the_beginning_too(url: str, files: Files, tmp_path: Path) -> None:
     files.ranges = False
-    assert len(fetch.fetch(url, tmp_path / "file", first_bytes=100).read_bytes()) >= 100
+    assert len(sources.fetch(url, tmp_path / "file", first_bytes=100).read_bytes()) >= 100
 
 
 def test_a_file_of_another_size_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="12345 expected; the file has changed"):
-        fetch.fetch(url, tmp_path / "file", total_bytes=12345)
+        sources.fetch(url, tmp_path / "file", total_bytes=12345)
     assert not (tmp_path / "file").exists()
 
 
 def test_a_server_that_says_no_is_quoted(url: str, files: Files, tmp_path: Path) -> None:
     files.status = 403
     with pytest.raises(FetchError, match="answered 403 Forbidden"):
-        fetch.fetch(url, tmp_path / "file")
+        sources.fetch(url, tmp_path / "file")
 
 
 def tinystories(url: str, files: Files, tmp_path: Path, count: int) -> TinyStories:

@@ -18,8 +18,8 @@ from job.models.blocks import DTYPES, rotations
 from job.spec import Precision
 from job.spec.common import Compute, TokenBatch
 from job.spec.common import DecoderConfig as Shape
-from job.spec.decoder import layer_activation_bytes
 from job.spec.sft import Lora, SftConfig
+from job.spec.tuning import layer_activation_bytes
 
 pytestmark = pytest.mark.xdist_group("growth")
 

@@ -15,7 +15,7 @@ from job.spec import (
     SftConfig,
     TextData,
     TwoTowerConfig,
-    decoder,
+    tuning,
 )
 from job.spec.common import Memory, Rung
 from job.spec.growth import shape
@@ -323,24 +323,24 @@ def test_a_character_models_edges() -> None:
 def test_tuning_by_hand() -> None:
     base = SftConfig()
     full = replace(base, method="full")
-    total, own = decoder.parameters(base.model), decoder.lora_parameters(base.model, 64)
-    matmul = decoder.matmul_parameters(base.model)
+    total, own = tuning.parameters(base.model), tuning.lora_parameters(base.model, 64)
+    matmul = tuning.matmul_parameters(base.model)
     for longest, context in ((1024, 361), (200, 200)):
         config = replace(full, data=replace(base.data, longest=longest))
-        assert config.phases()[0].flops_per_token == 6 * matmul + decoder.attention_flops(base.model, context)
+        assert config.phases()[0].flops_per_token == 6 * matmul + tuning.attention_flops(base.model, context)
         assert config.phases()[0].steps == -(-3 * 594_000 * context // (base.batch.tokens * 0.98))  # cut there
         assert config.sizes().dataset == pytest.approx(600_000 * context * 6 / 0.98, abs=1)
     padded = replace(base, measures=replace(base.measures, packing=False))  # a row holds one example
     assert padded.phases()[0].steps == -(-3 * 594_000 // (base.batch.tokens // 4096))
     assert padded.sizes().dataset == pytest.approx(600_000 * 4096 * 6, abs=1)
     assert [rung.micro for rung in base.ladder() if not rung.checkpointing] == [2, 1]
-    layer = 4096 * decoder.layer_activation_bytes(base.model, 2, checkpointing=False)
-    adapted = 4096 * decoder.layer_activation_bytes(base.model, 2, checkpointing=False, adapters=64)
-    logits = decoder.loss_bytes(base.model, 4096)
+    layer = 4096 * tuning.layer_activation_bytes(base.model, 2, checkpointing=False)
+    adapted = 4096 * tuning.layer_activation_bytes(base.model, 2, checkpointing=False, adapters=64)
+    logits = tuning.loss_bytes(base.model, 4096)
     # The merge holds a row of one layer at a time, and no gradient; all weights' training holds the head's as well.
     assert in_bytes(base.memory(1, 2))[:5] == pytest.approx((2 * total + 4 * own, 0, 0, adapted, logits))
     assert in_bytes(full.memory(1, 2))[:5] == pytest.approx((2 * total, 0, 0, layer, logits))
-    trained = decoder.loss_bytes(base.model, 8192, trained=True)
+    trained = tuning.loss_bytes(base.model, 8192, trained=True)
     assert in_bytes(full.memory(0, 2))[4] == pytest.approx(trained)
     assert full.sizes().final == {"merged": 2 * total}
     assert (base.sizes().final_if_cut[0], full.sizes().final_if_cut[0]) == (2 * own, 2 * total)

@@ -16,7 +16,7 @@ from supervisor_world import STEPS, Bench, FakeClock, FaultyStore, NodeDeath, co
 from job import atomic
 from job.contract.commit import Manifest
 from job.contract.workdir import START
-from job.supervisor.commits import commits
+from job.supervisor.publish import commits
 from job.supervisor.store import GivenUpError, StoreError
 from job.train.checkpoint import Checkpoints
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from supervisor_world import Bench, FakeTrainer
 
-from job.supervisor.stages import Mirror
+from job.supervisor.publish import Mirror
 from job.supervisor.store import FolderStore
 
 

@@ -27,7 +27,7 @@ from job import atomic
 from job.experiments.pretrain.run import Pretrain
 from job.experiments.two_tower.run import TwoTower
 from job.spec import Guard
-from job.supervisor.commits import commits
+from job.supervisor.publish import commits
 from job.train import step
 from job.train.committed import Committed
 from job.train.device import UTILIZATION_SAMPLES, Device, Utilization

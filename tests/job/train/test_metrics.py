@@ -16,9 +16,8 @@ import train_world as world
 from job import atomic
 from job.train import metrics
 from job.train.experiment import Phase
-from job.train.journal import Journal
+from job.train.journal import Journal, Scalars
 from job.train.parallel import World
-from job.train.scalars import Scalars
 
 
 def test_the_console_line_reads_as_the_specification_shows_it() -> None:

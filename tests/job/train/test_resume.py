@@ -15,7 +15,7 @@ from job.dataset import prepare, sources
 from job.experiments.growth import model as growth
 from job.experiments.growth.run import TinystoriesGrowth
 from job.spec.growth import CAPACITY
-from job.train import identity
+from job.train import committed
 from job.train.checkpoint import Checkpoints
 from job.train.experiment import Phase
 from job.train.export import META
@@ -139,11 +139,11 @@ def test_a_resume_says_which_of_its_inputs_are_others_than_before(
     workdir = world.make(tmp_path)
     (workdir / "inputs").mkdir()
     weights = workdir / "inputs" / "model.safetensors"
-    weights.write_bytes(b"\0" * (3 * identity.ENDS))
+    weights.write_bytes(b"\0" * (3 * committed.ENDS))
     assert world.train(workdir, StopAt(workdir, 2)) == 75
     assert world.train(workdir, StopAt(workdir, 1)) == 75
     assert "warning" not in capsys.readouterr().out
-    weights.write_bytes(b"\0" * (3 * identity.ENDS - 1) + b"\1")
+    weights.write_bytes(b"\0" * (3 * committed.ENDS - 1) + b"\1")
     prepare.prepare(workdir / "data", sources.Generated(count=200, seed=2), model_vocab=160)
     assert world.train(workdir, StopAt(workdir, 1)) == 75
     said = capsys.readouterr().out

@@ -24,13 +24,12 @@ from job.experiments.growth.run import TinystoriesGrowth
 from job.experiments.kernel.run import Kernel
 from job.experiments.pretrain.run import Pretrain
 from job.spec import from_json
-from job.supervisor.commits import commits
+from job.supervisor.publish import commits
 from job.train import metrics, step
-from job.train.cadence import Cadence
+from job.train.cadence import Cadence, Stall
 from job.train.checkpoint import Checkpoints, Saved, State
 from job.train.committed import Committed
 from job.train.device import Device
-from job.train.stall import Stall
 
 pytestmark = pytest.mark.xdist_group("kernels")
 

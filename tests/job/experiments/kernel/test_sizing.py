@@ -10,7 +10,7 @@ import pytest
 from job.experiments.kernel import pairs
 from job.experiments.kernel.judge import adversarial, planted, tasks
 from job.experiments.kernel.judge.catalog import TASKS
-from job.spec import KernelConfig, decoder, kernel
+from job.spec import KernelConfig, kernel, tuning
 from job.spec.common import DecoderConfig
 from job.spec.kernel import Funnel, Generation
 
@@ -37,28 +37,28 @@ def test_parameters_are_to_the_digit(model: DecoderConfig, total: int) -> None:
 
 def test_a_small_decoders_bytes_are_those_worked_out_by_hand() -> None:
     m = DecoderConfig(family="llama", vocab=100, layers=3, width=8, heads=2, kv_heads=1, head_dim=4, ffn=16)
-    assert decoder.parameters(m) == 3 * (576 + 16) + 2 * 800 + 8 == 3384
+    assert tuning.parameters(m) == 3 * (576 + 16) + 2 * 800 + 8 == 3384
     # fp32 state cut over two ranks; beside it bf16 layers (two with ZeRO-3, else all three) and both tables; beside the
     # gradients a layer's in bf16 and fp32.
-    assert decoder.whole_state(m, 2, 2, reshard=True) == (6768 + 2 * 1184 + 3200, 6768 + 592 * 6, 13_536)
-    assert decoder.whole_state(m, 2, 2, reshard=False) == (6768 + 3 * 1184 + 3200, 6768 + 592 * 6, 13_536)
-    assert decoder.whole_state(m, 2, 1, reshard=True) == (13_536 + 6768, 13_536, 27_072)
+    assert tuning.whole_state(m, 2, 2, reshard=True) == (6768 + 2 * 1184 + 3200, 6768 + 592 * 6, 13_536)
+    assert tuning.whole_state(m, 2, 2, reshard=False) == (6768 + 3 * 1184 + 3200, 6768 + 592 * 6, 13_536)
+    assert tuning.whole_state(m, 2, 1, reshard=True) == (13_536 + 6768, 13_536, 27_072)
     held = 13_536 + 2 * 592 + 2 * 800  # of the casts a layer's and the head's
-    assert decoder.whole_state(m, 2, 1, reshard=True, checkpointing=True) == (held, 13_536, 27_072)
-    assert decoder.whole_state(m, 4, 1, reshard=True) == (13_536, 13_536, 27_072)
+    assert tuning.whole_state(m, 2, 1, reshard=True, checkpointing=True) == (held, 13_536, 27_072)
+    assert tuning.whole_state(m, 4, 1, reshard=True) == (13_536, 13_536, 27_072)
     # Of a token: q, k, v, attention, gate, up (56); norms, activation, product (64); 7 narrow products of rank 3 and
     # the adapters' inputs after dropout (56); log-sum-exp in fp32.
     kept = [
-        (of, decoder.layer_activation_bytes(m, 2, checkpointing=on, adapters=of))
+        (of, tuning.layer_activation_bytes(m, 2, checkpointing=on, adapters=of))
         for of in (0, 3)
         for on in (False, True)
     ]
     assert kept == [(0, 2 * 120 + 8), (0, 2 * 64 + 8), (3, 2 * 197 + 8), (3, 2 * 85 + 8)]
-    assert decoder.activations(m, 5, 2, checkpointing=False) == 5 * (3 * 248 + 32)
-    assert decoder.activations(m, 5, 2, checkpointing=True) == 5 * (3 * 136 + 248 + 32)
+    assert tuning.activations(m, 5, 2, checkpointing=False) == 5 * (3 * 248 + 32)
+    assert tuning.activations(m, 5, 2, checkpointing=True) == 5 * (3 * 136 + 248 + 32)
     # One chunk's logits, the hidden states' gradient in fp32, and the head's where it is trained.
-    assert decoder.loss_bytes(m, 2000) == 1024 * 100 * 12 + 2000 * 8 * 4
-    assert decoder.loss_bytes(m, 5, trained=True) == 5 * 100 * 12 + 5 * 8 * 4 + 3200
+    assert tuning.loss_bytes(m, 2000) == 1024 * 100 * 12 + 2000 * 8 * 4
+    assert tuning.loss_bytes(m, 5, trained=True) == 5 * 100 * 12 + 5 * 8 * 4 + 3200
 
 
 def test_sft_is_sixteen_steps_of_52_7_gflop_per_token() -> None:
@@ -72,7 +72,7 @@ def test_state_is_16_4_gb_per_gpu_on_eight() -> None:
     memory = FULL.memory(0, 1, ranks=8)
     state = 16 * 8_190_735_360 / 8 / 1e9
     gathered = memory.weights_gb - 4 * 8_190_735_360 / 8 / 1e9
-    layer = 6 * decoder.layer_parameters(FULL.model) / 1e9  # its whole gradients: bf16, and the fp32 that is sent
+    layer = 6 * tuning.layer_parameters(FULL.model) / 1e9  # its whole gradients: bf16, and the fp32 that is sent
     assert memory.weights_gb + memory.gradients_gb + memory.moments_gb - gathered - layer == pytest.approx(state)
     assert state == pytest.approx(16.4, abs=0.05)
 
@@ -112,7 +112,7 @@ def test_rows_must_divide_the_batch() -> None:
     assert problem[0] == "batch.tokens"
     (problem,) = replace(FULL, batch=replace(FULL.batch, micro_tokens=2 * FULL.batch.tokens)).problems()
     assert problem[0] == "batch.micro_tokens"
-    assert decoder.steps(2.1, 0.3) == 7  # not an eighth for what is only rounding
+    assert tuning.steps(2.1, 0.3) == 7  # not an eighth for what is only rounding
 
 
 def test_generation_holds_the_cache_of_a_ranks_share_and_its_logits() -> None:
@@ -127,7 +127,7 @@ def test_generation_holds_the_cache_of_a_ranks_share_and_its_logits() -> None:
 
 def test_attention_reaches_as_far_as_a_sample_and_a_curriculum_needs_two_epochs() -> None:
     short = replace(FULL, data=replace(FULL.data, tokens_per_sample=100)).phases()[0].flops_per_token
-    assert short == 6 * decoder.matmul_parameters(FULL.model) + decoder.attention_flops(FULL.model, 100)
+    assert short == 6 * tuning.matmul_parameters(FULL.model) + tuning.attention_flops(FULL.model, 100)
     on = replace(FULL, data=replace(FULL.data, curriculum="on"))
     assert [path for path, _ in on.problems()] == ["data.curriculum"]
     assert replace(on, epochs=2).problems() == []
