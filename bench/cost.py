@@ -1,4 +1,7 @@
-"""Speed of the bill against the bars of the design: `python bench/cost.py > bench/results/cost.md`.
+"""Speed of the bill and of the comparison against their bars: `python bench/cost.py > bench/results/cost.md`.
+
+Compared is every type of the catalog, on spot and on demand, for every scenario of a stack, and the scenarios on their
+own fleets with 10,000 runs each.
 
 Each figure is a minimum and a median of several: on a machine that others use, the minimum is the program's and the
 rest is theirs. CPU seconds count user and system time of the process and of nobody else. Not a test: a slow machine is
@@ -26,7 +29,9 @@ import numpy as np
 from infra.bill.estimate import price, problems
 from infra.bill.table import render
 from infra.catalog import SHIPPED, load_catalog, read_catalog
+from infra.compare import ranking
 from infra.definition.loader import find, load
+from infra.definition.scenarios import scenarios
 from infra.risk.simulation import simulate
 
 ROOT = Path(__file__).parents[1]
@@ -73,19 +78,19 @@ def cold(*command: str, times: int = 7) -> Taken:
     return Taken(least=min(wall[1:]), median=statistics.median(wall[1:]), cpu=min(cpu[1:]))
 
 
-def machine(script: str) -> str:
+def machine() -> str:
     """What the figures hold for."""
     return (
         f"{datetime.now(UTC):%Y-%m-%d}, {_processor()}, {platform.system()} {platform.machine()}, Python"
         f" {platform.python_version()}, numpy {np.__version__}; load average {os.getloadavg()[0]:.1f} at start, so that"
-        f" a busy machine can be told. `python bench/{script}` wrote this.\n\n"
+        " a busy machine can be told. `python bench/cost.py` wrote this.\n\n"
     )
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     now, catalog = datetime.now(UTC), load_catalog()
-    head = machine("cost.py")
+    head = machine()
     growth = load(find(STACKS[0], ROOT), now=now)
     side = price(growth, catalog).spot
     assert side is not None
@@ -110,11 +115,32 @@ def main() -> None:
     ]
     sys.stdout.write("# Speed of the bill\n\n" + head + HEAD)
     sys.stdout.writelines(taken.row(what, bar) for what, bar, taken in rows)
+    sys.stdout.write("\n# Speed of the comparison\n\n" + HEAD)
+    for stack in STACKS:
+        what, taken = _compared(stack, now)
+        sys.stdout.write(taken.row(what, "3 s"))
+        whole = cold("-m", "infra.cli", "compare", stack, times=5)
+        sys.stdout.write(whole.row(f"`gpufleet compare {stack}` cold", "3 s"))
 
 
 def _priced(stack: str, now: datetime) -> Taken:
     plan, catalog = load(find(stack, ROOT), now=now), load_catalog()
     return seconds(lambda: price(plan, catalog))
+
+
+def _compared(stack: str, now: datetime) -> tuple[str, Taken]:
+    """(what was compared, the comparison in this process)."""
+    catalog, path = load_catalog(), find(stack, ROOT)
+    definition, variants = load(path, now=now), scenarios(path, now=now)
+    rows = ranking.every_option(definition, variants, catalog)
+
+    def whole() -> None:
+        ranking.scenarios(definition, variants, catalog)
+        ranking.refined(ranking.every_option(definition, variants, catalog))
+
+    types, works = len({row.type for row in rows}), len({row.scenario for row in rows})
+    said = f"{types} types x 2 capacities x {works} pieces of work of {len(variants)} scenarios = {len(rows)} options"
+    return f"{stack}: {said}", seconds(whole, times=3)
 
 
 def _children_s() -> float:
