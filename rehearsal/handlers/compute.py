@@ -13,7 +13,6 @@ from typing import Any
 from job.text import stamp
 from rehearsal.handlers.network import retag, tag_specification
 from rehearsal.handlers.table import (
-    BOOLEANS,
     Aws,
     Properties,
     ResourceHandler,
@@ -22,38 +21,22 @@ from rehearsal.handlers.table import (
     api,
     fields,
     from_api,
-    tag_list,
     tagged,
+    to_api,
 )
 
 _POLL_S = 0.05
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
 _NOT_FOUND = ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound")
-# Inputs that are part of the template's data, in the provider's spelling and in the API's.
-_DATA = {
-    "imageId": "ImageId",
-    "userData": "UserData",
-    "iamInstanceProfile": "IamInstanceProfile",
-    "vpcSecurityGroupIds": "SecurityGroupIds",
-    "instanceInitiatedShutdownBehavior": "InstanceInitiatedShutdownBehavior",
-    "metadataOptions": "MetadataOptions",
-    "blockDeviceMappings": "BlockDeviceMappings",
-    "tagSpecifications": "TagSpecifications",
-}
-
-
-def _to_api(value: Any, key: str = "") -> Any:
-    if key == "tags":
-        return tag_list(value)
-    if isinstance(value, dict):
-        return {_DATA.get(name, api(name)): _to_api(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_to_api(item) for item in value]
-    return value == "true" if key in BOOLEANS else value
+# Inputs that are part of the template's data.
+_DATA = fields(
+    "imageId userData iamInstanceProfile vpcSecurityGroupIds instanceInitiatedShutdownBehavior metadataOptions "
+    "blockDeviceMappings tagSpecifications"
+)
 
 
 def _template_data(inputs: Properties) -> dict[str, Any]:
-    return dict(_to_api({key: inputs[key] for key in _DATA if key in inputs}))
+    return dict(to_api({key: value for key, value in inputs.items() if key in _DATA}))
 
 
 def _create_template(aws: Aws, inputs: Properties) -> str:
@@ -87,7 +70,7 @@ def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties |
     newest = aws.ec2.describe_launch_template_versions(LaunchTemplateId=resource_id, Versions=["$Latest"])
     data = newest["LaunchTemplateVersions"][0]["LaunchTemplateData"]
     return {
-        **{key: from_api(data[name], name) for key, name in _DATA.items() if name in data},
+        **from_api(data),
         "name": template["LaunchTemplateName"],
         "latestVersion": template["LatestVersionNumber"],
         "defaultVersion": template["DefaultVersionNumber"],
@@ -99,8 +82,8 @@ def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties |
 def _fleet_configs(inputs: Properties) -> list[dict[str, Any]]:
     return [
         {
-            "LaunchTemplateSpecification": _to_api(config["launchTemplateSpecification"]),
-            "Overrides": _to_api(config.get("overrides", [])),
+            "LaunchTemplateSpecification": to_api(config["launchTemplateSpecification"]),
+            "Overrides": to_api(config.get("overrides", [])),
         }
         for config in inputs["launchTemplateConfigs"]
     ]
@@ -110,14 +93,14 @@ def _create_fleet(aws: Aws, inputs: Properties) -> str:
     request: dict[str, Any] = {
         "Type": inputs.get("type", "maintain"),
         "LaunchTemplateConfigs": _fleet_configs(inputs),
-        "TargetCapacitySpecification": _to_api(inputs["targetCapacitySpecification"]),
+        "TargetCapacitySpecification": to_api(inputs["targetCapacitySpecification"]),
         "ExcessCapacityTerminationPolicy": inputs.get("excessCapacityTerminationPolicy", "termination"),
         "TerminateInstancesWithExpiration": inputs.get("terminateInstancesWithExpiration", False),
         "ReplaceUnhealthyInstances": inputs.get("replaceUnhealthyInstances", False),
         "TagSpecifications": tag_specification("fleet", inputs),
     }
     if "spotOptions" in inputs:
-        request["SpotOptions"] = _to_api(inputs["spotOptions"])
+        request["SpotOptions"] = to_api(inputs["spotOptions"])
     if "validUntil" in inputs:
         request["ValidUntil"] = datetime.fromisoformat(inputs["validUntil"])
     fleet = str(aws.ec2.create_fleet(**request)["FleetId"])
@@ -174,7 +157,7 @@ def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
 HANDLERS = {
     "aws:ec2/launchTemplate:LaunchTemplate": ResourceHandler(
         source="ec2/ec2_launch_template",
-        optional=fields("name updateDefaultVersion tags") | frozenset(_DATA),
+        optional=fields("name updateDefaultVersion tags") | _DATA,
         replaces=fields("name"),
         computed=fields("arn latestVersion defaultVersion tagsAll"),
         volatile=fields("latestVersion defaultVersion tagsAll"),

@@ -11,13 +11,16 @@ from botocore.exceptions import ClientError
 
 from rehearsal.handlers.table import (
     Aws,
+    Handler,
     Properties,
-    ResourceHandler,
-    UnsupportedError,
+    RefusedError,
     absent,
+    api,
     fields,
+    from_api,
     tag_list,
     tagged,
+    to_api,
 )
 
 _GONE = ("NoSuchBucket", "404")
@@ -73,26 +76,30 @@ def _delete_bucket(aws: Aws, resource_id: str, state: Properties) -> None:
 def _setting(
     kind: str,
     put: Callable[[Aws, Properties], Any],
-    read: Callable[[Aws, str], Properties],
+    get: str,
     absent_code: str,
     remove: str,
+    *,
+    answer: str = "",
     **more: Any,
-) -> ResourceHandler:
-    """A setting of a bucket: its id is the bucket's name, and it moves to no other."""
+) -> Handler:
+    """A setting of a bucket: its id is the bucket's name, and it moves to no other. `get`: the operation that reads it,
+    which answers under the key `answer`.
+    """
 
     def create(aws: Aws, inputs: Properties) -> str:
         put(aws, inputs)
         return str(inputs["bucket"])
 
-    def live(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-        found = absent(lambda: read(aws, resource_id), absent_code, *_GONE)
-        return None if found is None else {"bucket": resource_id, **found}
+    def read(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+        found = absent(lambda: getattr(aws.s3, get)(Bucket=resource_id), absent_code, *_GONE)
+        return found and {**from_api(found[answer] if answer else found), "bucket": resource_id}
 
     return ResourceHandler(
         source=f"s3/{kind}",
         replaces=fields("bucket"),
         create=create,
-        read=live,
+        read=read,
         update=lambda aws, resource_id, old, new: put(aws, new),
         delete=lambda aws, resource_id, state: absent(
             lambda: getattr(aws.s3, remove)(Bucket=resource_id), absent_code, *_GONE
@@ -101,43 +108,17 @@ def _setting(
     )
 
 
-_FLAGS = {
-    "blockPublicAcls": "BlockPublicAcls",
-    "blockPublicPolicy": "BlockPublicPolicy",
-    "ignorePublicAcls": "IgnorePublicAcls",
-    "restrictPublicBuckets": "RestrictPublicBuckets",
-}
+_FLAGS = ("blockPublicAcls", "blockPublicPolicy", "ignorePublicAcls", "restrictPublicBuckets")
 
 
 def _put_closed(aws: Aws, inputs: Properties) -> None:
-    flags = {aws_name: bool(inputs.get(name)) for name, aws_name in _FLAGS.items()}
+    flags = {api(name): bool(inputs.get(name)) for name in _FLAGS}
     aws.s3.put_public_access_block(Bucket=inputs["bucket"], PublicAccessBlockConfiguration=flags)
 
 
-def _read_closed(aws: Aws, bucket: str) -> Properties:
-    flags = aws.s3.get_public_access_block(Bucket=bucket)["PublicAccessBlockConfiguration"]
-    return {name: flags[aws_name] for name, aws_name in _FLAGS.items()}
-
-
 def _put_encryption(aws: Aws, inputs: Properties) -> None:
-    rules = []
-    for rule in inputs["rules"]:
-        default = rule["applyServerSideEncryptionByDefault"]
-        key = {"KMSMasterKeyID": default["kmsMasterKeyId"]} if "kmsMasterKeyId" in default else {}
-        entry: dict[str, Any] = {"ApplyServerSideEncryptionByDefault": {"SSEAlgorithm": default["sseAlgorithm"], **key}}
-        if "bucketKeyEnabled" in rule:
-            entry["BucketKeyEnabled"] = rule["bucketKeyEnabled"]
-        rules.append(entry)
-    aws.s3.put_bucket_encryption(Bucket=inputs["bucket"], ServerSideEncryptionConfiguration={"Rules": rules})
-
-
-def _read_encryption(aws: Aws, bucket: str) -> Properties:
-    found = []
-    for rule in aws.s3.get_bucket_encryption(Bucket=bucket)["ServerSideEncryptionConfiguration"]["Rules"]:
-        default = rule["ApplyServerSideEncryptionByDefault"]
-        shown = {"sseAlgorithm": default["SSEAlgorithm"], "kmsMasterKeyId": default.get("KMSMasterKeyID")}
-        found.append({"applyServerSideEncryptionByDefault": shown, "bucketKeyEnabled": rule.get("BucketKeyEnabled")})
-    return {"rules": found}
+    rules = {"Rules": to_api(inputs["rules"])}
+    aws.s3.put_bucket_encryption(Bucket=inputs["bucket"], ServerSideEncryptionConfiguration=rules)
 
 
 def _put_policy(aws: Aws, inputs: Properties) -> None:
@@ -145,37 +126,8 @@ def _put_policy(aws: Aws, inputs: Properties) -> None:
 
 
 def _put_lifecycle(aws: Aws, inputs: Properties) -> None:
-    rules = []
-    for rule in inputs["rules"]:
-        entry: dict[str, Any] = {
-            "ID": rule["id"],
-            "Status": rule["status"],
-            "Filter": {"Prefix": rule["filter"]["prefix"]},
-        }
-        if "expiration" in rule:
-            entry["Expiration"] = {"Days": rule["expiration"]["days"]}
-        if "abortIncompleteMultipartUpload" in rule:
-            days = rule["abortIncompleteMultipartUpload"]["daysAfterInitiation"]
-            entry["AbortIncompleteMultipartUpload"] = {"DaysAfterInitiation": days}
-        rules.append(entry)
-    aws.s3.put_bucket_lifecycle_configuration(Bucket=inputs["bucket"], LifecycleConfiguration={"Rules": rules})
-
-
-def _read_lifecycle(aws: Aws, bucket: str) -> Properties:
-    rules = []
-    for rule in aws.s3.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]:
-        entry: Properties = {
-            "id": rule["ID"],
-            "status": rule["Status"],
-            "filter": {"prefix": rule.get("Filter", {}).get("Prefix", "")},
-        }
-        if "Expiration" in rule:
-            entry["expiration"] = {"days": rule["Expiration"]["Days"]}
-        if "AbortIncompleteMultipartUpload" in rule:
-            days = rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"]
-            entry["abortIncompleteMultipartUpload"] = {"daysAfterInitiation": days}
-        rules.append(entry)
-    return {"rules": rules}
+    rules = {"Rules": to_api(inputs["rules"])}
+    aws.s3.put_bucket_lifecycle_configuration(Bucket=inputs["bucket"], LifecycleConfiguration=rules)
 
 
 def _body(inputs: Properties) -> bytes:
@@ -228,24 +180,26 @@ HANDLERS = {
     "aws:s3/bucketPublicAccessBlock:BucketPublicAccessBlock": _setting(
         "bucket_public_access_block",
         _put_closed,
-        _read_closed,
+        "get_public_access_block",
         "NoSuchPublicAccessBlockConfiguration",
         "delete_public_access_block",
+        answer="PublicAccessBlockConfiguration",
         required=fields("bucket"),
         optional=frozenset(_FLAGS),
     ),
     "aws:s3/bucketServerSideEncryptionConfiguration:BucketServerSideEncryptionConfiguration": _setting(
         "bucket_server_side_encryption_configuration",
         _put_encryption,
-        _read_encryption,
+        "get_bucket_encryption",
         "ServerSideEncryptionConfigurationNotFoundError",
         "delete_bucket_encryption",
+        answer="ServerSideEncryptionConfiguration",
         required=fields("bucket rules"),
     ),
     "aws:s3/bucketPolicy:BucketPolicy": _setting(
         "bucket_policy",
         _put_policy,
-        lambda aws, bucket: {"policy": aws.s3.get_bucket_policy(Bucket=bucket)["Policy"]},
+        "get_bucket_policy",
         "NoSuchBucketPolicy",
         "delete_bucket_policy",
         required=fields("bucket policy"),
@@ -253,7 +207,7 @@ HANDLERS = {
     "aws:s3/bucketLifecycleConfiguration:BucketLifecycleConfiguration": _setting(
         "bucket_lifecycle_configuration",
         _put_lifecycle,
-        _read_lifecycle,
+        "get_bucket_lifecycle_configuration",
         "NoSuchLifecycleConfiguration",
         "delete_bucket_lifecycle",
         required=fields("bucket rules"),

@@ -18,6 +18,13 @@ from botocore.exceptions import ClientError
 
 Properties = dict[str, Any]
 UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"  # how the engine writes what it does not know yet (its RPC protocol)
+SPELLED = {  # otherwise than with a capital first
+    "id": "ID",
+    "sseAlgorithm": "SSEAlgorithm",
+    "kmsMasterKeyId": "KMSMasterKeyID",
+    "vpcSecurityGroupIds": "SecurityGroupIds",
+}
+_BACK = {theirs: ours for ours, theirs in SPELLED.items()}
 BOOLEANS = ("encrypted", "deleteOnTermination")  # strings in the provider, so that unset differs from false
 
 
@@ -193,19 +200,31 @@ def absent(call: Callable[[], Any], *codes: str) -> Any:
 
 
 def api(name: str) -> str:
-    """A property's name as the EC2 API spells it: cidrBlock is CidrBlock."""
-    return name[0].upper() + name[1:]
+    """A property's name as AWS spells it: cidrBlock is CidrBlock."""
+    return SPELLED.get(name) or name[0].upper() + name[1:]
+
+
+def to_api(value: Any, key: str = "") -> Any:
+    """Properties as AWS spells them."""
+    if key == "tags":
+        return tag_list(value)
+    if isinstance(value, dict):
+        return {api(name): to_api(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [to_api(item) for item in value]
+    return value == "true" if key in BOOLEANS else value
 
 
 def from_api(value: Any, key: str = "") -> Any:
-    """An answer of the EC2 API in the provider's spelling."""
-    if key == "Tags":
+    """AWS's answer in the provider's spelling."""
+    if key == "tags":
         return tag_map(value)
     if isinstance(value, dict):
-        return {name[0].lower() + name[1:]: from_api(item, name) for name, item in value.items()}
+        named = {_BACK.get(name) or name[0].lower() + name[1:]: item for name, item in value.items()}
+        return {name: from_api(item, name) for name, item in named.items()}
     if isinstance(value, list):
         return [from_api(item) for item in value]
-    return str(value).lower() if isinstance(value, bool) and key[0].lower() + key[1:] in BOOLEANS else value
+    return str(value).lower() if isinstance(value, bool) and key in BOOLEANS else value
 
 
 def described(operation: str, ids: str, answer: str, *absent_codes: str, arn: str, **renamed: str) -> Read:
