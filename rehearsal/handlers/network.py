@@ -139,15 +139,14 @@ def _table(aws: Aws, table: str) -> dict[str, Any] | None:
     return answer["RouteTables"][0] if answer else None
 
 
+def _target(inputs: Properties) -> dict[str, Any]:
+    keys = ("routeTableId", "destinationCidrBlock", "gatewayId")
+    return {api(key): inputs[key] for key in keys}
+
+
 def _create_route(aws: Aws, inputs: Properties) -> str:
-    target = {"DestinationCidrBlock": inputs["destinationCidrBlock"], "GatewayId": inputs["gatewayId"]}
-    aws.ec2.create_route(RouteTableId=inputs["routeTableId"], **target)
+    aws.ec2.create_route(**_target(inputs))
     return f"r-{inputs['routeTableId']}-{inputs['destinationCidrBlock']}"
-
-
-def _update_route(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    target = {"DestinationCidrBlock": new["destinationCidrBlock"], "GatewayId": new["gatewayId"]}
-    aws.ec2.replace_route(RouteTableId=new["routeTableId"], **target)
 
 
 def _read_route(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -305,7 +304,7 @@ HANDLERS = {
         computed=fields("state origin"),
         create=_create_route,
         read=_read_route,
-        update=_update_route,
+        update=lambda aws, resource_id, old, new: aws.ec2.replace_route(**_target(new)),
         delete=lambda aws, resource_id, state: aws.ec2.delete_route(
             RouteTableId=state["routeTableId"], DestinationCidrBlock=state["destinationCidrBlock"]
         ),

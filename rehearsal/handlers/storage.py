@@ -11,9 +11,9 @@ from botocore.exceptions import ClientError
 
 from rehearsal.handlers.table import (
     Aws,
-    Handler,
     Properties,
-    RefusedError,
+    ResourceHandler,
+    UnsupportedError,
     absent,
     api,
     fields,
@@ -82,7 +82,7 @@ def _setting(
     *,
     answer: str = "",
     **more: Any,
-) -> Handler:
+) -> ResourceHandler:
     """A setting of a bucket: its id is the bucket's name, and it moves to no other. `get`: the operation that reads it,
     which answers under the key `answer`.
     """

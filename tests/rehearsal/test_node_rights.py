@@ -18,7 +18,7 @@ from infra.program.resources.identity import node_statements
 from infra.program.resources.tags import tags
 from job.supervisor.fleet import changes, of_node
 from job.supervisor.store import MissingError, RefusedError, S3Store
-from rehearsal import rights
+from rehearsal import gate
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
 from rehearsal.fleet import Event
@@ -158,13 +158,13 @@ def test_a_condition_that_is_not_known_is_an_error() -> None:
     condition = {"NumericLessThan": {"s3:max-keys": "10"}}
     statement = {"Effect": "Allow", "Action": "*", "Resource": "*", "Condition": condition}
     with pytest.raises(ValueError, match="cannot tell from the role's policy whether it allows s3:GetObject"):
-        rights.allowed([statement], AccessRequest(action="s3:GetObject"))
+        gate.allowed([statement], AccessRequest(action="s3:GetObject"))
 
 
 def test_a_denial_counts_for_more_than_a_permission() -> None:
     statements = [{"Effect": effect, "Action": "s3:Get*", "Resource": "*"} for effect in ("Allow", "Deny")]
-    assert rights.allowed(statements[:1], AccessRequest(action="s3:GetObject"))
-    assert not rights.allowed(statements, AccessRequest(action="s3:GetObject"))
+    assert gate.allowed(statements[:1], AccessRequest(action="s3:GetObject"))
+    assert not gate.allowed(statements, AccessRequest(action="s3:GetObject"))
 
 
 def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_path: Path) -> None:
