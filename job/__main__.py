@@ -26,6 +26,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from job.contract.attempt import Node
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_json", metavar="RUN_JSON", type=Path, help="the run config, as the program declares it")
     run_json: Path = parser.parse_args(argv).run_json.resolve()
     try:
-        bootstrap.ensure(run_json.parent / PACKAGES)
+        with suppress(ValueError):  # said below
+            bootstrap.ensure(run_json.parent / PACKAGES, bootstrap.listed(load(run_json).config.module))
     except RuntimeError as error:
         sys.stderr.write(f"{error}\n")
         return AttemptExit.CRASHED

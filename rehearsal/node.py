@@ -21,6 +21,7 @@ from pathlib import Path
 from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 from infra.errors import GpufleetError
+from job.contract.environment import SECRET, USER_PATH
 from rehearsal.cloud import Cloud
 from rehearsal.launch import CloudInstance
 
@@ -134,7 +135,9 @@ class NodeRunner:
     def _environment(self, instance: CloudInstance, root: Path) -> dict[str, str]:
         python = Path(sys.executable)
         path = (STANDINS, python.parent, os.environ.get("PATH", os.defpath), STANDINS / "absent")
+        commands = {key: os.environ[key] for key in os.environ if key == USER_PATH or key.startswith(SECRET)}
         return {
+            **commands,  # a command's own programs and the values of its secrets, which only its container gets
             "PATH": os.pathsep.join(map(str, path)),
             "HOME": str(root / "root"),
             "TMPDIR": str(root / "tmp"),

@@ -26,6 +26,7 @@ from job.contract.bucket import ATTEMPTS, DONE, attempt_key, boot_log_key
 from job.contract.codes import AttemptExit
 from job.contract.workdir import RUN
 from job.node import attempts, container, disks
+from job.node.jobs import Jobs
 from job.node.outside import (
     MetadataService,
     Objects,
@@ -70,6 +71,7 @@ class NodeRun:
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
         self.fired = threading.Event()
         self.job: subprocess.Popen[bytes] | None = None
+        self.command: Jobs | None = None
         self._recording = threading.Lock()
         self._ended = self._job_looks = self._run_file_is_here = False
 
@@ -123,7 +125,8 @@ class NodeRun:
         self._yield_to_timer()
         say("starting the container")
         self._job_looks = True
-        return self._run_job(container.command(self.settings, self.machine, scratch))
+        with Jobs(self.settings, self.machine, scratch) as self.command:
+            return self._run_job(container.command(self.settings, self.machine, scratch))
 
     def _list(self) -> bool:
         """One listing answers: is the run over, which manifest is the newest, were there attempts."""
@@ -181,11 +184,19 @@ class NodeRun:
         self._crash("no working GPU", why=why)
 
     def _pull(self) -> None:
+        """The image, or the two of a command: its own may be another registry's, as its definition says."""
+        if self.settings.job_image:
+            self._pull_image(self.settings.image)
+        job = (atomic.read_object(self.folder / RUN) or {}).get("job") or {}
+        registry = (job.get("parameters") or {}).get("registry")
+        self._pull_image(self.settings.job_image or self.settings.image, str(registry or ""))
+
+    def _pull_image(self, image: str, registry: str = "") -> None:
         login = self.folder / "docker"
         os.environ["DOCKER_CONFIG"] = str(login)
         why = ""
         for _ in tries(5):
-            if (said := container.pull(self.settings.image, login)) is None:
+            if (said := container.pull(image, login, registry)) is None:
                 return
             why = said
             if container.HOPELESS.search(why):
@@ -278,6 +289,8 @@ class NodeRun:
         try:
             (self.folder / "timer").touch()
             call(*bounded(TIMER_STOP_S, *container.stop(self.machine)))
+            if self.command is not None:
+                self.command.remove()
             self._end_run(ends.TIMER, f"{self.settings.timer_s} s after boot")
         finally:
             os._exit(1)

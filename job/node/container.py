@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 from job.contract import environment
@@ -15,6 +17,7 @@ from job.node.settings import InstanceIdentity, Settings
 STOP_S = 115  # for the job to save and upload; EC2 gives 120
 PULL_S = 1800
 HOPELESS = re.compile("no space|not found|unknown|denied|no basic auth")  # pulling again cannot help
+DOCKER_HUB = "https://index.docker.io/v1/"  # as docker keeps the login of an image whose name has no host
 _ECR = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.")
 _PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
@@ -29,31 +32,63 @@ def stop(machine: InstanceIdentity) -> tuple[str, ...]:
     return ("docker", "stop", "-t", str(STOP_S), name(machine))
 
 
-def pull(image: str, login: Path) -> str | None:
-    """None when the image is there, else why not. `login`: the folder where docker keeps its own."""
-    refused = _log_in(image.partition("/")[0], login)
-    return complaint(PULL_S, "docker", "pull", "-q", image) if refused is None else refused
+def pull(image: str, login: Path, registry: str = "") -> str | None:
+    """None when the image is there, else why not. `login`: the folder where docker keeps its own, for as long as this
+    takes. `registry`: where user:password of another registry than ECR is kept.
+    """
+    try:
+        refused = _log_in(image, login, registry)
+        return complaint(PULL_S, "docker", "pull", "-q", image) if refused is None else refused
+    finally:
+        shutil.rmtree(login, ignore_errors=True)
 
 
-def _log_in(host: str, login: Path) -> str | None:
-    """To a private ECR, by this node's role; what it answers is what docker keeps of a login. None, or why not."""
+def _log_in(image: str, login: Path, registry: str) -> str | None:
+    """To a private ECR by this node's role, whose answer is what docker keeps of a login, or with the registry's
+    secret. None, or why not.
+    """
+    first, named, _ = image.partition("/")
+    host = first if named and re.search("[.:]|^localhost$", first) else DOCKER_HUB
     private = _ECR.search(host)
-    if private is None:
+    if private is None and not registry:
         return None
-    said = ask(
-        *("aws", "ecr", "get-authorization-token", "--region", private[1], "--output", "text"),
-        *("--query", "authorizationData[0].authorizationToken", *NOT_REACHED),
-    )
+    said = ask(*(_ecr_token(private[1]) if private else _secret(registry)), "--output", "text", *NOT_REACHED)
     if said.code != 0:
         return said.why
+    told = said.out if private else base64.b64encode(said.out.encode()).decode()
     login.mkdir(parents=True, exist_ok=True)
-    (login / "config.json").write_text(json.dumps({"auths": {host: {"auth": said.out}}}))
+    (login / "config.json").write_text(json.dumps({"auths": {host: {"auth": told}}}))
     return None
+
+
+def _ecr_token(region: str) -> tuple[str, ...]:
+    words = ("aws", "ecr", "get-authorization-token", "--region", region)
+    return (*words, "--query", "authorizationData[0].authorizationToken")
+
+
+def _secret(place: str) -> tuple[str, ...]:
+    """The call that answers with it: ssm:/name or secretsmanager:name."""
+    kind, _, name = place.partition(":")
+    if kind == "ssm":
+        return ("aws", "ssm", "get-parameter", "--name", name, "--with-decryption", "--query", "Parameter.Value")
+    return ("aws", "secretsmanager", "get-secret-value", "--secret-id", name, "--query", "SecretString")
 
 
 def command(settings: Settings, machine: InstanceIdentity, scratch: Path) -> list[str]:
     """The command that runs the job; `scratch` holds its work folder."""
     options = settings.container_options.split()
+    if settings.job_image:  # it watches another container's processes, and has the role that one has not
+        options += [
+            "--pid",
+            "host",
+            "--network",
+            "host",
+            "--cap-add",
+            "SYS_PTRACE",
+            "-e",
+            f"{environment.JOB_CONTAINER}=1",
+        ]
+        options += ["-e", "NVIDIA_DRIVER_CAPABILITIES=utility"] if settings.device != "cpu" else []
     if settings.device != "cpu":  # the image brings the CUDA it wants; some toolkits refuse it
         options += ["--gpus", "all", "-e", "NVIDIA_DISABLE_REQUIRE=true"]
     if settings.data_volume:

@@ -10,17 +10,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
+JOB = Path(__file__).parents[1]
+REQUIREMENTS = "requirements.txt"
 MARK = "GPUFLEET_PACKAGES"  # set in the environment of the process that has them
 TRIES = 3
 
 
-def ensure(folder: Path) -> None:
+def listed(module: str) -> Path:
+    """What a job's module needs: a list of its own, or the one of all."""
+    own = JOB.joinpath(*module.split(".")[1:], REQUIREMENTS)
+    return own if own.exists() else JOB / REQUIREMENTS
+
+
+def ensure(folder: Path, requirements: Path) -> None:
     """Installs what is missing into `folder`, then starts this program again with it on the path.
 
     Raises RuntimeError when that cannot be done.
     """
-    lacking = missing(REQUIREMENTS.read_text())
+    lacking = missing(requirements.read_text())
     if not lacking:
         return
     if os.environ.get(MARK):

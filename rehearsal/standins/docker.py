@@ -2,8 +2,11 @@
 
 The command runs with the project's Python in the node's process group. Host folders stand in for mounts: a container
 path at the start of an argument or of an environment value becomes the host's. The environment is the container's own,
-so that nothing leaks in from the laptop. Output goes to standard output and, with --log-driver awslogs, to CloudWatch
-Logs. Options that change nothing here are accepted by name; an unknown one is an error, never ignored.
+so that nothing leaks in from the laptop. A container with an entry point is of a command of the user's own: it has the
+user's programs first on its PATH and none of gpufleet's, and what loses its parent there stays below its first process.
+
+Output goes to standard output and, with --log-driver awslogs, to CloudWatch Logs. Options that change nothing here are
+accepted by name; an unknown one is an error, never ignored.
 """
 
 # ruff: noqa: T201 - a command speaks by printing
@@ -22,6 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from job.command import processes
+from job.contract.environment import SECRET, USER_PATH
+
 ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
@@ -30,7 +36,7 @@ LOG_LINES = 50_000  # that wait to be sent, at most
 
 def main(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("", [])
-    commands = {"run": run, "pull": pull, "stop": stop}
+    commands = {"run": run, "pull": pull, "stop": stop, "inspect": inspect, "rm": remove}
     if command not in commands:
         print(f"docker: '{command}' is not stood in for in a rehearsal", file=sys.stderr)
         return DAEMON_ERROR
@@ -49,17 +55,20 @@ def run(words: list[str]) -> int:
         return DAEMON_ERROR
     mounts = _mounts(options.volume)
     environment = {
-        "PATH": os.environ["PATH"],
+        "PATH": _users_path() if options.entrypoint else os.environ["PATH"],
         "HOME": str(ROOT / "root"),
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",  # the code is mounted read-only
         # One thread: the model is tiny, and two that wait for each other on a busy laptop are 100 times slower.
         "OMP_NUM_THREADS": "1",
         "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # by which the runner finds what it must kill
+        **({} if options.entrypoint else {name: os.environ[name] for name in os.environ if name.startswith(SECRET)}),
         **_environment(options.env, mounts),
     }
     argv = [_to_host_path(word, mounts) for word in options.command]
-    if argv[0] in ("python", "python3"):
+    if options.entrypoint:
+        argv = [os.environ["GPUFLEET_PYTHON"], "-I", processes.__file__, str(os.getpid()), options.entrypoint, *argv]
+    elif argv[0] in ("python", "python3"):
         argv[0] = os.environ["GPUFLEET_PYTHON"]
     child = subprocess.Popen(
         argv,
@@ -93,6 +102,38 @@ def pull(words: list[str]) -> int:
         print(f"docker: {image} names no digest", file=sys.stderr)
         return 1
     print(image)
+    return 0
+
+
+def inspect(words: list[str]) -> int:
+    """`inspect -f {{.State.Pid}} NAME`: the container's first process, which its guard has started; 0 before that."""
+    _, what, name = words
+    if what != "{{.State.Pid}}":
+        print(f"docker: {what} is not stood in for in a rehearsal", file=sys.stderr)
+        return DAEMON_ERROR
+    try:
+        guard = int((CONTAINERS / name).read_text())
+    except FileNotFoundError:
+        print(f"Error: No such object: {name}", file=sys.stderr)
+        return 1
+    print(next(iter(processes.descendants(guard)), 0))
+    return 0
+
+
+def remove(words: list[str]) -> int:
+    """`rm -f NAME`: all of its processes are ended at once."""
+    record = CONTAINERS / words[-1]
+    try:
+        pid = int(record.read_text())
+    except FileNotFoundError:
+        print(f"Error response from daemon: No such container: {words[-1]}", file=sys.stderr)
+        return 1
+    if _alive(pid):
+        os.kill(pid, signal.SIGTERM)
+    while _alive(pid):
+        time.sleep(0.05)
+    record.unlink(missing_ok=True)
+    print(words[-1])
     return 0
 
 
@@ -177,9 +218,10 @@ def _logs(options: argparse.Namespace) -> CloudWatchLogs | None:
 
 def _run_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="docker run", allow_abbrev=False)
-    for option in ("--name", "--stop-timeout", "--ipc", "--log-driver", "--gpus"):
+    for option in ("--name", "--stop-timeout", "--ipc", "--log-driver", "--gpus", "--pid", "--network", "--entrypoint"):
         parser.add_argument(option)
-    for option in ("--ulimit", "--log-opt", "--security-opt"):
+    parser.add_argument("--pids-limit")
+    for option in ("--ulimit", "--log-opt", "--security-opt", "--cap-add"):
         parser.add_argument(option, action="append", default=[])
     parser.add_argument("-v", "--volume", action="append", default=[])
     parser.add_argument("-e", "--env", action="append", default=[])
@@ -216,6 +258,13 @@ def _environment(settings: list[str], mounts: dict[str, str]) -> dict[str, str]:
         if given or name in os.environ:
             result[name] = _to_host_path(value if given else os.environ[name], mounts)
     return result
+
+
+def _users_path() -> str:
+    """The user's programs, then the laptop's, without the project's own."""
+    own = {str(Path(os.environ["GPUFLEET_PYTHON"]).parent), str(Path(__file__).parent)}
+    path = [each for each in os.environ["PATH"].split(os.pathsep) if each not in own]
+    return os.pathsep.join([*filter(None, [os.environ.get(USER_PATH)]), *path])
 
 
 def _has_gpu() -> bool:

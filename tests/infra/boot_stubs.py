@@ -71,6 +71,7 @@ case "$1 $2" in
   "ec2 delete-fleets") if fails delete-fleets; then echo "not authorized"; else echo None; fi ;;
   "ec2 terminate-instances") fails terminate-instances && exit 254; echo TERMINATINGINSTANCES ;;
   "ec2 describe-instances") cat "$WORLD/described" ;;
+  "ssm get-parameter" | "secretsmanager get-secret-value") echo "me:secret of ${4}" ;;
   "ecr get-authorization-token") fails ecr && exit 254; echo "token of ${4}" ;;
   *) exit 252 ;;
 esac
@@ -91,7 +92,10 @@ fi
 case $1 in
   pull) [[ ! -e $WORLD/fails/pull ]] ;;
   stop) touch "$WORLD/stopped"; [[ -e $WORLD/running ]] ;;
+  inspect) cat "$WORLD/pid" ;;
+  rm) echo removed ;;
   run)
+    if [[ $* == *"--entrypoint sh"* ]]; then exec /usr/bin/env -i /bin/sleep 30; fi
     touch "$WORLD/running"
     echo "a line from the job"
     [[ ! -e $WORLD/job ]] || . "$WORLD/job"
@@ -181,6 +185,8 @@ class StubNode:
         self.device = "cuda"
         self.container_options = ""
         self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
+        self.job_image = ""
+        self.parameters: dict[str, Any] = {}
         self.launched(minutes_ago=90)
         self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
         (self.world / "calls").touch()
@@ -246,13 +252,14 @@ class StubNode:
         inputs = self.s3 / "inputs" / packed.sha256
         inputs.mkdir(parents=True)
         (inputs / "job.tar.gz").write_bytes(packed.content)
-        run_config = json.dumps({"job": {"parameters": {"device": self.device}}})
+        run_config = json.dumps({"job": {"parameters": {"device": self.device, **self.parameters}}})
         self.put("run.json", run_config)
         rendered = user_data.render(
             stack="tinystories-growth",
             run_id="r1",
             region="us-east-2",
             image=self.image,
+            job_image=self.job_image,
             bucket=BUCKET,
             log_group="gpufleet-logs",
             archive_sha256=packed.sha256,

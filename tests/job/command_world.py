@@ -78,27 +78,28 @@ class CommandJob:
 
     def __init__(self, workdir: Path, parameters: dict[str, Any], code: Path = OWN_CODE) -> None:
         self.workdir, self.parameters = workdir, parameters
+        self.environment: dict[str, str] = {}  # of the host, beside its own
         self.digest = config_digest("command", parameters)
         self.tree = runs.tree(job={"experiment": "command", "parameters": parameters})
         runs.place(workdir, self.tree)
         shutil.copytree(code, workdir / "user" / "code", dirs_exist_ok=True)
 
-    def start(self, **environment: str) -> subprocess.Popen[bytes]:
+    def start(self) -> subprocess.Popen[bytes]:
         """The host, its output in host.log."""
         with (self.workdir / "host.log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "job.command", str(self.workdir)],
                 cwd=ROOT,
-                env={**os.environ, **environment},
+                env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    def run(self, during: Callable[[], object] = lambda: None, **environment: str) -> int:
+    def run(self, during: Callable[[], object] = lambda: None) -> int:
         """The host's exit code; `during` is called once it has begun."""
-        process = self.start(**environment)
+        process = self.start()
         try:
             during()
             return process.wait(PATIENCE_S)

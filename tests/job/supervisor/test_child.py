@@ -236,12 +236,15 @@ def test_only_what_the_image_lacks_is_installed_with_its_hashes() -> None:
     assert bootstrap.missing(PINNED) == {"no-such-package-here": "no-such-package-here==1.0 \\\n    --hash=sha256:cc"}
 
 
-def test_every_package_of_the_real_list_has_a_pin_and_a_hash() -> None:
+@pytest.mark.parametrize(
+    ("module", "needed"), [("job.train", {"safetensors", "tokenizers"}), ("job.command", {"boto3", "botocore"})]
+)
+def test_every_package_of_the_real_lists_has_a_pin_and_a_hash(module: str, needed: set[str]) -> None:
     def none(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    blocks = bootstrap.missing(bootstrap.REQUIREMENTS.read_text(), none)
-    assert {"safetensors", "tokenizers"} <= set(blocks)
+    blocks = bootstrap.missing(bootstrap.listed(module).read_text(), none)
+    assert needed <= set(blocks)
     assert all("--hash=sha256:" in block for block in blocks.values())
 
 
@@ -252,7 +255,7 @@ def test_pip_is_told_to_take_nothing_but_the_pinned_bytes(tmp_path: Path) -> Non
 
 
 def test_nothing_is_installed_when_nothing_is_missing(tmp_path: Path) -> None:
-    bootstrap.ensure(tmp_path / "packages")
+    bootstrap.ensure(tmp_path / "packages", bootstrap.listed("job.train"))
     assert not (tmp_path / "packages").exists()
 
 
@@ -276,17 +279,17 @@ def test_missing_packages_are_installed_and_the_program_starts_anew_with_them(
 ) -> None:
     started: list[list[str]] = []
     (tmp_path / "requirements.txt").write_text(PINNED)
-    monkeypatch.setattr(bootstrap, "REQUIREMENTS", tmp_path / "requirements.txt")
+    listed = tmp_path / "requirements.txt"
     monkeypatch.setattr(bootstrap, "install", lambda lacking, folder: None)
     monkeypatch.setattr(os, "execv", lambda path, words: started.append(words))
     monkeypatch.setattr(sys, "argv", ["job", "run.json"])
     monkeypatch.delenv(bootstrap.MARK, raising=False)
     monkeypatch.setenv("PYTHONPATH", "/app")
-    bootstrap.ensure(tmp_path / "packages")
+    bootstrap.ensure(tmp_path / "packages", listed)
     assert started == [[sys.executable, "-m", "job", "run.json"]]
     assert os.environ["PYTHONPATH"] == f"/app{os.pathsep}{tmp_path / 'packages'}"
     with pytest.raises(RuntimeError, match="yet not found"):
-        bootstrap.ensure(tmp_path / "packages")
+        bootstrap.ensure(tmp_path / "packages", listed)
     monkeypatch.delenv(bootstrap.MARK)
 
 

@@ -1,0 +1,105 @@
+"""The container of a command of the user's own: started and removed as its host asks by a file (job/command/places.py).
+
+No container has docker's socket. What is asked is a number: image, mounts and rights are decided here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from job import atomic
+from job.contract.workdir import CONTAINED, CONTAINER, CONTROL, FIRST, SCRIPTS, USER
+from job.node import container
+from job.node.outside import ask, bounded, last_line, say
+from job.node.settings import InstanceIdentity, Settings
+
+LOOK_S = 0.2
+REMOVE_S = 60
+PROCESSES = 30_000  # threads count; fewer than a machine has, so that one that forks leaves the node its own
+
+
+class Jobs:
+    """One machine's. Within `with` it does what is asked; afterwards nothing of the command runs."""
+
+    def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path) -> None:
+        self._settings, self._scratch = settings, scratch
+        self._control = scratch / "run" / CONTROL
+        self._name = f"{container.name(machine)}-job"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="jobs", daemon=True)
+        self._running: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Jobs:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.remove()
+
+    def remove(self) -> None:
+        """Ends the container that is there, and all of its processes at once."""
+        if self._running is not None:
+            ask(*bounded(REMOVE_S, "docker", "rm", "-f", self._name))
+            self._running.kill()  # docker's own client, had it not noticed
+            self._running.wait()
+            self._running = None
+
+    def _serve(self) -> None:
+        number, pid = 0, 0
+        while not self._ended.wait(LOOK_S):
+            asked = atomic.read_object(self._control / CONTAINER) or {}
+            if asked.get("number", 0) != number or not asked.get("wanted"):
+                self.remove()
+                number, pid = asked.get("number", 0), 0
+                if asked.get("wanted"):
+                    self._start()
+            if self._running is None:
+                continue
+            if (code := self._running.poll()) is not None:
+                printed = (self._settings.folder / "command.log").read_text(errors="replace")
+                why = last_line(printed) or f"it ended with {code}"
+                say(f"the command's container is gone: {why}")
+                self._answer({"number": number, "problem": why})
+                ask(*bounded(REMOVE_S, "docker", "rm", "-f", self._name))
+                self._running = None
+            elif not pid:
+                said = ask("docker", "inspect", "-f", "{{.State.Pid}}", self._name)
+                pid = int(said.out) if said.out.isdigit() else 0
+                if pid:
+                    self._answer({"number": number, "pid": pid})
+
+    def _start(self) -> None:
+        say("starting the command's container")
+        with (self._settings.folder / "command.log").open("wb") as printed:
+            self._running = subprocess.Popen(
+                self.command(), stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT
+            )
+
+    def _answer(self, told: dict[str, object]) -> None:
+        atomic.write_json(self._control / CONTAINED, told)
+
+    def command(self) -> list[str]:
+        """Bridge network, and so no role: the metadata service answers one hop away (launch template). It sees the
+        user's folders under the paths that the supervisor has for them, and of gpufleet's scripts and pipes alone.
+        """
+        options: list[str] = []
+        if self._settings.device != "cpu":
+            options += ["--gpus", "all", "-e", "NVIDIA_DISABLE_REQUIRE=true"]
+        if self._settings.data_volume:
+            options += ["-v", f"{self._settings.root / 'data'}:/data"]
+        for part in (USER, f"{CONTROL}/{SCRIPTS}"):
+            options += ["-v", f"{self._scratch / 'run' / part}:/gpufleet/run/{part}"]
+        return [
+            *("docker", "run", "--name", self._name, "--network", "bridge", "--ipc", "host"),
+            *("--ulimit", "memlock=-1", "--pids-limit", str(PROCESSES), "--log-driver", "none"),
+            *("-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"),
+            *options,
+            *("--entrypoint", "sh", self._settings.job_image, f"/gpufleet/run/{CONTROL}/{SCRIPTS}/{FIRST}"),
+        ]
