@@ -1,4 +1,4 @@
-"""docs/node.md explains how a job may end."""
+"""docs/interruptions.md explains how a job may end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from repository import ROOT
 
 from job.contract.codes import AttemptExit
 
-PAGE = (ROOT / "docs/node.md").read_text()
+PAGE = (ROOT / "docs/interruptions.md").read_text()
 
 
 @pytest.mark.parametrize(
