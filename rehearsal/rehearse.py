@@ -90,7 +90,7 @@ def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, 
     timeline = Timeline(folder / "timeline.jsonl", out=out)
     out(
         f"Rehearsal of {definition.name}, run {definition.run.id}: "
-        "the real program, user-data and job, against a stand-in for AWS."
+        "the real program, user-data and job, against an embedded AWS."
     )
     try:
         with ExitStack() as stack:

@@ -117,7 +117,7 @@ class Reader:
             startTime=self.since_ms,
         )
         for event in sorted(events, key=lambda event: int(event["timestamp"])):
-            # The service applies the prefix; stand-ins of it may not.
+            # CloudWatch applies the prefix; an embedded AWS may not.
             if event["eventId"] in self.seen or not event["logStreamName"].startswith(f"{self.definition.run.id}/"):
                 continue
             self.seen.add(event["eventId"])

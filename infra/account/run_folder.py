@@ -136,7 +136,7 @@ def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
         if s3.list_objects_v2(Bucket=bucket["Name"], Prefix=f"{run.id}/", MaxKeys=1).get("KeyCount")
     ]
     if closed and not found:
-        raise AwsRefused(f"whether a bucket is {definition.name}'s cannot be told: {_closed(closed)}")
+        raise AwsRefused(f"cannot tell whether a bucket belongs to {definition.name}: {_closed(closed)}")
     if not holds:
         return None
     chosen, *others = sorted(holds, key=lambda bucket: owner_of(bucket) != run.owner)

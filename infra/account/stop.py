@@ -67,7 +67,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Call
         say(f"{nodes[0]} {looks}, finishes its step, saves, {left}, {ends}.")
     elif not wanted:
         how = f"`gpufleet wait {definition.argument}` says how one does"
-        say(f"No node runs and the fleet is at 0: none comes to heed it. {how}.")
+        say(f"No node runs and the fleet is at 0, so no node will act on it. {how}.")
     else:
         say(f"No node runs. The next one {looks}: it {later}, {ends}.")
         say("Where that is not worth a node, `pulumi destroy` keeps what is in the bucket, if the file says so.")

@@ -23,7 +23,7 @@ CENT_100 = Decimal("0.0001")
 FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
 KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones; without evaluations there is no best
 SAVE_REQUESTS = 6  # beside a checkpoint's data: two small files, manifest, best.json, metrics, a listing
-# Of what `up` sends: the provider's aws_s3_object leaves its SDK's uploader at 5 MiB (AWS SDK for Go v2, read 2026-11).
+# The part size of `up`'s uploads: the provider's aws_s3_object keeps its SDK's 5 MiB (AWS SDK for Go v2, read 2026-11).
 INPUT_PART_BYTES = 5 * 1024 * 1024
 SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption

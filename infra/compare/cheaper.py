@@ -33,7 +33,7 @@ ATTEMPTS = 64  # nodes of such a run before it is carried on: moves the mean by 
 LEAST = Decimal("0.02")  # of the bill's mean: what is saved at least; less is noise of the simulation
 CENT = Decimal("0.01")
 LATE = 0.1  # share of runs that may miss the deadline, as of those that may pass another limit
-# Of an uninterrupted run's dollars: what free first hours take off at most, at one interruption an hour or fewer.
+# The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or fewer.
 FREE = Decimal("0.5")
 
 

@@ -230,7 +230,7 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
     )
     if shown is not None:
         if len(able) > len(picked):
-            # Of a single work --scenario would show these same rows.
+            # Where all rows are of one scenario, --scenario would show them again.
             one = "--scenario NAME shows more of one scenario, " if works > 1 else ""
             lines += _wrap(f"{len(able) - len(picked)} more options could be run; {one}--all shows every one.")
         lines += _losers([row for row in rows if not row.ranked])

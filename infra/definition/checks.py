@@ -45,7 +45,7 @@ def check(
     """
     impossible = _model(s.job.parameters, findings)
     _placement(s.fleet, findings, catalog)
-    # Of what cannot be read, or built, nobody knows phases, memory or weights; the types are judged all the same.
+    # If the job's parameters are invalid, skip the checks that need them; still check the instance types.
     unknown = impossible or bool(findings.bad & {"job", "job.experiment", "job.parameters"})
     instance_types(s.fleet, None if unknown else s.job.parameters, findings, catalog, launchable=launchable)
     if launchable and not unknown:
@@ -129,12 +129,12 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
         if not storage.dataset:
             findings.add("storage.dataset", PLACE)
         if storage.inputs is not None:
-            findings.add("storage.inputs", "nothing in a ready-made job", "Its data is storage.dataset.")
+            findings.add("storage.inputs", "nothing unless job.command is set", "Its data is storage.dataset.")
         return
     for key, place in (("dataset", storage.dataset), ("base_weights", storage.base_weights)):
         if place:
             hint = "Name it under storage.inputs: {inputs.NAME} is where it lies for the command."
-            findings.add(f"storage.{key}", "nothing beside job.command", hint)
+            findings.add(f"storage.{key}", "nothing when job.command is set", hint)
     if (code := config.shipped) is not None:
         remote = "A folder of this machine is shipped." if "://" in code.folder else ""
         if problem := remote or _place_problem(code.folder, anywhere=True):

@@ -63,7 +63,7 @@ _SAID_BY = {"print", "print0", "info", "log", "write", "echo", "warning", "debug
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScriptFinding:
     """Something that the code says, and where."""
 
     value: str
@@ -71,7 +71,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
+class ScriptArgument:
     """A setting of the script: how it is written on a command line, and its default where that is a literal."""
 
     written: str  # --max-steps, or --max_iters= where the value belongs to the word
@@ -79,36 +79,36 @@ class Argument:
     where: str
 
     def with_value(self, value: object) -> str:
-        """As it stands on a command line."""
+        """The argument with this value, as a command line has it."""
         return f"{self.written}{value}" if self.written.endswith("=") else f"{self.written} {value}"
 
 
 @dataclass(slots=True)
-class Look:
+class ScriptFacts:
     """All that was found. None or empty: not found."""
 
     folder: Path
     script: str = ""  # the entry, below the folder
     module: bool = False  # it was started as `python -m`
     framework: FormatName | None = None
-    why: Found | None = None  # what tells the framework
-    launcher: Found | None = None  # why it wants torchrun
-    arguments: Mapping[str, Argument] = field(default_factory=dict)  # by plain name
-    saves: Found | None = None  # the pattern of one checkpoint's name
-    every: Found | None = None  # what its step is divided by where it saves: a number, or a setting's name
-    loads: Found | None = None  # it reads a checkpoint by itself
-    progress: list[Found] = field(default_factory=list)  # regular expressions
-    bare_resume: Found | None = None  # Trainer.train() that passes no checkpoint
-    handles_signal: Found | None = None
-    wandb: Found | None = None
+    why: ScriptFinding | None = None  # what tells the framework
+    launcher: ScriptFinding | None = None  # why it wants torchrun
+    arguments: Mapping[str, ScriptArgument] = field(default_factory=dict)  # by plain name
+    saves: ScriptFinding | None = None  # the pattern of one checkpoint's name
+    every: ScriptFinding | None = None  # what its step is divided by where it saves: a number, or a setting's name
+    loads: ScriptFinding | None = None  # it reads a checkpoint by itself
+    progress: list[ScriptFinding] = field(default_factory=list)  # regular expressions
+    bare_resume: ScriptFinding | None = None  # Trainer.train() that passes no checkpoint
+    handles_signal: ScriptFinding | None = None
+    wandb: ScriptFinding | None = None
     requirements: str = ""
 
-    def argument(self, names: tuple[str, ...]) -> Argument | None:
+    def argument(self, names: tuple[str, ...]) -> ScriptArgument | None:
         """The first of these settings that the script has."""
         return next((self.arguments[name] for name in names if name in self.arguments), None)
 
 
-def look(folder: Path, command: str = "") -> Look:
+def look(folder: Path, command: str = "") -> ScriptFacts:
     """What the folder, and the command where the user gave one, say."""
     if not folder.is_dir():
         raise GpufleetError(f"--code: {folder} is no folder; name the one that holds your training script")
@@ -117,7 +117,7 @@ def look(folder: Path, command: str = "") -> Look:
         raise GpufleetError(
             f"--code: no Python file that can be read in {folder}; name the folder that holds your script"
         )
-    found = Look(folder=folder)
+    found = ScriptFacts(folder=folder)
     found.script, found.module = _named(command, trees) if command else (_entry(trees), False)
     if not found.script:
         raise GpufleetError(
@@ -132,7 +132,7 @@ def look(folder: Path, command: str = "") -> Look:
     found.arguments = _arguments(near, found)
     _from_config_files(found, command)
     if "torchrun" in command:
-        found.launcher = Found("torchrun", "your command")
+        found.launcher = ScriptFinding("torchrun", "your command")
     return found
 
 
@@ -190,7 +190,7 @@ def _looks_like_training(name: str, tree: ast.Module) -> float:
     return score - 0.25 * depth
 
 
-def _read(found: Look, name: str, tree: ast.Module, *, entry: bool) -> None:
+def _read(found: ScriptFacts, name: str, tree: ast.Module, *, entry: bool) -> None:
     """Takes in one file; the entry is read first, and what it says stands."""
     local = {
         target.id: node.value
@@ -207,28 +207,28 @@ def _read(found: Look, name: str, tree: ast.Module, *, entry: bool) -> None:
         if called == "save" and _receiver(node) in ("torch", "t") and found.saves is None:
             place = node.args[1] if len(node.args) > 1 else _keyword(node, "f")
             if place is not None and (pattern := _pattern(place, local)):
-                found.saves = Found(pattern, where)
+                found.saves = ScriptFinding(pattern, where)
                 found.every = _cadence(tree, node, name)
         if called == "load" and _receiver(node) in ("torch", "t") and entry and found.loads is None:
-            found.loads = Found("it reads a checkpoint by itself", where)
+            found.loads = ScriptFinding("it reads a checkpoint by itself", where)
         if called in _SAID_BY and node.args and entry:
             for regex in _regexes(node):
                 if regex not in [each.value for each in found.progress]:
-                    found.progress.append(Found(regex, where))
+                    found.progress.append(ScriptFinding(regex, where))
         if called == "signal" and node.args and found.handles_signal is None:
             number = ast.unparse(node.args[0]).rpartition(".")[2]
-            found.handles_signal = Found(number, where) if number in SIGNALS else None
+            found.handles_signal = ScriptFinding(number, where) if number in SIGNALS else None
         if called == "init_process_group" and found.launcher is None:
-            found.launcher = Found("it joins a process group", where)
+            found.launcher = ScriptFinding("it joins a process group", where)
         bare = called == "train" and not node.args and not node.keywords and imports & {"transformers", "trl"}
         if entry and bare and "trainer" in ast.unparse(node.func).lower() and found.bare_resume is None:
-            found.bare_resume = Found("train() is given no checkpoint", where)
+            found.bare_resume = ScriptFinding("train() is given no checkpoint", where)
     if found.framework is None and (entry or not found.saves):
         told = _framework(imports, tree, name, entry=entry)
         if told:
-            found.framework, found.why = told[0], Found(told[1], name)
+            found.framework, found.why = told[0], ScriptFinding(told[1], name)
     if "wandb" in imports and found.wandb is None:
-        found.wandb = Found("it imports wandb", name)
+        found.wandb = ScriptFinding("it imports wandb", name)
 
 
 def _framework(imports: set[str], tree: ast.Module, name: str, *, entry: bool) -> tuple[FormatName, str] | None:
@@ -307,13 +307,13 @@ def _is_step(value: ast.expr) -> bool:
     return bool(_STEP_LIKE.search(ast.unparse(value).lower()))
 
 
-def _cadence(tree: ast.Module, save: ast.Call, name: str) -> Found | None:
+def _cadence(tree: ast.Module, save: ast.Call, name: str) -> ScriptFinding | None:
     """What stands behind % in the nearest condition around a save."""
     around = [node for node in ast.walk(tree) if isinstance(node, ast.If) and save in ast.walk(node)]
     for condition in sorted(around, key=lambda node: -node.lineno):
         for part in ast.walk(condition.test):
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
-                return Found(ast.unparse(part.right).rpartition(".")[2], f"{name}:{condition.lineno}")
+                return ScriptFinding(ast.unparse(part.right).rpartition(".")[2], f"{name}:{condition.lineno}")
     return None
 
 
@@ -346,7 +346,9 @@ def _percent(text: str, values: ast.expr) -> list[ast.expr]:
 
 
 def _regex(parts: list[ast.expr]) -> str:
-    """Of one line, up to the last figure that means something; empty where a step is all that there is of it."""
+    """The regular expression of one printed line, up to the last figure that means something; empty where a step is all
+    that there is of it.
+    """
     text, used, last = "", set[str](), 0
     for at, part in enumerate(parts):
         if isinstance(part, ast.Constant):
@@ -392,9 +394,9 @@ def _group(value: ast.expr, before: str, after: str, used: set[str]) -> str:
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
-def _arguments(near: Mapping[str, ast.Module], found: Look) -> dict[str, Argument]:
+def _arguments(near: Mapping[str, ast.Module], found: ScriptFacts) -> dict[str, ScriptArgument]:
     """The script's own settings by plain name: of argparse, click, or a configurator that overrides module values."""
-    settings: dict[str, Argument] = {}
+    settings: dict[str, ScriptArgument] = {}
     for name, tree in near.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _called(node) in ("add_argument", "option") and node.args:
@@ -404,14 +406,14 @@ def _arguments(near: Mapping[str, ast.Module], found: Look) -> dict[str, Argumen
                     flag = _literal(_keyword(node, "action")) == "store_true"
                     default = _literal(_keyword(node, "default"))
                     settings.setdefault(
-                        plain, Argument(str(written[0]), True if flag else default, f"{name}:{node.lineno}")
+                        plain, ScriptArgument(str(written[0]), True if flag else default, f"{name}:{node.lineno}")
                     )
         if "configurator" in ast.unparse(tree):
             for node in tree.body:
                 if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                     key = node.targets[0].id
                     default = _literal(node.value)
-                    settings.setdefault(key, Argument(f"--{key}=", default, f"{name}:{node.lineno}"))
+                    settings.setdefault(key, ScriptArgument(f"--{key}=", default, f"{name}:{node.lineno}"))
     if found.framework == "hf-trainer":
         own = ("output_dir", "max_steps", "save_steps", "logging_steps", "resume_from_checkpoint")
         if any(
@@ -419,7 +421,7 @@ def _arguments(near: Mapping[str, ast.Module], found: Look) -> dict[str, Argumen
             for tree in near.values()
         ):
             for key in own:
-                settings.setdefault(key, Argument(f"--{key}", None, "TrainingArguments"))
+                settings.setdefault(key, ScriptArgument(f"--{key}", None, "TrainingArguments"))
     return settings
 
 
@@ -430,7 +432,7 @@ def _literal(value: ast.expr | None) -> object:
         return None
 
 
-def _from_config_files(found: Look, command: str) -> None:
+def _from_config_files(found: ScriptFacts, command: str) -> None:
     """Defaults that Python files named on the command line set anew, as nanoGPT's config/*.py do."""
     for word in command.split():
         path = found.folder / word
@@ -445,5 +447,5 @@ def _from_config_files(found: Look, command: str) -> None:
             ):
                 key = node.targets[0].id
                 if key in settings:
-                    settings[key] = Argument(settings[key].written, node.value.value, f"{word}:{node.lineno}")
+                    settings[key] = ScriptArgument(settings[key].written, node.value.value, f"{word}:{node.lineno}")
         found.arguments = settings

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from infra.discover.script import COMPILE, DEVICE, EVERY, LOG_EVERY, OUT, RESUME, STEPS, Look
+from infra.discover.script import COMPILE, DEVICE, EVERY, LOG_EVERY, OUT, RESUME, STEPS, ScriptFacts
 from job.spec.command import FORMATS
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
@@ -23,7 +23,7 @@ class Draft:
     unknown: list[str] = field(default_factory=list)
 
 
-def draft(name: str, found: Look, *, folder: str, command: str = "") -> Draft:
+def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "") -> Draft:
     """A definition that loads. `folder`: the code's, relative to the project."""
     made = Draft()
     every, steps = found.argument(EVERY), found.argument(STEPS)
@@ -88,14 +88,14 @@ def draft(name: str, found: Look, *, folder: str, command: str = "") -> Draft:
     return made
 
 
-def _command(found: Look) -> str:
+def _command(found: ScriptFacts) -> str:
     start = f"-m {found.script[:-3].replace('/', '.')}" if found.module else found.script
     if found.launcher:
         return f"torchrun --standalone --nproc-per-node={{gpus}} {start}"
     return f"python {start}"
 
 
-def _where_it_writes(found: Look, typed: str, made: Draft) -> str:
+def _where_it_writes(found: ScriptFacts, typed: str, made: Draft) -> str:
     """The command, told to write below {checkpoints} where it can be told."""
     if "{checkpoints}" in typed or found.framework == "nanochat":
         return typed
@@ -108,13 +108,13 @@ def _where_it_writes(found: Look, typed: str, made: Draft) -> str:
     return typed
 
 
-def _setup(found: Look) -> Iterator[str]:
+def _setup(found: ScriptFacts) -> Iterator[str]:
     install = {"requirements.txt": "pip install -r requirements.txt", "pyproject.toml": "pip install -e ."}
     if found.requirements:
         yield f"  setup: {install[found.requirements]}   # once per node; a pinned image starts faster"
 
 
-def _resume(found: Look, command: str, made: Draft) -> Iterator[str]:
+def _resume(found: ScriptFacts, command: str, made: Draft) -> Iterator[str]:
     """What the command gets where a checkpoint was restored."""
     argument = found.argument(RESUME)
     if found.bare_resume:
@@ -147,7 +147,7 @@ def _resume(found: Look, command: str, made: Draft) -> Iterator[str]:
     yield f"  resume: {{args: {_quoted(text)}}}   # {argument.where}"
 
 
-def _checkpoint(found: Look, every: int | None, where: str, made: Draft) -> Iterator[str]:
+def _checkpoint(found: ScriptFacts, every: int | None, where: str, made: Draft) -> Iterator[str]:
     """`every`: steps between two saves; None where nobody counts steps."""
     yield "  checkpoint:"
     if found.framework and found.why:
@@ -175,7 +175,7 @@ def _checkpoint(found: Look, every: int | None, where: str, made: Draft) -> Iter
     made.unknown.append("how large a checkpoint is: job.checkpoint.size_gb (the price of storage and of a notice)")
 
 
-def _progress(found: Look, made: Draft) -> Iterator[str]:
+def _progress(found: ScriptFacts, made: Draft) -> Iterator[str]:
     if found.framework and FORMATS[found.framework].progress:
         return
     yield "  progress:"
@@ -204,7 +204,7 @@ def _work(total: int | None, where: str, made: Draft) -> Iterator[str]:
         yield "  # work: {hours: {low: 2, likely: 4, high: 8}}   # CHECK: without it the bill says what the money buys"
 
 
-def _stop(found: Look, made: Draft) -> Iterator[str]:
+def _stop(found: ScriptFacts, made: Draft) -> Iterator[str]:
     if found.handles_signal:
         made.known.append(
             f"{found.handles_signal.where}: it handles {found.handles_signal.value}; a rehearsal shows whether it saves"
@@ -213,14 +213,14 @@ def _stop(found: Look, made: Draft) -> Iterator[str]:
         yield f"  stop: {{signal: {signal}, saves: unknown}}   # {found.handles_signal.where}"
 
 
-def _secrets(found: Look) -> Iterator[str]:
+def _secrets(found: ScriptFacts) -> Iterator[str]:
     if found.wandb:
         yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {found.wandb.where}: {found.wandb.value}"
 
 
-def _rehearsal(found: Look, command: str, fixed: int | None, *, counted: bool) -> Iterator[str]:
-    """The same command, small enough for a laptop's CPU, as far as its settings are known. `fixed`: the steps between
-    two saves, where no setting says them.
+def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, *, counted: bool) -> Iterator[str]:
+    """The lines of a rehearsal's section: the command, small enough for a laptop's CPU, as far as its settings are
+    known. `fixed`: the steps between two saves, where no setting says them.
     """
     small, every = command, fixed or REHEARSED_EVERY
     steps = max(REHEARSED_STEPS, 3 * every)
@@ -230,10 +230,10 @@ def _rehearsal(found: Look, command: str, fixed: int | None, *, counted: bool) -
         if (argument := found.argument(names)) is not None and not isinstance(argument.default, bool) | (
             names == COMPILE
         ):
-            small = _with(small, argument.written, argument.with_value(value))
+            small = _with_setting(small, argument.written, argument.with_value(value))
     compile_ = found.argument(COMPILE)
     if compile_ is not None and compile_.written.endswith("="):
-        small = _with(small, compile_.written, compile_.with_value(False))
+        small = _with_setting(small, compile_.written, compile_.with_value(False))
     if found.framework == "hf-trainer":
         small += f" {_HF_ON_CPU}"
     yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
@@ -258,7 +258,7 @@ def _rehearsal(found: Look, command: str, fixed: int | None, *, counted: bool) -
     yield "    without_notice: 1"
 
 
-def _with(command: str, written: str, setting: str) -> str:
+def _with_setting(command: str, written: str, setting: str) -> str:
     """The command with a setting, in place of the one that it has of that name."""
     name = re.escape(written.rstrip("="))
     changed, count = re.subn(rf"{name}(=|\s+)\S+", lambda _: setting, command)

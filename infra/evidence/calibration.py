@@ -27,7 +27,7 @@ from job.contract.receipt import parse as parse_receipt
 from job.spec import JobConfig
 
 FOLDER = "calibrations"
-# Of the chips that EC2 has, with other clocks or memory, or parts of one: none is of its types.
+# Boards with EC2's chips but other clocks or memory, or parts of a GPU: no EC2 type has them.
 _OTHER_BOARDS = {"PCIE", "NVL", "WORKSTATION", "MIG", "GRID", "64GB", "94GB", "96GB"}
 
 

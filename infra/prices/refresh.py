@@ -220,7 +220,7 @@ def renew(
     for line in _report(done, folder):
         say(line)
     if (newest := files.folders(to)[-1]) != folder:
-        say(f"\nBills go on standing on {newest}, whose name is of a later day: delete that folder.")
+        say(f"\nBills still use {newest}, whose name has a later date: delete that folder.")
     return 1 if done.failed else 0
 
 

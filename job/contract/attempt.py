@@ -150,7 +150,7 @@ class AttemptRecord:
     reclaimed: Mapping[str, bool] = field(default_factory=dict)  # what is known of earlier nodes, by instance
     preflight: Mapping[str, Any] | None = None  # messages.Preflight
     compiled: Mapping[str, Any] | None = None  # by phase: job/train/compile_cache.py
-    # Of whichever ends first.
+    # Written by whichever of the two ends first.
     exit: Exit | None = None
 
     @property

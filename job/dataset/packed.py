@@ -98,7 +98,7 @@ def prepare_sft(
     warn_of_untrained(config, own, say)
     if chats.left_out:
         keys = ", ".join(f"{key} ({counted(f'{n:,}', 'line')})" for key, n in chats.left_out.most_common(SHOWN))
-        say(f"left out, nobody learns from it: {keys}; read are instruction, response and system, or messages")
+        say(f"left out, unused in training: {keys}; the keys read are instruction, response and system, or messages")
     return manifest
 
 

@@ -91,7 +91,7 @@ def tokenizer_of(weights: Path | None, given: Path | None = None) -> Path | None
     if beside is None or not beside.is_file():
         return given
     if given is not None and given.is_file() and given.read_bytes() != beside.read_bytes():
-        raise ValueError(f"{given} is not {beside}, the base weights' own, whose ids they know; leave out --tokenizer")
+        raise ValueError(f"{given} is not {beside}, the tokenizer of the base weights; leave out --tokenizer")
     return given if given is not None and not given.is_file() else beside  # the error of a file that is not there
 
 

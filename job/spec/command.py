@@ -382,7 +382,7 @@ class CommandConfig(JobConfig):
         return self
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        raise ValueError("a command's inputs are prepared by nobody: storage.inputs names them as they are")
+        raise ValueError("a command's inputs are not prepared: storage.inputs names them as they are")
 
     # What is wrong in it ----------------------------------------------------------------------------------------------
 

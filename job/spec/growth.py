@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
-# Of the host, launching a compiled step: a layer of each micro-batch, dense and with experts; embedding, loss, clipping
+# Host ms to launch a compiled step: a layer of each micro-batch, dense and with experts; embedding, loss, clipping
 # and AdamW. Kernels that do nothing, torch 2.13.0, 2 shared cores of a Xeon at 2.8 GHz, 2026-11-23: 9 to 20, 14 to 29
 # and 20 to 32 ms in the three phases of 7, 7 and 11 layers, as the neighbours let it; nearer the lower ends.
 LAYER_LAUNCH_MS, LAUNCH_MS = (1.3, 2.2), 3.0

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from job.dataset.prepare import DatasetManifest
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
-# Of a worker, for each candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
+# Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
 STARTED_GPU_S = 6.0
 # For a correct one besides: stages 4 and 5. Of that 29 s are the judge's own in one thread at a GPU's sizes, inputs
 # kept: 10 s for stage 4 (8 of float16, 9 to 10 of one argument, 12 of two, 17 of three), 7 s for each try of stage 5 (6

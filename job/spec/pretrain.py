@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
 ADAMW_LR = 0.01  # of hidden matrices; AdamW moves every weight by about that much at each step, whatever the gradient
-# Of the host, launching a compiled block of a micro-batch: 53 launches and 6 gradients added up, counted and timed as
+# Host ms to launch a compiled block of a micro-batch: 53 launches and 6 gradients added up, counted and timed as
 # a decoder's are (tuning.py). Muon's own are left out.
 LAYER_LAUNCH_MS, LAUNCH_MS = 1.5, 3.0
 BACKWARD = 10  # tensors of the width that one block's backward pass holds besides (counted on the CPU, 2026-11-21)

@@ -15,7 +15,7 @@ from job.spec.job import JobConfig
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
-# Of the host, launching a compiled layer of a micro-batch, forward and backward: 60 launches with all weights and 117
+# Host ms to launch a compiled layer of a micro-batch, forward and backward: 60 launches with all weights and 117
 # with adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and one for each gradient that is added
 # up; 25 us each, as growth's layers take (growth.py). Left out: the loss, FSDP2's hooks, forward again with
 # checkpointing. Clipping and AdamW as there.

@@ -119,7 +119,7 @@ def check_boundary(
         problems.append("the saved file does not hold the weights that were saved")
     if phase_index == 1 and min(used) * 2 < config.model.experts:
         problems.append(f"only {min(used)} of {config.model.experts} experts are used in a layer")
-    # Of what is padded here; nor may either difference be no number.
+    # Checked for the tokens that are padded here; neither difference may be NaN.
     if new.capacity is not None and padded is not None and not abs(padded) <= LOSS_LIMIT:
         problems.append(f"padding moves the loss by {padded:.4f} at capacity {capacity}, limit {LOSS_LIMIT}")
     if cast is not None and not abs(cast) <= LOSS_LIMIT:

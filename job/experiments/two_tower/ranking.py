@@ -198,7 +198,7 @@ def read_folder(
         )
     say(f"sentences: {len(queries) + len(discovery):,} by {encoder.name}")
     vectors = encoder.encode([*queries.values(), *discovery.values()])
-    # Of texts too: an encoder gives the same text another last digit in a batch of another length.
+    # Count equal texts too: an encoder gives the same text other last digits in a batch of another length.
     distinct = min(len(set(queries.values())), len(np.unique(vectors[: len(queries)], axis=0)))
     if twice := len(queries) - distinct:
         say(

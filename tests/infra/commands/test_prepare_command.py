@@ -317,5 +317,5 @@ def test_a_tokenizer_that_is_not_the_base_weights_own_is_refused(
     published(tuning)
     (tuning / "small.json").write_text("[]")
     assert main(["prepare", "sft-h100", "examples.jsonl", "--tokenizer", "small.json"]) == 2
-    assert "the base weights' own, whose ids they know; leave out --tokenizer" in capsys.readouterr().err
+    assert "the tokenizer of the base weights; leave out --tokenizer" in capsys.readouterr().err
     assert not (tuning / "data" / "sft").exists()

@@ -222,8 +222,8 @@ def test_a_folder_of_a_later_day_hides_the_refresh_and_is_named(
 ) -> None:
     files.write(files.read(SHIPPED), project / "prices", date(2031, 1, 1))
     refresh(listed(), Ec2())
-    assert "Bills go on standing on" in (said := capsys.readouterr().out)
-    assert "2031-01-01, whose name is of a later day: delete that folder." in said
+    assert "Bills still use" in (said := capsys.readouterr().out)
+    assert "2031-01-01, whose name has a later date: delete that folder." in said
 
 
 def test_prices_of_the_future_are_not_called_young(project: Path) -> None:

@@ -14,7 +14,7 @@ import textwrap
 
 from job.experiments.kernel.judge.catalog import ENTRY
 
-# Of three backticks or more, or tildes; as long at its end as at its beginning, or open there.
+# A code fence: three or more backticks or tildes; it ends with as many, or with the text.
 FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
 THOUGHT = "</think>"
 DEFINED = re.compile(rf"^[ \t]*(def[ \t]+{ENTRY}\b|{ENTRY}[ \t]*=)", re.MULTILINE)

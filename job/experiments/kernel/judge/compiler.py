@@ -42,7 +42,7 @@ def kernel(x_ptr, n, BLOCK: tl.constexpr):
 def kernel_function(x):
     kernel[(1,)](x.contiguous(), x.numel(), BLOCK=128)
 """
-# Of one call: who launches a kernel for each row of a matrix, thousands of times the same, would run out of time.
+# Launches in one call: a candidate with a launch for each row of a matrix would run out of time.
 MOST_LAUNCHES = 100
 _failed: BaseException | None = None  # what the last launch that did not compile has raised
 _launched = 0  # by this call

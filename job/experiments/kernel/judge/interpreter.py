@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-# Of a constexpr with a tensor to its right. The compiler asks the tensor; the interpreter would make a constexpr of it.
+# With a constexpr to the left of a tensor. The compiler asks the tensor; the interpreter would make a constexpr of it.
 OPERATORS = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt", "ge",
     "eq", "ne",

@@ -50,7 +50,7 @@ SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0)
 ADVERSARIAL = ("zeros", "large", "spread", "special", "non-contiguous", "second-shape", "many-blocks", "four", "one")
 # All that differ, but "one": 1 is a constant to Triton, and a third of what is compiled would be for that case alone.
 LAYOUTS = ("tiny", "random-0", "spread", "non-contiguous", "second-shape", "many-blocks", "four")
-# Of an element of the reference's result. Absolute: ten units in the last place of 1, from which many an exp is taken.
+# Error allowed per element of the reference's result. Absolute: ten units in the last place of 1, as exp is often of 1.
 # The rest: for float32 ten times what a fast exp is off by at -80, an ulp (1.2e-7) per unit of the exponent; for halves
 # two units in the last place (2^-10 float16, 2^-7 bfloat16): computed in float32, they are rounded once.
 ABSOLUTE = 1e-6

@@ -40,10 +40,10 @@ METHODS = _words(
     "element_ty itemsize append items get broadcast_to trans value type nelement is_floating_point float half "
     "bfloat16 view_as expand_as get_device index ALL NONE is_floating requires_grad layout multi_processor_count "
     "is_complex "
-    # Of a list, dict or number of the call's own; no tensor has methods of these names that compute.
+    # Methods of a list, dict or number of the call's own; no tensor has methods of these names that compute.
     "insert extend pop remove reverse clear count copy keys values update setdefault bit_length is_integer"
 )
-# Of blocks, so within kernels alone; torch tensors have methods of these names that compute.
+# Methods of blocks, allowed within kernels alone; torch tensors have methods of these names that compute.
 OF_BLOCKS = _words(
     "abs cast ceil cos erf exp exp2 floor load log log2 logical_and logical_or max min rsqrt sigmoid sin softmax sqrt "
     "sqrt_rn store sum"
@@ -59,13 +59,13 @@ ALONE = {
     "math": MATH,
     **dict.fromkeys(LIBDEVICE_AT, LIBDEVICE),
 }
-# Of modules that nothing else is taken from.
+# The only functions that may be taken from these modules.
 ASKED_OF_GPUS = {
     "torch.cuda.synchronize", "torch.cuda.current_device", "torch.cuda.get_device_properties",
     "torch.cuda.is_available",
     ACTIVE_DEVICE := "triton.runtime.driver.active.get_active_torch_device",  # as Triton's own tutorials begin
 }  # fmt: skip
-# Of the calls that could be given a function or a file of the candidate's own, or keep what it can change:
+# Calls that could be given a function or a file of the candidate's own, or keep what it can change:
 # (how many arguments by place, those by name).
 PLAIN_CALLS: dict[str, tuple[int, frozenset[str]]] = {
     "triton.jit": (0, _words("noinline do_not_specialize do_not_specialize_on_alignment debug")),

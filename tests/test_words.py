@@ -1,0 +1,56 @@
+"""Names and docstrings are plain: what no reader can guess is refused."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [path for name in ("infra", "job", "rehearsal", "bench", "policy") for path in (ROOT / name).rglob("*.py")]
+TESTS = [path for path in (ROOT / "tests").rglob("*.py") if not {"sixth", "own_code"} & set(path.parts)]  # users' code
+VAGUE = (
+    "about above across after again alone along already also among apart around as aside at away before behind below "
+    "beneath beside besides between beyond by down during else except for from here hereby in inside instead into "
+    "kept held heed just later like near never of off on once only onto out outside over past since so still than then "
+    "there through to together told toward towards twice under until upon via whole why with within without"
+)
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def place(path: Path, node: ast.stmt) -> str:
+    return f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_no_function_is_named_by_a_bare_preposition_or_adverb() -> None:
+    found = [
+        f"{place(path, node)} {node.name}"
+        for path in (*SOURCES, *TESTS)
+        for node in functions(ast.parse(path.read_text()))
+        if node.name.strip("_") in VAGUE.split()
+    ]
+    assert found == []
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    places = defaultdict(list)
+    for path in (*SOURCES, *TESTS):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(place(path, node))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_every_docstring_says_itself_what_comes_back() -> None:
+    found = [
+        f"{place(path, node)} {node.name}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and (ast.get_docstring(node) or "").startswith(("Of ", "The same"))
+    ]
+    assert found == []
