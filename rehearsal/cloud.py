@@ -37,6 +37,7 @@ from rehearsal.launch import CloudInstance, Launcher
 
 _ACCOUNTS = itertools.count(111_122_223_333)
 TICK_S = 0.1
+WORD = "rehearsal"  # what a secret holds whose value the shell does not give
 
 
 class Cloud:
@@ -209,10 +210,19 @@ class Cloud:
         """The AMI is gone; fleets that name it launch nothing more."""
         ec2_backends[self.account][self.region].amis.pop(image, None)
 
-    def has(self, named: Account) -> None:
-        """From now on what a definition's `account` names is there, as if somebody had made it long ago."""
+    def has(self, named: Account, secrets: Mapping[str, str] | None = None) -> None:
+        """From now on what a definition's `account` names is there, as if somebody had made it long ago; and what its
+        job's secrets name, with values of the shell: GPUFLEET_SECRET_NAME, else a word.
+        """
         before = set(self.inventory())
         account.seed_named(self.account, self.region, named)
+        for name, reference in (secrets or {}).items():
+            value = os.environ.get(f"GPUFLEET_SECRET_{name}", WORD if name != "registry" else f"{WORD}:{WORD}")
+            service, _, place = reference.partition(":")
+            if service == "ssm":
+                self.client(service).put_parameter(Name=place, Value=value, Type="SecureString", Overwrite=True)
+            else:
+                self.client(service).create_secret(Name=place, SecretString=value)
         self._baseline |= set(self.inventory()) - before
 
     def metadata(self, instance_id: str) -> Imds:

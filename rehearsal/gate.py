@@ -52,6 +52,11 @@ def asked(
         names = json.loads(request.body or b"{}")
         stream = f"log-group:{names.get('logGroupName')}:log-stream:{names.get('logStreamName')}"
         return [AccessRequest(action=action, resource=f"arn:aws:logs:{place}:{stream}")]
+    if request.service in ("ssm", "secretsmanager") and request.action in ("GetParameter", "GetSecretValue"):
+        names = json.loads(request.body or b"{}")
+        of_parameter, of_secret = f"parameter{names.get('Name')}", f"secret:{names.get('SecretId')}-AbCdEf"
+        kept = of_parameter if request.service == "ssm" else of_secret  # AWS's own six letters
+        return [AccessRequest(action=action, resource=f"arn:aws:{request.service}:{place}:{kept}")]
     if request.service != "ec2" or request.action in UNNARROWED:
         return [AccessRequest(action=action)]
     fields = parse_qs(request.body.decode("utf-8", "replace"))
@@ -133,6 +138,7 @@ USER_KEY = "AKIAREHEARSALUSER000"
 NODE_KEY = "ASIAREHEARSALNODE000"
 SECRET = "rehearsal-only-no-account-has-this"  # not a secret: the fake checks no signature
 
+_JSON = ("logs", "ssm", "secretsmanager")  # services whose errors are JSON
 _CREDENTIAL = re.compile(r"Credential=([^/,\s]+)/[^/]*/([^/]*)/([^/]*)/")
 
 
@@ -253,7 +259,8 @@ def _refusal(service: str, key: str) -> tuple[str, dict[str, str], bytes]:
 
 
 def _unauthorized(service: str, what: str) -> tuple[str, dict[str, str], bytes]:
-    code = {"ec2": "UnauthorizedOperation", "logs": "AccessDeniedException"}.get(service, "AccessDenied")
+    code = "AccessDeniedException" if service in _JSON else "AccessDenied"
+    code = "UnauthorizedOperation" if service == "ec2" else code
     return _error(service, "403 Forbidden", code, f"You are not authorized to perform this operation: {what}")
 
 

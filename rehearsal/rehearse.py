@@ -86,7 +86,7 @@ def _lacking(definition: StackDefinition) -> list[str]:
 
 def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, out: Callable[[str], None]) -> int:
     """The rehearsal, in a new `folder`."""
-    project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path)})
+    project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root)})
     timeline = Timeline(folder / "timeline.jsonl", out=out)
     out(
         f"Rehearsal of {definition.name}, run {definition.run.id}: "
@@ -98,7 +98,7 @@ def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, 
             cloud = stack.enter_context(
                 Cloud(project, region=definition.fleet.region, notice_s=notice_s, relaunch_delay_s=RELAUNCH_S)
             )
-            cloud.has(definition.account)
+            cloud.has(definition.account, definition.job.parameters.secrets_named)
             runner = NodeRunner(cloud, project / "nodes")
             stack.callback(runner.close)
             engine = stack.enter_context(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from infra.definition import checks
 from infra.definition.model import Interruptions, StackDefinition, Variant
 from infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of, job_keys
-from infra.definition.yaml_tree import Mapping, Node, find_node, merge
+from infra.definition.yaml_tree import Mapping, Node, Scalar, find_node, merge
 from infra.errors import Problem, of_form
 
 if TYPE_CHECKING:
@@ -55,6 +55,22 @@ def rehearsed(tree: Mapping) -> Mapping:
     """The tree with the sections of `rehearsal` laid over; `rehearsal` itself stays, for its interruptions."""
     overlay = tree.entries.get("rehearsal")
     return apply_overlay(tree, overlay.entries) if isinstance(overlay, Mapping) else tree
+
+
+def from_anywhere(tree: Mapping, root: Path) -> Mapping:
+    """The tree with the folders of a command's code and inputs in full, which it may name as seen from `root`."""
+    found: Node = tree
+    inputs = find_node(tree, "storage.inputs")
+    names = inputs.entries if isinstance(inputs, Mapping) else {}
+    for path in (("job", "code", "folder"), *(("storage", "inputs", name) for name in names)):
+        node = find_node(tree, ".".join(path))
+        if isinstance(node, Scalar) and not node.text.startswith("s3://"):
+            laid: Node = replace(node, text=str((root / node.text).resolve()))
+            for key in reversed(path):
+                laid = Mapping(path="", line=node.line, entries={key: laid})
+            found = merge(found, laid)
+    assert isinstance(found, Mapping)
+    return found
 
 
 def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:

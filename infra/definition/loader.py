@@ -107,8 +107,10 @@ def project_root(start: Path) -> Path:
     return start
 
 
-def rehearsal_text(path: Path) -> str:
-    """The file as a rehearsal sees it, as text: the merged form, with only `interruptions` left of its `rehearsal`."""
+def rehearsal_text(path: Path, root: Path | None = None) -> str:
+    """The file as a rehearsal sees it, as text: the merged form, with only `interruptions` left of its `rehearsal`.
+    With `root`, the folders of a command's code and inputs are named in full, not as seen from that project's.
+    """
     text, tree = open_file(path)
     merged = layers.rehearsed(tree)
     overlay = tree.entries.get("rehearsal")
@@ -117,6 +119,8 @@ def rehearsal_text(path: Path) -> str:
         entries["rehearsal"] = replace(overlay, entries={"interruptions": overlay.entries["interruptions"]})
     else:
         entries.pop("rehearsal", None)
+    if root is not None:
+        entries = dict(layers.from_anywhere(replace(merged, entries=entries), root).entries)
     heading = "".join(f"# {line}".rstrip() + "\n" for line in layers.purpose(text).splitlines())
     return heading + "\n" + dump(replace(merged, entries=entries))
 

@@ -385,5 +385,5 @@ def _placeholder(hint: Any) -> Any:
 
 def _written(node: Node) -> str:
     if isinstance(node, Scalar):
-        return node.text
+        return command.without_keys(node.text)
     return "a list" if isinstance(node, Items) else "a section"

@@ -440,8 +440,8 @@ class CommandConfig(JobConfig):
         return self.registry
 
     @property
-    def secrets_named(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([*(self.secrets or {}).values(), *filter(None, [self.registry])]))
+    def secrets_named(self) -> dict[str, str]:
+        return {**(self.secrets or {}), **({"registry": self.registry} if self.registry else {})}
 
     @property
     def has_node_role(self) -> bool:
@@ -532,6 +532,13 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"ssm:/[A-Za-z0-9_.\-/]{1,1000}|secretsmanager:[A-Za-z0-9/_+=.@\-]{1,500}")
 # Tokens of Hugging Face, AWS and GitHub, and 40 hexadecimal digits (W&B's keys).
 KEY_LIKE = re.compile(r"\bhf_[A-Za-z0-9]{20,}|\bAKIA[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\b[0-9a-f]{40}\b")
+
+
+def without_keys(text: str) -> str:
+    """The text, to be shown: in the place of what looks like a key stands that it does."""
+    return KEY_LIKE.sub("(looks like a key)", text)
+
+
 PLACEHOLDERS = ("{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}")
 _INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
 _NAMES = re.compile(r"checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run")

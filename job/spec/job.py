@@ -126,9 +126,11 @@ class JobConfig(ABC):
         return None
 
     @property
-    def secrets_named(self) -> tuple[str, ...]:
-        """The secrets of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name) that a node may read."""
-        return ()
+    def secrets_named(self) -> dict[str, str]:
+        """What a node may read of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name), by what the
+        parameters call it.
+        """
+        return {}
 
     @property
     def has_node_role(self) -> bool:

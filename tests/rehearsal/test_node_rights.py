@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from repository import ROOT
 
 from infra.account.iam_policy import AccessRequest
 from infra.definition.loader import load
+from infra.definition.model import Account, StackDefinition
 from infra.program.resources.identity import node_statements
 from infra.program.resources.tags import tags
+from job.spec import CommandConfig
 from job.supervisor.fleet import changes, of_node
 from job.supervisor.store import MissingError, RefusedError, S3Store
 from rehearsal import gate
@@ -27,8 +31,8 @@ RUN = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 2
 BUCKET, GROUP = "own", "gpufleet-logs"
 
 
-def _statements(account: str) -> list[dict[str, Any]]:
-    return node_statements(RUN, f"arn:aws:s3:::{BUCKET}", f"arn:aws:logs:us-east-2:{account}:log-group:{GROUP}")
+def _statements(account: str, run: StackDefinition = RUN) -> list[dict[str, Any]]:
+    return node_statements(run, f"arn:aws:s3:::{BUCKET}", f"arn:aws:logs:us-east-2:{account}:log-group:{GROUP}")
 
 
 def owned_fleet(cloud: Cloud, **changed: str) -> str:
@@ -187,3 +191,39 @@ def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_p
         history = cloud.fleets.fleets[own].history  # longer than one answer
         history[:0] = [Event(cloud.clock.now(), "information", "launchSpecTemporarilyBlacklisted")] * 1000
         assert of_node(node.id, ec2)(began) == [began + 60]
+
+
+SECRETS = {
+    "TOKEN": "ssm:/team/token",
+    "KEY": "secretsmanager:team/key",
+    "OTHER": "ssm:/team/token/other",
+    "LONGER": "secretsmanager:team/key-2",
+}
+
+
+def rights_are(cloud: Cloud, statements: list[dict[str, Any]]) -> None:
+    """Of the nodes' role from now on."""
+    document = json.dumps({"Version": "2012-10-17", "Statement": statements})
+    cloud.client("iam").put_role_policy(RoleName="node", PolicyName="rights", PolicyDocument=document)
+
+
+def test_a_node_reads_the_secrets_that_its_job_names_and_no_other(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUFLEET_SECRET_TOKEN", "of the shell")
+    cloud.has(Account(), SECRETS)
+    config = CommandConfig(secrets={name: SECRETS[name] for name in ("TOKEN", "KEY")})
+    rights_are(cloud, _statements(cloud.account, replace(RUN, job=replace(RUN.job, parameters=config))))
+    ssm, manager = as_node(cloud, "ssm"), as_node(cloud, "secretsmanager")
+    try:
+        parameter = ssm.get_parameter(Name="/team/token", WithDecryption=True)["Parameter"]["Value"]
+        secret = manager.get_secret_value(SecretId="team/key")["SecretString"]
+        assert (parameter, secret) == ("of the shell", "rehearsal")
+        with pytest.raises(ClientError, match="AccessDenied"):
+            ssm.get_parameter(Name="/team/token/other")
+        with pytest.raises(ClientError, match="AccessDenied"):
+            manager.get_secret_value(SecretId="team/key-2")
+        with pytest.raises(ClientError, match="AccessDenied"):
+            ssm.describe_parameters()
+    finally:
+        rights_are(cloud, _statements(cloud.account))

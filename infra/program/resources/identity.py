@@ -187,7 +187,8 @@ def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
     """To read what the job is to know, and nothing else that is kept there. AWS's own keys decrypt for whoever may
     read; a key of the user's is named.
     """
-    region, named, key = definition.fleet.region, definition.job.parameters.secrets_named, definition.account.kms_key
+    region, key = definition.fleet.region, definition.account.kms_key
+    named = definition.job.parameters.secrets_named.values()
     parameters = [each.removeprefix("ssm:") for each in named if each.startswith("ssm:")]
     secrets = [each.removeprefix("secretsmanager:") for each in named if each.startswith("secretsmanager:")]
     found: list[dict[str, Any]] = []

@@ -1,0 +1,311 @@
+"""A command in a definition file: what it may say, and every mistake with its line, its value and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_files import FLEET, IMAGE, command_file
+
+from infra.definition.loader import load, rehearsal_text
+from infra.definition.model import SUPERVISOR_IMAGE
+from infra.definition.pin import pin
+from infra.definition.scenarios import scenarios
+from infra.errors import DefinitionError
+from infra.program.resources.identity import node_statements
+from infra.program.run_guard import creation_digest
+from job.spec import CommandConfig
+
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+SAVES = {"format": "hf-trainer", "every": {"steps": 10}, "size_gb": 1}
+
+
+def test_three_keys_beside_the_image_are_enough(tmp_path: Path) -> None:
+    path = command_file(tmp_path, checkpoint={"format": "hf-trainer", "every": {"minutes": 10}}, work=None)
+
+    stack = load(path, now=NOW)
+
+    config = stack.job.parameters
+    assert isinstance(config, CommandConfig)
+    assert (config.command, config.names, config.complete) == (
+        "python train.py",
+        ("checkpoint-{step}/",),
+        "trainer_state.json",
+    )
+    assert (stack.job.image, stack.job.supervisor_image) == (IMAGE, SUPERVISOR_IMAGE)
+    assert stack.storage.dataset_folder(tmp_path) is None
+
+
+def refused(path: Path) -> list[str]:
+    """Every problem, as it is shown."""
+    with pytest.raises(DefinitionError) as found:
+        load(path, now=NOW)
+    return [str(problem) for problem in found.value.problems]
+
+
+# By the job's keys that are changed (or another section), what is said. `command` is on line 4, `checkpoint` on 5.
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "both kinds": (
+        {"experiment": "sft-h100"},
+        "line 2, job: 'both command and experiment' is not accepted; allowed: one of them.",
+    ),
+    "no command": ({"command": ""}, "line 4, job.command: \"''\" is not accepted; allowed: text."),
+    "USR1 with torchrun": (
+        {"command": "torchrun train.py", "stop": {"signal": "USR1"}},
+        "line 7, job.stop.signal: 'USR1' is not accepted; allowed: TERM with torchrun: USR1 and USR2 end torchrun"
+        " itself and leave its ranks running, unless --signals-to-handle names them.",
+    ),
+    "a request by USR2 with torchrun": (
+        {"command": "torchrun train.py", "stop": {"request": "USR2"}},
+        "line 7, job.stop.request: 'USR2' is not accepted; allowed: TERM with torchrun",
+    ),
+    "each without a step": (
+        {"checkpoint": {**SAVES, "each": "ckpt.pt"}},
+        "line 5, job.checkpoint.each: 'ckpt.pt' is not accepted; allowed: names with {step}; one without it is allowed"
+        " with rewritten: true.",
+    ),
+    "each out of its folder": (
+        {"checkpoint": {**SAVES, "each": "../{step}/"}},
+        "line 5, job.checkpoint.each: '../{step}/' is not accepted; allowed: names below checkpoint.folder.",
+    ),
+    "no checkpoint": (
+        {"checkpoint": {"every": {"steps": 1}}, "progress": {"file": "log.jsonl"}},
+        "line 5, job.checkpoint.each: missing; allowed: what one checkpoint is, such as checkpoint-{step}/ or ckpt.pt,"
+        " or a `format`.",
+    ),
+    "every is missing on spot": (
+        {"checkpoint": {"format": "dcp"}, "progress": {"stdout": "(?P<step>.)"}},
+        "line 5, job.checkpoint.every: missing; allowed: how often the command saves by itself, {steps: N} or"
+        " {minutes: N}. On spot a loss repeats what came after the last save: the bill prices it by this.",
+    ),
+    "no group step": (
+        {"progress": {"stdout": r"loss (?P<loss>[\d.]+)"}},
+        r"line 7, job.progress.stdout: 'loss (?P<loss>[\\d.]+)' is not accepted; allowed: a group named step, as in"
+        " (?P<step>[0-9]+).",
+    ),
+    "no regular expression": (
+        {"progress": {"stdout": "(step"}},
+        "line 7, job.progress.stdout: '(step' is not accepted; allowed: a regular expression; at character 0: missing"
+        " ), unterminated subpattern.",
+    ),
+    "an unknown placeholder": (
+        {"command": "python train.py --out {output}"},
+        "line 4, job.command: 'python train.py --out {output}' is not accepted; allowed: the placeholders"
+        " {checkpoints}, {outputs}, {state}, {inputs.NAME}, {gpus}, {run}; {{ is a brace, and {output} is none of them.",
+    ),
+    "an input that is not named": (
+        {"command": "python train.py {inputs.txt}", "storage": {"inputs": {"text": "../text"}}},
+        "line 4, job.command: '{inputs.txt}' is not accepted; allowed: an input of storage.inputs, which has text."
+        " Nearest: text.",
+    ),
+    "an input that is not named, in env": (
+        {"env": {"DATA": "{inputs.txt}"}},
+        "line 7, job.env.DATA: '{inputs.txt}' is not accepted; allowed: an input of storage.inputs, which has none.",
+    ),
+    "a name of the node's": (
+        {"env": {"AWS_PROFILE": "x"}},
+        "line 7, job.env.AWS_PROFILE: 'x' is not accepted; allowed: a name that does not begin with AWS_ or GPUFLEET_:"
+        " those are the node's own.",
+    ),
+    "env and secrets": (
+        {"env": {"TOKEN": "x"}, "secrets": {"TOKEN": "ssm:/token"}},
+        "line 7, job.env.TOKEN: 'x' is not accepted; allowed: one of job.env and job.secrets.",
+    ),
+    "a secret that is none": (
+        {"secrets": {"TOKEN": "my-token"}},
+        "line 7, job.secrets.TOKEN: 'my-token' is not accepted; allowed: where the value is kept: ssm:/name or"
+        " secretsmanager:name.",
+    ),
+    "a dataset": (
+        {"storage": {"dataset": "data/x"}},
+        "line 9, storage.dataset: 'data/x' is not accepted; allowed: nothing beside job.command. Name it under"
+        " storage.inputs: {inputs.NAME} is where it lies for the command.",
+    ),
+    "an input at home": (
+        {"storage": {"inputs": {"text": "~/text"}}},
+        "line 9, storage.inputs.text: '~/text' is not accepted; allowed: a folder, as seen from the project's, or"
+        " s3://bucket/prefix. No shell reads this, so ~ is no home: write it relative to the project, as in"
+        " ../my-model, or in full.",
+    ),
+    "an input's name": (
+        {"storage": {"inputs": {"my text": "../text"}}},
+        "line 9, storage.inputs.my text: 'my text' is not accepted; allowed: a name of 1 to 40 of A-Z, a-z, 0-9, _"
+        " and -.",
+    ),
+    "code in a bucket": (
+        {"code": {"folder": "s3://bucket/code"}},
+        "line 7, job.code.folder: 's3://bucket/code' is not accepted; allowed: a folder, as seen from the project's. A"
+        " folder of this machine is shipped.",
+    ),
+    "unlike GPUs": (
+        {"fleet": {**FLEET, "instance_types": ["g5.2xlarge", "g5.12xlarge"]}},
+        "line 7, fleet.instance_types: 'g5.2xlarge has 1 GPU, g5.12xlarge has 4 GPUs' is not accepted; allowed: types"
+        " with equally many GPUs, or job.checkpoint.same_gpus: false. A checkpoint of 4 GPUs' shards is read by 4"
+        " again, unless your script says otherwise.",
+    ),
+    "more GPUs than there are": (
+        {"gpus": 4},
+        "line 7, job.gpus: '4' is not accepted; allowed: at most the GPUs of each listed type; g5.2xlarge has 1.",
+    ),
+    "more memory than there is": (
+        {"memory_gb": 60},
+        "line 8, fleet.instance_types[0]: 'g5.2xlarge' is not accepted; allowed: a type on which every phase fits",
+    ),
+    "a misspelled key": (
+        {"chekpoint": {}},
+        "line 7, job.chekpoint: unknown key; allowed: image, supervisor_image, command,",
+    ),
+    "steps and hours": (
+        {"work": {"steps": 1, "hours": {"low": 1, "likely": 2, "high": 3}}},
+        "line 6, job.work.hours: 'a section' is not accepted; allowed: one of work.steps and work.hours.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_told_where_it_is_with_what_is_allowed(case: str, tmp_path: Path) -> None:
+    keys, said = MISTAKES[case]
+
+    (problem,) = refused(command_file(tmp_path, **keys))
+
+    assert problem.startswith(said)
+
+
+KEYS = ["hf_" + "a" * 30, "AKIA" + "A" * 16, "ghp_" + "a" * 36, "0123456789" * 4]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_value_that_looks_like_a_key_is_refused_and_not_shown(key: str, tmp_path: Path) -> None:
+    (problem,) = refused(command_file(tmp_path, env={"HF_TOKEN": key}))
+
+    assert problem.startswith("line 7, job.env.HF_TOKEN: ")
+    assert problem.endswith("Put it under job.secrets.")
+    assert key not in problem
+
+
+def test_like_gpus_are_asked_for_only_where_a_checkpoint_needs_them(tmp_path: Path) -> None:
+    fleet = {**FLEET, "instance_types": ["g5.2xlarge", "g5.12xlarge"]}
+
+    assert load(command_file(tmp_path, fleet=fleet, checkpoint={**SAVES, "same_gpus": False}), now=NOW)
+    assert load(command_file(tmp_path, fleet=fleet, gpus=1), now=NOW)
+
+
+def test_every_is_not_asked_for_on_demand(tmp_path: Path) -> None:
+    fleet = {**FLEET, "capacity": "on-demand"}
+
+    assert load(command_file(tmp_path, fleet=fleet, checkpoint={"format": "hf-trainer"}), now=NOW)
+
+
+def test_a_ready_made_job_takes_no_inputs_and_no_keys_of_a_command(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"command": None, "checkpoint": None, "work": None, "experiment": "tinystories-growth"}
+    storage = {"dataset": "data/x", "inputs": {"text": "../text"}}
+
+    assert refused(command_file(tmp_path, **keys, storage=storage)) == [
+        "line 7, storage.inputs: 'a section' is not accepted; allowed: nothing in a ready-made job. Its data is"
+        " storage.dataset."
+    ]
+    (problem,) = refused(command_file(tmp_path, **keys, storage={"dataset": "data/x"}, setup="x"))
+    assert problem == "line 5, job.setup: unknown key; allowed: experiment, image, parameters."
+
+
+def test_neither_is_told_of_both(tmp_path: Path) -> None:
+    first, *_ = refused(command_file(tmp_path, command=None, checkpoint=None, work=None))
+
+    assert first.startswith("line 2, job.experiment: missing; allowed: one of kernel-sft, ")
+    assert first.endswith("; or job.command in its place, for your own script.")
+
+
+def test_a_rehearsal_and_a_scenario_lay_any_of_its_keys_over(tmp_path: Path) -> None:
+    more = """
+rehearsal:
+  job: {command: python train.py --tiny, device: cpu, env: {B: "2"}}
+  storage: {inputs: {text: ../tiny}}
+scenarios:
+  shorter: {job: {work: {steps: 10}}}
+  other: {job: {image: x}}
+"""
+    path = command_file(tmp_path / "project", env={"A": "1"}, storage={"inputs": {"text": "../text"}}, more=more)
+    assert refused(path)[0].startswith("line 17, scenarios.other.job.image: unknown key; allowed: command, ")
+    path.write_text(path.read_text().replace("  other: {job: {image: x}}\n", ""))
+
+    rehearsed = load(path, now=NOW, rehearsal=True)
+
+    config: Any = rehearsed.job.parameters
+    assert (config.command, config.device, config.env) == ("python train.py --tiny", "cpu", {"A": "1", "B": "2"})
+    assert rehearsed.storage.inputs == {"text": "../tiny"}
+    (shorter,) = scenarios(path, now=NOW)
+    assert shorter.job.parameters.total_steps() == 10
+
+
+def test_a_rehearsal_s_own_file_names_its_folders_in_full(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    places = {"text": "../text", "more": "s3://theirs/data"}
+    path = command_file(project, code={"folder": "../mine"}, storage={"inputs": places})
+    elsewhere = tmp_path / "elsewhere.yaml"
+    elsewhere.write_text(rehearsal_text(path, project))
+
+    stack = load(elsewhere, now=NOW)
+
+    assert stack.job.parameters.shipped is not None
+    assert stack.job.parameters.shipped.folder == str(tmp_path / "mine")
+    assert stack.storage.inputs == {"text": str(tmp_path / "text"), "more": "s3://theirs/data"}
+
+
+def test_both_images_are_pinned_and_the_supervisor_s_gets_a_line(tmp_path: Path) -> None:
+    path, digest = command_file(tmp_path), "sha256:" + "5" * 64
+    before = path.read_text()
+
+    for _ in range(2):
+        pin(
+            path,
+            ami="ami-0123456789abcdef0",
+            image=f"{IMAGE}@{digest}",
+            supervisor_image=f"{SUPERVISOR_IMAGE}@{digest}",
+        )
+
+    stack = load(path, now=NOW)
+    assert stack.job.images == (f"{IMAGE}@{digest}", f"{SUPERVISOR_IMAGE}@{digest}")
+    assert len(path.read_text().splitlines()) == len(before.splitlines()) + 1
+
+
+def test_the_run_is_another_with_another_input_or_command(tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = [
+        {},
+        {"command": "x"},
+        {"storage": {"inputs": {"text": "../text"}}},
+        {"env": {"A": "1"}},
+    ]
+
+    assert len({creation_digest(load(command_file(tmp_path, **each), now=NOW)) for each in given}) == len(given)
+
+
+def test_a_node_may_read_what_the_file_names_and_nothing_beside_it(tmp_path: Path) -> None:
+    key = "arn:aws:kms:us-east-2:111122223333:key/abc"
+    path = command_file(
+        tmp_path,
+        secrets={"A": "ssm:/team/a", "B": "secretsmanager:team/b"},
+        registry="ssm:/login",
+        storage={"inputs": {"text": "s3://theirs/some/data", "more": "../more"}},
+        account={"kms_key": key},
+    )
+
+    stated = {each["Sid"]: each for each in node_statements(load(path, now=NOW), "arn:aws:s3:::own", "arn:logs")}
+
+    parameters, secrets = stated["Parameters"], stated["Secrets"]
+    of_us = "arn:aws:ssm:us-east-2:*:parameter"
+    assert (parameters["Action"], parameters["Resource"]) == ("ssm:GetParameter", [f"{of_us}/team/a", f"{of_us}/login"])
+    assert secrets["Action"] == "secretsmanager:GetSecretValue"
+    assert secrets["Resource"] == ["arn:aws:secretsmanager:us-east-2:*:secret:team/b-??????"]
+    assert (stated["KeyOfSecrets"]["Action"], stated["KeyOfSecrets"]["Resource"]) == ("kms:Decrypt", key)
+    assert stated["Input0"]["Resource"] == "arn:aws:s3:::theirs/some/data/*"
+    plain = node_statements(load(command_file(tmp_path), now=NOW), "arn:aws:s3:::own", "arn:logs")
+    assert not {"Parameters", "Secrets", "KeyOfSecrets", "Input0"} & {each["Sid"] for each in plain}
+
+
+def test_every_key_stands_in_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "definition.md").read_text()
+
+    assert [f.name for f in fields(CommandConfig) if f"`{f.name}`" not in page and f"job.{f.name}" not in page] == []
