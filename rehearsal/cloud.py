@@ -26,6 +26,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoReque
 from werkzeug.serving import BaseWSGIServer, make_server
 
 from infra.definition.model import Account
+from job.contract import environment
 from rehearsal import account
 from rehearsal.actions import FLEETS
 from rehearsal.clock import Clock, SystemClock
@@ -217,7 +218,7 @@ class Cloud:
         before = set(self.inventory())
         account.seed_named(self.account, self.region, named)
         for name, reference in (secrets or {}).items():
-            value = os.environ.get(f"GPUFLEET_SECRET_{name}", WORD if name != "registry" else f"{WORD}:{WORD}")
+            value = os.environ.get(environment.SECRET + name, WORD if name != "registry" else f"{WORD}:{WORD}")
             service, _, place = reference.partition(":")
             if service == "ssm":
                 self.client(service).put_parameter(Name=place, Value=value, Type="SecureString", Overwrite=True)

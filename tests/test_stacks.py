@@ -19,7 +19,7 @@ from infra.definition.model import Claim, Disk, Interruptions, Keep, StackDefini
 from infra.definition.rules import RULES
 from infra.definition.scenarios import scenarios
 from infra.definition.schema import SECTIONS
-from job.spec import EXPERIMENTS, KernelConfig, SftConfig
+from job.spec import EXPERIMENTS, CommandConfig, KernelConfig, SftConfig
 from job.spec.convert import describe
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -224,6 +224,15 @@ def test_the_page_explains_every_parameter_with_its_default_and_range(experiment
             written = re.search(r"\*\*([0-9.e-]+)\*\*", rows[name])
             assert written is not None, name
             assert float(written[1]) == default, name
+
+
+def test_the_page_explains_every_key_of_a_command() -> None:
+    rows, fields = documented("A command of your own"), fields_of(CommandConfig())
+    assert set(rows) == set(fields)
+    for name, (field, _) in fields.items():
+        for bound in (field.metadata.get("minimum"), field.metadata.get("maximum")):
+            if bound is not None:
+                assert (f"{bound:,.0f}" if bound >= 1 else f"{bound:g}") in rows[name], name
 
 
 def test_every_key_called_shared_is_of_several_experiments() -> None:
