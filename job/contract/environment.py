@@ -24,4 +24,3 @@ COMMAND = {  # what a command is told, each as GPUFLEET_<name>
 }
 INPUT = "GPUFLEET_INPUT_"  # and the input's name in capitals
 SECRET = "GPUFLEET_SECRET_"  # in a rehearsal, and a secret's name: its value
-SECRET = "GPUFLEET_SECRET_"  # of the shell: the value that a secret has in a rehearsal, by its name

@@ -38,8 +38,8 @@ class FakeBucket:
         assert name == "list_objects_v2"
         return self
 
-    def paginate(self, *, FakeBucket: str, Prefix: str) -> list[dict[str, Any]]:
-        assert (FakeBucket, Prefix) == ("theirs", "some/data/")
+    def paginate(self, *, Bucket: str, Prefix: str) -> list[dict[str, Any]]:
+        assert (Bucket, Prefix) == ("theirs", "some/data/")
         listed = [{"Key": Prefix + key, "Size": len(text), "ETag": f'"{text}"'} for key, text in self.objects.items()]
         return [{}, {"Contents": listed[:1]}, {"Contents": listed[1:]}]
 
