@@ -134,13 +134,13 @@ def _compared(stack: str, now: datetime) -> tuple[str, Taken]:
     definition, variants = load(path, now=now), scenarios(path, now=now)
     rows = ranking.every_option(definition, variants, catalog)
 
-    def whole() -> None:
+    def compare_all() -> None:
         ranking.scenarios(definition, variants, catalog)
         ranking.refined(ranking.every_option(definition, variants, catalog))
 
     types, works = len({row.type for row in rows}), len({row.scenario for row in rows})
     said = f"{types} types x 2 capacities x {works} pieces of work of {len(variants)} scenarios = {len(rows)} options"
-    return f"{stack}: {said}", seconds(whole, times=3)
+    return f"{stack}: {said}", seconds(compare_all, times=3)
 
 
 def _children_s() -> float:
