@@ -326,7 +326,7 @@ def test_with_gpus_candidates_are_compiled_ahead_of_those_that_run(
             go.set()
         return found
 
-    monkeypatch.setattr(Compilation, "of", counted)
+    monkeypatch.setattr(Compilation, "compile", counted)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     found = verdicts(Judge(replace(LIMITS, workers=None), SEED, workers, gpus=1), crowd)
     assert [verdict.passed for verdict in found.values()] == [True] * len(crowd)
