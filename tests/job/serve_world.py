@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -38,25 +40,18 @@ def exported(folder: Path, **changed: Any) -> Path:
 def served(folder: Path) -> Iterator[Server]:
     """A server of an export made in `folder`, on a free port; ended afterwards."""
     server = Server(("127.0.0.1", 0), open_model(exported(folder)))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         yield server
     finally:
-        server.shutdown()
-        server.server_close()
+        server.should_exit = True
         thread.join()
-
-
-def address(server: Server) -> tuple[str, int]:
-    """Where it listens: host and port."""
-    host, port = server.server_address[:2]
-    return str(host), port
 
 
 def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
     """Status and parsed JSON."""
-    connection = http.client.HTTPConnection(*address(server), timeout=20)
+    connection = http.client.HTTPConnection(*server.address, timeout=20)
     content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     try:
         connection.request(method, path, content, headers)
@@ -68,3 +63,12 @@ def ask(server: Server, method: str, path: str, body: Any = None, **headers: str
 
 def generate(server: Server, **body: Any) -> tuple[int, Any]:
     return ask(server, "POST", "/generate", body)
+
+
+def until(server: Server, there: Callable[[], bool]) -> None:
+    """Asks the server until `there`; it fails where that never comes."""
+    deadline = time.monotonic() + 20
+    while not there():
+        assert time.monotonic() < deadline
+        with contextlib.suppress(http.client.HTTPException, OSError):
+            ask(server, "GET", "/health")

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         served = open_model(args.folder, device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except KeyboardInterrupt:  # hashing and loading 16 GB takes half a minute
         return 0
+    except ImportError as error:
+        sys.stderr.write(f"the server needs a package that is missing ({error}): pip install -e '.[job,serve]'\n")
+        return 2
     except (ValueError, OSError, RuntimeError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -45,19 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{refusal(args.host, args.port, error)}\n")
         return 2
 
-    def end(number: int, frame: FrameType | None) -> None:
-        # shutdown waits for serve_forever, which this very thread runs
-        threading.Thread(target=server.shutdown, name="shutdown").start()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-    with server:
-        host, port = server.server_address[:2]
-        sys.stdout.write(f"{served.name} on http://{host!s}:{port} (GET /health, GET /info, POST /generate)\n")
-        sys.stdout.flush()
-        server.serve_forever(poll_interval=0.1)
-    if not server.idle:
-        os._exit(0)  # the interpreter's own end would take threads out of torch's C++, which aborts (SIGABRT)
+    host, port = server.address
+    sys.stdout.write(f"{served.name} on http://{host}:{port} (GET /health, GET /info, POST /generate)\n")
+    sys.stdout.flush()
+    server.serve_forever()
     return 0
 
 

@@ -1,282 +1,264 @@
 """The HTTP server: GET /health, GET /info, POST /generate. Answers and errors are JSON; streams are server-sent events.
 
-Each connection has a thread, `CONNECTIONS` at most; at most `AT_ONCE` of them generate. Others are told to come again
-(503). A request that is not here whole `PATIENCE_S` after the connection or the answer before is dropped, and so is a
-client that reads nothing for as long. The generation of one that left, or closed its side, ends at its next character.
-A generation that fails is answered (500), and the server lives on.
+Starlette on uvicorn. What those two leave open is here: at most `CONNECTIONS` are open and `AT_ONCE` of them generate,
+others are told to come again (503); a request that is not whole `PATIENCE_S` after the connection or the answer before
+is dropped, and so is a client that reads nothing for as long; what is no HTTP is told so in JSON too.
 """
 
 from __future__ import annotations
 
-import io
+import asyncio
 import json
-import select
+import os
 import socket
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Iterator
-from contextlib import suppress
-from email.errors import MissingHeaderBodySeparatorDefect
+from collections.abc import AsyncIterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import FrameType
 from typing import Any
 
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.concurrency import iterate_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
 from job.experiments.pretrain.serve.model import Served
-from job.experiments.pretrain.serve.request import Refused, parse
+from job.experiments.pretrain.serve.request import GenerateRequest, Refused, parse
 
 AT_ONCE = 4
 CONNECTIONS = 64
+BACKLOG = 128  # connections not yet accepted; clients beyond them are reset, not told to come again
 PATIENCE_S = 30.0
 CLOSING_S = 8.0  # for all generations under way; a large model may take longer for a long prompt on a CPU
 BODY_BYTES = 64 * 1024  # the longest prompt is a few thousand characters
-LENGTH_DIGITS = 20  # of Content-Length; int() refuses thousands of them
-DRAINED_BYTES = 1024 * 1024
 ROUTES = {"/health": "GET", "/info": "GET", "/generate": "POST"}
 
 
-class Server(ThreadingHTTPServer):
-    """Serves one model until `shutdown`. Port 0 takes a free one; `server_address` says which."""
-
-    daemon_threads = True  # a connection that only waits does not keep us
-    request_queue_size = 128  # connections not yet accepted; clients beyond them are reset, not told to come again
+class Server(uvicorn.Server):
+    """Serves one model from its creation until `should_exit`. Port 0 takes a free one; `address` says which. Raises
+    OSError where there is no such place, OverflowError for a port beyond 65535.
+    """
 
     def __init__(self, address: tuple[str, int], served: Served) -> None:
         self.served = served
-        self.free = threading.BoundedSemaphore(AT_ONCE)
-        self.room = threading.BoundedSemaphore(CONNECTIONS)
-        self.ending = threading.Event()
-        self.idle = True
-        super().__init__(address, Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for the connection, or 503 without one."""
-        if self.room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            _turn_away(request)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Ends each connection that had room, also where its thread could not start."""
-        super().shutdown_request(request)
-        self.room.release()
-
-    def shutdown(self) -> None:
-        self.ending.set()  # every generation ends at its next character
-        super().shutdown()
-
-    def server_close(self) -> None:
-        """Closes the port and waits up to CLOSING_S until the generations under way have said that they end. `idle`
-        says whether they have, or one still computes its next character.
-        """
-        super().server_close()
-        deadline = time.monotonic() + CLOSING_S
-        ended = [self.free.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(AT_ONCE)]
-        self.idle = all(ended)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of ours; anything else is printed as usual."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)
-
-
-class Incoming(io.RawIOBase):
-    """What a connection sends, until `deadline` (time.monotonic). A socket's timeout begins anew with each byte."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.deadline = 0.0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Raises TimeoutError at the deadline."""
-        left_s = self.deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the request is not whole")
-        self.connection.settimeout(left_s)
+        self.under_way = 0  # generations
+        self.listening = socket.socket(proto=socket.IPPROTO_TCP)  # or asyncio leaves Nagle on: 45 ms a request, not 0.5
         try:
-            return self.connection.recv_into(buffer)
-        finally:
-            self.connection.settimeout(PATIENCE_S)  # of each write
+            self.listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.listening.bind(address)
+        except BaseException:
+            self.listening.close()
+            raise
+        self.listening.listen(BACKLOG)
+        self.address: tuple[str, int] = self.listening.getsockname()
+        super().__init__(
+            uvicorn.Config(
+                application(self),
+                http=Connection,
+                backlog=BACKLOG,
+                lifespan="off",
+                log_config=None,
+                log_level="critical",  # a client's mistakes are no news; ours are printed by `_failed`
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=int(PATIENCE_S) + 1,  # Connection counts for itself
+                timeout_graceful_shutdown=int(CLOSING_S),
+            )
+        )
+
+    def serve_forever(self) -> None:
+        """Until `should_exit`."""
+        self.run(sockets=[self.listening])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM and Ctrl-C end it in good order; uvicorn would die of them afterwards."""
+        self.should_exit = True
+
+    def end_one(self) -> None:
+        """A generation is over."""
+        self.under_way -= 1
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits up to CLOSING_S until the generations under way have said that they end."""
+        await super().shutdown(sockets)
+        if self.under_way:  # one still computes its next character, in torch, which no thread leaves before
+            os._exit(0)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+class Connection(H11Protocol):
+    """One connection, with the limits of time that uvicorn lacks."""
 
-    server: Server
-    protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.0"  # the library's, 0.9, refuses a broken first line without a status
-    server_version = "gpufleet"
-    timeout = PATIENCE_S
-    disable_nagle_algorithm = True  # head and body are two writes: 45 ms a request over loopback with it, 2 without
+    late: asyncio.TimerHandle | None = None  # drops it
 
-    def __getattr__(self, name: str) -> Any:
-        """do_GET, do_POST and whatever else a client may call a method."""
-        if name.startswith("do_"):
-            return self._serve
-        raise AttributeError(name)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._drop_in(PATIENCE_S)
+        if len(self.connections) > CONNECTIONS:
+            self._refuse(503, f"{CONNECTIONS} connections are open already; try again in a moment")
 
-    def setup(self) -> None:
-        super().setup()
-        self.rfile.close()
-        self.incoming = Incoming(self.connection)
-        self.rfile = io.BufferedReader(self.incoming)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._drop_in(None)
+        super().connection_lost(exc)
 
-    def handle_one_request(self) -> None:
-        self.incoming.deadline = time.monotonic() + PATIENCE_S
-        super().handle_one_request()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing per request."""
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library refuses by itself, as JSON too."""
-        self.close_connection = True
-        self._answer(code, {"error": message or HTTPStatus(code).phrase})
-
-    def _serve(self) -> None:
-        try:
-            path = self.path.partition("?")[0]
-            body = self._body()
-            if path not in ROUTES:
-                raise Refused(404, f"there is no {path[:100]}; there are {', '.join(ROUTES)}")
-            if self.command != ROUTES[path] and (self.command, ROUTES[path]) != ("HEAD", "GET"):
-                raise Refused(405, f"{path} takes {ROUTES[path]}, not {self.command}")
-            if path == "/health":
-                self._answer(200, {"status": "ok"})
-            elif path == "/info":
-                self._answer(200, self.server.served.info())
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._answering() and not self.cycle.more_body:
+            self._drop_in(None)  # the request is whole
+            if len(self.conn.trailing_data[0]) > BODY_BYTES:
+                self.transport.abort()
             else:
-                self._generate(body)
-        except Refused as refusal:
-            self._answer(refusal.status, {"error": str(refusal)}, allow=ROUTES.get(self.path.partition("?")[0]))
+                self.flow.resume_reading()  # uvicorn stops at a request sent ahead, and would not see the client leave
 
-    def _body(self) -> bytes:
-        """The whole body, so that the connection can be used again. Raises Refused, and then closes it."""
-        if any(isinstance(defect, MissingHeaderBodySeparatorDefect) for defect in self.headers.defects):
-            self.close_connection = True  # the headers from there on are not read: one may say that a body follows
-            raise Refused(400, "a header line without a name and a colon right behind it")
-        lengths = self.headers.get_all("Content-Length", [])
-        if len(lengths) + ("Transfer-Encoding" in self.headers) > 1:  # two ends of one body: what follows is anyone's
-            self.close_connection = True
-            raise Refused(400, "more than one of Content-Length and Transfer-Encoding; send one Content-Length")
-        stated = lengths[0].strip(" \t") if lengths else None  # blanks around a value are none of it (RFC 9110, 5.5)
-        if stated is None:
-            if self.command == "POST" or "Transfer-Encoding" in self.headers:
-                self.close_connection = True
-                raise Refused(411, "Content-Length is missing; send the body whole, not chunked")
-            return b""
-        if not stated.isascii() or not stated.isdigit():
-            self.close_connection = True
-            raise Refused(400, f"Content-Length: {stated[:40]!r} is not a number of bytes")
-        if len(stated) > LENGTH_DIGITS or int(stated) > BODY_BYTES:
-            self.close_connection = True
-            raise Refused(413, f"the body is {stated[:40]} bytes; at most {BODY_BYTES} are taken")
-        return self.rfile.read(int(stated))
+    def on_response_complete(self) -> None:
+        self._drop_in(PATIENCE_S)
+        super().on_response_complete()
 
-    def _generate(self, body: bytes) -> None:
-        served = self.server.served
-        asked = parse(body, longest=served.sequence)
-        if not self.server.free.acquire(blocking=False):
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._drop_in(PATIENCE_S)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._drop_in(None if self._answering() else PATIENCE_S)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._answering():
+            return  # what follows a request that is answered, and ends the connection
+        error = sys.exception()  # uvicorn calls this where it catches it
+        status = error.error_status_hint if isinstance(error, h11.ProtocolError) else 400
+        self._refuse(status, f"no HTTP request ({error})")
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        """Answers what no route can, and closes the connection."""
+        answer = _answer(status, {"error": sentence}, Connection="close")
+        head = b"".join(b"%b: %b\r\n" % each for each in answer.raw_headers)
+        first = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
+        self.transport.write(first + head + b"\r\n" + bytes(answer.body))
+        self.transport.close()
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _drop_in(self, seconds: float | None) -> None:
+        if self.late is not None:
+            self.late.cancel()
+        self.late = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+
+def application(server: Server) -> Starlette:
+    """The three routes. What they refuse is JSON."""
+
+    async def health(request: Request) -> Response:
+        return _answer(200, {"status": "ok"})
+
+    async def info(request: Request) -> Response:
+        return _answer(200, server.served.info())
+
+    async def generate(request: Request) -> Response:
+        asked, name = parse(await _body(request), longest=server.served.sequence), server.served.name
+        if server.under_way >= AT_ONCE:
             raise Refused(503, f"{AT_ONCE} generations are under way already; try again in a moment")
+        server.under_way += 1
+        characters = _follow(server, asked)
+        if asked.stream:
+            headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+            events = _events(asked.prompt, characters, name)
+            return StreamingResponse(events, headers=headers, background=BackgroundTask(server.end_one))
         try:
-            characters = self._until_the_end(served.generate(asked))
-            if asked.stream:
-                return self._stream(asked.prompt, characters)
-            text = "".join(characters)
-        finally:
-            self.server.free.release()
-        self._answer(200, _result(asked.prompt, text, served.name))  # whoever has it may ask again at once
-
-    def _until_the_end(self, characters: Iterator[str]) -> Iterator[str]:
-        """Raises Refused where the server ends or the model fails, ConnectionError where nobody waits any more."""
-        while True:
-            try:
-                character = next(characters, None)
-            except Exception as error:  # whatever it is, it ends this generation and not the server
-                traceback.print_exc()
-                said = f"{type(error).__name__}: {error}".partition("\n")[0]
-                raise Refused(500, f"the generation failed: {said}") from error
-            if character is None:
-                return
-            if self.server.ending.is_set():
-                self.close_connection = True
-                raise Refused(503, "the server is ending")
-            if self._client_left():
-                raise ConnectionAbortedError("the client left")
-            yield character
-
-    def _client_left(self) -> bool:
-        """Also of a client that had sent more than its request: to `recv` that hides the end behind it."""
-        waiting = select.poll()
-        waiting.register(self.connection, select.POLLHUP | getattr(select, "POLLRDHUP", 0))  # the latter is Linux's
-        return bool(waiting.poll(0))
-
-    def _stream(self, prompt: str, characters: Iterator[str]) -> None:
-        """One event per character, then the whole answer with `"done": true`."""
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-store")
-        chunked = self.request_version != "HTTP/1.0"
-        if chunked:
-            self.send_header("Transfer-Encoding", "chunked")
-        else:
-            self.close_connection = True
-        self.end_headers()
-
-        def event(value: dict[str, Any]) -> None:
-            line = f"data: {json.dumps(value)}\n\n".encode()
-            self.wfile.write(b"%x\r\n%b\r\n" % (len(line), line) if chunked else line)
-
-        text = ""
-        try:
-            for character in characters:
+            text = ""
+            async for character in characters:
+                if await request.is_disconnected():
+                    raise ClientDisconnect
                 text += character
-                event({"text": character})
-            event({**_result(prompt, text, self.server.served.name), "done": True})
-        except Refused as refusal:  # the status is sent already
-            event({"error": str(refusal)})
-        if chunked:
-            self.wfile.write(b"0\r\n\r\n")
+        finally:
+            server.end_one()
+        return _answer(200, _result(asked.prompt, text, name))
 
-    def _answer(self, status: int, value: dict[str, Any], *, allow: str | None = None) -> None:
-        content = (json.dumps(value) + "\n").encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        if status == HTTPStatus.METHOD_NOT_ALLOWED and allow:
-            self.send_header("Allow", allow)
-        if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            self.send_header("Retry-After", "1")
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-        if self.close_connection and status >= HTTPStatus.BAD_REQUEST:
-            self._drain()
-
-    def _drain(self) -> None:
-        """Reads what of the request is not read yet: closed before, the connection could lose our answer."""
-        with suppress(OSError):  # the client left, or sends slowly
-            self.connection.shutdown(socket.SHUT_WR)  # it need not wait for us
-            self.rfile.read(DRAINED_BYTES)
+    endpoints = {"/health": health, "/info": info, "/generate": generate}
+    handlers: dict[Any, Any] = {Refused: _refused, HTTPException: _refused, ClientDisconnect: _gone, Exception: _failed}
+    routes = [Route(path, endpoints[path], methods=[method]) for path, method in ROUTES.items()]
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
 
 
-def _turn_away(connection: socket.socket) -> None:
-    """503 without waiting for anything: called by the thread that accepts connections."""
-    content = json.dumps({"error": f"{CONNECTIONS} connections are open already; try again in a moment"}) + "\n"
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
-    )
-    with connection, suppress(OSError):
-        connection.setblocking(False)
-        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
-        connection.shutdown(socket.SHUT_WR)
-        connection.recv(BODY_BYTES)  # as Handler._drain, of what is here already
+async def _body(request: Request) -> bytes:
+    """The whole body. Raises Refused for one of more than BODY_BYTES; uvicorn reads the rest and forgets it."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > BODY_BYTES:
+            raise Refused(413, f"the body is too long; at most {BODY_BYTES} bytes are taken")
+    return body
+
+
+async def _follow(server: Server, asked: GenerateRequest) -> AsyncIterator[str]:
+    """The characters. Raises Refused where the server ends or the model fails."""
+    characters = iterate_in_threadpool(server.served.generate(asked))
+    while True:
+        try:
+            character = await anext(characters, None)
+        except Exception as error:  # whatever it is, it ends this generation and not the server
+            traceback.print_exc()
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise Refused(500, f"the generation failed: {said}") from error
+        if character is None:
+            return
+        if server.should_exit:
+            raise Refused(503, "the server is ending")
+        yield character
+
+
+async def _events(prompt: str, characters: AsyncIterator[str], model: str) -> AsyncIterator[str]:
+    """One per character, then the whole answer with `"done": true`."""
+    text = ""
+    try:
+        async for character in characters:
+            text += character
+            yield _event({"text": character})
+        yield _event({**_result(prompt, text, model), "done": True})
+    except Refused as refusal:  # the status is sent already
+        yield _event({"error": str(refusal)})
+
+
+async def _refused(request: Request, error: Refused | HTTPException) -> Response:
+    path = request.scope["path"]
+    if isinstance(error, Refused):
+        return _answer(error.status, {"error": str(error)})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        said = f"{path} takes {ROUTES[path]}, not {request.method}"
+        return _answer(405, {"error": said}, Allow=ROUTES[path])
+    return _answer(404, {"error": f"there is no {path[:100]}; there are {', '.join(ROUTES)}"})
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response()  # nobody waits for it
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    traceback.print_exception(error)
+    return _answer(500, {"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
+
+
+def _answer(status: int, value: dict[str, Any], **headers: str) -> Response:
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["Retry-After"] = "1"
+    return Response(_json(value), status, headers, "application/json")
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value) + "\n").encode()
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
 
 
 def _result(prompt: str, text: str, model: str) -> dict[str, Any]:

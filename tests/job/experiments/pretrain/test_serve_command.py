@@ -64,6 +64,7 @@ def computing(*args, **settings):  # its next character is far away, as behind a
     print("begun", flush=True)
     while True:
         torch.ones(64, 64) @ torch.ones(64, 64)
+    yield 0
 
 model.generate, server.CLOSING_S = computing, 0.1
 sys.exit(serve.main(sys.argv[1:]))
@@ -177,9 +178,18 @@ def test_ctrl_c_while_it_loads_ends_it_without_a_word(
     assert capsys.readouterr().err == ""
 
 
+def test_a_package_that_only_the_server_needs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "job.experiments.pretrain.serve.server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main([str(exported(tmp_path / "final")), "--port", "0", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.endswith(": pip install -e '.[job,serve]'\n")
+
+
 def test_a_taken_port_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(tmp_path / "final") as running:
-        port = running.server_address[1]
+        port = running.address[1]
         assert main([str(tmp_path / "final"), "--port", str(port)]) == 2
     said = capsys.readouterr().err
     assert said == f"--port {port} on 127.0.0.1 is in use; --port 0 takes a free one\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_world import address, ask, exported, generate, served
+from serve_world import exported, generate, served, until
 
 from job.experiments.pretrain import model as char_gpt
 from job.experiments.pretrain.serve import model
@@ -32,20 +32,22 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_thirty_clients_at_once_are_all_answered(tmp_path: Path) -> None:
     body = json.dumps({"prompt": "1", "max_tokens": 50}).encode()
-    request = b"POST /generate HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    request = b"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
+        len(body),
+        body,
+    )
     server = Server(("127.0.0.1", 0), open_model(exported(tmp_path / "final")))
-    clients = [socket.create_connection(address(server), timeout=5) for _ in range(30)]  # none is accepted yet
+    clients = [socket.create_connection(server.address, timeout=5) for _ in range(30)]  # none is accepted yet
     for client in clients:
         client.sendall(request)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = threading.Thread(target=server.serve_forever)
     thread.start()
     answers = []
     for client in clients:
         with client:
             client.settimeout(20)
             answers.append(b"".join(iter(partial(client.recv, 4096), b"")))
-    server.shutdown()
-    server.server_close()
+    server.should_exit = True
     thread.join()
     assert {answer.split()[1] for answer in answers} <= {b"200", b"503"}
     assert sum(answer.startswith(b"HTTP/1.1 200") for answer in answers) >= serving.AT_ONCE
@@ -70,7 +72,7 @@ def test_a_model_that_fails_is_answered_and_the_server_lives_on(
     monkeypatch.setattr(model, "generate", failing(error))
     for _ in range(serving.AT_ONCE + 1):  # it keeps no slot
         assert generate(running, prompt="1") == (500, said)
-    connection = http.client.HTTPConnection(*address(running), timeout=20)
+    connection = http.client.HTTPConnection(*running.address, timeout=20)
     with closing(connection):
         connection.request("POST", "/generate", json.dumps({"prompt": "1", "stream": True}))
         events = connection.getresponse().read().decode().strip().split("\n\n")
@@ -81,7 +83,9 @@ def test_a_model_that_fails_is_answered_and_the_server_lives_on(
     assert "Traceback" in capsys.readouterr().err  # for whoever runs it
 
 
-@pytest.mark.parametrize(("stream", "more"), [(False, b""), (True, b""), (False, b"\r\nGET /health HTTP/1.1\r\n\r\n")])
+@pytest.mark.parametrize(
+    ("stream", "more"), [(False, b""), (True, b""), (False, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")]
+)
 def test_the_generation_of_a_client_that_left_ends(
     stream: bool, more: bytes, running: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,25 +99,21 @@ def test_the_generation_of_a_client_that_left_ends(
     monkeypatch.setattr(model, "generate", endless)
     body = json.dumps({"prompt": "1", "stream": stream}).encode()
     for _ in range(serving.AT_ONCE):
-        with socket.create_connection(address(running), timeout=20) as client:
-            client.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        with socket.create_connection(running.address, timeout=20) as client:
+            client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
             assert began.acquire(timeout=20)
             client.sendall(more)
-    free = [running.free.acquire(timeout=20) for _ in range(serving.AT_ONCE)]
-    for _ in filter(None, free):
-        running.free.release()
-    assert all(free)
-    assert ask(running, "GET", "/health")[0] == 200
+    until(running, lambda: running.under_way == 0)
 
 
 @pytest.mark.parametrize(
-    "begun", [b"GET /health HTTP/1.1\r\nX: ", b"POST /generate HTTP/1.1\r\nContent-Length: 9999\r\n\r\n"]
+    "begun", [b"GET /health HTTP/1.1\r\nX: ", b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n"]
 )
 def test_a_request_that_comes_byte_by_byte_is_dropped(
     begun: bytes, running: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "PATIENCE_S", 0.3)
-    with socket.create_connection(address(running), timeout=0.05) as client:
+    with socket.create_connection(running.address, timeout=0.05) as client:
         client.sendall(begun)
         answer = None
         for _ in range(200):  # each waits as long as the socket's timeout
@@ -129,25 +129,23 @@ def test_a_request_that_comes_byte_by_byte_is_dropped(
     assert answer == b""
 
 
-def test_a_slow_request_leaves_the_time_of_the_next_and_of_writes_alone(
-    running: Server, monkeypatch: pytest.MonkeyPatch
+def test_a_request_has_its_time_until_it_is_whole_and_the_next_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited: list[float] = []
-    real = serving.Incoming.readinto
+    allowed: list[float | None] = []
 
-    def noted(incoming: serving.Incoming, buffer: Any) -> int:
-        waited.append(incoming.deadline)
-        try:
-            return real(incoming, buffer)
-        finally:
-            assert incoming.connection.gettimeout() == serving.PATIENCE_S
+    def noted(connection: serving.Connection, seconds: float | None) -> None:
+        allowed.append(seconds)
 
-    monkeypatch.setattr(serving.Incoming, "readinto", noted)
-    with closing(http.client.HTTPConnection(*address(running), timeout=20)) as connection:
+    monkeypatch.setattr(serving.Connection, "_drop_in", noted)
+    with (
+        served(tmp_path / "final") as server,
+        closing(http.client.HTTPConnection(*server.address, timeout=20)) as connection,
+    ):
         for _ in range(2):
             connection.request("GET", "/health")
             assert connection.getresponse().read()
-    assert waited[0] < waited[1]
+        assert allowed == [serving.PATIENCE_S, None, serving.PATIENCE_S, None, serving.PATIENCE_S]
 
 
 def test_connections_beyond_the_room_are_told_to_come_again(
@@ -155,19 +153,15 @@ def test_connections_beyond_the_room_are_told_to_come_again(
 ) -> None:
     monkeypatch.setattr(serving, "CONNECTIONS", 2)
     with served(tmp_path / "final") as server:
-        silent = [socket.create_connection(address(server), timeout=20) for _ in range(2)]
+        silent = [socket.create_connection(server.address, timeout=20) for _ in range(2)]
         for _ in range(3):
-            with socket.create_connection(address(server), timeout=20) as client:
+            with socket.create_connection(server.address, timeout=20) as client:
                 head, _, content = b"".join(iter(lambda: client.recv(4096), b"")).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
-            assert b"Retry-After: 1" in head
-            assert f"Content-Length: {len(content)}".encode() in head
+            assert b"retry-after: 1" in head
+            assert f"content-length: {len(content)}".encode() in head
             assert json.loads(content) == {"error": "2 connections are open already; try again in a moment"}
         for client in silent:
             client.close()
-        for _ in silent:
-            assert server.room.acquire(timeout=20)
-        for _ in silent:
-            server.room.release()
-        assert ask(server, "GET", "/health")[0] == 200
+        until(server, lambda: not server.server_state.connections)
     assert capsys.readouterr().err == ""
