@@ -47,10 +47,10 @@ def main() -> None:
             parameter.normal_(0.0, 0.02)
     served = Served(module=module, name="random weights", sequence=config.data.sequence, meta={})
     server = Server(("127.0.0.1", 0), served)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1})
+    thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        url = f"http://127.0.0.1:{server.server_address[1]}"
+        url = f"http://127.0.0.1:{server.address[1]}"
         say(f"{found.banner()}\n{ask(f'{url}/info')}")
         weights = sum(parameter.nbytes for parameter in module.parameters())
         bandwidth = device.bandwidth_gb_s(found.name)
@@ -67,9 +67,8 @@ def main() -> None:
                 f"{a.characters / median(took):,.1f} for one client{most}; {weights / 1e9:.1f} GB of weights"
             )
     finally:
-        server.shutdown()
+        server.should_exit = True
         thread.join()
-        server.server_close()
 
 
 def seconds(url: str, body: dict[str, Any]) -> float:
