@@ -19,8 +19,8 @@ Calibrations = Mapping[str, Calibration | RefusedCalibration]  # by instance typ
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Footing:
-    """What a bill of a definition stands on beside the catalog, as infra.bill.project.footing finds it."""
+class BillBasis:
+    """What a bill of a definition stands on beside the catalog, as infra.bill.project.bill_basis finds it."""
 
     definition: StackDefinition  # with what its prepared dataset counts
     dataset_bytes: int | None = None  # None: not prepared, assumed

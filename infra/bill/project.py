@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infra.bill.bill import Bill
 from infra.bill.estimate import price
-from infra.bill.options import Footing
+from infra.bill.options import BillBasis
 from infra.bill.side import Hazards
 from infra.catalog import Catalog
 from infra.definition.model import StackDefinition
@@ -34,7 +34,7 @@ def bill_of(
     """The bill, with what lies under `root`. `hazards`: learnt there already; `but`: traces that must not teach them.
     Raises as price().
     """
-    found = footing(definition, root, catalog)
+    found = bill_basis(definition, root, catalog)
     return price(
         found.definition,
         catalog,
@@ -45,13 +45,13 @@ def bill_of(
     )
 
 
-def footing(definition: StackDefinition, root: Path, catalog: Catalog) -> Footing:
+def bill_basis(definition: StackDefinition, root: Path, catalog: Catalog) -> BillBasis:
     """What lies under `root` of this definition: the prepared dataset, and calibrations of its types.
 
     A scenario that is only priced and says what its data counts keeps its word: it is of no dataset that there is.
     """
     dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
-    return Footing(
+    return BillBasis(
         definition=counted_by(definition, dataset),
         dataset_bytes=_uploaded(definition, root) if dataset is None else sum(file.bytes for file in dataset.files),
         calibrations=find_all(definition, catalog.instances, root),

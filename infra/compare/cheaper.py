@@ -14,7 +14,7 @@ from typing import Any
 
 from infra import text
 from infra.bill.bill import Bill
-from infra.bill.project import bill_of, footing
+from infra.bill.project import bill_basis, bill_of
 from infra.bill.record import quantiles
 from infra.bill.side import UNBOUND, Hazards
 from infra.bill.table import figures
@@ -116,7 +116,7 @@ def bill_and_cheaper(
         catalog,
         hours_left=definition.limits.hours_left(now),
         hazards=hazards,
-        found=lambda work: footing(work, root, catalog),
+        found=lambda work: bill_basis(work, root, catalog),
         allowed=allowed,
     )
     return bill, options

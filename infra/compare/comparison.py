@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from infra.bill.options import Footing
-from infra.bill.project import footing
+from infra.bill.options import BillBasis
+from infra.bill.project import bill_basis
 from infra.catalog import load_catalog
 from infra.compare import deadline, ranking
 from infra.compare.rows import Row
@@ -50,13 +50,13 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     left = _hours_left(within, whose, now)
     hazards = learn(observations(root))
 
-    def find_footing(work: StackDefinition) -> Footing:
-        return footing(work, root, catalog)
+    def find_basis(work: StackDefinition) -> BillBasis:
+        return bill_basis(work, root, catalog)
 
-    listed = ranking.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=find_footing)
+    listed = ranking.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=find_basis)
     ended = outcomes.read(root, definition.name)
     listed = [replace(row, outcome=outcomes.newest(ended, row.settings, row.type)) for row in listed]
-    rows = ranking.every_option(whose, asked, catalog, hours_left=left, hazards=hazards, found=find_footing)
+    rows = ranking.every_option(whose, asked, catalog, hours_left=left, hazards=hazards, found=find_basis)
     rows = ranking.refined(rows, hours_left=left)
     default = ranking.default_row(definition, variants, listed)
     name = scenario or default.scenario

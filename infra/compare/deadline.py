@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from infra.risk.hazard import Floats
-from infra.risk.simulation import MINIMUM_H, Exposure, Leave, SimulatedRuns, quantiles, simulate
+from infra.risk.simulation import MINIMUM_H, Exposure, PlannedEnd, SimulatedRuns, quantiles, simulate
 from infra.text import hours
 
 ON_TIME = 0.95
@@ -78,7 +78,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
     if on_time_spot < on_time:
 
         def leaving(at_h: float) -> tuple[SimulatedRuns, Floats, Floats]:
-            leave = Leave(by_h=at_h + on_demand.phase_ends_h[-1], work_h=on_demand.phase_ends_h[-1])
+            leave = PlannedEnd(by_h=at_h + on_demand.phase_ends_h[-1], work_h=on_demand.phase_ends_h[-1])
             found = simulate(replace(spot, leave=leave), runs=RUNS)
             return found, *_finished(found, spot, on_demand)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from infra import text
 from infra.bill import fit, options
-from infra.bill.options import Footing
+from infra.bill.options import BillBasis
 from infra.bill.side import Hazards
 from infra.catalog import Catalog
 from infra.compare import deadline
@@ -33,12 +33,12 @@ REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those t
 SURE = 0.5  # an option that misses the deadline more often than this is none
 
 
-Found = Callable[[StackDefinition], Footing]  # what lies here of a definition: infra.bill.project.footing
+Found = Callable[[StackDefinition], BillBasis]  # what lies here of a definition: infra.bill.project.bill_basis
 
 
-def nothing(definition: StackDefinition) -> Footing:
+def nothing(definition: StackDefinition) -> BillBasis:
     """No prepared dataset, no calibrations."""
-    return Footing(definition=definition)
+    return BillBasis(definition=definition)
 
 
 def scenarios(
@@ -69,9 +69,9 @@ def scenarios(
             )
             drafts.append(row)
             continue
-        footing = found(_on_types(variant, fleet.instance_types[:1]))
-        option = options.type_costs(footing.definition, catalog, footing.calibrations)[0]
-        drafted = draft(footing, name, option, fleet.capacity, catalog, hazards or {})
+        bill_inputs = found(_on_types(variant, fleet.instance_types[:1]))
+        option = options.type_costs(bill_inputs.definition, catalog, bill_inputs.calibrations)[0]
+        drafted = draft(bill_inputs, name, option, fleet.capacity, catalog, hazards or {})
         rates = tuple(rate(drafted, option, region, catalog) for region in regions)
         drafts.append(replace(drafted, rates=rates, settings=settings(variant)))
     return filled(drafts, hours_left, runs=runs)
@@ -95,8 +95,8 @@ def every_option(
     drafts = []
     for work, name in _works(definition, variants):
         listed = tuple(types or catalog.instances)
-        footing = found(_on_types(work, listed))
-        found_work, measured = footing.definition, footing.calibrations
+        bill_inputs = found(_on_types(work, listed))
+        found_work, measured = bill_inputs.definition, bill_inputs.calibrations
         elsewhere = replace(found_work, estimate=replace(found_work.estimate, step_ms=None))
         own = {_device(found_work, type_, catalog) for type_ in work.fleet.instance_types}
         holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
@@ -105,7 +105,7 @@ def every_option(
             option = options.type_cost(asked, catalog, type_, nearest=holder, calibrations=measured)
             if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                 option = replace(option, why="")
-            drafts += [draft(footing, name, option, capacity, catalog, hazards or {}) for capacity in CAPACITIES]
+            drafts += [draft(bill_inputs, name, option, capacity, catalog, hazards or {}) for capacity in CAPACITIES]
     if most is not None:
         drafts = [row for row in drafts if row.prepared is None or row.prepared.total <= most]
     return _ranked(filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH), hours_left)

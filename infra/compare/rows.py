@@ -14,7 +14,7 @@ from typing import Any
 
 from infra.bill import side
 from infra.bill.lines import CENT_100
-from infra.bill.options import Footing, TypeCost
+from infra.bill.options import BillBasis, TypeCost
 from infra.bill.runtime import Runtime
 from infra.bill.side import Prepared, Quantiles, Side
 from infra.catalog import Catalog, Instance
@@ -86,7 +86,7 @@ class Row:
 
 
 def draft(
-    footing: Footing,
+    bill_inputs: BillBasis,
     name: str,
     option: TypeCost,
     capacity: Capacity,
@@ -94,14 +94,14 @@ def draft(
     hazards: side.Hazards,
 ) -> Row:
     """What can be said of the row before anything is simulated. The definition's limits are marked, never applied."""
-    definition = footing.definition
+    definition = bill_inputs.definition
     fleet, instance, runtime = definition.fleet, option.instance, option.runtime
     config, variant = definition.job.parameters, definition.variant
     unfit = next((phase for phase in option.fits if not phase.fits), None)
     why = _unlaunchable(option, fleet.region, definition.nodes) or _lacking(config, instance)
     prepared = None
     if runtime is not None and option.hourly(capacity) is not None and unfit is None:
-        size = footing.dataset_bytes
+        size = bill_inputs.dataset_bytes
         prepared = side.prepare(definition, catalog, [option], capacity, dataset_bytes=size, hazards=hazards)
     return Row(
         scenario=name,
@@ -115,7 +115,7 @@ def draft(
         note=variant.note,
         claim=variant.claim,
         tokens=sum(phase.steps * phase.tokens_per_step for phase in config.phases()),
-        dataset="" if footing.dataset_bytes is None else definition.storage.dataset,
+        dataset="" if bill_inputs.dataset_bytes is None else definition.storage.dataset,
         compute_h=_compute_h(definition, option),
         used_gpu_h=None if runtime is None else runtime.ranks * sum(p.seconds for p in runtime.phases) / 3600,
         work="" if runtime is None else _work(runtime),

@@ -60,12 +60,12 @@ def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = S
     rng = np.random.default_rng(seed)
     begin_h: Floats = np.arange(starts, dtype=np.float64) * (trace.hours / starts)
 
-    def fate(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
+    def next_node(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
         life, wait = _next(trace, begin_h[active] + wall_h)
         missed, lost = rng.random((2, starts))[:, active]
         return NextNode(life_h=life, wait_h=wait, missed=missed, lost=lost)
 
-    return account(exposure, _up_from(trace, begin_h) - begin_h, fate)
+    return account(exposure, _up_from(trace, begin_h) - begin_h, next_node)
 
 
 def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replayed:

@@ -61,7 +61,7 @@ Fate = Callable[[Indices, int, Floats], NextNode]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Leave:
+class PlannedEnd:
     """A run's owner ends it, by the wall, at `by_h` less `work_h` for the share of its work that is not done."""
 
     by_h: float
@@ -92,7 +92,7 @@ class Exposure:
     max_usd: float | None = None
     max_hours: float | None = None
     reserve_h: float = 0.0  # before a limit the job begins to stop: to save, upload and export
-    leave: Leave | None = None  # when its owner ends it, everything saved
+    leave: PlannedEnd | None = None  # when its owner ends it, everything saved
     # How far the work may be from `phase_ends_h`, log-normal: sigma below and above it; drawn once per run.
     work_spread: tuple[float, float] = (0.0, 0.0)
 
@@ -210,19 +210,19 @@ def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, a
         speed = np.tile(rng.spawn(1)[0].standard_normal(runs), len(exposures))
         stretch = np.exp(speed * np.where(speed < 0, below, above))
 
-    def fate(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
-        luck = Luck(rng, runs, active, attempt)
+    def next_node(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
+        luck = RandomDraws(rng, runs, active, attempt)
         (life, wait), (missed, lost) = luck.exponential(), luck.uniform()
         with np.errstate(divide="ignore"):
             life = life / hazard[active]
         if np.any(unevenness):
             factor = of_node(
-                Luck(uneven, runs, active, attempt).normal(), _select(unevenness, active), first=attempt == 0
+                RandomDraws(uneven, runs, active, attempt).normal(), _select(unevenness, active), first=attempt == 0
             )
             life = life / factor
         return NextNode(life_h=life, wait_h=wait * _select(wait_h, active), missed=missed, lost=lost)
 
-    return _account(exposures, runs, first_wait_h, fate, attempts, stretch)
+    return _account(exposures, runs, first_wait_h, next_node, attempts, stretch)
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
@@ -364,7 +364,7 @@ def _hours_left(
 ATTEMPTS_IN_STEP = 32  # attempts for which all runs draw, finished or not
 
 
-class Luck:
+class RandomDraws:
     """Random numbers of the runs that need a node, `active` of `runs` for each exposure.
 
     In the first attempts every run draws, finished or not. Later only those still going do, by their place among them:

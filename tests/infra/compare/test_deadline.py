@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infra.compare.deadline import switch
-from infra.risk.simulation import Exposure, Leave, simulate
+from infra.risk.simulation import Exposure, PlannedEnd, simulate
 
 SPOT = Exposure(
     setup_h=0.25,
@@ -178,7 +178,7 @@ def test_impossible_questions_are_refused() -> None:
 
 def test_a_run_that_its_owner_ends_keeps_its_work_and_stops_paying() -> None:
     calm = replace(SPOT, hazard=0.0)
-    found = simulate(replace(calm, leave=Leave(by_h=3.0, work_h=0.0)), runs=10)
+    found = simulate(replace(calm, leave=PlannedEnd(by_h=3.0, work_h=0.0)), runs=10)
     assert found.stopped.all()
     assert found.done_h == pytest.approx(np.full(10, 2.75))
     assert found.usd == pytest.approx(np.full(10, 0.5 + 3 * 1.1))
@@ -186,6 +186,6 @@ def test_a_run_that_its_owner_ends_keeps_its_work_and_stops_paying() -> None:
     done = simulate(calm, runs=10)
     assert not done.stopped.any()
     assert done.done_h == pytest.approx(np.full(10, 8.0))
-    waiting = simulate(replace(NEVER_THERE, leave=Leave(by_h=3.0, work_h=0.0)), runs=10)
+    waiting = simulate(replace(NEVER_THERE, leave=PlannedEnd(by_h=3.0, work_h=0.0)), runs=10)
     assert set(waiting.usd) == {0.5}
     assert set(waiting.wall_hours) == {3.0}

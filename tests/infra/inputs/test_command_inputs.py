@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command_files import IMAGE, command_file
 
-from infra.bill.project import footing
+from infra.bill.project import bill_basis
 from infra.catalog import load_catalog
 from infra.definition.loader import load
 from infra.definition.model import StackDefinition
@@ -136,7 +136,7 @@ def test_a_link_is_followed_and_one_that_leads_back_ends(tmp_path: Path) -> None
 
 
 def test_the_bill_counts_what_is_uploaded(tmp_path: Path) -> None:
-    assert footing(project(tmp_path), tmp_path / "project", load_catalog()).dataset_bytes == 6
+    assert bill_basis(project(tmp_path), tmp_path / "project", load_catalog()).dataset_bytes == 6
 
 
 def test_a_run_is_told_its_code_and_inputs_and_the_stack_uploads_them(tmp_path: Path) -> None:
