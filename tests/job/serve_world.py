@@ -65,7 +65,7 @@ def generate(server: Server, **body: Any) -> tuple[int, Any]:
     return ask(server, "POST", "/generate", body)
 
 
-def until(server: Server, there: Callable[[], bool]) -> None:
+def wait_until(server: Server, there: Callable[[], bool]) -> None:
     """Asks the server until `there`; it fails where that never comes."""
     deadline = time.monotonic() + 20
     while not there():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from serve_world import ask, exported, generate, served, until
+from serve_world import ask, exported, generate, served, wait_until
 
 from job.experiments.pretrain.serve import server as serving
 from job.experiments.pretrain.serve.model import open_model
@@ -209,7 +209,7 @@ def test_a_length_with_leading_zeros_or_blanks_around_it_is_a_length(stated: str
 
 
 def test_a_full_server_says_come_again_and_serves_on(running: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    until(running, lambda: running.under_way == 0)  # the answer before may be there sooner than its place
+    wait_until(running, lambda: running.under_way == 0)  # the answer before may be there sooner than its place
     monkeypatch.setattr(running, "under_way", serving.AT_ONCE)
     status, answer = generate(running, prompt="1")
     assert (status, ask(running, "GET", "/health")[0]) == (503, 200)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_world import exported, generate, served, until
+from serve_world import exported, generate, served, wait_until
 
 from job.experiments.pretrain import model as char_gpt
 from job.experiments.pretrain.serve import model
@@ -103,7 +103,7 @@ def test_the_generation_of_a_client_that_left_ends(
             client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
             assert began.acquire(timeout=20)
             client.sendall(more)
-    until(running, lambda: running.under_way == 0)
+    wait_until(running, lambda: running.under_way == 0)
 
 
 @pytest.mark.parametrize(
@@ -163,5 +163,5 @@ def test_connections_beyond_the_room_are_told_to_come_again(
             assert json.loads(content) == {"error": "2 connections are open already; try again in a moment"}
         for client in silent:
             client.close()
-        until(server, lambda: not server.server_state.connections)
+        wait_until(server, lambda: not server.server_state.connections)
     assert capsys.readouterr().err == ""
