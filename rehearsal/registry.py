@@ -33,6 +33,8 @@ def answer(path: str, authorization: str, endpoint: str) -> tuple[str, dict[str,
     known = KNOWN_TAGS.get(name)
     tags = {digest(name, tag): tag for tag in known or ()}
     tag = tags.get(reference, reference)
+    if known is None and tag.startswith("sha256:"):  # of any tag
+        return "200 OK", {"Content-Type": MANIFEST, "Docker-Content-Digest": tag}, _manifest(name, tag)
     if (known is not None and tag not in known) or tag.startswith("sha256:"):
         return _error("404 Not Found", "MANIFEST_UNKNOWN", f"Requested image not found: {name}:{reference}")
     body = _manifest(name, tag)

@@ -22,9 +22,11 @@ def predict(definition: StackDefinition, root: Path, now: datetime, say: Say) ->
     bill = bill_of(definition, root, load_catalog(root))
     usd, hours = bill.chosen.needed_usd, bill.chosen.needed_hours
     steps = sum(phase.steps for phase in bill.chosen.runtime.phases)
+    counts = all(phase.counts == "steps" for phase in definition.job.parameters.phases())
     say(
-        f"predicted on {bill.chosen.type}, {bill.capacity}: {counted(f'{steps:,}', 'optimizer step')},"
-        f" {hours.p50:.2f} node-hours and {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90;"
+        f"predicted on {bill.chosen.type}, {bill.capacity}:"
+        + (f" {counted(f'{steps:,}', 'optimizer step')}," if counts else "")
+        + f" {hours.p50:.2f} node-hours and {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90;"
         f" see gpufleet cost {definition.argument}"
     )
     for doubt in (*doubts.schedule(definition.job.parameters, bill.chosen.runtime), doubts.cut_short(bill)):

@@ -27,7 +27,7 @@ BASE_IOPS = 3000  # included with any size
 _TAG = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
 PLACE = "a folder inside the project, or s3://bucket/prefix"
 ANYWHERE = "a folder, as seen from the project's, or s3://bucket/prefix"
-_INPUT = re.compile(r"[A-Za-z0-9_-]{1,40}")
+_INPUT = re.compile(r"[a-z][a-z0-9_]{0,39}")  # a folder's name, and in capitals a variable's
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
 
 
@@ -117,7 +117,8 @@ def _storage(storage: Storage, findings: Findings) -> None:
             findings.add(f"storage.{name}", PLACE, problem)
     for name, place in (storage.inputs or {}).items():
         if not _INPUT.fullmatch(name):
-            findings.add(f"storage.inputs.{name}", "a name of 1 to 40 of A-Z, a-z, 0-9, _ and -", value=name)
+            allowed = "a name of 1 to 40 of a-z, 0-9 and _, beginning with a letter"
+            findings.add(f"storage.inputs.{name}", allowed, value=name)
         elif problem := _place_problem(place, anywhere=True):
             findings.add(f"storage.inputs.{name}", ANYWHERE, problem)
 

@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a dataset": (
         {"storage": {"dataset": "data/x"}},
-        "line 9, storage.dataset: 'data/x' is not accepted; allowed: nothing beside job.command. Name it under"
+        "line 9, storage.dataset: 'data/x' is not accepted; allowed: nothing when job.command is set. Name it under"
         " storage.inputs: {inputs.NAME} is where it lies for the command.",
     ),
     "an input at home": (
@@ -132,8 +132,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an input's name": (
         {"storage": {"inputs": {"my text": "../text"}}},
-        "line 9, storage.inputs.my text: 'my text' is not accepted; allowed: a name of 1 to 40 of A-Z, a-z, 0-9, _"
-        " and -.",
+        "line 9, storage.inputs.my text: 'my text' is not accepted; allowed: a name of 1 to 40 of a-z, 0-9 and _,"
+        " beginning with a letter.",
     ),
     "code in a bucket": (
         {"code": {"folder": "s3://bucket/code"}},
@@ -204,8 +204,8 @@ def test_a_ready_made_job_takes_no_inputs_and_no_keys_of_a_command(tmp_path: Pat
     storage = {"dataset": "data/x", "inputs": {"text": "../text"}}
 
     assert refused(command_file(tmp_path, **keys, storage=storage)) == [
-        "line 7, storage.inputs: 'a section' is not accepted; allowed: nothing in a ready-made job. Its data is"
-        " storage.dataset."
+        "line 7, storage.inputs: 'a section' is not accepted; allowed: nothing unless job.command is set. Its"
+        " data is storage.dataset."
     ]
     (problem,) = refused(command_file(tmp_path, **keys, storage={"dataset": "data/x"}, setup="x"))
     assert problem == "line 5, job.setup: unknown key; allowed: experiment, image, parameters."

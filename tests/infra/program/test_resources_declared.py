@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from command_files import command_file
 from declared_world import Declared, declare
 from repository import ROOT
 
@@ -100,6 +101,25 @@ def test_the_metadata_service_asks_for_a_token_and_reaches_containers(declared: 
         "httpPutResponseHopLimit": 2,
         "instanceMetadataTags": "enabled",
     }
+
+
+def test_a_command_s_container_reaches_no_metadata_service_unless_the_file_says_so(tmp_path: Path) -> None:
+    for hops, aws in ((1, False), (2, True)):
+        path = command_file(tmp_path / str(aws), aws=aws)
+        found = declare(tmp_path / str(aws) / "project", "mine", path.read_text())
+        assert found.result.ok, found.result.text
+        assert found.one(TEMPLATE)["metadataOptions"]["httpPutResponseHopLimit"] == hops
+
+
+def test_a_command_s_code_and_folders_are_uploaded_by_their_content(tmp_path: Path) -> None:
+    for name in ("mine/train.py", "text/a.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    path = command_file(tmp_path, code={"folder": "../mine"}, storage={"inputs": {"text": "../text"}})
+    found = declare(tmp_path / "project", "mine", path.read_text())
+    assert found.result.ok, found.result.text
+    keys = {each["key"].rpartition("/")[2] for each in found.inputs("aws:s3/bucketObjectv2:BucketObjectv2")}
+    assert keys == {"job.tar.gz", "run.json", "code.tar.gz", "a.txt"}
 
 
 def test_every_disk_is_gp3_with_its_figures_and_goes_with_its_node(declared: Declared) -> None:
