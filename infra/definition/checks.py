@@ -149,9 +149,11 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
 
 def _saves(s: StackDefinition, findings: Findings) -> None:
     """On spot the price of a loss is how much of the work it repeats."""
-    if s.fleet.capacity == "spot" and not s.job.parameters.says_when_it_saves:
+    where = f"{s.job.parameters.path}.checkpoint.every"
+    said = s.job.parameters.says_when_it_saves or any(path.startswith(where) for path in findings.bad)
+    if s.fleet.capacity == "spot" and not said:
         findings.add(
-            f"{s.job.parameters.path}.checkpoint.every",
+            where,
             "how often the command saves by itself, {steps: N} or {minutes: N}",
             "On spot a loss repeats what came after the last save: the bill prices it by this.",
         )

@@ -80,6 +80,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "line 5, job.checkpoint.every: missing; allowed: how often the command saves by itself, {steps: N} or"
         " {minutes: N}. On spot a loss repeats what came after the last save: the bill prices it by this.",
     ),
+    "every is no number": (
+        {"checkpoint": {**SAVES, "every": {"steps": "often"}}},
+        "line 5, job.checkpoint.every.steps: 'often' is not accepted; allowed: a whole number from 1 to 100,000,000, or"
+        " nothing.",
+    ),
     "no group step": (
         {"progress": {"stdout": r"loss (?P<loss>[\d.]+)"}},
         r"line 7, job.progress.stdout: 'loss (?P<loss>[\\d.]+)' is not accepted; allowed: a group named step, as in"
