@@ -28,6 +28,7 @@ from job.spec.command import PHASE, CommandConfig
 
 FILES = "files"  # below a step's folder in ckpt/: names of the command's own meet none of gpufleet's
 LOOK_S = 1.0  # between two looks that must be equal
+LEAVING_S = 0.1  # between two looks where the command has been asked to leave: it may be gone as soon as it has saved
 FIRST_QUIET_S = 60.0  # the first one counts after that, where nothing else says that it is complete
 UNKNOWN_QUIET_S = 5.0  # where nobody can say who writes a file
 SAVING_S = 5.0  # between two files of one checkpoint, at most
@@ -130,11 +131,11 @@ class CommandCheckpoints:
         return self.names.are_known or bool(self.names.learned)
 
     def look(self) -> None:
-        """Called often; never waits. Looks once a second, and has one copy at a time made."""
+        """Called often; never waits. Looks once a second, more often at the end, and has one copy at a time made."""
         now = self._clock()
         if self._copying is not None and self._copying[1].done():
             self._settle()
-        if now < self._looked_at + LOOK_S:
+        if now < self._looked_at + (LEAVING_S if self.reason == "stop" else LOOK_S):
             return
         self._looked_at = now
         found = self.names.find(self.folder, self._user)
@@ -143,7 +144,8 @@ class CommandCheckpoints:
         self._watched = {each.step: self._watched[each.step] for each in found if each.step in self._watched}
         writing = self._writing() if self._watched else set()
         for watched in (self._watched[each.step] for each in reversed(found) if each.step in self._watched):
-            if self._copying is None and self._is_ready(watched, writing, now, latest=found[-1].step):
+            ready = self._is_ready(watched, writing, now, latest=found[-1].step)
+            if ready and self._copying is None:
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, True))
 
     def end(self, *, by_itself: bool) -> None:
@@ -161,7 +163,7 @@ class CommandCheckpoints:
             found = watched.found
             if self.names.lacks(found) or not (by_itself or self._is_settled or found is not there[-1]):
                 continue
-            if by_itself or watched.still or self._config.complete or self._would_show(found):
+            if by_itself or watched.still or self._would_show(found):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
                 self._settle()
                 if self.newest >= (found.step or 0) and self._done.get(found.step) == found:
@@ -210,8 +212,9 @@ class CommandCheckpoints:
         return self._is_settled or has_later or quiet >= FIRST_QUIET_S
 
     def _would_show(self, found: FoundCheckpoint) -> bool:
+        """Whether a cut in what was written last would show."""
         with suppress(OSError):
-            return all(tells_itself(self.folder / name) for name in found.files)
+            return all(tells_itself(self.folder / name) for name in self.names.last(found))
         return False
 
     # Copying ----------------------------------------------------------------------------------------------------------

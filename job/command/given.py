@@ -110,7 +110,7 @@ def progress_file(config: CommandConfig, folders: Folders, values: Mapping[str, 
 
 def secrets(references: Mapping[str, str], ask: Callable[[str, str], str] | None = None) -> dict[str, str]:
     """The values, from where the definition says that they are kept; in a rehearsal from the environment. Raises
-    ValueError, without any value.
+    ValueError, without any value, for one that is not there or not to be read; what else goes wrong is this node's.
     """
     found = {}
     for name, reference in references.items():
@@ -118,20 +118,23 @@ def secrets(references: Mapping[str, str], ask: Callable[[str, str], str] | None
         rehearsed = os.environ.get(environment.SECRET + name)
         try:
             found[name] = rehearsed if rehearsed is not None else (ask or _asked)(kind, place)
-        except Exception as error:  # noqa: BLE001 - boto3 has a hundred
-            raise ValueError(
-                f"job.secrets.{name}: {reference} cannot be read ({type(error).__name__}: {error})"
-            ) from None
+        except LookupError as error:
+            raise ValueError(f"job.secrets.{name}: {reference} cannot be read: {error}") from None
     return found
 
 
 def _asked(kind: str, place: str) -> str:
+    from botocore.exceptions import ClientError
+
     from job.supervisor.store import session
 
-    if kind == "ssm":
-        parameter: dict[str, Any] = session().client("ssm").get_parameter(Name=place, WithDecryption=True)
-        return str(parameter["Parameter"]["Value"])
-    return str(session().client("secretsmanager").get_secret_value(SecretId=place)["SecretString"])
+    try:
+        if kind == "ssm":
+            parameter: dict[str, Any] = session().client("ssm").get_parameter(Name=place, WithDecryption=True)
+            return str(parameter["Parameter"]["Value"])
+        return str(session().client("secretsmanager").get_secret_value(SecretId=place)["SecretString"])
+    except ClientError as error:
+        raise LookupError(str(error)) from None
 
 
 def blanked(values: Iterable[str]) -> Callable[[bytes], bytes]:

@@ -124,6 +124,8 @@ class Host:
     def _run_start(self, before: list[End]) -> tuple[Verdict, str, End, Stop | None]:
         """One start up to its end."""
         restored = self.checkpoints.restore()
+        if restored is not None:
+            say(f"restored step {restored.step:,} to {self.checkpoints.folder}")
         step = restored.step if restored is not None else 0
         self.progress.begin(step, self.progress_file)
         starts = [CommandStart("command", self._command(restored), restored, self.progress.interval)]
@@ -198,11 +200,11 @@ class Host:
                     if self.first is None or not self.scripts.began:  # nor will it
                         code = processes.KILLED
                         break
+            if start.name != SETUP:
+                self.checkpoints.look()
             if code is not None or now >= calm_at + CALM_S:
                 calm_at = now
-                if start.name != SETUP:
-                    self.checkpoints.look()
-                    self._prune()
+                self._prune()
                 left_at = self._leftover(start, code, now, left_at)
                 if code is not None and left_at is None:
                     break

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickletools
 import re
 import struct
 import zipfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from job.spec.command import CommandConfig
 
 ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's, where they begin as a zip does
+PICKLED = ".metadata"  # torch.distributed.checkpoint's
 MOST_STEPS = 10**8  # names of ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
 _STEP = re.compile(r"\{step(:[0-9a-z]+)?\}")
@@ -112,6 +114,12 @@ class Names:
                 return f"{kind} has {smallest:,} bytes, the first one's had {least:,}"
         return ""
 
+    def last(self, found: FoundCheckpoint) -> list[str]:
+        """The files of it that say by their being there that the others are whole; all where none does."""
+        if not self._complete:
+            return list(found.files)
+        return [name for name, inner in found.inner.items() if inner == _filled(self._complete, found.step)]
+
     def learn(self, files: Mapping[str, int]) -> None:
         """From names and bytes of one that is whole. The first teaches."""
         if not self._complete and not self.learned:
@@ -168,7 +176,7 @@ def _checked(path: Path) -> tuple[str, bool]:
         if path.suffix in ZIPPED:
             if not head:
                 return "it is empty", True
-            if head.startswith(b"PK"):
+            if head[:2] in (b"P", b"PK"):
                 return ("" if zipfile.is_zipfile(path) else "its zip has no end"), True
         if path.suffix == ".safetensors":
             try:
@@ -179,6 +187,13 @@ def _checked(path: Path) -> tuple[str, bool]:
             except (struct.error, ValueError, KeyError, TypeError, AttributeError):
                 whole = False
             return ("" if whole else "it is another length than its header says"), True
+        if path.name == PICKLED and head.startswith(b"\x80"):
+            try:
+                for _ in pickletools.genops(head + file.read()):  # reads, and makes nothing of it
+                    pass
+            except ValueError:
+                return "its pickle has no end", True
+            return "", True
         if path.suffix == ".json" and size < MOST_JSON:
             try:
                 json.loads(head + file.read())

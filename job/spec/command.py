@@ -63,7 +63,7 @@ FORMATS: dict[str, Format] = {
         complete="trainer_state.json",  # rank 0 writes it after weights and optimizer
         unless="checkpoint-is-incomplete.txt",
         progress=(
-            r"(?P<step>\d+)/(?P<total>\d+) \[",
+            r"^\s*\d+%\|[^|]*\| *(?P<step>\d+)/(?P<total>\d+) \[",  # the training's bar alone has no words before it
             r"'loss': '?(?P<loss>[\d.]+(e[+-]?\d+)?)",
             r"'eval_loss': '?(?P<val>[\d.]+)",
         ),
@@ -376,6 +376,13 @@ class CommandConfig(JobConfig):
 
     def least_gpus(self) -> int:
         return self.gpus or 1
+
+    def gpus_used(self, gpu_count: int) -> int:
+        return self.gpus or gpu_count
+
+    @property
+    def grace_s(self) -> float:
+        return self.stop.grace_s
 
     def shortened(self, steps: int) -> CommandConfig:
         """Itself: a command is stopped, not shortened."""

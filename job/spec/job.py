@@ -215,6 +215,16 @@ class JobConfig(ABC):
         """Whether it saves when it is told that the machine goes away."""
         return True
 
+    @property
+    def saves_on_signal(self) -> bool | None:
+        """Whether a request to stop leaves a checkpoint; None: not known."""
+        return True
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds that it is given to save, beyond what the bill predicts of a save."""
+        return 0.0
+
     def staged_in_host_memory(self, phase_index: int) -> int:
         """Bytes of a checkpoint that the host holds while it is written."""
         return self.sizes().checkpoints[phase_index]
@@ -312,6 +322,10 @@ class JobConfig(ABC):
     def least_gpus(self) -> int:
         """The fewest GPUs that a node must have to run the job: as many as the parameters ask for, else 1."""
         return 1 if self.gpus is None or self.device == "cpu" else self.gpus
+
+    def gpus_used(self, gpu_count: int) -> int:
+        """GPUs that it needs of a node which is said to have `gpu_count`."""
+        return self.ranks(gpu_count)
 
     def rows_per_rank(self, ranks: int) -> int:
         """The rows that each rank takes in a step, the same number on every rank."""

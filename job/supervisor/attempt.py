@@ -41,7 +41,7 @@ from job.supervisor.child import FIRST_SIGN_S, MetricsFollower
 from job.supervisor.compile_cache import GraphMirror
 from job.supervisor.forecast import RESERVE_S, Forecast
 from job.supervisor.meter import Meter
-from job.supervisor.publish import Publisher
+from job.supervisor.publish import Publisher, commits
 from job.supervisor.store import StoreError
 from job.supervisor.uploads import Pulse, Uploader
 from job.supervisor.world import Cause, Outside, Trainer
@@ -109,6 +109,7 @@ class Supervisor:
         self._kill_at: float | None = None
         self._advised: str | None = None
         self._spent_at = float("-inf")
+        self._seen_save = (0, 0.0)  # the newest checkpoint of a job that saves by itself, and when it came
 
     def run(self) -> int:
         """Until the attempt has ended, whatever way."""
@@ -190,7 +191,7 @@ class Supervisor:
         config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
         if config.device != "cuda" or attempts.accepts(self.earlier):
             return None
-        found, needed = len(self.world.gpus()), config.ranks(listed) if listed else 0
+        found, needed = len(self.world.gpus()), config.gpus_used(listed) if listed else 0
         return None if found >= needed else f"{found} working GPUs, this run uses {needed} of {self.node.type}'s"
 
     def _stage(self) -> None:
@@ -252,6 +253,7 @@ class Supervisor:
                 (self.workdir / RUNG).unlink(missing_ok=True)
             self._tell_spent(self.clock())
             self._child = self.world.start(self.rung)
+            self._seen_save = (self.resumed_step, self.clock())
             self.progress.grew_at = self.clock()
             while (code := self._child.poll()) is None:
                 self._tick()
@@ -327,7 +329,8 @@ class Supervisor:
             return
         if leaving is not None:
             self.cause = leaving
-        elif (limit := self._limit(now, end_s)) is not None:  # before a stop by hand, which has more time
+        elif (limit := self._limit(now, end_s) or self._limit_before_next_save(now, end_s)) is not None:
+            # Before a stop by hand, which has more time.
             self.cause = Cause(reason=limit)
         elif self.asked:
             self.cause = Cause(reason=ends.STOPPED)
@@ -338,6 +341,21 @@ class Supervisor:
 
     def _limit(self, now: float, end_s: float) -> str | None:
         return self.meter.limit(now, self.run_file.limits, end_s + RESERVE_S)
+
+    def _limit_before_next_save(self, now: float, end_s: float) -> str | None:
+        """For a job that saves only by itself: the limit that comes before its next checkpoint, as soon as one is
+        there. What it trained until then, no checkpoint would keep.
+        """
+        if self.run_file.config.saves_on_signal is not False:
+            return None
+        newest = max((commit.step for commit in commits(self.workdir)), default=0)
+        saved, at = self._seen_save
+        if newest <= saved:
+            return None
+        self._seen_save, interval_s = (newest, now), now - at
+        if saved == self.resumed_step:  # the first one's took the start as well
+            interval_s = min(interval_s, self.run_file.config.save_interval_s(self.progress.step_s or 0.0))
+        return self._limit(now + interval_s, end_s)
 
     def _stop(self, cause: Cause, now: float) -> None:
         forecast = self.forecast.end_s if cause.deadline is None else self.forecast.stop_s

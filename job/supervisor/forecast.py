@@ -67,7 +67,10 @@ class Forecast:
         export = self._config.sizes().final_if_cut[self.phase(step)]
         save_s = export / 1e9 * (GB_S - UPLOAD_GB_S)
         sent_s = export * max(UPLOAD_GB_S / 1e9, self._upload_s_per_byte or 0.0)
-        return self.stop_s(step, step_s) + save_s + sent_s
+        stop_s = self.stop_s(step, step_s)
+        if grace_s := self._config.grace_s:  # used up, and then a checkpoint that is whole
+            stop_s = max(stop_s, grace_s + self.upload_s(self._config.sizes().checkpoints[self.phase(step)]))
+        return stop_s + save_s + sent_s
 
     def line_s(self, step: int) -> float:
         """Between two lines of metrics.jsonl at `step`, at the bill's pace: one every log.every steps, one a save. In

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -99,7 +100,9 @@ class CommandJob:
 
     def run(self, during: Callable[[], object] = lambda: None) -> int:
         """The host's exit code; `during` is called once it has begun."""
-        process = self.start()
+        return self.finish(self.start(), during)
+
+    def finish(self, process: subprocess.Popen[bytes], during: Callable[[], object] = lambda: None) -> int:
         try:
             during()
             return process.wait(PATIENCE_S)
@@ -158,6 +161,8 @@ def wrong(folder: Path, step: int) -> list[str]:
                 inner = file.read("data")
             steps = [step] if path.name != "ckpt.pt" else range(1, 10_000)
             good = any(inner == content(path.name, each) for each in steps)
+        elif path.name == ".metadata":
+            good = pickle.loads(body) == {"body": content(path.name, step)}
         else:
             good = body == content(path.name, step)
         if not good:

@@ -10,6 +10,7 @@ import pytest
 from supervisor_world import STEPS, Bench, FakeTrainer, interrupted
 
 from job import atomic
+from job.spec import GrowthConfig
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,19 @@ def test_a_limit_ends_the_run_with_everything_saved(tmp_path: Path, limits: dict
     receipt = bench.json("receipt.json")
     assert receipt["reason"] == reason
     assert float(receipt["usd"]["actual"]) <= 0.0300
+
+
+@pytest.mark.parametrize(("saves", "last"), [(False, 6), (None, 8), (True, 8)])
+def test_a_job_that_saves_only_by_itself_ends_with_its_last_checkpoint_before_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool | None, last: int
+) -> None:
+    """It commits steps 3, 6 and 9, a second apart; the limit comes at step 8, of which no checkpoint would be left."""
+    monkeypatch.setattr(GrowthConfig, "saves_on_signal", saves)
+    monkeypatch.setattr(GrowthConfig, "save_interval_s", lambda self, step_s: 300.0)
+    bench = Bench(tmp_path, limits={"max_usd": "3.00", "max_hours": str((120 + 67 + 1.65) / 3600), "deadline": None})
+    assert bench.attempt().run() == 0
+    assert bench.trainers[0].step == last
+    assert bench.json("done.json")["reason"] == "max_hours"
 
 
 def test_an_untold_spot_price_is_counted_at_its_ceiling_and_said_in_log_heartbeat_and_receipt(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import io
 import json
+import pickle
 import signal
 import time
 import zipfile
@@ -29,6 +30,8 @@ def save(path, step, size=4096):
         body = made.getvalue()
     if path.suffix == ".json":
         body = json.dumps({"step": step, "pad": "x" * 500}).encode()
+    if path.name == ".metadata":
+        body = pickle.dumps({"body": body})
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(body), max(1, len(body) // PIECES)):
             file.write(body[start : start + max(1, len(body) // PIECES)])
@@ -45,8 +48,10 @@ class Loop:
         parser.add_argument("--every", type=int, default=5)
         parser.add_argument("--resume", type=int, default=0)
         parser.add_argument("--step-s", type=float, default=0.02)
+        parser.add_argument("--pause", type=float, default=infra.PAUSE)
         parser.add_argument("--catch", action="store_true")
         self.given = parser.parse_args()
+        infra.PAUSE = self.given.pause
         self.write, self.line, self.end, self.asked = write, line, end, False
         if self.given.catch:
             signal.signal(signal.SIGTERM, self.stop)

@@ -1,0 +1,349 @@
+"""Which files are a checkpoint, when it is whole, and that its copy and its restoring change nothing of it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job.command import checkpoints as module
+from job.command.checkpoints import CommandCheckpoints
+from job.command.names import Names, torn
+from job.contract.metrics import Save
+from job.spec import convert
+from job.spec.command import CommandConfig
+
+
+def config(**checkpoint: Any) -> CommandConfig:
+    return convert.from_json(CommandConfig, {"command": "x", "checkpoint": checkpoint}, "job", CommandConfig())
+
+
+class Disk:
+    """A command's folder, a clock, and what has open files."""
+
+    def __init__(self, folder: Path, **checkpoint: Any) -> None:
+        self.now, self.step, self.open = time.time(), 0, set[tuple[int, int]]()
+        self.saves, self.said = list[Save](), list[str]()
+        self.folder = folder / "user" / "checkpoints"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.work = folder
+        self.found = CommandCheckpoints(
+            config(**checkpoint),
+            self.folder,
+            folder / "user",
+            folder,
+            digest="0" * 64,
+            gpus=1,
+            writing=lambda: self.open,
+            step_at=lambda moment: self.step,
+            val_of=lambda step: None,
+            saved=self.saves.append,
+            say=self.said.append,
+            clock=lambda: self.now,
+        )
+
+    def write(self, name: str, content: bytes | str = b"x" * 100) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    def wait(self, seconds: float, each: float = 1.0) -> None:
+        """Looks meanwhile; a copy that has begun is finished each time."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += each
+            self.found.look()
+            if self.found._copying is not None:
+                self.found._copying[1].exception()
+                self.found.look()
+
+    def committed(self) -> list[int]:
+        return [int(path.name[5:]) for path in sorted((self.work / "ckpt").glob("step_*"))]
+
+    def files(self, step: int) -> list[str]:
+        folder = self.work / "ckpt" / f"step_{step:08d}" / "files"
+        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "names", "found"),
+    [
+        ({"format": "hf-trainer"}, ["checkpoint-500/a", "checkpoint-500/b/c", "checkpoint-x/a", "tmp-checkpoint-500/a"],
+         {500: ["checkpoint-500/a", "checkpoint-500/b/c"]}),
+        ({"format": "nanochat"},
+         ["model_000250.pt", "meta_000250.json", "optim_000250_rank0.pt", "optim_000250_rank1.pt"],
+         {250: ["meta_000250.json", "model_000250.pt", "optim_000250_rank0.pt", "optim_000250_rank1.pt"]}),
+        ({"each": ["ckpt/epoch=*-step={step}.ckpt"]}, ["ckpt/epoch=3-step=600.ckpt", "epoch=3-step=600.ckpt"],
+         {600: ["ckpt/epoch=3-step=600.ckpt"]}),
+        ({"each": ["{step:06d}/"]}, ["000300/global_step300/m.pt", "000300/latest"],
+         {300: ["000300/global_step300/m.pt", "000300/latest"]}),
+        ({"each": ["ckpt.pt"], "rewritten": True}, ["ckpt.pt", "ckpt.pt.tmp"], {None: ["ckpt.pt"]}),
+        ({"each": ["a{step}.pt"]}, ["a123456789012.pt"], {}),  # more digits than a step has
+    ],
+)  # fmt: skip
+def test_which_files_belong_to_which_step(
+    tmp_path: Path, checkpoint: dict[str, Any], names: list[str], found: dict[int | None, list[str]]
+) -> None:
+    disk = Disk(tmp_path, **checkpoint)
+    for name in names:
+        disk.write(name)
+    seen = Names(config(**checkpoint)).find(disk.folder, tmp_path)
+    assert {each.step: sorted(each.files) for each in seen} == found
+
+
+def test_a_link_out_of_the_command_s_folders_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    (tmp_path / "secret").write_text("not the command's")
+    (disk.folder / "a-1.bin").symlink_to(tmp_path / "secret")
+    (disk.folder / "a-2.bin").symlink_to(disk.write("kept.bin"))
+    disk.wait(3)
+    assert disk.committed() == [2]
+
+
+def test_a_file_that_is_open_for_writing_is_waited_for_however_long_it_rests(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    there = disk.write("a-5.bin").stat()
+    disk.open = {(there.st_dev, there.st_ino)}
+    disk.wait(300)
+    assert disk.committed() == []
+    assert disk.found.saving()
+    disk.open = set()
+    disk.wait(3)
+    assert disk.committed() == [5]
+    assert not disk.found.saving()
+
+
+def test_where_nobody_knows_who_writes_five_quiet_seconds_count(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    disk.found._writing = lambda: None
+    disk.write("a-5.bin")
+    disk.wait(4)
+    assert disk.committed() == []
+    disk.wait(3)
+    assert disk.committed() == [5]
+
+
+def test_names_are_learned_from_the_first_once_a_later_one_has_begun(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, format="nanochat")
+    for name in ("model_000010.pt", "meta_000010.json", "optim_000010_rank0.pt", "optim_000010_rank1.pt"):
+        disk.write(name, b"{}" + b" " * 998)
+    disk.wait(30)
+    assert disk.committed() == []  # who knows how many ranks there are
+    assert not disk.found.saving()  # but it is quiet
+    disk.write("model_000020.pt")
+    disk.wait(3)
+    assert disk.committed() == [10]
+    for name in ("meta_000020.json", "optim_000020_rank0.pt"):
+        disk.write(name, b"{}" + b" " * 998)
+    disk.wait(120)
+    assert disk.committed() == [10]
+    disk.write("optim_000020_rank1.pt", b"y" * 499)  # less than half of what the first had
+    disk.write("model_000020.pt", b"y" * 1000)
+    disk.wait(120)
+    assert disk.committed() == [10]
+    disk.write("optim_000020_rank1.pt", b"y" * 501)
+    disk.wait(3)
+    assert disk.committed() == [10, 20]
+
+
+def test_a_first_one_counts_after_a_minute_of_quiet(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, each=["step-{step}/"])
+    disk.write("step-3/a.bin")
+    disk.wait(59)
+    assert disk.committed() == []
+    disk.wait(4)
+    assert disk.committed() == [3]
+
+
+def test_a_later_one_that_lacks_a_name_never_counts_and_it_is_said_once(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, each=["step-{step}/"])
+    for step, names in ((1, "ab"), (2, "a"), (3, "ab")):
+        for name in names:
+            disk.write(f"step-{step}/{name}.bin")
+        disk.wait(70)
+    assert disk.committed() == [1, 3]
+    assert disk.said.count("checkpoint of step 2 does not count: step-#/b.bin is not there") == 1
+
+
+def test_what_a_format_says_of_itself_decides(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, format="hf-trainer")
+    disk.write("checkpoint-5/model.bin")
+    disk.wait(120)
+    assert disk.committed() == []
+    disk.write("checkpoint-5/trainer_state.json", "{}")
+    unfinished = disk.write("checkpoint-5/checkpoint-is-incomplete.txt")
+    disk.wait(120)
+    assert disk.committed() == []
+    unfinished.unlink()
+    disk.wait(3)
+    assert disk.committed() == [5]
+    assert disk.files(5) == ["checkpoint-5/model.bin", "checkpoint-5/trainer_state.json"]
+
+
+def a_zip(path: Path) -> bytes:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("data", b"x" * 1000)
+    return path.read_bytes()
+
+
+def a_safetensors(path: Path) -> bytes:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [25], "data_offsets": [0, 100]}}).encode()
+    return struct.pack("<Q", len(header)) + header + b"x" * 100
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("a.pt", a_zip),
+        ("a.safetensors", a_safetensors),
+        ("a.json", lambda path: json.dumps({"step": 5}).encode()),
+        (".metadata", lambda path: pickle.dumps({"step": list(range(100))})),
+    ],
+)
+def test_a_cut_is_seen_in_what_tells_its_own_end(tmp_path: Path, name: str, make: Callable[[Path], bytes]) -> None:
+    path = tmp_path / name
+    whole = make(path)
+    path.write_bytes(whole)
+    assert torn(path) == ""
+    for cut in range(len(whole) - 1, 0, -max(1, len(whole) // 50)):
+        path.write_bytes(whole[:cut])
+        assert torn(path) != "", cut
+    disk = Disk(tmp_path, each=["{step}/"], complete=name)
+    disk.write(f"7/{name}", whole[:-1])
+    disk.wait(30)
+    assert disk.committed() == []
+    disk.write(f"7/{name}", whole)
+    disk.wait(5)
+    assert disk.committed() == [7]
+
+
+def test_a_file_that_changes_while_it_is_copied_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path, each=["ckpt.bin"], rewritten=True)
+    disk.write("ckpt.bin")
+    real = module.copy
+    times: list[int] = []
+
+    def slow(source: Path, target: Path) -> None:
+        real(source, target)
+        if not times:
+            disk.write("ckpt.bin", b"y" * 100)
+        times.append(1)
+
+    monkeypatch.setattr(module, "copy", slow)
+    disk.step = 5
+    disk.wait(2)
+    assert disk.committed() == []
+    assert not list((tmp_path / "ckpt").glob("*"))
+    disk.wait(4)
+    assert disk.committed() == [5]
+    assert (tmp_path / "ckpt" / "step_00000005" / "files" / "ckpt.bin").read_bytes() == b"y" * 100
+
+
+def test_one_that_is_overwritten_has_the_step_that_was_told_and_never_the_same_twice(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, each=["ckpt.bin"], rewritten=True)
+    for step, content in ((10, b"a"), (20, b"b"), (20, b"c")):
+        disk.step = step
+        disk.write("ckpt.bin", content)
+        disk.wait(4)
+    assert disk.committed() == [10, 20, 21]
+    assert [(tmp_path / "ckpt" / f"step_{step:08d}" / "files" / "ckpt.bin").read_bytes() for step in (10, 20, 21)] == [
+        b"a",
+        b"b",
+        b"c",
+    ]  # overwritten in place, on the same inode: none of the copies has changed
+
+
+def test_what_is_put_back_is_all_that_is_there(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, each=["step-{step}/"], also=["tokenizer/", "best.txt"])
+    disk.write("tokenizer/vocab.txt", "words")
+    disk.write("best.txt", "the best")
+    for step in (1, 2):
+        disk.write(f"step-{step}/a.bin", f"{step}")
+    disk.wait(70)
+    assert disk.committed() == [1, 2] or disk.committed() == [2]
+    disk.write("step-9/a.bin", "torn")
+    disk.write("latest", "step-9")
+    again = Disk(tmp_path, each=["step-{step}/"], also=["tokenizer/", "best.txt"])
+    restored = again.found.restore()
+    assert restored is not None
+    assert restored.step == 2
+    assert again.found.place(restored) == again.folder / "step-2"
+    there = sorted(path.relative_to(again.folder).as_posix() for path in again.folder.rglob("*") if path.is_file())
+    assert there == ["best.txt", "step-2/a.bin", "tokenizer/vocab.txt"]
+    again.wait(5)
+    assert again.said == []  # it is not committed once more
+    assert (again.folder / "step-2" / "a.bin").stat().st_mode & 0o666 == 0o666
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "names", "place"),
+    [
+        ({"format": "hf-trainer"}, ["checkpoint-5/a", "checkpoint-5/b/c", "checkpoint-5/trainer_state.json"],
+         "checkpoint-5"),
+        ({"each": ["run/{step}.ckpt"]}, ["run/5.ckpt"], "run/5.ckpt"),
+    ],
+)  # fmt: skip
+def test_the_command_is_told_the_file_or_the_folder(
+    tmp_path: Path, checkpoint: dict[str, Any], names: list[str], place: str
+) -> None:
+    disk = Disk(tmp_path, **checkpoint)
+    for name in names:
+        disk.write(name, "{}")
+    disk.wait(4)
+    restored = disk.found.restore()
+    assert restored is not None
+    assert disk.found.place(restored) == disk.folder / place
+
+
+def test_older_ones_are_removed_once_they_are_in_the_bucket(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, each=["step-{step}/"], complete="a.bin", keep_on_disk=1)
+    for step in (1, 2, 3):
+        disk.write(f"step-{step}/a.bin")
+        disk.wait(4)
+    disk.found.prune(published=1)
+    assert sorted(path.name for path in disk.folder.iterdir()) == ["step-2", "step-3"]
+    disk.found.prune(published=3)
+    assert sorted(path.name for path in disk.folder.iterdir()) == ["step-3"]
+
+
+def test_a_disk_that_is_full_is_said_and_tried_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    real = module.copy
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "copy", full)
+    disk.write("a-5.bin")
+    disk.wait(5)
+    assert disk.committed() == []
+    assert any("No space left" in each for each in disk.said)
+    monkeypatch.setattr(module, "copy", real)
+    disk.wait(40)
+    assert disk.committed() == [5]
+
+
+def test_the_copy_of_a_large_checkpoint_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, held = Disk(tmp_path, each=["a-{step}.bin"]), threading.Event()
+    real = module.copy
+    monkeypatch.setattr(module, "copy", lambda source, target: (held.wait(30), real(source, target)))
+    disk.write("a-5.bin")
+    disk.now += 2
+    disk.found.look()
+    disk.now += 2
+    for _ in range(20):  # each returns, though the copy does not
+        disk.now += 2
+        disk.found.look()
+    assert disk.committed() == []
+    held.set()
+    disk.wait(2)
+    assert disk.committed() == [5]

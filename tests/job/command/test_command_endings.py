@@ -1,0 +1,204 @@
+"""What the end of a command means, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_world import PYTHON, CommandJob, kill, of_format, parameters
+
+from job.command.endings import End, judge
+from job.contract.messages import CommandEnd, Fatal, Stop
+from job.spec import convert
+from job.spec.command import CommandConfig
+
+Z = ("bye",)
+
+
+def config(**sections: Any) -> CommandConfig:
+    return convert.from_json(CommandConfig, {"command": "x", **sections}, "job", CommandConfig())
+
+
+STEPS = {"work": {"steps": 60_000}}
+RULES = {"exit": {"fatal": [3], "again": [4], "restarts": 2}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "code", "step", "before", "stopped", "verdict", "said"),
+    [
+        (STEPS, 0, 60_000, [], False, "finished", "exit code 0 at step 60,000"),
+        (STEPS, 0, 59_400, [], False, "finished", ""),  # the last ones are logged nowhere
+        (STEPS, 0, 3_120, [], False, "failed", "ended by itself at step 3,120 of 60,000"),
+        ({"work": {"steps": 60_000, "early": True}}, 0, 3_120, [], False, "finished", ""),
+        ({}, 0, 7, [], False, "finished", ""),
+        (STEPS, 0, 3_120, [], True, "stopped", ""),  # a save and an exit: not its end
+        ({}, 0, 7, [], True, "stopped", ""),
+        (STEPS, 0, 60_000, [], True, "finished", ""),
+        (RULES, 3, 7, [], False, "failed", "exit code 3 at step 7, which is one of exit.fatal"),
+        (RULES, 3, 7, [], True, "stopped", ""),
+        (RULES, 4, 7, [], False, "elsewhere", "one of exit.again"),
+        (RULES, 1, 7, [], False, "again", "exit code 1 at step 7"),
+        (RULES, 1, 9, [5, 7], False, "elsewhere", ""),
+        (RULES, 1, 7, [7], False, "failed", "twice with the same last line"),
+        (RULES, 143, 7, [], False, "again", "SIGTERM, exit code 143"),  # by somebody else: a crash, no stop
+        (RULES, 137, 7, [], False, "again", "SIGKILL, exit code 137, as where the kernel lacks memory"),
+        (RULES, 139, 7, [], False, "again", "SIGSEGV, exit code 139"),
+        (RULES, 1, 7, [], True, "stopped", ""),
+    ],
+)
+def test_the_table_of_endings(
+    sections: dict[str, Any], code: int, step: int, before: list[int], stopped: bool, verdict: str, said: str
+) -> None:
+    earlier = [End(code=1, step=each, lines=Z) for each in before]
+    found, why = judge(config(**sections), End(code=code, step=step, lines=Z), earlier, stopped=stopped)
+    assert found == verdict
+    assert said in why
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.OutOfMemoryError: CUDA out of memory. Tried to", "CUBLAS_STATUS_ALLOC_FAILED when calling"]
+)
+def test_a_known_text_tells_that_memory_ran_out(line: str) -> None:
+    assert "exit code 1, out of memory at step 3" in End(code=1, step=3, lines=("x", line)).sentence
+
+
+def test_a_command_that_ends_too_early_fails_with_its_step_and_its_last_lines(tmp_path: Path) -> None:
+    job = CommandJob(tmp_path / "w", of_format("file", "--steps 30 --every 10", work={"steps": 500}))
+    assert job.run() == 65, job.log
+    fatal = Fatal.read(job.workdir)
+    assert fatal is not None
+    assert "the command ended by itself at step 30 of 500" in fatal.detail
+    assert "  | step 30 loss 0.0333" in fatal.detail
+    assert fatal.detail.count("  | ") == 20
+
+
+@pytest.mark.parametrize("reason", ["notice", "max_usd", "stopped"])
+def test_exit_code_0_after_a_stop_is_never_the_end(tmp_path: Path, reason: str) -> None:
+    job = CommandJob(tmp_path / "w", of_format("file", "--steps 900 --every 900 --catch", stop={"saves": "true"}))
+    process = job.start()
+
+    def stop() -> None:
+        job.wait_for(lambda: "step 20 " in job.log, process)
+        deadline = time.time() + 60 if reason == "notice" else None
+        job.tell(Stop(reason=reason, save=True, ends=deadline is None, deadline=deadline))
+
+    assert job.finish(process, stop) == 75, job.log
+    assert job.steps()
+
+
+def test_a_crash_is_gone_on_from_in_place_and_then_elsewhere(tmp_path: Path) -> None:
+    steps = "$((60 + $(cat ../n 2>/dev/null || echo 0)))"  # another step at the second end
+    told = of_format("file", f"--every 40 --step-s 0.04 --steps {steps}; echo failed; echo 10 >../n; exit 9")
+    told |= {"resume": {"args": "", "check": "none"}, "exit": {"restarts": 1}}
+    job = CommandJob(tmp_path / "w", told)
+    assert job.run() == 1, job.log
+    assert "again from the last whole checkpoint, 1 of 1" in job.log
+    assert "restored step 40" in job.log
+    left = CommandEnd.read(job.workdir)
+    assert left is not None
+    assert "exit code 9" in left.how
+    assert left.lines[-1] == "failed"
+
+
+def test_a_command_that_does_not_resume_ends_the_run_within_a_logging_interval(tmp_path: Path) -> None:
+    told = of_format("file", "--steps 400 --every 60")
+    deaf = {**told, "resume": {"args": "", "env": None, "check": "step"}}
+    job = CommandJob(tmp_path / "w", deaf)
+    process = job.start()
+    job.wait_for(job.steps, process)
+    kill(process)
+    (restored,) = job.steps()
+    began = len(job.log)
+    assert job.run() == 65, job.log
+    fatal = Fatal.read(job.workdir)
+    assert fatal is not None
+    assert fatal.detail.startswith(
+        f"checkpoint of step {restored} was restored and the command began at step 1: it does not resume"
+    )
+    last = max(map(int, re.findall(r"^step (\d+) loss", job.log[began:], re.MULTILINE)))
+    assert last < restored
+
+    without = {**deaf, "resume": {"args": "", "env": None, "check": "none"}}
+    (job.workdir / "run.json").write_text(
+        json.dumps({**job.tree, "job": {"experiment": "command", "parameters": without}})
+    )
+    process = job.start()
+    job.finish(process, lambda: job.wait_for(lambda: job.log.count(f"step {restored} loss") > 1, process))
+
+
+def test_a_command_that_stands_still_is_started_again_and_that_is_counted(tmp_path: Path) -> None:
+    silent = parameters(
+        f"echo step 1 loss 1; exec {PYTHON} -c 'import time; time.sleep(600)'",
+        progress={"stdout": [r"^step (?P<step>\d+) loss (?P<loss>[\d.]+)"], "silence_minutes": 0.05},
+        exit={"restarts": 1},
+    )
+    job = CommandJob(tmp_path / "w", silent)
+    assert job.run() == 1, job.log
+    assert job.log.count("the command was ended at step 1: no output, no step, no file for") == 2
+    assert job.log.count("step 1 loss 1") == 2
+
+
+DEAF = "trap '' TERM; while :; do sleep 0.2; done"
+FORKING = f"{PYTHON} -c 'import os, time; [(os.fork(), time.sleep(0.01)) for _ in range(6)]; time.sleep(600)'"
+SETSID = "setsid sh -c \"trap '' TERM; sleep 600\" & setsid sh -c \"trap '' TERM; sleep 600\" & exec sleep 600"
+
+
+@pytest.mark.parametrize("command", [DEAF, FORKING, SETSID], ids=["deaf", "forking", "in sessions of their own"])
+def test_a_command_deaf_to_a_limit_is_gone_after_its_grace(tmp_path: Path, command: str) -> None:
+    job = CommandJob(tmp_path / "w", parameters(f"echo begun; {command}", stop={"grace_s": 2.0}))
+    process = job.start()
+
+    def stop() -> None:
+        job.wait_for(lambda: "begun" in job.log, process)
+        time.sleep(0.3)
+        job.tell(Stop(reason="max_usd", save=True, ends=True))
+
+    began = time.monotonic()
+    assert job.finish(process, stop) == 75, job.log
+    assert time.monotonic() - began < 20
+    assert not [each for each in Path("/proc").glob("[0-9]*/cwd") if leads_into(each, tmp_path)]
+
+
+def leads_into(link: Path, folder: Path) -> bool:
+    try:
+        return link.resolve(strict=True).is_relative_to(folder)
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("saves", "fits", "signalled"),
+    [("true", True, True), ("unknown", True, True), ("false", True, False), ("true", False, False)],
+)
+def test_a_notice_is_passed_on_only_where_that_can_save(
+    tmp_path: Path, saves: str, fits: bool, signalled: bool
+) -> None:
+    job = CommandJob(
+        tmp_path / "w", of_format("file", "--steps 900 --every 900", stop={"saves": saves, "grace_s": 3.0})
+    )
+    process = job.start()
+
+    def stop() -> None:
+        job.wait_for(lambda: "step 20 " in job.log, process)
+        job.tell(Stop(reason="notice", save=fits, deadline=time.time() + 6))
+
+    assert job.finish(process, stop) == 75, job.log
+    last = max(map(int, re.findall(r"^step (\d+) loss", job.log, re.MULTILINE)))
+    assert ("SIGTERM to" in job.log) is signalled
+    assert (last > 100) is not signalled  # it trains on: its own save may still become whole
+
+
+def test_outputs_are_delivered_at_the_end(tmp_path: Path) -> None:
+    make = "mkdir -p {outputs}/tb {checkpoints}/final; cd {outputs}; echo 1 >a.txt; echo x >tb/e"
+    make += "; echo 2 >{checkpoints}/final/b.bin"
+    told = parameters(make, outputs=["{outputs}", "{checkpoints}/final"])
+    job = CommandJob(tmp_path / "w", told)
+    assert job.run() == 0, job.log
+    final = job.workdir / "final"
+    assert (final / "a.txt").read_text() == "1\n"
+    assert (final / "checkpoints" / "final" / "b.bin").read_text() == "2\n"
+    assert (job.workdir / "tb" / "e").read_text() == "x\n"

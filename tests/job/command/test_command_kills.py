@@ -1,0 +1,92 @@
+"""Killed amid saves, at seeded moments: nothing torn is ever committed, and nothing torn is put back.
+
+Each round is a node: it restores the newest commit, runs the script of a convention, and is lost. In between the script
+alone is killed, so that the host has to judge what it has left.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command_world import FORMATS, CommandJob, kill, of_format, wrong
+
+from job.command import processes
+
+SEED = 11
+# Saves take most of the time; one file that is written over and over is left alone for a second, to be seen at all.
+PACE = {"file": ("--every 50 --step-s 0.03 --pause 0.08", 4.0)}
+USUAL = ("--every 2 --step-s 0.01", 1.5)
+
+
+def killed(tmp_path: Path, name: str, kills: int) -> CommandJob:
+    """The work folder after so many kills, each at a moment of its own."""
+    draw, (pace, longest_s) = random.Random(f"{SEED} {name}"), PACE.get(name, USUAL)
+    parameters = of_format(name, f"--steps 100000 {pace}", exit={"restarts": 100})
+    job = CommandJob(tmp_path / "w", parameters)
+    done = 0
+    while done < kills:
+        process = job.start()
+        try:
+            began = len(job.metrics())
+            job.wait_for(lambda began=began: len(job.metrics()) > began, process)  # type: ignore[misc]
+            for _ in range(min(10, kills - done)):
+                time.sleep(draw.uniform(0.3, longest_s))
+                left = [each for each in processes.descendants(process.pid) if is_script(each)]
+                if draw.random() < 0.8:
+                    processes.send(left, signal.SIGKILL)
+                    done += 1
+                    job.wait_for(lambda left=left: not any(is_script(each) for each in left), process)  # type: ignore[misc]
+                    check(job)
+                else:
+                    break
+        finally:
+            kill(process)
+        done += 1
+        check(job)
+    return job
+
+
+def is_script(pid: int) -> bool:
+    try:
+        return b".py\0--out" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def check(job: CommandJob) -> None:
+    for each in job.commits():
+        folder = job.workdir / "ckpt" / each.folder
+        try:
+            assert wrong(folder, each.step) == [], (each.step, job.log[-3000:])
+        except FileNotFoundError:  # replaced while it was read
+            continue
+
+
+def put_back_is_whole(job: CommandJob) -> None:
+    """What the next start is given."""
+    commits = job.commits()
+    assert commits, job.log
+    process = job.start()
+    try:
+        shown = f"restored step {commits[-1].step:,}"
+        job.wait_for(lambda: shown in job.log, process)
+    finally:
+        kill(process)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_command_killed_amid_a_save_leaves_nothing_torn(tmp_path: Path, name: str) -> None:
+    job = killed(tmp_path, name, 5)
+    put_back_is_whole(job)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_command_killed_a_hundred_times_amid_saves_leaves_nothing_torn(tmp_path: Path, name: str) -> None:
+    job = killed(tmp_path, name, 100)
+    put_back_is_whole(job)

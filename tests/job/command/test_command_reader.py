@@ -1,0 +1,172 @@
+"""Bytes that a command prints, to lines and steps."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job import atomic
+from job.command.given import blanked
+from job.command.reader import Metrics, Output, StepReader
+from job.spec.command import FORMATS
+
+STEP = r"^step (?P<step>\d+)( loss (?P<loss>[\d.]+))?( val (?P<val>[\d.]+))?( of (?P<total>\d+))?"
+
+
+class Reading:
+    """A reader of its own clock, what it has shown, and what it has understood."""
+
+    def __init__(self, folder: Path, patterns: tuple[str, ...] = (STEP,), secrets: tuple[str, ...] = ()) -> None:
+        self.now, self.shown, self.notes = 100.0, list[str](), list[str]()
+        self.file, self.metrics = folder / "progress.jsonl", folder / "metrics.jsonl"
+        self.progress = StepReader(Metrics(self.metrics), patterns, self.notes.append)
+        self.progress.begin(0, self.file)
+        pipe, self._other = os.pipe()
+        self.output = Output(
+            pipe, self.progress.line, lambda line: self.shown.append(line.decode()), blanked(secrets), lambda: self.now
+        )
+        os.close(pipe)
+        os.close(self._other)
+
+    def take(self, *pieces: bytes) -> None:
+        for piece in pieces:
+            self.now += 1.0
+            self.output.take(piece)
+        self.progress.flush()
+
+    def records(self) -> list[dict[str, Any]]:
+        return atomic.objects(self.metrics.read_bytes()) if self.metrics.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        ([b"a\nb\n"], ["a\n", "b\n"]),
+        ([b"a", b"b", b"\n"], ["ab\n"]),
+        ([b"a\r\nb\r\n"], ["a\n", "b\n"]),
+        ([b"\r 1%", b"\r 2%", b"\r 3%", b"\nend\n"], [" 1%\n", " 3%\n", "end\n"]),  # its last state is a line
+        ([b"\n\n  \n"], []),
+    ],
+)
+def test_output_is_shown_line_by_line(tmp_path: Path, pieces: list[bytes], shown: list[str]) -> None:
+    reading = Reading(tmp_path)
+    reading.take(*pieces)
+    assert reading.shown == shown
+
+
+def test_every_byte_is_a_sign_of_life_and_a_bar_is_shown_every_ten_seconds(tmp_path: Path) -> None:
+    reading = Reading(tmp_path)
+    for number in range(40):
+        reading.take(f"{number}\r".encode())
+        assert reading.output.at == reading.now
+    assert len(reading.shown) == 4
+
+
+def test_a_line_without_an_end_is_cut_and_not_kept_for_ever(tmp_path: Path) -> None:
+    reading = Reading(tmp_path)
+    reading.take(b"x" * 100_000)
+    assert sum(map(len, reading.shown)) < 70_000
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "step", "figures"),
+    [
+        ("hf-trainer", ["Map: 100%|##| 5000/5000 [00:01<00:00]\r", "  5%|#| 25/500 [00:03<05:12,  1.58it/s]\r",
+                        "{'loss': 2.5, 'learning_rate': 5e-05, 'epoch': 0.1}\n", " 50%|##| 10/20 [00:01<00:01]\r"],
+         25, {"loss": 2.5}),
+        ("hf-trainer", [" 5%|#| 25/500 [00:03<05:12]\r", "{'eval_loss': '1.5', 'eval_runtime': '3'}\n"],
+         25, {"val_loss": 1.5}),
+        ("lightning", ["Epoch 2:  10%|#| 5/100 [00:01<00:09, train_loss=0.250]\r"], 205, {"loss": 0.25}),
+        ("litgpt", ["Epoch 1 | iter 8 step 2 | loss train: 6.25, val: 7.5 | iter time: 10 ms (step)\n"], 2,
+         {"loss": 6.25, "val_loss": 7.5}),
+        ("nanochat", ["step 00250/21400 (1.17%) | loss: 3.5 | lrm: 1.00 | dt: 812.5ms | tok/sec: 64\n"], 250,
+         {"loss": 3.5, "step_ms": 812.5}),
+    ],
+)  # fmt: skip
+def test_what_a_framework_prints_is_understood(
+    tmp_path: Path, name: str, lines: list[str], step: int, figures: dict[str, float]
+) -> None:
+    reading = Reading(tmp_path, FORMATS[name].progress)
+    reading.take(*(line.encode() for line in lines))
+    assert reading.progress.step == step
+    (record, *_) = reversed(reading.records())
+    assert {key: record[key] for key in figures} == figures
+
+
+def test_a_file_of_json_lines_tells_the_same_whole_lines_only(tmp_path: Path) -> None:
+    reading = Reading(tmp_path)
+    reading.file.write_text(json.dumps({"step": 5, "loss": 0.5, "val": 0.6, "mfu": 0.4, "name": "x"}) + '\n{"step": 6')
+    reading.progress.poll()
+    assert reading.progress.step == 5
+    reading.progress.flush()
+    (record,) = reading.records()
+    assert (record["loss"], record["val_loss"], record["mfu"]) == (0.5, 0.6, 0.4)
+    assert reading.progress.val == {5: 0.6}
+    with reading.file.open("a") as file:
+        file.write(', "loss": 0.4}\n[]\nnothing\n')
+    reading.progress.poll()
+    assert reading.progress.step == 6
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept", "named"),
+    [
+        ([1, 2, 3, 4, 5, 2, 6], [1, 2, 3, 4, 5, 6], "steps go back without a restart, from 5 to 2: kept out"),
+        ([1, 2, 3, 4, 5, 9000, 6, 7], [1, 2, 3, 4, 5, 6, 7], "steps jump from 5 to 9,000"),
+        ([1, 2, 3, 4, 5, 9000, 9001, 9002], [1, 2, 3, 4, 5, 9001, 9002], "steps jump from 5 to 9,000"),
+        ([10, 20, 30, 40, 700], [10, 20, 30, 40, 700], ""),
+        ([0, 1, 2], [1, 2], ""),
+        ([5, 5, 6], [5, 5, 6], ""),
+    ],
+)
+def test_steps_that_cannot_be_are_kept_out_and_named_once(
+    tmp_path: Path, steps: list[int], kept: list[int], named: str
+) -> None:
+    reading = Reading(tmp_path)
+    for step in [*steps, *([2] if "back" in named else [])]:
+        reading.take(f"step {step}\n".encode())
+    assert [record["step"] for record in reading.records()] == kept
+    assert len(reading.notes) == bool(named)
+    assert named in "".join(reading.notes)
+
+
+def test_a_start_cuts_off_what_it_repeats_and_says_where_it_goes_on(tmp_path: Path) -> None:
+    reading = Reading(tmp_path)
+    for step in range(10, 60, 10):
+        reading.take(f"step {step} loss 0.5\n".encode())
+    reading.progress.begin(30, reading.file)
+    assert reading.progress.interval == 10
+    reading.take(b"step 40 loss 0.4\n")
+    assert [(each["step"], each["resumed"]) for each in reading.records()] == [
+        (10, None),
+        (20, None),
+        (30, None),
+        (40, 30),
+    ]
+    assert reading.progress.first == 40
+
+
+def test_the_step_of_a_moment_is_the_newest_told_by_then(tmp_path: Path) -> None:
+    reading = Reading(tmp_path)
+    reading.take(b"step 5\n", b"step 10\n")
+    assert [reading.progress.at_time(100 + moment) for moment in (0.5, 1.0, 1.9, 2.0, 9.0)] == [0, 5, 5, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("secret", "printed", "shown"),
+    [
+        ("hf_abcdefgh", b"token hf_abcdefgh!\n", "token ***!\n"),
+        ("short", b"short\n", "short\n"),  # it would blank words that are none of it
+        ("first-line\nsecond-line", b"second-line\n", "***\n"),
+        ("hf_abcdefgh", b"hf_abc\rdefgh\n", "hf_abc\n"),  # in pieces: nobody can see that
+    ],
+)
+def test_the_value_of_a_secret_is_blanked(tmp_path: Path, secret: str, printed: bytes, shown: str) -> None:
+    reading = Reading(tmp_path, secrets=(secret,))
+    reading.take(printed)
+    assert reading.shown[0] == shown
+    assert all(secret not in line for line in reading.output.last if len(secret) >= 8)

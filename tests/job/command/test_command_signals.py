@@ -1,0 +1,113 @@
+"""What loses a save elsewhere, and does not here: shells, launchers, workers, bars, files that rest half written."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from command_world import PYTHON, CommandJob, of_format, parameters, wrong
+
+from job.contract.messages import SaveRequest, Stop
+
+
+def stopped(job: CommandJob, *, seen: str, reason: str = "notice") -> int:
+    """The host's exit code, where a stop comes once `seen` has been printed."""
+    process = job.start()
+
+    def stop() -> None:
+        job.wait_for(lambda: seen in job.log, process)
+        deadline = time.time() + 60 if reason == "notice" else None
+        job.tell(Stop(reason=reason, save=True, ends=deadline is None, deadline=deadline))
+
+    return job.finish(process, stop)
+
+
+def whole(job: CommandJob) -> int:
+    """The one committed step, and it is whole."""
+    (each,) = job.commits()
+    assert wrong(job.workdir / "ckpt" / each.folder, each.step) == []
+    return each.step
+
+
+@pytest.mark.parametrize("shell", ["bash -c 'echo before; {}; echo after'", "sh -c '{} & wait'", "{}"])
+def test_a_shell_that_ends_at_the_signal_does_not_take_the_save_along(tmp_path: Path, shell: str) -> None:
+    told = of_format("file", "--steps 900 --every 900 --catch --pause 0.1")
+    job = CommandJob(tmp_path / "w", {**told, "command": shell.format(told["command"])})
+    assert stopped(job, seen="step 20 ") == 75, job.log
+    assert whole(job) >= 20
+
+
+def family(tmp_path: Path, part: str, signal: str, **sections: object) -> CommandJob:
+    command = f"{PYTHON} family.py {{checkpoints}} {part} {signal}"
+    return CommandJob(tmp_path / "w", parameters(command, stop={"signal": signal}, **sections))
+
+
+def test_usr1_does_not_end_a_launcher_that_does_not_know_it_and_its_ranks_save(tmp_path: Path) -> None:
+    job = family(tmp_path, "launcher", "USR1")
+    assert stopped(job, seen="step 20 ") == 75, job.log
+    assert whole(job) >= 20
+    assert "the launcher ends well" in job.log
+    assert {"rank 0 has seen 1", "rank 1 has seen 1"} <= set(job.log.splitlines())
+
+
+def test_a_launcher_that_passes_the_signal_on_is_the_one_that_gets_it(tmp_path: Path) -> None:
+    job = family(tmp_path, "launcher-that-passes-on", "TERM")
+    assert stopped(job, seen="step 20 ") == 75, job.log
+    assert whole(job) >= 20
+    assert {"rank 0 has seen 1", "rank 1 has seen 1"} <= set(job.log.splitlines())
+
+
+def test_ranks_of_a_launcher_that_dies_of_the_signal_are_waited_for(tmp_path: Path) -> None:
+    job = family(tmp_path, "launcher", "TERM")
+    assert stopped(job, seen="step 20 ") == 75, job.log
+    assert whole(job) >= 20
+
+
+def test_a_worker_that_loads_data_is_left_to_its_script(tmp_path: Path) -> None:
+    job = family(tmp_path, "loader", "TERM")
+    assert stopped(job, seen="step 20 ") == 75, job.log
+    assert whole(job) >= 20
+    assert "the worker was signalled" not in job.log
+    assert "fell with its worker" not in job.log
+
+
+def test_a_signal_that_saves_and_goes_on_is_sent_where_the_machine_may_go_away(tmp_path: Path) -> None:
+    command = f"trap 'echo asked' USR2; {PYTHON} single.py --out {{checkpoints}} --steps 100 --every 100"
+    job = CommandJob(tmp_path / "w", parameters(command, stop={"request": "USR2"}))
+    process = job.start()
+
+    def ask() -> None:
+        job.wait_for(lambda: "step 20 " in job.log, process)
+        job.tell(SaveRequest(reason="rebalance"))
+
+    assert job.finish(process, ask) == 0
+    assert "asked" in job.log
+    assert "step 100 loss" in job.log
+    assert not (job.workdir / SaveRequest.FILE).exists()
+
+
+def test_a_bar_that_draws_over_itself_is_a_sign_of_life(tmp_path: Path) -> None:
+    show = "print(chr(13) + 'loading ' + '#' * n, end='', flush=True)"
+    draw = f"import time; [({show}, time.sleep(0.25)) for n in range(25)]"
+    job = CommandJob(tmp_path / "w", parameters(f'{PYTHON} -c "{draw}"', progress=SHORT))
+    assert job.run() == 0, job.log
+    assert "is ended" not in job.log
+    assert len(re.findall("^loading", job.log, re.MULTILINE)) <= 3  # not every state of it
+
+
+SHORT = {"stdout": [r"^step (?P<step>\d+) loss (?P<loss>[\d.]+)"], "silence_minutes": 0.05}
+
+
+@pytest.mark.parametrize(("way", "steps"), [("ends", [1]), ("fails", [])])
+def test_a_file_that_rests_half_written_is_no_checkpoint(tmp_path: Path, way: str, steps: list[int]) -> None:
+    """Half of its bytes are there for 4 s, and nobody touches them."""
+    seen = parameters(
+        f"{PYTHON} half.py {{checkpoints}} 4 {way}",
+        checkpoint={"each": ["ckpt-{step}.bin"]},
+        exit={"restarts": 0},
+    )
+    job = CommandJob(tmp_path / "w", seen)
+    assert job.run() == (0 if way == "ends" else 1), job.log
+    assert job.steps() == steps
