@@ -33,7 +33,7 @@ from infra.evidence import receipts
 from job import atomic
 from job.contract import bucket, reading
 from job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
-from job.contract.done import EARLY, FLEET_GONE, NODE_ENDED, Done
+from job.contract.done import EARLY, FINISHED, FLEET_GONE, NODE_ENDED, Done
 from job.contract.receipt import Receipt, parse
 from job.contract.run import load
 from job.contract.workdir import RECEIPT, RESULTS, RUN
@@ -102,6 +102,8 @@ def fetch(
         if made:
             lacking.remove(RECEIPT)
     reason, detail = (done.reason, done.detail) if done else ("", "")
+    if lacking == [RESULTS] and reason == FINISHED and not definition.job.parameters.leaves_results:
+        lacking = []
     if lacking == [RESULTS] and reason in EARLY:
         if definition.job.parameters.sizes().final_if_cut[0] and not any(
             each.name.startswith(FINAL) for each in objects

@@ -197,6 +197,7 @@ class CommandConfig(JobConfig):
     trainer: ClassVar[str] = ""
     efficiency: ClassVar[float] = 1.0
     dataset_kind: ClassVar[str] = ""
+    leaves_results: ClassVar[bool] = False  # its outputs are its own
     data: ClassVar[Own] = Own()  # type: ignore[misc]
     seed: ClassVar[int] = 0  # type: ignore[misc]
     optim: ClassVar[None] = None  # type: ignore[misc]

@@ -80,6 +80,7 @@ class JobConfig(ABC):
     takes_tokenizer: ClassVar[bool] = True
     container_options: ClassVar[str] = ""  # words for `docker run`
     may_stop_early: ClassVar[bool] = False
+    leaves_results: ClassVar[bool] = True  # results.json, at the end of a finished run
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
 
     @property

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command_files import command_file
 from commands_world import declare_bucket, finished, put
 
 from infra.account import results, run_folder
@@ -140,6 +141,20 @@ def test_a_run_ended_early_is_complete_without_results_json_and_a_failed_one_is_
     put(cloud, bucket, "final/model.safetensors", b"m")
     assert main(["results", "small-growth"]) == code
     assert "no final/" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("reason", "code"), [("finished", 0), ("stopped", 0), ("failed", 1)])
+def test_a_command_leaves_no_results_json_and_is_complete_with_its_receipt(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str], reason: str, code: int
+) -> None:
+    bucket = declare_bucket(cloud)
+    put(cloud, bucket, "receipt.json", {"usd": "0.42"})
+    put(cloud, bucket, "done.json", {"reason": reason})
+    written = command_file(path.parents[1], name="small-growth")
+    written.write_text(written.read_text().replace("owner: me", "owner: you"))
+
+    assert main(["results", "small-growth"]) == code
+    assert ("Complete" in capsys.readouterr().out) is (code == 0)
 
 
 @pytest.mark.parametrize("again", [True, False])
