@@ -20,6 +20,7 @@ from job.text import printable
 # In the order in which they are needed.
 COMMANDS = {
     "new": "look at a folder of training code and write its definition file: what was found, what was not",
+    "schema": "the JSON Schema of the definition file, by which editors complete and check it",
     "cost": "the bill of a run, before anything exists; needs no account and no network",
     "prices": "how old and complete the known prices are; prices refresh reads them anew from AWS",
     "compare": "a stack's scenarios and every instance type for their work, ranked by mean dollars",

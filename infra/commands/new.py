@@ -7,6 +7,7 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
+from infra.definition.json_schema import modeline
 from infra.definition.loader import STACK_NAME, load, project_root
 from infra.discover.script import look
 from infra.discover.template import draft
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(f"{path.relative_to(root)} is there already: choose another name, or remove it")
     folder = os.path.relpath(args.code.resolve(), root.resolve())
     found = look(args.code, args.command)
-    made = draft(args.name, found, folder=folder, command=args.command)
+    made = draft(args.name, found, folder=folder, command=args.command, modeline=modeline(path.parent, root))
     path.parent.mkdir(exist_ok=True)
     atomic.write_bytes(path, made.text.encode())
     try:

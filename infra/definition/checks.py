@@ -24,10 +24,10 @@ ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build o
 IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
 MIBPS_PER_IOPS = 0.25  # the same
 BASE_IOPS = 3000  # included with any size
-_TAG = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
+TAG_KEY = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
 PLACE = "a folder inside the project, or s3://bucket/prefix"
 ANYWHERE = "a folder, as seen from the project's, or s3://bucket/prefix"
-_INPUT = re.compile(r"[a-z][a-z0-9_]{0,39}")  # a folder's name, and in capitals a variable's
+INPUT_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # a folder's name, and in capitals a variable's
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
 
 
@@ -116,7 +116,7 @@ def _storage(storage: Storage, findings: Findings) -> None:
         if place and (problem := _place_problem(place)):
             findings.add(f"storage.{name}", PLACE, problem)
     for name, place in (storage.inputs or {}).items():
-        if not _INPUT.fullmatch(name):
+        if not INPUT_NAME.fullmatch(name):
             allowed = "a name of 1 to 40 of a-z, 0-9 and _, beginning with a letter"
             findings.add(f"storage.inputs.{name}", allowed, value=name)
         elif problem := _place_problem(place, anywhere=True):
@@ -161,7 +161,7 @@ def _saves(s: StackDefinition, findings: Findings) -> None:
 
 def _account(account: Account, fleet: Fleet, findings: Findings) -> None:
     for key in account.tags or {}:
-        if not _TAG.fullmatch(key):
+        if not TAG_KEY.fullmatch(key):
             allowed = "keys of 1 to 128 of A-Z a-z 0-9 space _ . : / = + - @, but not Name, aws:... or gpufleet:..."
             findings.add(f"account.tags.{key}", allowed, "Those three are the stack's own, or AWS's.")
     if account.kms_key and account.kms_key.split(":")[3] != fleet.region:

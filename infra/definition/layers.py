@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # What may be laid over; the run's identity is not among them.
 OVERLAID = ("job", "fleet", "storage", "limits", "account", "estimate")
+# What editors look for in a file's comments to find its schema: a path, or an address.
+MODELINE = "# yaml-language-server: $schema="
 MOST_SCENARIOS = 100  # a choice: each is a whole file to check and to price
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
@@ -123,11 +125,13 @@ def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
 
 
 def purpose(text: str) -> str:
-    """The comment block that opens the file, without its marks."""
+    """The comment block that opens the file, without its marks, and without the line that is for editors."""
     block = []
     for line in text.lstrip("\ufeff").splitlines():
         if not line.startswith("#"):
             break
+        if line.startswith(MODELINE):
+            continue
         block.append(line.lstrip("#").strip())
     return "\n".join(block)
 

@@ -167,7 +167,7 @@ def _values(
     for spec in dataclasses.fields(cls):
         if spec.name not in names:
             continue
-        hint, rule, where = hints[spec.name], _rule(cls, spec), f"{path}.{spec.name}"
+        hint, rule, where = hints[spec.name], rule_of_key(cls, spec), f"{path}.{spec.name}"
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
         kept = spec.default if default is None else getattr(default, spec.name)
         allowed = REQUIRED.get((cls, spec.name), "")
@@ -200,7 +200,7 @@ def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
         spec.name
         for spec in required or specs
         if (kind := unwrap(hints[spec.name])[0]) in _SCALARS or typing.get_origin(kind) is Literal
-        if _scalar(kind, plain, _rule(cls, spec))[0] is not _BAD
+        if _scalar(kind, plain, rule_of_key(cls, spec))[0] is not _BAD
     ]
     return f"Write {{{takes[0]}: {plain}}}." if len(takes) == 1 and plain else ""
 
@@ -256,7 +256,8 @@ def _parameters(entries: dict[str, Node], where: str, findings: Findings) -> Job
     return next(iter(EXPERIMENTS.values()))()
 
 
-def _rule(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:
+def rule_of_key(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:
+    """What the key of this field may hold beyond its type."""
     return RULES.get((cls, spec.name)) or rule_of(spec)
 
 

@@ -23,8 +23,8 @@ class Draft:
     unknown: list[str] = field(default_factory=list)
 
 
-def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "") -> Draft:
-    """A definition that loads. `folder`: the code's, relative to the project."""
+def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
+    """A definition that loads. `folder`: the code's, relative to the project; `modeline`: for editors, or empty."""
     made = Draft()
     every, steps = found.argument(EVERY), found.argument(STEPS)
     typed = command or _command(found)
@@ -41,6 +41,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "") -> D
         written += f" {every.with_value(every_steps)}"
         made.known.append(f"{every.where}: it saves nothing by default, so the command asks for it ({every.written})")
     lines = [
+        *filter(None, [modeline]),
         f"# {name}: {found.script or typed}, on rented GPUs.",
         "# Written by `gpufleet new`; lines marked CHECK are yours to decide. All keys: docs/own-training.md.",
         "",
