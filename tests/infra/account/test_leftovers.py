@@ -156,7 +156,7 @@ def test_where_no_bucket_shows_its_tags_nobody_says_that_there_is_no_run(
 ) -> None:
     s3, ours = cloud.client("s3"), finished(cloud)
     closed(s3, ours, monkeypatch)
-    with pytest.raises(AwsRefused, match=rf"small-growth's cannot be told: {ours} \(AWS does not let you call GetBuck"):
+    with pytest.raises(AwsRefused, match=rf"belongs to small-growth: {ours} \(AWS does not let you call GetBuck"):
         run_folder.find_folder(s3, stack)
 
 
