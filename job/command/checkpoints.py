@@ -10,16 +10,16 @@ from __future__ import annotations
 import fcntl
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from job import atomic
-from job.command.names import FoundCheckpoint, Names, tells_itself, torn
+from job.command.names import FoundCheckpoint, Names, torn
 from job.command.places import give_to_everybody
-from job.command.processes import File
+from job.command.processes import File, written
 from job.contract import commit
 from job.contract.commit import COMMIT, Commit, Reason
 from job.contract.metrics import Save
@@ -38,18 +38,21 @@ CLONE = 0x40049409  # FICLONE, linux/fs.h: the file's blocks are shared until on
 
 @dataclass(slots=True)
 class Watched:
-    """One that has begun: as it was last seen, since when, and whether nobody wrote it while the command lived."""
+    """One that has begun: as it was last seen, and since when. `still`: nobody had it open, and nobody who may have had
+    it open was gone; `doubtful`: somebody was.
+    """
 
     found: FoundCheckpoint
     since: float
     begun: float
     still: bool = False
+    doubtful: bool = False
     not_before: float = 0.0
 
 
 class CommandCheckpoints:
-    """The checkpoints of one command. `writing` gives the files that its processes have open for writing; None: not
-    known.
+    """The checkpoints of one command. `alive` gives its processes, `writing` the files that these have open for
+    writing, None where that is not known.
     """
 
     def __init__(
@@ -61,11 +64,12 @@ class CommandCheckpoints:
         *,
         digest: str,
         gpus: int,
-        writing: Callable[[], set[File] | None],
+        alive: Callable[[], Sequence[int]],
         step_at: Callable[[float], int],
         val_of: Callable[[int], float | None],
         saved: Callable[[Save], None],
         say: Callable[[str], None],
+        writing: Callable[[Sequence[int]], set[File] | None] = written,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.names = Names(config)
@@ -73,11 +77,13 @@ class CommandCheckpoints:
         self.begun_at = 0.0  # of the newest commit: when its first file was seen
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
         self._digest, self._gpus = digest, gpus
-        self._writing, self._step_at, self._val_of = writing, step_at, val_of
+        self._alive, self._writing, self._step_at, self._val_of = alive, writing, step_at, val_of
+        self._before: set[int] = set()  # its processes at the last look
         self._saved, self._say, self._clock = saved, say, clock
         self._watched: dict[int | None, Watched] = {}
         self._done: dict[int | None, FoundCheckpoint] = {}  # as they were committed, or put back
         self._told: set[str] = set()
+        self._evaluated = {-1}  # steps whose evaluation is in their commit
         self._looked_at = 0.0
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
@@ -90,6 +96,7 @@ class CommandCheckpoints:
         Raises OSError.
         """
         self._settle()
+        self._before = set()
         found = [each for path in sorted(self._kept.glob(STEPS)) if (each := commit.read(path)) is not None]
         newest = max(found, key=lambda each: each.step, default=None)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -117,7 +124,7 @@ class CommandCheckpoints:
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written now: a file of it is open, or some of it has just come."""
-        writing, recent = self._writing() or (), self._clock() - SAVING_S
+        writing, recent = self._writing(self._alive()) or (), self._clock() - SAVING_S
         return any(
             any((look.device, look.inode) in writing for look in each.files.values())
             or (each.written > recent and (self.names.lacks(each) or not self._is_settled))
@@ -138,13 +145,16 @@ class CommandCheckpoints:
         if now < self._looked_at + (LEAVING_S if self.reason == "stop" else LOOK_S):
             return
         self._looked_at = now
+        self._take_evaluation()
         found = self.names.find(self.folder, self._user)
         for each in found:
             self._watch(each, now)
         self._watched = {each.step: self._watched[each.step] for each in found if each.step in self._watched}
-        writing = self._writing() if self._watched else set()
+        alive = self._alive()
+        gone, self._before = bool(self._before - set(alive)), set(alive)
+        writing = self._writing(alive) if self._watched else set()
         for watched in (self._watched[each.step] for each in reversed(found) if each.step in self._watched):
-            ready = self._is_ready(watched, writing, now, latest=found[-1].step)
+            ready = self._is_ready(watched, writing, now, gone=gone, latest=found[-1].step)
             if ready and self._copying is None:
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, True))
 
@@ -163,7 +173,7 @@ class CommandCheckpoints:
             found = watched.found
             if self.names.lacks(found) or not (by_itself or self._is_settled or found is not there[-1]):
                 continue
-            if by_itself or watched.still or self._would_show(found):
+            if by_itself or watched.still or self._shows_a_cut(found):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
                 self._settle()
                 if self.newest >= (found.step or 0) and self._done.get(found.step) == found:
@@ -195,26 +205,32 @@ class CommandCheckpoints:
         elif before.found != found:
             self._watched[found.step] = Watched(found, now, before.begun)
 
-    def _is_ready(self, watched: Watched, writing: set[File] | None, now: float, *, latest: int | None) -> bool:
+    def _is_ready(
+        self, watched: Watched, writing: set[File] | None, now: float, *, gone: bool, latest: int | None
+    ) -> bool:
         found, quiet = watched.found, now - watched.since
         if writing is not None:
-            watched.still = not any((look.device, look.inode) in writing for look in found.files.values())
-            if not watched.still:
-                watched.since = now
+            if any((look.device, look.inode) in writing for look in found.files.values()):
+                watched.still, watched.since = False, now
                 return False
+            # Closed by a process that has died amid its writing looks like closed.
+            watched.doubtful = watched.doubtful or (gone and not watched.still)
+            watched.still = not watched.doubtful
         if quiet < (LOOK_S if writing is not None else UNKNOWN_QUIET_S) or now < watched.not_before:
             return False
         if lacking := self.names.lacks(found):
             if found.step is not None and latest is not None and found.step < latest:
                 self._say_once(f"checkpoint of step {found.step:,} does not count: {lacking}")
             return False
+        if watched.doubtful and not self._shows_a_cut(found):
+            self._say_once(f"checkpoint of step {found.step or 0:,} does not count: a process died when it was written")
+            return False
         has_later = found.step is not None and latest is not None and found.step < latest
         return self._is_settled or has_later or quiet >= FIRST_QUIET_S
 
-    def _would_show(self, found: FoundCheckpoint) -> bool:
-        """Whether a cut in what was written last would show."""
+    def _shows_a_cut(self, found: FoundCheckpoint) -> bool:
         with suppress(OSError):
-            return all(tells_itself(self.folder / name) for name in self.names.last(found))
+            return self.names.shows_a_cut(self.folder, found)
         return False
 
     # Copying ----------------------------------------------------------------------------------------------------------
@@ -274,8 +290,18 @@ class CommandCheckpoints:
         size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
         self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
 
+    def _take_evaluation(self) -> None:
+        """One that was told after its checkpoint was committed: the supervisor sends the manifest again."""
+        if self.newest in self._evaluated or (val := self._val_of(self.newest)) is None:
+            return
+        self._evaluated.add(self.newest)
+        folder = self._kept / step_folder(self.newest)
+        told = commit.read(folder)
+        if told is not None and told.val_loss is None:
+            atomic.write_json(folder / COMMIT, replace(told, val_loss=val).to_json())
+
     def _is_written(self, found: FoundCheckpoint) -> bool:
-        writing = self._writing()
+        writing = self._writing(self._alive())
         return any((look.device, look.inode) in (writing or ()) for look in found.files.values())
 
     def _settle(self) -> None:

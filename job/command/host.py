@@ -84,7 +84,7 @@ class Host:
             workdir,
             digest=task.digest,
             gpus=gpus,
-            writing=self._written,
+            alive=self._alive,
             step_at=self.progress.at_time,
             val_of=self.progress.val.get,
             saved=self.progress.saved,
@@ -200,7 +200,7 @@ class Host:
                     if self.first is None or not self.scripts.began:  # nor will it
                         code = processes.KILLED
                         break
-            if start.name != SETUP:
+            if start.name != SETUP and (code is None or left_at is not None):  # else `end` judges
                 self.checkpoints.look()
             if code is not None or now >= calm_at + CALM_S:
                 calm_at = now
@@ -310,8 +310,8 @@ class Host:
             if self.config.stop.request is not None:
                 self._send(self.config.stop.request)
 
-    def _written(self) -> set[processes.File] | None:
-        return processes.written(processes.descendants(self.first)) if self.first is not None else set()
+    def _alive(self) -> list[int]:
+        return [] if self.first is None else processes.descendants(self.first)
 
     def _send(self, name: str) -> None:
         if self.first is not None:

@@ -66,6 +66,7 @@ class Names:
         self._complete, self._unless = config.complete, config.unless
         self._patterns = [_pattern(name) for name in config.names]
         self.are_known = bool(config.complete) or not any("*" in name or name.endswith("/") for name in config.names)
+        self._sizes: set[tuple[str, int]] = set()
         self.learned: dict[str, tuple[int, int]] = {}  # of a kind of name: how many there are, bytes of the smallest
 
     def find(self, folder: Path, allowed: Path) -> list[FoundCheckpoint]:
@@ -114,16 +115,27 @@ class Names:
                 return f"{kind} has {smallest:,} bytes, the first one's had {least:,}"
         return ""
 
-    def last(self, found: FoundCheckpoint) -> list[str]:
+    def _last(self, found: FoundCheckpoint) -> list[str]:
         """The files of it that say by their being there that the others are whole; all where none does."""
         if not self._complete:
             return list(found.files)
         return [name for name, inner in found.inner.items() if inner == _filled(self._complete, found.step)]
 
     def learn(self, files: Mapping[str, int]) -> None:
-        """From names and bytes of one that is whole. The first teaches."""
+        """From names and bytes of one that is whole: the first teaches the names, the newest the sizes."""
+        kinds = _kinds({name: FileState(0, 0, size, 0) for name, size in files.items()})
         if not self._complete and not self.learned:
-            self.learned = _kinds({name: FileState(0, 0, size, 0) for name, size in files.items()})
+            self.learned = kinds
+        self._sizes = {(_kind(name), size) for name, size in files.items()}
+
+    def shows_a_cut(self, folder: Path, found: FoundCheckpoint) -> bool:
+        """Whether a cut in what was written last would show: by the file itself, or as it is as long as the newest
+        whole one's. Raises OSError.
+        """
+        return all(
+            tells_itself(folder / name) or (_kind(name), found.files[name].bytes) in self._sizes
+            for name in self._last(found)
+        )
 
     def place(self, files: Iterable[str]) -> str:
         """What a command is told as {checkpoint}: the file, or the folder that all of it is in."""
@@ -149,9 +161,14 @@ def _filled(name: str, step: int | None) -> str:
     return _STEP.sub(lambda match: format(step or 0, (match[1] or ":")[1:]), name)
 
 
+def _kind(name: str) -> str:
+    """Of names that differ in their numbers."""
+    return re.sub(r"\d+", "#", name)
+
+
 def _kinds(files: Mapping[str, FileState]) -> dict[str, tuple[int, int]]:
     """Names with their digits taken out: how many there are of each, and the bytes of the smallest."""
-    kinds = {name: re.sub(r"\d+", "#", name) for name in files}
+    kinds = {name: _kind(name) for name in files}
     counted = Counter(kinds.values())
     return {
         kind: (count, min(files[name].bytes for name in files if kinds[name] == kind))

@@ -103,34 +103,40 @@ def catches(pid: int, number: int) -> bool:
 def addressees(first: int, number: int) -> list[int]:
     """Those below `first` that a signal is for.
 
-    Who catches it has the care of its children: torchrun passes it on to its ranks; the workers that load data for a
-    script are the script's, and one that dies of the signal would take the save with it. Only where a script starts
-    itself again (Lightning's ranks) do both get it. Shells catch nothing, and who is below them gets it as well. USR1
-    and USR2, which end who does not know them, go to who catches them alone.
+    Who catches it has the care of its children: the workers that load data for a script are the script's, and one that
+    dies of the signal would take the save with it. A launcher's ranks get it themselves: torchrun passes it on to
+    everything below them, such workers too. Who does not catch it, a shell, gets it as well as those below, except USR1
+    and USR2, which would only end it.
     """
     if not KNOWN:
         return descendants(first)
-    parents, found = _parents(), list[int]()
+    below: dict[int, list[int]] = {}
+    for pid, parent in _parents().items():
+        below.setdefault(parent, []).append(pid)
     spared = number in (signal.SIGUSR1, signal.SIGUSR2)
-    caught: dict[int, bool] = {}
-    for pid in descendants(first):
-        caught[pid] = catches(pid, number)
-        above = parents.get(pid, 0)
-        if caught.get(above, False) and not _is_again(pid, above):
-            caught[pid] = True  # nor are those below it
-        elif caught[pid] or not spared:
-            found.append(pid)
-    return found
+
+    def chosen(pid: int) -> list[int]:
+        ranks = [child for child in below.get(pid, []) if _rank(child) not in (None, _rank(pid))]
+        if not catches(pid, number):
+            return [*([] if spared else [pid]), *(each for child in below.get(pid, []) for each in chosen(child))]
+        if not any(catches(rank, number) for rank in ranks):
+            return [pid]
+        is_one_of_them = any(_read(rank, "cmdline") == _read(pid, "cmdline") for rank in ranks)  # Lightning's first
+        return [*([pid] if is_one_of_them else []), *(each for rank in ranks for each in chosen(rank))]
+
+    return [each for child in sorted(below.get(first, [])) for each in chosen(child)]
 
 
-def _is_again(pid: int, parent: int) -> bool:
-    """Whether `pid` is the parent's program started anew, with an environment of its own: no fork of it."""
-    own, above = PROC / str(pid), PROC / str(parent)
-    try:
-        same = (own / "cmdline").read_bytes() == (above / "cmdline").read_bytes()
-        return same and (own / "environ").read_bytes() != (above / "environ").read_bytes()
-    except OSError:
-        return False
+def _rank(pid: int) -> bytes | None:
+    """The rank that a launcher has started it as."""
+    found = [each for each in _read(pid, "environ").split(b"\0") if each.startswith((b"LOCAL_RANK=", b"RANK="))]
+    return b" ".join(sorted(found)) or None
+
+
+def _read(pid: int, name: str) -> bytes:
+    with suppress(OSError):
+        return (PROC / str(pid) / name).read_bytes()
+    return b""
 
 
 def number(name: str) -> int:

@@ -143,6 +143,23 @@ def test_at_its_limit_a_command_is_asked_to_stop_and_the_end_says_so(tmp_path: P
     assert re.match(r"the command ended with .* at step [0-9,]+\n  \| ", done["detail"])
 
 
+def test_a_command_deaf_to_its_limit_spends_no_more_than_its_stopping_time(tmp_path: Path) -> None:
+    limits = {"max_usd": "3.00", "max_hours": str((120 + 66 + 4 + 4) / 3600), "deadline": None}
+    deaf = "trap '' TERM INT; while :; do (setsid sleep 300 &); sleep 1; done"
+    node = SupervisedNode(
+        tmp_path,
+        run_of(tmp_path, parameters(deaf, stop={"grace_s": 2.0}), limits=limits),
+        "i-1",
+        GPUFLEET_LAUNCHED_AT=runs.launched(seconds_ago=120),
+    )
+    assert node.code() == 0, node.log
+    assert node.stored("done.json")["reason"] == "max_hours"
+    assert "it did not leave in time" in node.stored("done.json")["detail"]
+    receipt = node.stored("receipt.json")
+    assert float(receipt["attempts"][0]["seconds"]) <= 120 + 66 + 4 + 4  # the cap holds its stopping time
+    assert not [each for each in processes() if "sleep 300" in each and str(tmp_path) in each]
+
+
 def test_a_command_that_cannot_succeed_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
     failing = f'{OWN_PYTHON} -c \'print("step 3 loss 1.0"); raise SystemExit("no such corpus")\''
     run = run_of(tmp_path, parameters(failing, progress={"stdout": [STEP_LINE]}))

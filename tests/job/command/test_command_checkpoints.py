@@ -17,6 +17,7 @@ import pytest
 from job.command import checkpoints as module
 from job.command.checkpoints import CommandCheckpoints
 from job.command.names import Names, torn
+from job.contract import commit
 from job.contract.metrics import Save
 from job.spec import convert
 from job.spec.command import CommandConfig
@@ -30,7 +31,8 @@ class Disk:
     """A command's folder, a clock, and what has open files."""
 
     def __init__(self, folder: Path, **checkpoint: Any) -> None:
-        self.now, self.step, self.open = time.time(), 0, set[tuple[int, int]]()
+        self.now, self.step, self.alive, self.open = time.time(), 0, [7, 8], set[tuple[int, int]]()
+        self.val: dict[int, float] = {}
         self.saves, self.said = list[Save](), list[str]()
         self.folder = folder / "user" / "checkpoints"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -42,9 +44,10 @@ class Disk:
             folder,
             digest="0" * 64,
             gpus=1,
-            writing=lambda: self.open,
+            alive=lambda: self.alive,
+            writing=lambda pids: self.open,
             step_at=lambda moment: self.step,
-            val_of=lambda step: None,
+            val_of=lambda step: self.val.get(step),
             saved=self.saves.append,
             say=self.said.append,
             clock=lambda: self.now,
@@ -122,9 +125,38 @@ def test_a_file_that_is_open_for_writing_is_waited_for_however_long_it_rests(tmp
     assert not disk.found.saving()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "counts"),
+    [("a-5.bin", b"x" * 100, False), ("a-5.json", b"{}", True), ("a-5.json", b"{", False)],
+)
+def test_a_file_whose_writer_died_counts_only_where_a_cut_would_show(
+    tmp_path: Path, name: str, content: bytes, counts: bool
+) -> None:
+    """Of several ranks one is killed amid its save; the others live on, and nobody has the file open."""
+    disk = Disk(tmp_path, each=[f"a-{{step}}{Path(name).suffix}"])
+    there = disk.write(name, content).stat()
+    disk.open = {(there.st_dev, there.st_ino)}
+    disk.wait(3)
+    disk.alive, disk.open = [7], set()
+    disk.wait(300)
+    assert disk.committed() == ([5] if counts else [])
+    disk.write(name.replace("5", "6"), content)  # by another process, in peace
+    disk.wait(3)
+    assert (disk.committed()[-1:] == [6]) is (content != b"{")
+
+
+def test_a_process_that_ends_after_its_save_was_seen_closed_raises_no_doubt(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    disk.write("a-5.bin")
+    disk.wait(1)
+    disk.alive = [7]
+    disk.wait(2)
+    assert disk.committed() == [5]
+
+
 def test_where_nobody_knows_who_writes_five_quiet_seconds_count(tmp_path: Path) -> None:
     disk = Disk(tmp_path, each=["a-{step}.bin"])
-    disk.found._writing = lambda: None
+    disk.found._writing = lambda pids: None
     disk.write("a-5.bin")
     disk.wait(4)
     assert disk.committed() == []
@@ -302,6 +334,17 @@ def test_the_command_is_told_the_file_or_the_folder(
     restored = disk.found.restore()
     assert restored is not None
     assert disk.found.place(restored) == disk.folder / place
+
+
+def test_an_evaluation_that_comes_after_the_checkpoint_is_written_into_its_commit(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    disk.write("a-5.bin")
+    disk.wait(3)
+    folder = tmp_path / "ckpt" / "step_00000005"
+    assert [told.val_loss for told in [commit.read(folder)] if told] == [None]
+    disk.val[5] = 1.25
+    disk.wait(2)
+    assert [told.val_loss for told in [commit.read(folder)] if told] == [1.25]
 
 
 def test_older_ones_are_removed_once_they_are_in_the_bucket(tmp_path: Path) -> None:

@@ -52,8 +52,17 @@ def test_usr1_does_not_end_a_launcher_that_does_not_know_it_and_its_ranks_save(t
     assert {"rank 0 has seen 1", "rank 1 has seen 1"} <= set(job.log.splitlines())
 
 
-def test_a_launcher_that_passes_the_signal_on_is_the_one_that_gets_it(tmp_path: Path) -> None:
+def test_a_launcher_that_would_pass_the_signal_on_is_left_alone_and_its_ranks_get_it_once(tmp_path: Path) -> None:
+    """torchrun passes it on to all that its ranks have started, workers that load data too: those take a save along."""
     job = family(tmp_path, "launcher-that-passes-on", "TERM")
+    assert stopped(job, seen="step 20 ") == 75, job.log
+    assert whole(job) >= 20
+    assert {"rank 0 has seen 1", "rank 1 has seen 1", "the launcher ends well"} <= set(job.log.splitlines())
+    assert "the launcher was signalled" not in job.log
+
+
+def test_a_script_that_starts_itself_again_as_another_rank_gets_it_in_both(tmp_path: Path) -> None:
+    job = family(tmp_path, "again", "TERM")
     assert stopped(job, seen="step 20 ") == 75, job.log
     assert whole(job) >= 20
     assert {"rank 0 has seen 1", "rank 1 has seen 1"} <= set(job.log.splitlines())

@@ -11,7 +11,7 @@ from job import save
 
 
 def tell(text):
-    os.write(1, f"{text}\n".encode())
+    return os.write(1, f"{text}\n".encode())
 
 
 def rank(number, kind, folder):
@@ -34,10 +34,22 @@ def launcher(kind, catches):
     words = [sys.executable, __file__, sys.argv[1], "rank", sys.argv[3]]
     ranks = [subprocess.Popen([*words, str(each)], env={**os.environ, "RANK": str(each)}) for each in range(2)]
     if catches:
-        signal.signal(kind, lambda *_: [each.send_signal(kind) for each in ranks])
+        signal.signal(
+            kind, lambda *_: tell("the launcher was signalled") and [each.send_signal(kind) for each in ranks]
+        )
     for each in ranks:
         each.wait()
     tell("the launcher ends well")
+
+
+def again(kind, folder):
+    """As Lightning without a launcher: rank 0 starts the same program once more, as rank 1."""
+    if "LOCAL_RANK" in os.environ:
+        rank(1, kind, folder)
+        return
+    other = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "LOCAL_RANK": "1"})
+    rank(0, kind, folder)
+    other.wait()
 
 
 def loader(kind, folder):
@@ -58,6 +70,8 @@ if __name__ == "__main__":
     folder, part, kind = Path(sys.argv[1]), sys.argv[2], signal.Signals[f"SIG{sys.argv[3]}"]
     if part == "rank":
         rank(int(sys.argv[4]), kind, folder)
+    elif part == "again":
+        again(kind, folder)
     elif part == "loader":
         loader(kind, folder)
     else:
