@@ -72,6 +72,13 @@ class Resumption:
     last_step: int
     resumed_step: int
     started_s: float | None  # from its launch to the next node's first step
+    told_step: int | None  # the first one that the next node has logged
+    asked_step: int  # the last one logged when the interruption came
+
+    @property
+    def saved(self) -> bool:
+        """Whether what the next node goes on from was saved after the interruption had come."""
+        return self.resumed_step >= self.asked_step > 0
 
     @property
     def lost(self) -> int:
@@ -116,6 +123,8 @@ class Evidence:
         """One per interruption, in order."""
         assert self.rehearsal.watch is not None
         by_instance = {attempt.instance: attempt for attempt in self.receipt.attempts}
+        told = self.rehearsal.timeline.select("notice", "loss")
+        asked = {str(moment.facts["node"]): int(moment.facts["step"]) for moment in told}
         found = []
         for before, after in pairwise(self.rehearsal.watch.views.values()):
             if before.interrupted is None:
@@ -127,6 +136,8 @@ class Evidence:
                     last_step=max(left.last_step, before.last_step),
                     resumed_step=taken.resumed_step,
                     started_s=None if taken.started_s is None else float(taken.started_s),
+                    told_step=after.first_step,
+                    asked_step=asked[before.node.instance.id],
                 )
             )
         return found
@@ -168,22 +179,8 @@ def _checks(evidence: Evidence) -> Iterator[Promise]:
     seen = len(rehearsal.timeline.select("seen"))
     if seen != planned.with_notice:
         yield Promise(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
-    ends = {last for _, _, last in evidence.spans()}
     for resumption in evidence.resumptions():
-        handled = resumption.kind == "notice"
-        # A phase that ended early is resumed after what would have been its last step.
-        reached = resumption.resumed_step <= resumption.last_step or resumption.resumed_step in ends
-        yield Promise(
-            name="steps lost on a handled notice" if handled else "steps repeated after a loss without notice",
-            figure=(
-                f"{resumption.lost} (last logged {resumption.last_step}, resumed after step {resumption.resumed_step})"
-            ),
-            held=resumption.lost == 0 if handled else resumption.resumed_step > 0 and reached,
-        )
-        if resumption.started_s is not None:
-            beyond = resumption.started_s - rehearsal.torch_s
-            text = f"{resumption.started_s:.1f} s, {beyond:.1f} s beyond importing torch (bar {RECOVERY_S:.0f})"
-            yield Promise(name="new node to first new step", figure=text, held=beyond < RECOVERY_S, required=False)
+        yield from _resumed(evidence, resumption)
     for boundary in evidence.growths:
         yield Promise(name=f"growth into {boundary['phase']}", figure=_figures(boundary), held=_passed(boundary))
     for name, lines in evidence.stages.items():
@@ -195,6 +192,37 @@ def _checks(evidence: Evidence) -> Iterator[Promise]:
     yield Promise(
         name="container logs in CloudWatch", figure=f"{len(views) - len(silent)} of {len(views)} nodes", held=not silent
     )
+
+
+def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
+    """What one interruption has cost, and that the next node went on from what was restored."""
+    rehearsal, config = evidence.rehearsal, evidence.rehearsal.definition.job.parameters
+    ends = {last for _, _, last in evidence.spans()}
+    # A phase that ended early is resumed after what would have been its last step.
+    reached = resumption.resumed_step <= resumption.last_step or resumption.resumed_step in ends
+    figure = f"{resumption.lost} (last logged {resumption.last_step}, resumed after step {resumption.resumed_step})"
+    if resumption.kind == "notice" and config.saves_on_notice:
+        yield Promise(name="steps lost on a handled notice", figure=figure, held=resumption.lost == 0)
+    elif resumption.kind == "notice":
+        saved = "saved" if resumption.saved else "not saved"
+        yield Promise(name="steps repeated after a notice", figure=f"{figure}, {saved} on the signal", held=reached)
+    else:
+        every = config.steps_between_saves()
+        figure += f", saves every {every} steps" if every else ""
+        held = resumption.resumed_step > 0 and reached
+        yield Promise(name="steps repeated after a loss without notice", figure=figure, held=held)
+    if resumption.started_s is None:
+        return
+    if config.start_includes_torch:
+        beyond = resumption.started_s - rehearsal.torch_s
+        text = f"{resumption.started_s:.1f} s, {beyond:.1f} s beyond importing torch (bar {RECOVERY_S:.0f})"
+        yield Promise(name="new node to first new step", figure=text, held=beyond < RECOVERY_S, required=False)
+    else:
+        text = f"restored {resumption.resumed_step}, first step told {resumption.told_step}"
+        held = (resumption.told_step or 0) >= resumption.resumed_step
+        yield Promise(name="goes on from its checkpoint", figure=text, held=held)
+        text = f"{resumption.started_s:.1f} s, with the command's own start"
+        yield Promise(name="new node to first new step", figure=text, held=True)
 
 
 def _logged(rehearsal: Rehearsal) -> set[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 from infra.errors import GpufleetError
-from job.contract.environment import SECRET, USER_PATH
+from job.contract.environment import COMMAND, USER_PATH
 from rehearsal.cloud import Cloud
 from rehearsal.launch import CloudInstance
 
@@ -52,7 +52,8 @@ class RehearsalNode:
 class NodeRunner:
     """Runs a node for every instance that the cloud launches, until `close`."""
 
-    def __init__(self, cloud: Cloud, folder: Path) -> None:
+    def __init__(self, cloud: Cloud, folder: Path, programs: Path | None = None) -> None:
+        """`programs`: the folder that comes first on the PATH of a command of the user's own."""
         missing = [name for name in NEEDED if shutil.which(name) is None]
         if missing:
             raise GpufleetError(
@@ -60,6 +61,7 @@ class NodeRunner:
             )
         self.cloud = cloud
         self.folder = folder
+        self._programs = programs
         self.nodes: dict[str, RehearsalNode] = {}
         self._watchers: list[threading.Thread] = []
         self._closed = threading.Event()
@@ -121,7 +123,9 @@ class NodeRunner:
     def _signal_trainer(self, instance: CloudInstance, number: signal.Signals) -> None:
         for pid in _marked(instance.id):
             with contextlib.suppress(OSError):
-                if b"\0job.train\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                here = Path("/proc") / str(pid)
+                of_command = f"{COMMAND['checkpoints']}=".encode() in (here / "environ").read_bytes()
+                if of_command or b"\0job.train\0" in (here / "cmdline").read_bytes():
                     os.kill(pid, number)
 
     def _watch(self, node: RehearsalNode) -> None:
@@ -135,9 +139,8 @@ class NodeRunner:
     def _environment(self, instance: CloudInstance, root: Path) -> dict[str, str]:
         python = Path(sys.executable)
         path = (STANDINS, python.parent, os.environ.get("PATH", os.defpath), STANDINS / "absent")
-        commands = {key: os.environ[key] for key in os.environ if key == USER_PATH or key.startswith(SECRET)}
         return {
-            **commands,  # a command's own programs and the values of its secrets, which only its container gets
+            **({USER_PATH: str(self._programs)} if self._programs else {}),
             "PATH": os.pathsep.join(map(str, path)),
             "HOME": str(root / "root"),
             "TMPDIR": str(root / "tmp"),

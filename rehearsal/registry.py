@@ -7,7 +7,7 @@ import json
 import re
 
 # Tags of aws/deep-learning-containers that exist (its releases, 2026-11-21). Repositories of other owners: any tag.
-KNOWN_TAGS = {"deep-learning-containers/pytorch": {"2.13-cu133-amzn2023"}}
+KNOWN_TAGS = {"deep-learning-containers/pytorch": {"2.13-cu133-amzn2023"}, "docker/library/python": {"3.13-slim"}}
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _PATH = re.compile(r"^/v2/(?P<name>.+)/manifests/(?P<reference>[^/]+)$")
 

@@ -25,9 +25,12 @@ from infra.definition.loader import load, project_root, rehearsal_text, stacks_o
 from infra.definition.model import StackDefinition
 from infra.definition.selected import selected
 from infra.errors import GpufleetError
+from infra.inputs import code
 from infra.inputs.prepared import as_prepared
 from infra.text import table
-from rehearsal import environment, evidence, report, scratch
+from job.contract import bucket
+from job.contract.done import FAILURES, Done
+from rehearsal import environment, evidence, own, report, scratch
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Result
 from rehearsal.evidence import Evidence, Rehearsal
@@ -36,6 +39,7 @@ from rehearsal.timeline import Timeline, say
 from rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
+LONG_ENOUGH_S = 40.0  # of training, for two interruptions to find it at work
 RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
 
 
@@ -81,6 +85,7 @@ def _lacking(definition: StackDefinition) -> list[str]:
         *(["storage.dataset: a folder"] if definition.storage.dataset.startswith("s3://") else []),
         *(["storage.base_weights: null"] if definition.storage.base_weights else []),
         *([f"estimate.step_ms: a list of {phases}"] if definition.estimate.step_ms is None else []),
+        *own.lacking(definition),
     ]
 
 
@@ -95,11 +100,12 @@ def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, 
     try:
         with ExitStack() as stack:
             notice_s = float(definition.interruptions.notice_s)
+            stack.enter_context(own.secret_values(definition))
             cloud = stack.enter_context(
                 Cloud(project, region=definition.fleet.region, notice_s=notice_s, relaunch_delay_s=RELAUNCH_S)
             )
             cloud.has(definition.account, definition.job.parameters.secrets_named)
-            runner = NodeRunner(cloud, project / "nodes")
+            runner = NodeRunner(cloud, project / "nodes", code.programs(definition, root))
             stack.callback(runner.close)
             engine = stack.enter_context(
                 Engine.open(project, cloud.environment(), definition.name, say=_logger(project / "engine.log"))
@@ -139,7 +145,7 @@ def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, 
 
 def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
     """The rehearsal itself. Raises StepFailedError at the first thing that does not hold."""
-    before = _git_status(rehearsal.root)
+    before, shipped = _git_status(rehearsal.root), own.listing(rehearsal.definition, rehearsal.root)
     name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
         for line in command(rehearsal, "prepare", name).strip().splitlines()[-2:]:  # the dataset, the prediction
@@ -163,7 +169,7 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
         command(rehearsal, "results", name, "--to", str(rehearsal.folder / "results"))
         timeline.add("results", "results downloaded")
         found = Evidence(rehearsal)
-        checks = evidence.checks(found)
+        checks = [*evidence.checks(found), *own.checks(found, shipped)]
     with step(rehearsal, "destroy"):
         destroyed = _ok(rehearsal.engine.destroy())
         asked = " (the bucket and what belongs to it, as asked)" if "kept" in destroyed.changes else ""
@@ -252,18 +258,33 @@ def _follow(rehearsal: Rehearsal) -> None:
                 answered = True
                 _answer(rehearsal, waiting, words)
             seen = rehearsal.timeline.select("seen")
-            if seen and not rehearsal.torch_s and rehearsal.timeline.seconds > seen[0].t + QUIET_S:
+            imports = definition.job.parameters.start_includes_torch
+            if imports and seen and not rehearsal.torch_s and rehearsal.timeline.seconds > seen[0].t + QUIET_S:
                 rehearsal.torch_s = import_torch_s()
 
         watch.run(check=check)
-    rehearsal.torch_s = rehearsal.torch_s or import_torch_s()
+    if definition.job.parameters.start_includes_torch:
+        rehearsal.torch_s = rehearsal.torch_s or import_torch_s()
     if watch.planned:
-        missed = ", ".join(f"{p.kind} at step {p.step}" for p in watch.planned)
-        raise GpufleetError(
-            f"the run ended before it could be interrupted as planned ({missed}). Where nothing else went wrong, it is "
-            "too short for so fast a machine: give it more steps in the file's `rehearsal` section. A loss also waits "
-            "for the first checkpoint in the bucket: a shorter checkpoint.interval_s brings that earlier"
-        )
+        raise GpufleetError(_missed(rehearsal, watch))
+
+
+def _missed(rehearsal: Rehearsal, watch: Watch) -> str:
+    """Why the run was over before all of its interruptions."""
+    missed = ", ".join(f"{p.kind} at step {p.step}" for p in watch.planned)
+    kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
+    done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
+    if done.reason in FAILURES:
+        return f"the run failed before it could be interrupted ({missed}): {done.detail}"
+    view = next(iter(watch.views.values()))
+    began, ended = view.first_step_at, view.node.instance.ended_at
+    seconds = (ended - began).total_seconds() if began and ended else 0.0
+    return (
+        f"the run ended before it could be interrupted as planned ({missed}): its {view.last_step} steps took"
+        f" {max(1.0, seconds):.0f} s, and that takes about {LONG_ENOUGH_S:.0f}. Give it more steps in the file's"
+        " `rehearsal` section, or longer ones. A loss also waits for the first checkpoint in the bucket: more frequent"
+        " saves bring that earlier"
+    )
 
 
 def import_torch_s() -> float:

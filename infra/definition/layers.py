@@ -42,8 +42,15 @@ def definition(
     interruptions = build(
         Interruptions, find_node(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings
     )
+    python = find_node(tree, "rehearsal.python")
     definition = StackDefinition(
-        name=path.stem, source=path, purpose=purpose(text), interruptions=interruptions, tree=tree, **parts
+        name=path.stem,
+        source=path,
+        purpose=purpose(text),
+        python=python.text if isinstance(python, Scalar) else "",
+        interruptions=interruptions,
+        tree=tree,
+        **parts,
     )
     if catalog is None:
         from infra.catalog import load_catalog  # here: reading tables costs time that `pin` need not spend
@@ -116,7 +123,7 @@ def variants(
 
 def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
     """What is wrong in a `rehearsal` section that is laid over the tree `under`, before any of its values is read."""
-    allowed = [*OVERLAID, "interruptions"]
+    allowed = [*OVERLAID, "interruptions", "python"]
     findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
     entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
     check_keys(entries, allowed, "rehearsal", findings)

@@ -251,6 +251,7 @@ class StackDefinition:
     limits: Limits
     account: Account = Account()
     estimate: Estimate = Estimate()
+    python: str = ""  # of `rehearsal`: the interpreter of a command, as seen from the project; empty: its code's own
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
     scenario: str = ""  # its name; empty for the file as it is
     variant: Variant = Variant()

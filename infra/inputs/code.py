@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.definition.model import StackDefinition
-from infra.errors import DefinitionError, Problem
+from infra.errors import DefinitionError, GpufleetError, Problem
 from infra.inputs import archive
 from job import atomic
 from job.contract.bucket import CODE
@@ -99,6 +99,24 @@ def pack(tree: Tree, root: Path) -> Packed:
     finally:
         unfinished.unlink(missing_ok=True)
     return Packed(tree=tree, file=file, sha256=sha256)
+
+
+def programs(definition: StackDefinition, root: Path) -> Path | None:
+    """The folder that comes first on the PATH of a command that runs on this machine: of `rehearsal.python`, else of
+    the environment in its code's folder. None: there is none, and the system's programs are its own. Raises
+    GpufleetError.
+    """
+    if definition.python:
+        python = root / definition.python
+        if not python.is_file():
+            raise GpufleetError(
+                f"{definition.source}: rehearsal.python: {definition.python} is no file; name the interpreter that has"
+                " what the command imports, such as ../my-model/.venv/bin/python"
+            )
+        return python.absolute().parent  # not resolved: an environment's interpreter is a link
+    code = definition.job.parameters.shipped
+    places = [root / code.folder / name / "bin" for name in (".venv", "venv")] if code else []
+    return next((place.absolute() for place in places if (place / "python").exists()), None)
 
 
 def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:

@@ -23,7 +23,7 @@ from job.contract.codes import TrainerExit
 from job.contract.commit import Commit
 from job.contract.messages import CommandEnd, Fatal, Message, Spent, Stop
 from job.contract.run import Task
-from job.contract.workdir import FINAL, METRICS, SAVE, SCALARS, STOP
+from job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, SCALARS, STOP
 from job.spec.command import CommandConfig, filled
 from job.supervisor import machine
 from job.text import printable
@@ -113,6 +113,8 @@ class Host:
                     continue
                 if (stop is not None and stop.ends) or verdict in ("finished", "failed"):
                     self._deliver()
+                if verdict == "finished":
+                    self._summarise(end)
                 self._note(CommandEnd(how=why, lines=end.lines))
                 if verdict == "failed":
                     self._note(Fatal(error="the command failed", detail=CommandEnd(how=why, lines=end.lines).full_text))
@@ -341,6 +343,19 @@ class Host:
                         copy(path, target / path.relative_to(source) if source.is_dir() else target)
             except (OSError, ValueError) as error:
                 say(f"warning: outputs {text}: {error}")
+
+    def _summarise(self, end: End) -> None:
+        """results.json, which every finished run leaves."""
+        newest = self.checkpoints.newest
+        tree = {
+            "schema": 1,
+            "experiment": self.task.name,
+            "steps": end.step,
+            "exit_code": end.code,
+            "checkpoint": newest,
+        }
+        with suppress(OSError):
+            atomic.write_json(self.workdir / RESULTS, {**tree, "val_loss": self.progress.val.get(newest)})
 
     def _leave_place(self) -> None:
         """What the set-up did was in the container."""

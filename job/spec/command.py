@@ -310,6 +310,13 @@ class CommandConfig(JobConfig):
         """Until a rehearsal has shown it, it does not."""
         return self.stop.saves == "true"
 
+    @property
+    def start_includes_torch(self) -> bool:
+        return False
+
+    def steps_between_saves(self) -> int | None:
+        return self.checkpoint.every.steps
+
     def staged_in_host_memory(self, phase_index: int) -> int:
         """None: snapshots go from disk to disk."""
         return 0

@@ -226,6 +226,15 @@ class JobConfig(ABC):
         """Seconds that it is given to save, beyond what the bill predicts of a save."""
         return 0.0
 
+    @property
+    def start_includes_torch(self) -> bool:
+        """Whether importing torch is what its start takes at least."""
+        return True
+
+    def steps_between_saves(self) -> int | None:
+        """None: it saves by the clock."""
+        return None
+
     def staged_in_host_memory(self, phase_index: int) -> int:
         """Bytes of a checkpoint that the host holds while it is written."""
         return self.sizes().checkpoints[phase_index]

@@ -1,0 +1,124 @@
+"""What a rehearsal shows of a command of the user's own, beside what it shows of every run.
+
+Nothing is asked of the script but to run; what it does when it is told to leave is found out, and said.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from botocore.exceptions import ClientError
+
+from infra.definition.model import StackDefinition
+from job.contract import environment
+from job.contract.workdir import FINAL
+from job.text import counted
+from rehearsal.evidence import Evidence, Promise, Rehearsal
+
+Listing = Mapping[str, tuple[int, int]]  # by name: bytes and time of writing
+
+
+def lacking(definition: StackDefinition) -> Iterator[str]:
+    """Inputs that no rehearsal can have."""
+    for name, place in (definition.storage.inputs or {}).items():
+        if place.startswith("s3://"):
+            yield f"storage.inputs.{name}: a folder with a little of it"
+
+
+@contextmanager
+def secret_values(definition: StackDefinition) -> Iterator[None]:
+    """Values for the job's secrets where the shell gives none: nobody guesses them, so that whatever holds one has it
+    from the node.
+    """
+    names = [environment.SECRET + name for name in definition.job.parameters.secrets_named]
+    made = {name: f"{secrets.token_hex(12)}:{secrets.token_hex(12)}" for name in names if name not in os.environ}
+    os.environ.update(made)
+    try:
+        yield
+    finally:
+        for name in made:
+            os.environ.pop(name, None)
+
+
+def listing(definition: StackDefinition, root: Path) -> Listing:
+    """The files of the code's folder; empty where none is shipped."""
+    shipped = definition.job.parameters.shipped
+    found = {}
+    for path in (root / shipped.folder).rglob("*") if shipped else ():
+        with suppress(OSError):
+            if path.is_file():
+                found[str(path)] = (path.stat().st_size, path.stat().st_mtime_ns)
+    return found
+
+
+def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
+    """Every promise about a command; nothing for a ready-made job."""
+    rehearsal, definition = evidence.rehearsal, evidence.rehearsal.definition
+    config = definition.job.parameters
+    if config.start_includes_torch:
+        return
+    lines = len(evidence.metrics)
+    yield Promise(name="lines that tell its step", figure=str(lines), held=lines >= 2)
+    assert rehearsal.watch is not None
+    published = sorted(rehearsal.watch.manifests)
+    yield Promise(name="whole checkpoints in the bucket", figure=_few(published), held=bool(published))
+    after = listing(definition, rehearsal.root)
+    changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+    figure = f"{counted(len(after), 'file')}, untouched" if not changed else ", ".join(changed[:5])
+    yield Promise(name="your code's folder", figure=figure, held=not changed)
+    left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
+    yield Promise(name="outputs", figure=counted(len(left), "file"), held=True)
+    yield from _secrets(rehearsal)
+    if (saves := signalled(evidence)) is not None:
+        yield Promise(name="saves on the signal of a notice", figure=_advice(evidence, saves), held=True)
+
+
+def signalled(evidence: Evidence) -> bool | None:
+    """Whether it saved each time that it was told of a notice; None: it never was."""
+    told = [each.saved for each in evidence.resumptions() if each.kind == "notice"]
+    return all(told) if told else None
+
+
+def _advice(evidence: Evidence, saves: bool) -> str:
+    """What the file should say of it."""
+    declared = evidence.rehearsal.definition.job.parameters.saves_on_notice
+    found = "it did" if saves else "it did not"
+    if saves == declared:
+        return f"{found}, as the bill has it"
+    return f"{found}: write job.stop.saves: {str(saves).lower()}, and the bill counts on it"
+
+
+def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:
+    """That no file of node, bucket, state or log holds a secret's value."""
+    names = rehearsal.definition.job.parameters.secrets_named
+    values = {name: os.environ[environment.SECRET + name].encode() for name in names}
+    if not values:
+        return
+    found = [
+        f"{name} in {place}" for place, content in _written(rehearsal) for name, v in values.items() if v in content
+    ]
+    figure = f"{counted(len(values), 'value')} in no file of node, bucket, state or log"
+    yield Promise(name="secrets", figure=", ".join(found) or figure, held=not found)
+
+
+def _written(rehearsal: Rehearsal) -> Iterator[tuple[str, bytes]]:
+    """Everything that is kept anywhere, with its place."""
+    for path in rehearsal.project.rglob("*"):
+        with suppress(OSError):
+            if path.is_file():
+                yield str(path.relative_to(rehearsal.project)), path.read_bytes()
+    s3 = rehearsal.cloud.client("s3")
+    for kept in s3.list_buckets()["Buckets"]:
+        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=kept["Name"]):
+            for entry in page.get("Contents", []):
+                with suppress(ClientError):
+                    yield entry["Key"], s3.get_object(Bucket=kept["Name"], Key=entry["Key"])["Body"].read()
+
+
+def _few(steps: list[int]) -> str:
+    shown = ", ".join(map(str, steps[:6]))
+    return f"steps {shown}{' ...' if len(steps) > 6 else ''}" if steps else "none"
