@@ -132,7 +132,7 @@ class Host:
         self.progress.begin(step, self.progress_file)
         starts = [CommandStart("command", self._command(restored), restored, self.progress.interval)]
         if not self.is_set_up:
-            starts.insert(0, CommandStart(SETUP, self.config.setup))
+            starts.insert(0, CommandStart(SETUP, filled(self.config.setup, dict(self.values))))
         for start in starts:
             if (stop := Stop.read(self.workdir)) is not None:
                 return "stopped", "it was not started", End(code=0, step=step), stop
