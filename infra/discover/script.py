@@ -55,6 +55,7 @@ EVERY = (
 )
 LOG_EVERY = ("log_interval", "logging_steps", "log_every")
 DEVICE, COMPILE = ("device", "device_type"), ("compile", "torch_compile")
+BACKEND = ("backend", "dist_backend", "ddp_backend")
 
 _STEP_LIKE = re.compile(r"(?:^|_|\b)(global_step|step|steps|iter|iter_num|iteration|it|i_step)(?:$|\b|_num|_idx)")
 _NUMBER = r"[-+.\deE]+"
@@ -93,6 +94,7 @@ class ScriptFacts:
     framework: FormatName | None = None
     why: ScriptFinding | None = None  # what tells the framework
     launcher: ScriptFinding | None = None  # why it wants torchrun
+    runs_alone: bool = False  # it does without a launcher, which it looks for
     arguments: Mapping[str, ScriptArgument] = field(default_factory=dict)  # by plain name
     saves: ScriptFinding | None = None  # the pattern of one checkpoint's name
     every: ScriptFinding | None = None  # what its step is divided by where it saves: a number, or a setting's name
@@ -218,6 +220,8 @@ def _read(found: ScriptFacts, name: str, tree: ast.Module, *, entry: bool) -> No
         if called == "signal" and node.args and found.handles_signal is None:
             number = ast.unparse(node.args[0]).rpartition(".")[2]
             found.handles_signal = ScriptFinding(number, where) if number in SIGNALS else None
+        if entry and called == "get" and node.args and _literal(node.args[0]) in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            found.runs_alone = True
         if called == "init_process_group" and found.launcher is None:
             found.launcher = ScriptFinding("it joins a process group", where)
         bare = called == "train" and not node.args and not node.keywords and imports & {"transformers", "trl"}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from infra.discover.script import COMPILE, DEVICE, EVERY, LOG_EVERY, OUT, RESUME, STEPS, ScriptFacts
+from infra.discover.script import BACKEND, COMPILE, DEVICE, EVERY, LOG_EVERY, OUT, RESUME, STEPS, ScriptFacts
 from job.spec.command import FORMATS
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
@@ -232,6 +232,10 @@ def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, *, counted: 
             names == COMPILE
         ):
             small = _with_setting(small, argument.written, argument.with_value(value))
+    if (backend := found.argument(BACKEND)) is not None:
+        small = _with_setting(small, backend.written, backend.with_value("gloo"))
+    if found.runs_alone:  # one process on a CPU needs no launcher, and some scripts take any for GPUs
+        small = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", small)
     compile_ = found.argument(COMPILE)
     if compile_ is not None and compile_.written.endswith("="):
         small = _with_setting(small, compile_.written, compile_.with_value(False))

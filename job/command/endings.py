@@ -41,6 +41,7 @@ class End:
     lines: tuple[str, ...] = ()
     why: str = ""
     what: str = "the command"
+    error: str = ""  # the exception that it printed last
 
     @property
     def sentence(self) -> str:
@@ -56,7 +57,8 @@ class End:
             said += ", out of memory"
         elif self.code == 128 + signal.SIGKILL:
             said += ", as where the kernel lacks memory"
-        return f"{self.what} ended with {said} at step {self.step:,}"
+        named = f" ({self.error})" if self.error and self.code else ""
+        return f"{self.what} ended with {said} at step {self.step:,}{named}"
 
     def is_like(self, other: End) -> bool:
         """At the same step, with the same last words."""

@@ -180,6 +180,7 @@ class Host:
     def _run(self, start: CommandStart, name: str) -> End:
         """Until no process of it is left. Raises GoneError."""
         self.output.last.clear()
+        self.output.error = ""
         self.folders.stop_file.unlink(missing_ok=True)
         if self.place is None:
             for folder in (self.folders.code, *self.folders.written):
@@ -224,7 +225,14 @@ class Host:
         return self._end(code, why or (leaving.ended if leaving else ""), what)
 
     def _end(self, code: int, why: str, what: str = "the command") -> End:
-        return End(code=code, step=self.progress.step, lines=tuple(self.output.last), why=why, what=what)
+        return End(
+            code=code,
+            step=self.progress.step,
+            lines=tuple(self.output.last),
+            error=self.output.error,
+            why=why,
+            what=what,
+        )
 
     def _why_not(self, start: CommandStart, watch: StartWatch) -> str:
         """Why this start is ended now; nothing where it goes on."""

@@ -29,6 +29,9 @@ JUMP = 100  # logging intervals: a step further away is not believed at once
 NUMBERS = ("loss", "val", "step_ms")
 REMEMBERED = 2000
 
+EXCEPTION = re.compile(r"(\[rank\d+\]: )?[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")
+LAUNCHERS_OWN = "ChildFailedError"  # torchrun's, which hides the one that matters
+
 
 class Output:
     """The command's output, read in a thread of its own until `close`: each byte is a sign of life, a line ends at a
@@ -45,6 +48,7 @@ class Output:
     ) -> None:
         self.at = clock()
         self.last: deque[str] = deque(maxlen=LAST)
+        self.error = ""  # the last line that names an exception, of the command's own
         self._pipe, self._line, self._show, self._blank, self._clock = pipe, line, show, blank, clock
         self._rest, self._bar_at = b"", 0.0
         self._ended, self._read_all = threading.Event(), threading.Event()
@@ -83,6 +87,8 @@ class Output:
             return
         self._bar_at = self.at if bar else self._bar_at
         self.last.append(said.rstrip()[:500])
+        if EXCEPTION.match(said) and LAUNCHERS_OWN not in said:
+            self.error = said.strip()[:300]
         self._show(text + b"\n")
 
     def _read(self) -> None:

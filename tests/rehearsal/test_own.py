@@ -1,0 +1,88 @@
+"""What a rehearsal tells of a command of the user's own."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition
+from infra.errors import GpufleetError
+from infra.inputs.code import programs
+from job.contract import environment
+from rehearsal import own
+
+TEXT = """
+run: {id: r1, owner: you}
+job:
+  image: public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023
+  code: {folder: ../mine}
+  command: python train.py
+  secrets: {TOKEN: ssm:/token}
+  checkpoint: {each: ckpt.pt, rewritten: true, every: {steps: 10}, size_gb: 0.1}
+  progress: {stdout: 'step (?P<step>[0-9]+)'}
+  work: {steps: 100, step_ms: {L40S: 10}}
+fleet: {region: us-east-2, zones: [us-east-2a], instance_types: [g6e.2xlarge]}
+storage:
+  inputs: {text: s3://bucket/text}
+  keep: {days: 7}
+limits: {max_usd: 5, max_hours: 3}
+rehearsal: {python: PYTHON}
+"""
+
+
+def definition(tmp_path: Path, python: str = "''") -> StackDefinition:
+    (tmp_path / "project" / "stacks").mkdir(parents=True, exist_ok=True)
+    path = tmp_path / "project" / "stacks" / "mine.yaml"
+    path.write_text(TEXT.replace("PYTHON", python))
+    return load(path, now=datetime.now(UTC), rehearsal=True)
+
+
+def environment_of(folder: Path) -> Path:
+    """A virtual environment, as far as anybody looks."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to("/bin/sh")
+    return folder / "bin"
+
+
+def test_a_command_has_the_interpreter_of_its_own_folder_unless_the_file_names_another(tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    assert programs(definition(tmp_path), root) is None
+    own_bin, other = environment_of(tmp_path / "mine" / ".venv"), environment_of(tmp_path / "other")
+    assert programs(definition(tmp_path), root) == root / ".." / "mine" / ".venv" / "bin"
+    assert own_bin.samefile(programs(definition(tmp_path), root) or "")
+    assert other.samefile(programs(definition(tmp_path, "../other/bin/python"), root) or "")
+    with pytest.raises(GpufleetError, match=r"rehearsal\.python"):
+        programs(definition(tmp_path, "../nowhere/bin/python"), root)
+
+
+def test_a_secret_has_a_value_that_nobody_guesses_and_only_while_it_is_rehearsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = environment.SECRET + "TOKEN"
+    monkeypatch.delenv(name, raising=False)
+    with own.secret_values(definition(tmp_path)):
+        first = os.environ[name]
+        assert len(first) >= 24
+    assert name not in os.environ
+    monkeypatch.setenv(name, "of the shell")
+    with own.secret_values(definition(tmp_path)):
+        assert os.environ[name] == "of the shell"
+    assert os.environ[name] == "of the shell"
+
+
+def test_an_input_in_a_bucket_cannot_be_rehearsed_and_is_named(tmp_path: Path) -> None:
+    assert list(own.lacking(definition(tmp_path))) == ["storage.inputs.text: a folder with a little of it"]
+
+
+def test_a_file_that_is_written_into_the_codes_folder_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_text("pass\n")
+    found = definition(tmp_path)
+    before = own.listing(found, tmp_path / "project")
+    assert len(before) == 1
+    (tmp_path / "mine" / "left").write_text("x")
+    assert own.listing(found, tmp_path / "project") != before
