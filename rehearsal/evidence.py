@@ -73,7 +73,7 @@ class Resumption:
     resumed_step: int
     started_s: float | None  # from its launch to the next node's first step
     told_step: int | None  # the first one that the next node has logged
-    asked_step: int  # the last one logged when the interruption came
+    asked_step: int  # that had been logged when the interruption came
 
     @property
     def saved(self) -> bool:
@@ -123,8 +123,6 @@ class Evidence:
         """One per interruption, in order."""
         assert self.rehearsal.watch is not None
         by_instance = {attempt.instance: attempt for attempt in self.receipt.attempts}
-        told = self.rehearsal.timeline.select("notice", "loss")
-        asked = {str(moment.facts["node"]): int(moment.facts["step"]) for moment in told}
         found = []
         for before, after in pairwise(self.rehearsal.watch.views.values()):
             if before.interrupted is None:
@@ -137,7 +135,7 @@ class Evidence:
                     resumed_step=taken.resumed_step,
                     started_s=None if taken.started_s is None else float(taken.started_s),
                     told_step=after.first_step,
-                    asked_step=asked[before.node.instance.id],
+                    asked_step=before.interrupted.step,
                 )
             )
         return found

@@ -30,7 +30,11 @@ class CheckedWorld:
         kinds: list[Planned | None] = [Planned(step=30, kind="notice"), Planned(step=50, kind="loss"), None]
         self.views = {
             name: SimpleNamespace(
-                name=name, node=SimpleNamespace(instance=SimpleNamespace(id=name)), interrupted=kind, last_step=last
+                name=name,
+                node=SimpleNamespace(instance=SimpleNamespace(id=name)),
+                interrupted=kind,
+                first_step=1,
+                last_step=last,
             )
             for name, kind, last in zip(NODES, kinds, (30, 50, 90), strict=True)
         }

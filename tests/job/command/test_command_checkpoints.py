@@ -27,7 +27,7 @@ def config(**checkpoint: Any) -> CommandConfig:
     return convert.from_json(CommandConfig, {"command": "x", "checkpoint": checkpoint}, "job", CommandConfig())
 
 
-class Disk:
+class WatchedDisk:
     """A command's folder, a clock, and what has open files."""
 
     def __init__(self, folder: Path, **checkpoint: Any) -> None:
@@ -96,7 +96,7 @@ class Disk:
 def test_which_files_belong_to_which_step(
     tmp_path: Path, checkpoint: dict[str, Any], names: list[str], found: dict[int | None, list[str]]
 ) -> None:
-    disk = Disk(tmp_path, **checkpoint)
+    disk = WatchedDisk(tmp_path, **checkpoint)
     for name in names:
         disk.write(name)
     seen = Names(config(**checkpoint)).find(disk.folder, tmp_path)
@@ -104,7 +104,7 @@ def test_which_files_belong_to_which_step(
 
 
 def test_a_link_out_of_the_command_s_folders_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
     (tmp_path / "secret").write_text("not the command's")
     (disk.folder / "a-1.bin").symlink_to(tmp_path / "secret")
     (disk.folder / "a-2.bin").symlink_to(disk.write("kept.bin"))
@@ -113,7 +113,7 @@ def test_a_link_out_of_the_command_s_folders_is_no_file_of_a_checkpoint(tmp_path
 
 
 def test_a_file_that_is_open_for_writing_is_waited_for_however_long_it_rests(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
     there = disk.write("a-5.bin").stat()
     disk.open = {(there.st_dev, there.st_ino)}
     disk.wait(300)
@@ -133,7 +133,7 @@ def test_a_file_whose_writer_died_counts_only_where_a_cut_would_show(
     tmp_path: Path, name: str, content: bytes, counts: bool
 ) -> None:
     """Of several ranks one is killed amid its save; the others live on, and nobody has the file open."""
-    disk = Disk(tmp_path, each=[f"a-{{step}}{Path(name).suffix}"])
+    disk = WatchedDisk(tmp_path, each=[f"a-{{step}}{Path(name).suffix}"])
     there = disk.write(name, content).stat()
     disk.open = {(there.st_dev, there.st_ino)}
     disk.wait(3)
@@ -146,7 +146,7 @@ def test_a_file_whose_writer_died_counts_only_where_a_cut_would_show(
 
 
 def test_a_process_that_ends_after_its_save_was_seen_closed_raises_no_doubt(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
     disk.write("a-5.bin")
     disk.wait(1)
     disk.alive = [7]
@@ -155,7 +155,7 @@ def test_a_process_that_ends_after_its_save_was_seen_closed_raises_no_doubt(tmp_
 
 
 def test_where_nobody_knows_who_writes_five_quiet_seconds_count(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
     disk.found._writing = lambda pids: None
     disk.write("a-5.bin")
     disk.wait(4)
@@ -165,7 +165,7 @@ def test_where_nobody_knows_who_writes_five_quiet_seconds_count(tmp_path: Path) 
 
 
 def test_names_are_learned_from_the_first_once_a_later_one_has_begun(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, format="nanochat")
+    disk = WatchedDisk(tmp_path, format="nanochat")
     for name in ("model_000010.pt", "meta_000010.json", "optim_000010_rank0.pt", "optim_000010_rank1.pt"):
         disk.write(name, b"{}" + b" " * 998)
     disk.wait(30)
@@ -188,7 +188,7 @@ def test_names_are_learned_from_the_first_once_a_later_one_has_begun(tmp_path: P
 
 
 def test_a_first_one_counts_after_a_minute_of_quiet(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, each=["step-{step}/"])
+    disk = WatchedDisk(tmp_path, each=["step-{step}/"])
     disk.write("step-3/a.bin")
     disk.wait(59)
     assert disk.committed() == []
@@ -197,7 +197,7 @@ def test_a_first_one_counts_after_a_minute_of_quiet(tmp_path: Path) -> None:
 
 
 def test_a_later_one_that_lacks_a_name_never_counts_and_it_is_said_once(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, each=["step-{step}/"])
+    disk = WatchedDisk(tmp_path, each=["step-{step}/"])
     for step, names in ((1, "ab"), (2, "a"), (3, "ab")):
         for name in names:
             disk.write(f"step-{step}/{name}.bin")
@@ -207,7 +207,7 @@ def test_a_later_one_that_lacks_a_name_never_counts_and_it_is_said_once(tmp_path
 
 
 def test_what_a_format_says_of_itself_decides(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, format="hf-trainer")
+    disk = WatchedDisk(tmp_path, format="hf-trainer")
     disk.write("checkpoint-5/model.bin")
     disk.wait(120)
     assert disk.committed() == []
@@ -249,7 +249,7 @@ def test_a_cut_is_seen_in_what_tells_its_own_end(tmp_path: Path, name: str, make
     for cut in range(len(whole) - 1, 0, -max(1, len(whole) // 50)):
         path.write_bytes(whole[:cut])
         assert torn(path) != "", cut
-    disk = Disk(tmp_path, each=["{step}/"], complete=name)
+    disk = WatchedDisk(tmp_path, each=["{step}/"], complete=name)
     disk.write(f"7/{name}", whole[:-1])
     disk.wait(30)
     assert disk.committed() == []
@@ -259,7 +259,7 @@ def test_a_cut_is_seen_in_what_tells_its_own_end(tmp_path: Path, name: str, make
 
 
 def test_a_file_that_changes_while_it_is_copied_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(tmp_path, each=["ckpt.bin"], rewritten=True)
+    disk = WatchedDisk(tmp_path, each=["ckpt.bin"], rewritten=True)
     disk.write("ckpt.bin")
     real = module.copy
     times: list[int] = []
@@ -281,7 +281,7 @@ def test_a_file_that_changes_while_it_is_copied_is_thrown_away(tmp_path: Path, m
 
 
 def test_one_that_is_overwritten_has_the_step_that_was_told_and_never_the_same_twice(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, each=["ckpt.bin"], rewritten=True)
+    disk = WatchedDisk(tmp_path, each=["ckpt.bin"], rewritten=True)
     for step, content in ((10, b"a"), (20, b"b"), (20, b"c")):
         disk.step = step
         disk.write("ckpt.bin", content)
@@ -295,7 +295,7 @@ def test_one_that_is_overwritten_has_the_step_that_was_told_and_never_the_same_t
 
 
 def test_what_is_put_back_is_all_that_is_there(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, each=["step-{step}/"], also=["tokenizer/", "best.txt"])
+    disk = WatchedDisk(tmp_path, each=["step-{step}/"], also=["tokenizer/", "best.txt"])
     disk.write("tokenizer/vocab.txt", "words")
     disk.write("best.txt", "the best")
     for step in (1, 2):
@@ -304,7 +304,7 @@ def test_what_is_put_back_is_all_that_is_there(tmp_path: Path) -> None:
     assert disk.committed() == [1, 2] or disk.committed() == [2]
     disk.write("step-9/a.bin", "torn")
     disk.write("latest", "step-9")
-    again = Disk(tmp_path, each=["step-{step}/"], also=["tokenizer/", "best.txt"])
+    again = WatchedDisk(tmp_path, each=["step-{step}/"], also=["tokenizer/", "best.txt"])
     restored = again.found.restore()
     assert restored is not None
     assert restored.step == 2
@@ -327,7 +327,7 @@ def test_what_is_put_back_is_all_that_is_there(tmp_path: Path) -> None:
 def test_the_command_is_told_the_file_or_the_folder(
     tmp_path: Path, checkpoint: dict[str, Any], names: list[str], place: str
 ) -> None:
-    disk = Disk(tmp_path, **checkpoint)
+    disk = WatchedDisk(tmp_path, **checkpoint)
     for name in names:
         disk.write(name, "{}")
     disk.wait(4)
@@ -337,7 +337,7 @@ def test_the_command_is_told_the_file_or_the_folder(
 
 
 def test_an_evaluation_that_comes_after_the_checkpoint_is_written_into_its_commit(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
     disk.write("a-5.bin")
     disk.wait(3)
     folder = tmp_path / "ckpt" / "step_00000005"
@@ -348,7 +348,7 @@ def test_an_evaluation_that_comes_after_the_checkpoint_is_written_into_its_commi
 
 
 def test_older_ones_are_removed_once_they_are_in_the_bucket(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, each=["step-{step}/"], complete="a.bin", keep_on_disk=1)
+    disk = WatchedDisk(tmp_path, each=["step-{step}/"], complete="a.bin", keep_on_disk=1)
     for step in (1, 2, 3):
         disk.write(f"step-{step}/a.bin")
         disk.wait(4)
@@ -359,7 +359,7 @@ def test_older_ones_are_removed_once_they_are_in_the_bucket(tmp_path: Path) -> N
 
 
 def test_a_disk_that_is_full_is_said_and_tried_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(tmp_path, each=["a-{step}.bin"])
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
     real = module.copy
 
     def full(source: Path, target: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_disk_that_is_full_is_said_and_tried_again_later(tmp_path: Path, monke
 
 
 def test_the_copy_of_a_large_checkpoint_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk, held = Disk(tmp_path, each=["a-{step}.bin"]), threading.Event()
+    disk, held = WatchedDisk(tmp_path, each=["a-{step}.bin"]), threading.Event()
     real = module.copy
     monkeypatch.setattr(module, "copy", lambda source, target: (held.wait(30), real(source, target)))
     disk.write("a-5.bin")

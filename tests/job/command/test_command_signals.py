@@ -24,7 +24,7 @@ def stopped(job: CommandJob, *, seen: str, reason: str = "notice") -> int:
     return job.finish(process, stop)
 
 
-def whole(job: CommandJob) -> int:
+def whole_commit(job: CommandJob) -> int:
     """The one committed step, and it is whole."""
     (each,) = job.commits()
     assert wrong(job.workdir / "ckpt" / each.folder, each.step) == []
@@ -36,7 +36,7 @@ def test_a_shell_that_ends_at_the_signal_does_not_take_the_save_along(tmp_path: 
     told = of_format("file", "--steps 900 --every 900 --catch --pause 0.1")
     job = CommandJob(tmp_path / "w", {**told, "command": shell.format(told["command"])})
     assert stopped(job, seen="step 20 ") == 75, job.log
-    assert whole(job) >= 20
+    assert whole_commit(job) >= 20
 
 
 def family(tmp_path: Path, part: str, signal: str, **sections: object) -> CommandJob:
@@ -47,7 +47,7 @@ def family(tmp_path: Path, part: str, signal: str, **sections: object) -> Comman
 def test_usr1_does_not_end_a_launcher_that_does_not_know_it_and_its_ranks_save(tmp_path: Path) -> None:
     job = family(tmp_path, "launcher", "USR1")
     assert stopped(job, seen="step 20 ") == 75, job.log
-    assert whole(job) >= 20
+    assert whole_commit(job) >= 20
     assert "the launcher ends well" in job.log
     assert {"rank 0 has seen 1", "rank 1 has seen 1"} <= set(job.log.splitlines())
 
@@ -56,6 +56,7 @@ def test_a_launcher_that_would_pass_the_signal_on_is_left_alone_and_its_ranks_ge
     """torchrun passes it on to all that its ranks have started, workers that load data too: those take a save along."""
     job = family(tmp_path, "launcher-that-passes-on", "TERM")
     assert stopped(job, seen="step 20 ") == 75, job.log
+<<<<<<< HEAD
     assert whole(job) >= 20
     assert {"rank 0 has seen 1", "rank 1 has seen 1", "the launcher ends well"} <= set(job.log.splitlines())
     assert "the launcher was signalled" not in job.log
@@ -65,19 +66,22 @@ def test_a_script_that_starts_itself_again_as_another_rank_gets_it_in_both(tmp_p
     job = family(tmp_path, "again", "TERM")
     assert stopped(job, seen="step 20 ") == 75, job.log
     assert whole(job) >= 20
+=======
+    assert whole_commit(job) >= 20
+>>>>>>> 5a33fdc0 (Rehearsal of a command: tests, names)
     assert {"rank 0 has seen 1", "rank 1 has seen 1"} <= set(job.log.splitlines())
 
 
 def test_ranks_of_a_launcher_that_dies_of_the_signal_are_waited_for(tmp_path: Path) -> None:
     job = family(tmp_path, "launcher", "TERM")
     assert stopped(job, seen="step 20 ") == 75, job.log
-    assert whole(job) >= 20
+    assert whole_commit(job) >= 20
 
 
 def test_a_worker_that_loads_data_is_left_to_its_script(tmp_path: Path) -> None:
     job = family(tmp_path, "loader", "TERM")
     assert stopped(job, seen="step 20 ") == 75, job.log
-    assert whole(job) >= 20
+    assert whole_commit(job) >= 20
     assert "the worker was signalled" not in job.log
     assert "fell with its worker" not in job.log
 
