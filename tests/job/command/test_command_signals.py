@@ -56,8 +56,7 @@ def test_a_launcher_that_would_pass_the_signal_on_is_left_alone_and_its_ranks_ge
     """torchrun passes it on to all that its ranks have started, workers that load data too: those take a save along."""
     job = family(tmp_path, "launcher-that-passes-on", "TERM")
     assert stopped(job, seen="step 20 ") == 75, job.log
-<<<<<<< HEAD
-    assert whole(job) >= 20
+    assert whole_commit(job) >= 20
     assert {"rank 0 has seen 1", "rank 1 has seen 1", "the launcher ends well"} <= set(job.log.splitlines())
     assert "the launcher was signalled" not in job.log
 
@@ -65,10 +64,7 @@ def test_a_launcher_that_would_pass_the_signal_on_is_left_alone_and_its_ranks_ge
 def test_a_script_that_starts_itself_again_as_another_rank_gets_it_in_both(tmp_path: Path) -> None:
     job = family(tmp_path, "again", "TERM")
     assert stopped(job, seen="step 20 ") == 75, job.log
-    assert whole(job) >= 20
-=======
     assert whole_commit(job) >= 20
->>>>>>> 5a33fdc0 (Rehearsal of a command: tests, names)
     assert {"rank 0 has seen 1", "rank 1 has seen 1"} <= set(job.log.splitlines())
 
 
