@@ -23,6 +23,7 @@ SCHEMA = 1
 # rate, how often; of each kind of job its own `leaves_speed` besides. Everything else counts, a new setting too.
 SPEED_LEFT = ("seed", "gpus", "checkpoint", "guard", "deliver", "log", "eval.every", "data.source", "optim")
 _COUNTS = ("optim.kind",)  # although its section is free
+WARM_UP = 10  # steps after a start or a growth that no timing counts: compilation, caches, the allocator
 NEARLY = 0.995  # of a step's rows: less is no rounding of the line's figures
 _BESIDE = ("timed", "best", "stop")  # saves beside the steps: that at a phase's end has no moments and delays none
 
@@ -36,7 +37,7 @@ def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 def code_folders(experiment: str) -> tuple[str, ...]:
     """Folders of job/ whose own files decide how long a step takes: not a judge or a server that lies further down."""
     shared, trainer = ("train", "models", "spec", "experiments"), KINDS[experiment].trainer
-    return (*shared, "/".join(trainer.split(".")[1:-1])) if trainer else shared  # a user's command has none of ours
+    return (*shared, "/".join(trainer.split(".")[1:-1])) if trainer else ()  # a user's command has none of ours
 
 
 def code_sha256(experiment: str, folder: Path | None = None) -> str:
@@ -53,8 +54,9 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per phase, in order, from the lines of metrics.jsonl. A figure that they do not hold is None:
 
     `step_ms` {median, q1, q3} over all steps but the warm-up of each start, one with fewer rows as if it had all;
-    `evaluation_s` of one evaluation; `save` {bytes, blocks_s} of one save; `boundary_s` from the last step before the
-    phase to its first, less that step; `memory_gb`, the peak. A phase without a timed step is left out.
+    `evaluation_s` of one evaluation; `save` {bytes, blocks_s} of one save, and `every_steps` between two that nobody
+    asked for; `boundary_s` from the last step before the phase to its first, less that step; `memory_gb`, the peak. A
+    phase without a timed step is left out.
     """
     names = list(dict.fromkeys(str(record["phase"]) for record in records))
     saves = {save.step: save for record in records for save in metrics.saves(record) if save.reason in _BESIDE}
@@ -75,11 +77,19 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "step_ms": {"median": middle, "q1": _quantile(timed, 0.25), "q3": _quantile(timed, 0.75)},
                 "memory_gb": max(float(record.get("mem_gb") or 0.0) for record in own),
                 "evaluation_s": round(max(0.0, median(evaluations)), 4) if evaluations else None,
-                "save": {"bytes": saved[-1].bytes, "blocks_s": median(s.blocked_s for s in saved)} if saved else None,
+                "save": _save(saved) if saved else None,
                 "boundary_s": _boundary_s(records, own, middle),
             }
         )
     return found
+
+
+def _save(saved: Sequence[metrics.Save]) -> dict[str, Any]:
+    """Of one of a phase's saves, in the middle."""
+    found = {"bytes": saved[-1].bytes, "blocks_s": median(save.blocked_s for save in saved)}
+    timed = sorted(save.step for save in saved if save.reason == "timed")
+    apart = [after - before for before, after in itertools.pairwise(timed)]
+    return {**found, "every_steps": round(median(apart))} if apart else found
 
 
 def step_times(own: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int]]:
@@ -104,8 +114,10 @@ def document(
     start_s: float | None = None,
     setup_s: float | None = None,
     finish_s: float | None = None,
+    code: str | None = None,
 ) -> dict[str, Any]:
-    """A measurement as JSON. `measured` as `phases` gives it; `device`: kind, name, count, ranks, memory_gb.
+    """A measurement as JSON. `measured` as `phases` gives it; `device`: kind, name, count, ranks, memory_gb; `code`:
+    the hash of a command's own.
 
     `start_s`: process start to first step; `setup_s`: launch of the node to first step; `finish_s`: last step to the
     end of the process. None where it was not seen.
@@ -118,7 +130,7 @@ def document(
         "device": dict(device),
         "versions": dict(versions),
         "settings": settings(experiment, parameters),
-        "code_sha256": code_sha256(experiment),
+        "code_sha256": code_sha256(experiment) if code is None else code,
         "start_s": start_s,
         "setup_s": setup_s,
         "finish_s": finish_s,

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from job import measured
-from job.contract import metrics
+from job.contract import commit, metrics
 from job.contract.codes import TrainerExit
 from job.contract.commit import COMMIT
 from job.contract.messages import Fatal, SaveRequest, Stop, UsedRung
-from job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STEPS, STOP, step_of
-from job.supervisor.child import Child, JobLog, trainer
+from job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STEPS, step_of
+from job.spec import JobConfig
+from job.supervisor.child import FIRST_SIGN_S, Child, JobLog, trainer
 from job.supervisor.world import Trainer
 
 TICK_S = 0.02  # a save's duration is known to within this
@@ -33,11 +34,13 @@ class ProbeFailedError(Exception):
 class ProbeResult:
     """`phases` as job.measured.phases gives them, each with what only a bystander sees: `save.write_s` and the `rung`
     (with `micro` and `checkpointing`) it ran at. `finish_s` None: the probe was stopped before the experiment's end.
+    `stop_s`: from the request to stop to the whole checkpoint that it made; None: it made none, or was not asked.
     """
 
     phases: list[dict[str, Any]]
     start_s: float
     finish_s: float | None
+    stop_s: float | None
     seconds: float  # process start to its end
     cpu_s: float  # processor time of the trainer, all threads
 
@@ -48,8 +51,11 @@ class _Seen:
 
     began: dict[int, float] = field(default_factory=dict)  # by step: when its checkpoint's folder appeared
     written: dict[int, float] = field(default_factory=dict)  # by step: seconds until it was committed
+    stop_saves: set[int] = field(default_factory=set)  # steps that were saved because a stop was asked for
     rungs: dict[str, UsedRung] = field(default_factory=dict)  # by phase: rung.json
     asked: set[str] = field(default_factory=set)  # phases in which a save was asked for
+    reached: float | None = None  # when the last step of the probe was told
+    stopped: float | None = None  # when it was asked to stop
 
 
 def run(
@@ -58,39 +64,53 @@ def run(
     stop_at: int | None = None,
     save_at: Mapping[str, int] | None = None,
     ranks: int = 1,
+    module: str = JobConfig.module,
+    save_wait_s: float = 0.0,
+    say: Callable[[str], None] = lambda text: None,
+    environment: Mapping[str, str] = os.environ,
     start: Callable[[int], Trainer] | None = None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ProbeResult:
     """Trains in `workdir` (run.json, data/, inputs/) to the end, or until step `stop_at` is logged.
 
-    `save_at`: by phase, the step from which on one checkpoint is asked for. `ranks`: processes that train. When memory
-    runs out it goes down the ladder, as a run would. Raises ProbeFailedError.
+    `save_at`: by phase, the step from which on one checkpoint is asked for; `save_wait_s`: how long beyond `stop_at`
+    one is waited for. `ranks`: processes that train. When memory runs out it goes down the ladder, as a run would.
+    Raises ProbeFailedError.
     """
+    plan = _Plan(workdir, stop_at, save_at or {}, save_wait_s, say)
     with Path(os.devnull).open("wb") as nowhere:
-        return _run(workdir, stop_at, save_at or {}, start or _starter(workdir, ranks, nowhere), clock, sleep)
+        return _run(plan, start or _starter(workdir, ranks, module, environment, nowhere), clock, sleep)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What `run` was asked for."""
+
+    workdir: Path
+    stop_at: int | None
+    save_at: Mapping[str, int]
+    save_wait_s: float
+    say: Callable[[str], None]
 
 
 def _run(
-    workdir: Path,
-    stop_at: int | None,
-    save_at: Mapping[str, int],
-    start: Callable[[int], Trainer],
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
+    plan: _Plan, start: Callable[[int], Trainer], clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> ProbeResult:
-    rung, cpu_s = 0, _cpu_s()
+    workdir, rung, cpu_s = plan.workdir, 0, _cpu_s()
     while True:
         seen, began = _Seen(), clock()
         child = start(rung)
         try:
             while (code := child.poll()) is None:
-                _look(workdir, seen, clock(), stop_at, save_at)
+                _look(plan, seen, now := clock())
+                if now > began + FIRST_SIGN_S and _last(workdir) is None:
+                    raise ProbeFailedError(f"no step was told in {FIRST_SIGN_S / 60:.0f} min.\n{_end_of_log(workdir)}")
                 sleep(TICK_S)
         finally:
             child.kill()
         ended = clock()
-        _look(workdir, seen, ended, None, {})
+        _see_saves(workdir, seen, ended)
         if code != TrainerExit.OUT_OF_MEMORY:
             break
         used = UsedRung.read(workdir)
@@ -106,7 +126,7 @@ def _run(
         own = [record["step"] for record in records if record["phase"] == phase["name"]]
         took = [s for step, s in seen.written.items() if own[0] <= step <= own[-1]]
         if phase["save"] is not None:
-            phase["save"]["write_s"] = round(max(took), 3) if took else None
+            phase["save"]["write_s"] = round(max(took), 3) or None if took else None
         used = seen.rungs.get(phase["name"])
         phase["rung"] = {key: getattr(used, key, None) for key in ("rung", "micro", "checkpointing")}
     first_s = records[0]["step"] * phases[0]["step_ms"]["median"] / 1e3
@@ -114,37 +134,62 @@ def _run(
         phases=phases,
         start_s=round(max(0.0, records[0]["ts"] - began - first_s), 3),
         finish_s=round(ended - records[-1]["ts"], 3) if code == TrainerExit.FINISHED else None,
+        stop_s=_stop_s(seen),
         seconds=round(ended - began, 3),
         cpu_s=round(_cpu_s() - cpu_s, 2),
     )
 
 
-def _starter(workdir: Path, ranks: int, nowhere: IO[bytes]) -> Callable[[int], Trainer]:
+def _starter(
+    workdir: Path, ranks: int, module: str, environment: Mapping[str, str], nowhere: IO[bytes]
+) -> Callable[[int], Trainer]:
     """A function that starts the trainer on a rung as job/__main__.py does, its output in job.log alone."""
     log = JobLog(workdir / LOG, stream=nowhere)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**environment, "PYTHONUNBUFFERED": "1"}
     ended = workdir / ENDED if ranks > 1 else None
-    return lambda rung: Child(trainer(workdir, rung, ranks), environment, log, time.time, ended)
+    return lambda rung: Child(trainer(workdir, rung, ranks, module), environment, log, time.time, ended)
 
 
-def _look(workdir: Path, seen: _Seen, now: float, stop_at: int | None, save_at: Mapping[str, int]) -> None:
-    for path in (workdir / CHECKPOINTS).glob(STEPS):
-        if (step := step_of(path.name)) is None:
-            continue
-        seen.began.setdefault(step, now)
-        if step not in seen.written and (path / COMMIT).exists():
-            seen.written[step] = now - seen.began[step]
+def _look(plan: _Plan, seen: _Seen, now: float) -> None:
+    workdir = plan.workdir
+    _see_saves(workdir, seen, now)
     if (used := UsedRung.read(workdir)) is not None:
         seen.rungs[used.phase] = used
     record = _last(workdir)
     if record is None:
         return
     phase, step = record["phase"], record["step"]
-    if phase in save_at and phase not in seen.asked and step >= save_at[phase]:
+    if phase in plan.save_at and phase not in seen.asked and step >= plan.save_at[phase]:
         seen.asked.add(phase)
         SaveRequest(reason="probe").write(workdir)
-    if stop_at is not None and step >= stop_at and not (workdir / STOP).exists():
+    if plan.stop_at is None or step < plan.stop_at or seen.stopped is not None:
+        return
+    if seen.reached is None:
+        seen.reached = now
+        if plan.save_wait_s and not seen.written:
+            plan.say(f"no checkpoint yet: waiting for one, {plan.save_wait_s / 60:.0f} min at most ...")
+    if seen.written or now >= seen.reached + plan.save_wait_s:
+        seen.stopped = now
         Stop(reason="probe").write(workdir)
+
+
+def _see_saves(workdir: Path, seen: _Seen, now: float) -> None:
+    for path in (workdir / CHECKPOINTS).glob(STEPS):
+        if (step := step_of(path.name)) is None:
+            continue
+        seen.began.setdefault(step, now)
+        if step not in seen.written and (path / COMMIT).exists():
+            seen.written[step] = now - seen.began[step]
+            told = commit.read(path)
+            if told is not None and told.reason == "stop":
+                seen.stop_saves.add(step)
+
+
+def _stop_s(seen: _Seen) -> float | None:
+    if seen.stopped is None:
+        return None
+    whole = [seen.began[step] + seen.written[step] for step in seen.stop_saves]
+    return round(min(whole) - seen.stopped, 3) if whole else None
 
 
 def _last(workdir: Path) -> dict[str, Any] | None:
@@ -170,11 +215,15 @@ def _failure_reason(workdir: Path, code: int) -> str:
         return f"{fatal.error}: {fatal.detail}"
     if code in (TrainerExit.FINISHED, TrainerExit.STOPPED):
         return "no step was timed, the first 10 never are: ask for more --steps; a run that short cannot be measured"
+    return f"the trainer ended with {code}; {_end_of_log(workdir)}"
+
+
+def _end_of_log(workdir: Path) -> str:
     try:
         lines = (workdir / LOG).read_text(errors="replace").splitlines()[-15:]
     except OSError:
         lines = []
-    return "\n".join([f"the trainer ended with {code}; the end of its log:", *lines])
+    return "\n".join(["the end of its log:", *lines])
 
 
 def _cpu_s() -> float:

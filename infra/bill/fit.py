@@ -71,8 +71,15 @@ def fits(
     return tuple(_fit(config, instance, index, whole, nearest) for index in range(len(config.phases())))
 
 
-def notices(config: JobConfig, instance: Instance, runtime: Runtime, estimate: Estimate, root: Disk) -> list[Notice]:
-    """One Notice per phase."""
+def notices(
+    config: JobConfig,
+    instance: Instance,
+    runtime: Runtime,
+    estimate: Estimate,
+    root: Disk,
+    stop_s: float | None = None,
+) -> list[Notice]:
+    """One Notice per phase. `stop_s`: measured, from a stop to the whole checkpoint, of a job of one phase."""
     found = []
     for index, phase in enumerate(runtime.phases):
         size_gb = config.sizes().checkpoints[index] / 1e9
@@ -82,13 +89,18 @@ def notices(config: JobConfig, instance: Instance, runtime: Runtime, estimate: E
                 phase=phase.name,
                 checkpoint_gb=size_gb,
                 step_s=phase.step_ms / 1e3,
-                save_s=size_gb / scratch_rate(instance, root),
+                save_s=_save_s(size_gb / scratch_rate(instance, root), phase.step_ms / 1e3, stop_s, runtime),
                 hash_s=size_gb / SHA256_GB_S,
                 upload_s=size_gb / upload_rate(instance, estimate),
                 saves=config.saves_on_notice,
             )
         )
     return found
+
+
+def _save_s(predicted_s: float, step_s: float, stop_s: float | None, runtime: Runtime) -> float:
+    """Beyond the step that is under way."""
+    return predicted_s if stop_s is None or len(runtime.phases) > 1 else max(0.0, stop_s - step_s)
 
 
 def scratch_gb(config: JobConfig) -> float:

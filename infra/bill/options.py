@@ -125,7 +125,8 @@ def type_cost(
     """One type, listed or not. `nearest`: fit.cheapest_holder's words, for who asks about many types. Raises
     GpufleetError for one that the catalog has never heard of, which no definition file may list.
     """
-    calibration = (calibrations or {}).get(type_)
+    found = (calibrations or {}).get(type_)
+    calibration = found if isinstance(found, Calibration) else None
     config, region, estimate = definition.job.parameters, definition.fleet.region, definition.estimate
     root = definition.storage.root
     instance = catalog.instances.get(type_)
@@ -151,7 +152,7 @@ def type_cost(
             nodes=definition.nodes,
             buffer=float(definition.variant.buffer),
             hold_hours=None if definition.variant.hold_hours is None else float(definition.variant.hold_hours),
-            calibration=calibration if isinstance(calibration, Calibration) else None,
+            calibration=calibration,
         )
     except GpufleetError as unknown:
         why.append(str(unknown))
@@ -160,7 +161,11 @@ def type_cost(
         instance=instance,
         runtime=runtime,
         fits=fit.fits(config, instance, catalog, region, holder=nearest),
-        notices=tuple(fit.notices(config, instance, runtime, estimate, root)) if runtime else (),
+        notices=tuple(
+            fit.notices(config, instance, runtime, estimate, root, calibration.stop_s if calibration else None)
+        )
+        if runtime
+        else (),
         spot=spot,
         on_demand=on_demand,
         why="; ".join(why),

@@ -7,15 +7,16 @@ what its identity is, stays what the file says.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from infra.bill.bill import Bill
 from infra.bill.estimate import price
-from infra.bill.options import BillBasis
+from infra.bill.options import BillBasis, Calibrations
 from infra.bill.side import Hazards
 from infra.catalog import Catalog
 from infra.definition.model import StackDefinition
-from infra.evidence.calibration import find_all
+from infra.evidence.calibration import Calibration, find_all
 from infra.evidence.observations import observations
 from infra.inputs import folders
 from infra.inputs.prepared import counted_by, prepared_dataset
@@ -51,11 +52,26 @@ def bill_basis(definition: StackDefinition, root: Path, catalog: Catalog) -> Bil
     A scenario that is only priced and says what its data counts keeps its word: it is of no dataset that there is.
     """
     dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
+    calibrations = find_all(definition, catalog.instances, root)
     return BillBasis(
-        definition=counted_by(definition, dataset),
+        definition=_as_measured(counted_by(definition, dataset), calibrations),
         dataset_bytes=_uploaded(definition, root) if dataset is None else sum(file.bytes for file in dataset.files),
-        calibrations=find_all(definition, catalog.instances, root),
+        calibrations=calibrations,
     )
+
+
+def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> StackDefinition:
+    """With what the newest measurement has of its saves."""
+    found = [each for each in calibrations.values() if isinstance(each, Calibration)]
+    if not found:
+        return definition
+    newest = max(found, key=lambda each: each.at)
+    parameters = definition.job.parameters.as_measured(
+        save_bytes=newest.phases[-1].save_bytes,
+        save_steps=newest.phases[-1].save_steps,
+        saves_on_stop=newest.stop_s is not None,
+    )
+    return replace(definition, job=replace(definition.job, parameters=parameters))
 
 
 def _uploaded(definition: StackDefinition, root: Path) -> int | None:

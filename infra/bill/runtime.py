@@ -105,6 +105,7 @@ def hours(
     ranks = config.ranks(instance.gpu_count, nodes)
     if estimate.step_ms is not None or nodes > 1:
         calibration = None
+    timed = calibration is not None and sizes[0].counts == "steps"
     upload_gb_s = upload_rate(instance, estimate)
     ends_with = (*list(config.sizes().exports.values())[-1:], *config.sizes().final.values())
     last_gb = (config.sizes().phase_ends[len(sizes) - 1] + sum(ends_with)) / 1e9
@@ -169,10 +170,10 @@ def hours(
         growth_s=growth_s,
         upload_s=upload_s,
         held_s=max(buffer * worked_s, 0.0 if hold_hours is None else hold_hours * 3600 - (setup_s + worked_s)),
-        basis=calibration.basis if calibration else _basis(config, instance, estimate, launched),
-        measured=estimate.step_ms is not None or calibration is not None,
-        calibrated=calibration is not None,
-        declared=calibration is None and config.declared_step_ms(instance.gpu.name) is not None,
+        basis=calibration.basis if timed and calibration else _basis(config, instance, estimate, launched),
+        measured=estimate.step_ms is not None or timed,
+        calibrated=timed,
+        declared=not timed and config.declared_step_ms(instance.gpu.name) is not None,
     )
 
 
@@ -220,7 +221,7 @@ def _step_ms(
     if estimate.step_ms is not None:
         training = [place for place, size in enumerate(sizes) if size.steps and place <= index]
         return float(estimate.step_ms[len(training) - 1])
-    if seen is not None:
+    if seen is not None and sizes[index].counts == "steps":
         return seen.step_ms
     if (declared := config.declared_step_ms(instance.gpu.name)) is not None:
         return declared

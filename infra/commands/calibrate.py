@@ -52,17 +52,23 @@ def run(args: argparse.Namespace) -> int:
 
 def summary(tree: Mapping[str, Any]) -> list[str]:
     """The measurement for people."""
-    said = [f"{tree['experiment']} on {tree['device']['name']}, torch {tree['versions']['torch']}, {tree['source']}:"]
+    torch = tree["versions"].get("torch", "none")
+    said = [f"{tree['experiment']} on {tree['device']['name']}, torch {torch}, {tree['source']}:"]
     for phase in tree["phases"]:
         step, save = phase["step_ms"], phase["save"] or {}
         words = [
             f"{step['median']:.2f} ms a step (half of them {step['q1']:.2f} to {step['q3']:.2f})",
-            f"{phase['memory_gb']:.2f} GB",
+            *([f"{phase['memory_gb']:.2f} GB"] if phase["memory_gb"] else []),
             f"evaluation {_shown(phase['evaluation_s'])}",
-            f"save {_shown(save.get('blocks_s'))} of waiting, {_shown(save.get('write_s'))} in all",
+            f"save {_shown_size(save.get('bytes'))}, {_shown(save.get('blocks_s'))} of waiting,"
+            f" {_shown(save.get('write_s'))} in all",
             f"before it {_shown(phase['boundary_s'])}",
         ]
         said.append(f"  {phase['name']}: {', '.join(words)}")
+    if tree.get("stop_s") is not None:
+        said.append(f"  asked to stop, it had saved {_shown(tree['stop_s'])} later")
+    elif tree["finish_s"] is None:
+        said.append("  asked to stop, it saved nothing")
     said.append(f"  start to first step {_shown(tree['start_s'])}, last step to end {_shown(tree['finish_s'])}")
     return said
 
@@ -71,6 +77,10 @@ def _steps(text: str) -> int:
     if not text.isdigit() or not 60 <= int(text) <= 100_000:
         raise argparse.ArgumentTypeError("a whole number from 60 to 100000: the first 10 steps of a phase never count")
     return int(text)
+
+
+def _shown_size(count: int | None) -> str:
+    return "not seen" if count is None else f"of {count / 1e6:.1f} MB"
 
 
 def _shown(seconds: float | None) -> str:

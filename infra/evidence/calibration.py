@@ -20,6 +20,7 @@ from typing import Any
 from infra.catalog import Instance
 from infra.definition.model import StackDefinition
 from infra.evidence import receipts
+from infra.inputs import code
 from job import atomic, measured
 from job.contract import reading
 from job.contract.reading import Fields
@@ -43,6 +44,8 @@ class PhaseSpeed:
     save_write_s: float | None  # until it is whole on the local disk
     evaluation_s: float | None  # of one evaluation
     boundary_s: float | None  # between the phase before and this one: save, export, growth, first step's compilation
+    save_bytes: int | None = None
+    save_steps: int | None = None  # between two saves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +55,14 @@ class Calibration:
     source: str  # probe of 200 steps; receipt of run r1
     at: str  # UTC
     device: str  # as the driver names it
-    torch: str
+    torch: str | None
     start_s: float | None  # the trainer's process start to its first step
     setup_s: float | None  # launch of the node to the first step
     finish_s: float | None  # last step to the end of the process: export, samples, final save
     phases: tuple[PhaseSpeed, ...]
+    stop_s: float | None = None  # the request to stop to the whole checkpoint
     lacks: tuple[str, ...] = ()  # phases of the job without optimizer steps, which nothing measures
+    doubts: tuple[str, ...] = ()  # what else may be another than for the run
 
     def phase(self, name: str) -> PhaseSpeed | None:
         """None for a phase without optimizer steps."""
@@ -68,9 +73,11 @@ class Calibration:
         """For the bill: what was measured, where, when, and how much the steps varied."""
         spread = max((p.step_ms_q3 - p.step_ms_q1) / 2 / p.step_ms for p in self.phases)
         lacks = f"; not measured, and assumed: {', '.join(self.lacks)}" if self.lacks else ""
+        doubts = "".join(f"; {doubt}" for doubt in self.doubts)
+        torch = "" if self.torch is None else f", torch {self.torch}"
         return (
-            f"measured on {self.device} on {self.at[:10]} ({self.source}, torch {self.torch}; half of the steps within "
-            f"{spread:.1%} of the median{lacks})"
+            f"measured on {self.device} on {self.at[:10]} ({self.source}{torch}; half of the steps within "
+            f"{spread:.1%} of the median{lacks}{doubts})"
         )
 
 
@@ -99,9 +106,10 @@ def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibra
                 why=f"{shown} is damaged: delete it, or run gpufleet calibrate again"
             )
             continue
-        why = _why_not(tree, definition, instance)
+        why = _why_not(tree, definition, instance, root)
         if not why:
-            return replace(parse(tree), lacks=unmeasured(definition.job.parameters))
+            doubts = tuple(_doubts(tree, definition, root))
+            return replace(parse(tree), lacks=unmeasured(definition.job.parameters), doubts=doubts)
         refused = refused or RefusedCalibration(
             why=f"{shown} does not count any more: {why}; run gpufleet calibrate again"
         )
@@ -161,11 +169,12 @@ def parse(tree: Any) -> Calibration:
         source=fields.need("source", reading.text),
         at=at,
         device=device.need("name", reading.text),
-        torch=versions.take("torch", reading.text, "unknown"),
+        torch=versions.take("torch", reading.text, None),
         start_s=fields.take("start_s", reading.seconds, None),
         setup_s=fields.take("setup_s", reading.seconds, None),
         finish_s=fields.take("finish_s", reading.seconds, None),
         phases=phases,
+        stop_s=fields.take("stop_s", reading.seconds, None),
     )
 
 
@@ -181,6 +190,8 @@ def _phase(fields: Fields) -> PhaseSpeed:
         save_write_s=saved.take("write_s", reading.seconds, None),
         evaluation_s=fields.take("evaluation_s", reading.seconds, None),
         boundary_s=fields.take("boundary_s", reading.seconds, None),
+        save_bytes=saved.take("bytes", reading.whole_number, None),
+        save_steps=saved.take("every_steps", reading.whole_number, None),
     )
     if not 0 < speed.step_ms_q1 <= speed.step_ms <= speed.step_ms_q3 < 1e9:
         raise ValueError(f"phase {speed.name}: step times {step.tree} are not in order")
@@ -215,27 +226,43 @@ def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Insta
     return instance.gpu_share == 1 and is_gpu(str(tree["device"]["name"]), instance.gpu.name)
 
 
-def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance) -> str:
+def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance, root: Path) -> str:
     """What the speed depends on and has changed since; empty when nothing has."""
     config = definition.job.parameters
     if tree["experiment"] != definition.job.experiment:
         return f"job.experiment was {tree['experiment']}, is {definition.job.experiment}"
     was, now = tree["settings"], json.loads(json.dumps(measured.settings(definition.job.experiment, asdict(config))))
     changed = [
-        f"job.parameters.{path} was {was.get(path, 'absent')}, is {now.get(path, 'absent')}"
+        f"{config.path}.{path} was {was.get(path, 'absent')}, is {now.get(path, 'absent')}"
         for path in dict.fromkeys([*now, *was])
         if was.get(path, "absent") != now.get(path, "absent")
     ]
+    if (image := tree.get("image")) is not None and image != definition.job.image:
+        changed.append(f"job.image was {image}, is {definition.job.image}")
     if changed:
         return ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     ranks = config.ranks(instance.gpu_count)
     if int(tree["device"]["ranks"]) != ranks:
         return f"it was measured with {tree['device']['ranks']} processes, {instance.type} would run {ranks}"
-    if tree["code_sha256"] != _code(tree["experiment"]):
+    if not config.code_may_change and tree["code_sha256"] != code_now(definition, root):
         folders = ", ".join(f"job/{name}" for name in measured.code_folders(tree["experiment"]))
         return f"the code that trains ({folders}) has changed"
     lacking = not_reached(tree, config)
     return f"it did not reach phase {lacking[0]}" if lacking else ""
+
+
+def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) -> Iterator[str]:
+    """What may be another than for the run, and refuses nothing."""
+    if "image" in tree and tree["image"] is None:
+        yield "outside of job.image, which may be slower or faster"
+    if tree["code_sha256"] != (now := code_now(definition, root)) and now:
+        yield "the code has changed since"
+
+
+def code_now(definition: StackDefinition, root: Path) -> str:
+    """One name for the code that trains, the user's own of a command; empty: its image has all."""
+    config = definition.job.parameters
+    return code.digest(definition, root) if config.code_may_change else _code(definition.job.experiment)
 
 
 @cache

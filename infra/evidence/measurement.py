@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -17,15 +19,18 @@ from infra.catalog import load_catalog
 from infra.definition.model import StackDefinition
 from infra.errors import GpufleetError
 from infra.evidence import calibration
+from infra.inputs import code, folders
 from infra.inputs.readiness import command
 from job import atomic, measured, probe
+from job.command.places import own_environment
+from job.contract.environment import USER_PATH
 from job.contract.run import probe_document
-from job.contract.workdir import DATA, INPUTS, RUN
+from job.contract.workdir import CODE, DATA, INPUTS, NAMED, RUN, USER
+from job.measured import WARM_UP
 from job.spec import JobConfig
 from job.spec.common import EVALUATIONS_PROBED
 from job.supervisor import machine
 from job.text import stamp
-from job.train.metrics import WARM_UP
 
 LINES = 10  # of metrics.jsonl per phase, at least: each is one figure of the spread
 CPU_INFO = Path("/proc/cpuinfo")
@@ -69,7 +74,7 @@ def measure(
     config = definition.job.parameters
     if config.device == "cuda" and not gpus:
         raise GpufleetError(
-            f"{definition.source}: job.parameters.device is cuda and this machine has no NVIDIA GPU: run this on a node"
+            f"{definition.source}: {config.path}.device is cuda and this machine has no NVIDIA GPU: run this on a node"
             " with the GPU that the bill is for, or use --rehearsal"
         )
     steps = min(steps, config.total_steps())  # a bill that stands on this says how many
@@ -81,13 +86,25 @@ def measure(
             f" {WARM_UP} of a phase count in no figure: this run cannot be measured, its bill stays uncalibrated"
         )
     with tempfile.TemporaryDirectory(prefix="gpufleet-probe-") as scratch:
-        workdir = Path(scratch)
-        place(definition, plan, root, workdir)
+        workdir = Path(scratch) / "run"
+        shipped = place(definition, plan, root, workdir)
+        programs, python = own_programs(definition, root, Path(scratch)) if config.code_may_change else (None, None)
         say(f"probing {definition.name}: {steps} steps of the real job on {name_of(gpus, config)} ...")
         try:
-            outcome = probe.run(workdir, stop_at=plan.stop_at, save_at=plan.save_at, ranks=config.launched(ranks))
+            outcome = probe.run(
+                workdir,
+                stop_at=plan.stop_at,
+                save_at=plan.save_at,
+                ranks=config.launched(ranks),
+                module=config.module,
+                save_wait_s=config.save_wait_s,
+                say=say,
+                environment={**os.environ, **({USER_PATH: str(programs)} if programs else {})},
+            )
         except probe.ProbeFailedError as error:
-            raise GpufleetError(f"the probe failed. {error}") from error
+            ran = f"\nIts python was {python}." if python else ""
+            raise GpufleetError(f"the probe failed. {error}{ran}") from error
+        versions = own_versions(python) if python else None
     found = machine.describe(tuple(gpus))
     tree = measured.document(
         experiment=definition.job.experiment,
@@ -101,19 +118,25 @@ def measure(
             "threads": os.environ.get("OMP_NUM_THREADS"),
             "cpus": found.cpus,
         },
-        versions={**found.versions, "python": found.python, "driver": found.driver},
+        versions={
+            **({**found.versions, "python": found.python} if versions is None else versions),
+            "driver": found.driver,
+        },
         source=f"probe of {steps} steps",
         at=stamp(datetime.now(UTC)),
         measured=outcome.phases,
         start_s=outcome.start_s,
         finish_s=outcome.finish_s,
+        code=shipped,
     )
     return {
         **tree,
+        **({"image": None} if config.code_may_change else {}),  # a probe runs outside of any
         "stack": definition.name,
         "commit": _commit(root),
         "cpu_s": outcome.cpu_s,
         "seconds": outcome.seconds,
+        "stop_s": outcome.stop_s,
     }
 
 
@@ -144,24 +167,75 @@ def shorten(config: JobConfig, steps: int) -> Shortened:
     return Shortened(config=short, stop_at=stop_at, save_at=save_at)
 
 
-def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Path) -> None:
-    """The work folder as the supervisor leaves it: run.json, data/, and the base weights."""
+def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Path) -> str | None:
+    """The work folder as the supervisor leaves it: run.json, data/, the base weights, a command's code and inputs. The
+    hash of that code; None for a job of this project's own. Raises GpufleetError.
+    """
+    workdir.mkdir()
     storage = definition.storage
     prepare = command(definition)
     for name, setting, place, first in (
-        (DATA, "dataset", storage.dataset, f"run `{prepare}`, with --rehearsal where the probe has it"),
+        (DATA, "dataset", storage.dataset or None, f"run `{prepare}`, with --rehearsal where the probe has it"),
         (INPUTS, "base_weights", storage.base_weights, "download the weights into such a folder"),
     ):
-        if place is None:
-            continue
-        folder = root / place
-        if place.startswith("s3://") or not folder.is_dir():
-            raise GpufleetError(
-                f"storage.{setting}: {place} is not a folder here, and a probe trains on local files: "
-                f"{first}, or copy it and name the copy"
-            )
-        (workdir / name).symlink_to(folder.resolve(), target_is_directory=True)
+        if place is not None:
+            (workdir / name).symlink_to(_folder(root, setting, place, first), target_is_directory=True)
+    for name, place in (storage.inputs or {}).items():
+        folder = _folder(root, f"inputs.{name}", place, "put it there")
+        for below, file in folders.files_of(folder).items():  # a link each: what is written beside them stays here
+            link = workdir / USER / NAMED / name / below
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file.resolve())
     atomic.write_json(workdir / RUN, probe_document(definition.job.experiment, asdict(plan.config)))
+    if not definition.job.parameters.code_may_change:
+        return None
+    tree = code.read(definition, root)
+    if tree is None:
+        return ""
+    packed = code.pack(tree, root)
+    code.unpack(packed, workdir / USER / CODE)
+    return packed.sha256
+
+
+def _folder(root: Path, setting: str, place: str, first: str) -> Path:
+    folder = root / place
+    if place.startswith("s3://") or not folder.is_dir():
+        raise GpufleetError(
+            f"storage.{setting}: {place} is not a folder here, and a probe trains on local files: "
+            f"{first}, or copy it and name the copy"
+        )
+    return folder.resolve()
+
+
+def own_programs(definition: StackDefinition, root: Path, scratch: Path) -> tuple[Path, Path]:
+    """The folder that comes first on a command's PATH here, and its interpreter: of its own environment, else the
+    machine's python3 under the name `python` too, never this project's.
+    """
+    if (found := code.programs(definition, root)) is not None:
+        return found, found / "python"
+    shim = scratch / "bin" / "python"
+    shim.parent.mkdir()
+    path = own_environment(os.environ)["PATH"]
+    program = shutil.which("python", path=path) or shutil.which("python3", path=path) or "python3"
+    shim.write_text(f'#!/bin/sh\nexec {shlex.quote(program)} "$@"\n')  # a link would hide an environment's packages
+    shim.chmod(0o755)
+    return shim.parent, Path(program)
+
+
+def own_versions(python: Path) -> dict[str, str]:
+    """What a command's own interpreter has of the packages that a bill names; without those that it has not."""
+    said = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=False)
+    return dict(json.loads(said.stdout)) if said.returncode == 0 else {}
+
+
+_VERSIONS = """
+import importlib.metadata as m, json, platform
+found = {"python": platform.python_version()}
+for name in ("torch", "transformers", "lightning", "pytorch-lightning", "accelerate"):
+    try: found[name] = m.version(name)
+    except m.PackageNotFoundError: pass
+print(json.dumps(found))
+"""
 
 
 def name_of(gpus: Sequence[machine.DriverGpu], config: JobConfig) -> str:

@@ -5,6 +5,7 @@ Nothing is written into the folder, git's index included. The same files give th
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import tarfile
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from infra.definition.model import StackDefinition
 from infra.errors import DefinitionError, GpufleetError, Problem
@@ -90,9 +91,8 @@ def pack(tree: Tree, root: Path) -> Packed:
     own.mkdir(parents=True, exist_ok=True)
     unfinished = own / f"code-{os.getpid()}.tar.gz~"
     try:
-        with unfinished.open("wb") as target, archive.packing(target, tarfile.GNU_FORMAT) as tar:
-            for name, path in tree.files.items():
-                _add(tar, name, path, tree.folder)
+        with unfinished.open("wb") as target:
+            _write(tree, target)
         sha256 = atomic.sha256(unfinished)
         file = own / f"code-{sha256}.tar.gz"
         unfinished.replace(file)
@@ -117,6 +117,43 @@ def programs(definition: StackDefinition, root: Path) -> Path | None:
     code = definition.job.parameters.shipped
     places = [root / code.folder / name / "bin" for name in (".venv", "venv")] if code else []
     return next((place.absolute() for place in places if (place / "python").exists()), None)
+
+
+def digest(definition: StackDefinition, root: Path) -> str:
+    """The hash that the archive of its code has now, or would have; empty where the image has all, or it cannot be
+    packed.
+    """
+    try:
+        tree = read(definition, root)
+        hashing = _Hashing()
+        if tree is not None:
+            _write(tree, cast(BinaryIO, hashing))
+    except (DefinitionError, OSError):
+        return ""
+    return "" if tree is None else hashing.sha256.hexdigest()
+
+
+def unpack(packed: Packed, folder: Path) -> None:
+    """As staging does it on a node."""
+    with tarfile.open(packed.file) as tar:
+        tar.extractall(folder, filter="data")
+
+
+class _Hashing:
+    """A file that is only hashed."""
+
+    def __init__(self) -> None:
+        self.sha256 = hashlib.sha256()
+
+    def write(self, content: bytes) -> int:
+        self.sha256.update(content)
+        return len(content)
+
+
+def _write(tree: Tree, target: BinaryIO) -> None:
+    with archive.packing(target, tarfile.GNU_FORMAT) as tar:
+        for name, path in tree.files.items():
+            _add(tar, name, path, tree.folder)
 
 
 def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:

@@ -67,7 +67,7 @@ class CommandCheckpoints:
         alive: Callable[[], Sequence[int]],
         step_at: Callable[[float], int],
         val_of: Callable[[int], float | None],
-        saved: Callable[[Save], None],
+        saved: Callable[[Save, float], None],
         say: Callable[[str], None],
         writing: Callable[[Sequence[int]], set[File] | None] = written,
         clock: Callable[[], float] = time.time,
@@ -88,6 +88,7 @@ class CommandCheckpoints:
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
         self.reason: Reason = "timed"  # of what is committed from now on
+        self._before_signal: dict[int | None, FoundCheckpoint] | None = None  # as they were; None: none was sent
 
     # Putting back -----------------------------------------------------------------------------------------------------
 
@@ -179,6 +180,10 @@ class CommandCheckpoints:
                 if self.newest >= (found.step or 0) and self._done.get(found.step) == found:
                     return  # older ones are of no use any more
 
+    def signalled(self) -> None:
+        """A signal is about to be sent: what is there already is none of its saves."""
+        self._before_signal = {each.step: each for each in self.names.find(self.folder, self._user)}
+
     def prune(self, published: int) -> None:
         """Keeps the newest of the command's own, as many as it asks for, and what is not in the bucket yet."""
         keep = self._config.checkpoint.keep_on_disk
@@ -252,6 +257,9 @@ class CommandCheckpoints:
         unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
         also = self._companion_files(found.step)
+        reason = self.reason
+        if reason == "stop" and (self._before_signal is None or self._before_signal.get(found.step) == found):
+            reason = "timed"  # it would have come anyway
         try:
             for name in {**found.files, **also}:
                 copy(self.folder / name, unfinished / FILES / name)
@@ -268,7 +276,7 @@ class CommandCheckpoints:
                 step=step,
                 config_sha256=self._digest,
                 files=made_of,
-                reason=self.reason,
+                reason=reason,
                 phase=PHASE,
                 goes_on_from=step,
                 val_loss=self._val_of(step),
@@ -285,7 +293,8 @@ class CommandCheckpoints:
         self.newest, self.begun_at, self.committed_at = step, watched.begun, self._clock()
         self._done[found.step] = found
         blocked_s = max(0.0, found.written - watched.begun)  # while it was written, as far as that was seen
-        self._saved(Save(step=step, reason=self.reason, bytes=told.bytes, blocked_s=round(blocked_s, 3)))
+        save = Save(step=step, reason=reason, bytes=told.bytes, blocked_s=round(blocked_s, 3))
+        self._saved(save, found.written)
         took = time.monotonic() - started
         size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
         self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
@@ -310,7 +319,9 @@ class CommandCheckpoints:
             return
         (watched, copying), self._copying = self._copying, None
         error = copying.exception()
-        if error is not None:
+        if error is None:  # what is written over it from now on has begun now
+            self._watched.pop(watched.found.step, None)
+        else:
             watched.since = self._clock()
             watched.not_before = self._clock() + (AGAIN_S if isinstance(error, OSError) else 0.0)
             what = "the checkpoint" if watched.found.step is None else f"checkpoint of step {watched.found.step:,}"

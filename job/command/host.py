@@ -249,7 +249,7 @@ class Host:
                 saving=lambda: start.name != SETUP and self.checkpoints.saving(),
                 committed=self.checkpoints.newest,
                 begun_at=self.checkpoints.begun_at,
-                send=self._send,
+                send=self._send_stop,
                 say=say,
             )
         if problem := self._lost(start):
@@ -322,6 +322,10 @@ class Host:
 
     def _alive(self) -> list[int]:
         return [] if self.first is None else processes.descendants(self.first)
+
+    def _send_stop(self, name: str) -> None:
+        self.checkpoints.signalled()
+        self._send(name)
 
     def _send(self, name: str) -> None:
         if self.first is not None:

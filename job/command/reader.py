@@ -18,6 +18,7 @@ from typing import Any
 
 from job.contract import metrics
 from job.contract.metrics import Save
+from job.measured import WARM_UP
 from job.spec.command import PHASE
 
 LAST = 20  # lines that an ending tells
@@ -148,7 +149,10 @@ class StepReader:
         self._pending: dict[str, Any] = {}
         self._flushed = 0.0
         self._events: list[str] = []
-        self._saves: list[Save] = []
+        self._saves: list[tuple[Save, float]] = []  # and when its last file was written
+        self._blocked_s: float | None = None  # by the newest of which that is known
+        self._timed: tuple[float, int] | None = None  # up to where lines of metrics.jsonl tell the time of steps
+        self._told_at: tuple[float, int] | None = None  # the step of the last one
         self._doubted: int | None = None
         self._told: set[str] = set()
         self._interval: int | None = None
@@ -164,6 +168,7 @@ class StepReader:
             self.step, self._began, self.first, self._doubted = step, step, None, None
             self._pending = {"resumed": step} if step else {}
             self._seen.clear()
+            self._timed = None
             self._file, self._offset = file, file.stat().st_size if file.exists() else 0
 
     @property
@@ -190,10 +195,12 @@ class StepReader:
         with self._lock:
             self._events.append(text)
 
-    def saved(self, save: Save) -> None:
-        """Adds a save to those that the next line of metrics tells."""
+    def saved(self, save: Save, written: float) -> None:
+        """Adds a save to those that a line of metrics tells: once a step has been told after `written`, which shows how
+        long the command stood still for it.
+        """
         with self._lock:
-            self._saves.append(save)
+            self._saves.append((save, written))
 
     def line(self, text: str, at: float) -> None:
         """One that the command has printed."""
@@ -230,7 +237,7 @@ class StepReader:
     def flush(self) -> None:
         """Writes what waits."""
         with self._lock:
-            self._flush(time.time())
+            self._flush(time.time(), last=True)
 
     def take(self, found: dict[str, Any], at: float) -> None:
         """A record: step and figures, as text or numbers."""
@@ -244,6 +251,8 @@ class StepReader:
             if self.step == 0 and step is None:
                 return
             record = {key: figures[key] for key in figures if key not in ("val", "epoch", "batch", "batches")}
+            if self.step - self._began <= WARM_UP:
+                record.pop("step_ms", None)
             if "val" in figures:
                 record["val_loss"] = self.val[self.step] = figures["val"]
             self._pending = {**self._pending, **record, "step": self.step}
@@ -268,12 +277,11 @@ class StepReader:
             self._doubted = step
             return False
         if ahead:
-            if self._seen and "step_ms" not in self._pending:
-                before, known = self._seen[-1]
-                self._pending["step_ms"] = round((at - before) * 1000 / (step - known), 3)
             if self._seen:
                 self._gaps.append(ahead)
             self._seen.append((at, step))
+            if self._timed is None and step - self._began >= WARM_UP:
+                self._timed = at, step
             self.step, self.at, self._doubted = step, at, None
         return True
 
@@ -283,19 +291,49 @@ class StepReader:
             self._note(text)
             self._events.append(text)
 
-    def _flush(self, now: float) -> None:
-        if "step" not in self._pending:
+    def _flush(self, now: float, *, last: bool = False) -> None:
+        """`last`: of what waits for a step to come nothing waits any longer."""
+        told = [self._told_save(save, at) for save, at in self._saves if last or at < self.at]
+        if "step" not in self._pending and not (last and told and self.step):
             return
         self._flushed = now
-        record = {"ts": round(now, 3), "phase": PHASE, **self._pending}
+        is_new = bool(self._seen) and self._told_at != self._seen[-1]
+        self._told_at = self._seen[-1] if self._seen else None
+        record = {"ts": round(self.at if is_new else now, 3), "phase": PHASE, "step": self.step}
+        record |= self._step_time() | self._pending
         if self._events:
             record["event"] = "; ".join(self._events)
-        if self._saves:
-            record["saves"] = [
-                {"step": s.step, "reason": s.reason, "bytes": s.bytes, "blocked_s": s.blocked_s} for s in self._saves
-            ]
+        if told:
+            record["saves"] = told
+            self._saves = [] if last else [each for each in self._saves if each[1] >= self.at]
         self._metrics.append(record)
-        self._pending, self._events, self._saves = {}, [], []
+        self._pending, self._events = {}, []
+
+    def _step_time(self) -> dict[str, float]:
+        """step_ms, from the times of the lines since the last one of metrics.jsonl; nothing during the warm-up, and
+        where the command has evaluated meanwhile.
+        """
+        if self._timed is None or not self._seen or self._seen[-1][1] <= self._timed[1]:
+            return {}
+        (since, known), (at, step) = self._timed, self._seen[-1]
+        self._timed = at, step
+        return {} if "val_loss" in self._pending else {"step_ms": round((at - since) * 1000 / (step - known), 3)}
+
+    def _told_save(self, save: Save, written: float) -> dict[str, Any]:
+        """As a line has it: it has kept the command waiting for what its steps do not explain of the time between the
+        two that were told around it; the last one of a stop as long as one before.
+        """
+        blocked_s, pace = save.blocked_s if self._blocked_s is None else self._blocked_s, self._pace()
+        around = next(((a, b) for a, b in pairwise(self._seen) if a[0] <= written < b[0]), None)
+        if around is not None and pace is not None:
+            (since, known), (at, step) = around
+            blocked_s = self._blocked_s = max(0.0, at - since - (step - known) * pace)
+        return {"step": save.step, "reason": save.reason, "bytes": save.bytes, "blocked_s": round(blocked_s, 3)}
+
+    def _pace(self) -> float | None:
+        """Seconds of a step, in the middle; None: not known."""
+        paces = [(at - since) / (step - known) for (since, known), (at, step) in pairwise(self._seen)]
+        return median(paces) if len(paces) >= 3 else None
 
 
 def _number(value: Any) -> float | None:

@@ -168,6 +168,7 @@ class RunFile:
     experiment: str
     parameters: dict[str, Any]
     config: JobConfig  # of these parameters
+    image: str | None  # of a command
     config_sha256: str
     limits: RunLimits
     capacity: str
@@ -243,6 +244,7 @@ def document(
     estimate: Mapping[str, Any],
     predicted: Sequence[Mapping[str, Any]],
     inputs: Mapping[str, Any],
+    image: str | None = None,
 ) -> dict[str, Any]:
     """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
 
@@ -250,13 +252,13 @@ def document(
     `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
     where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket. A
     command has "code" like `dataset` (and "commit", "changed") and "folders": {name: like `dataset`} in their place.
-    `expires`: when AWS ends the fleet.
+    `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own.
     """
     return {
         "schema": SCHEMA,
         "run": {"id": run, "stack": stack, "experiment": experiment, "owner": owner},
         "region": region,
-        "job": {"experiment": experiment, "parameters": dict(parameters)},
+        "job": {"experiment": experiment, "parameters": dict(parameters), **({"image": image} if image else {})},
         "limits": {
             "max_usd": str(max_usd),
             "max_hours": str(max_hours),
@@ -319,6 +321,7 @@ def _typed(fields: Fields) -> RunFile:
         experiment=experiment,
         parameters=parameters,
         config=config,
+        image=job.take("image", reading.text, None),
         config_sha256=config_digest(experiment, parameters),
         limits=RunLimits(
             max_usd=limits.need("max_usd", reading.unsigned),

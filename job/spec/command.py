@@ -40,6 +40,7 @@ SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one 
 ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
 # Log-normal, of the whole work. Both are assumptions: receipts of the same script will tell.
 DECLARED_SPREAD, MEASURED_SPREAD = 0.25, 0.05
+PROBE_SAVE_S = 600.0  # of a probe beyond its steps, for the command to save by itself
 P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
 STEP = "{step}"
 
@@ -205,9 +206,9 @@ class CommandConfig(JobConfig):
     guard: ClassVar[Guard] = Guard(divergence=False)  # type: ignore[misc]
     deliver: ClassVar[Deliver] = "last"  # type: ignore[misc]
     leaves_speed: ClassVar[tuple[str, ...]] = (
-        "work", "stop", "exit", "outputs", "secrets", "registry", "resume", "memory_gb", "checkpoint.every",
-        "checkpoint.size_gb", "checkpoint.keep_on_disk", "progress",
+        "work", "stop", "exit", "outputs", "secrets", "registry", "resume", "memory_gb", "progress", "code", "aws",
     )  # fmt: skip
+    code_may_change: ClassVar[bool] = True  # else each comment would cost a probe
 
     command: str = ""  # for sh -ec
     setup: str = ""  # once per node, before it
@@ -346,6 +347,25 @@ class CommandConfig(JobConfig):
         if every.steps is not None and self.counts_steps:
             return every.steps * step_s
         return self.work.hours.likely * 3600 if self.work.hours else 3600.0
+
+    def as_measured(self, *, save_bytes: int | None, save_steps: int | None, saves_on_stop: bool) -> CommandConfig:
+        """The size measured goes before the one declared; the rest counts where nothing is declared."""
+        size = self.checkpoint.size_gb if save_bytes is None else save_bytes / GB
+        says = self.says_when_it_saves or save_steps is None or not self.counts_steps
+        every = self.checkpoint.every if says else Every(steps=save_steps)
+        saves = "true" if saves_on_stop and self.stop.saves == "unknown" else self.stop.saves
+        return self.changed(
+            checkpoint=replace(self.checkpoint, size_gb=size, every=every), stop=replace(self.stop, saves=saves)
+        )
+
+    def untimed(self) -> CommandCheckpoint:
+        """It saves when it does."""
+        return self.checkpoint
+
+    @property
+    def save_wait_s(self) -> float:  # type: ignore[override]
+        """None where a stop or a request makes it save."""
+        return 0.0 if self.stop.saves == "true" or self.stop.request is not None else PROBE_SAVE_S
 
     def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
         """The memory that the definition declares; zero without a declaration."""

@@ -75,6 +75,8 @@ class JobConfig(ABC):
     efficiency: ClassVar[float]
     # Settings of its own that leave the time of a step, an evaluation or a save as it is (SPEED_LEFT has the others').
     leaves_speed: ClassVar[tuple[str, ...]] = ()
+    code_may_change: ClassVar[bool] = False  # whether a measurement of other code counts, with a word about it
+    save_wait_s: float = 0.0  # that a probe waits for a save that nobody can ask for
     dataset_kind: ClassVar[str]  # of dataset.json
     file_arguments: ClassVar[dict[str, str]] = {}  # by data.source: what the user names for `gpufleet prepare`
     takes_tokenizer: ClassVar[bool] = True
@@ -177,6 +179,12 @@ class JobConfig(ABC):
     def save_interval_s(self, step_s: float) -> float:
         """Between two timed checkpoints, in seconds, where a step takes `step_s`."""
         return cast(Checkpoint, self.checkpoint).interval_s
+
+    def as_measured(self: Self, *, save_bytes: int | None, save_steps: int | None, saves_on_stop: bool) -> Self:
+        """The parameters with what was measured of its saves, where they only declare it: bytes, steps between two,
+        whether a stop made one.
+        """
+        return self
 
     def untimed(self) -> Beating:
         """Its section `checkpoint` without saves that a clock asks for: a probe asks for its own."""

@@ -85,7 +85,8 @@ def measure(
         return None
     started = [float(attempt.started_s) for attempt in attempts if attempt.started_s is not None]
     machine = node.machine or Hardware()
-    return measured.document(
+    code = (run.code.sha256 if run.code else "") if run.config.code_may_change else None
+    found = measured.document(
         experiment=run.experiment,
         parameters=run.parameters,
         device={
@@ -101,7 +102,9 @@ def measure(
         at=at,
         measured=phases,
         setup_s=round(median(started), 3) if started else None,
+        code=code,
     )
+    return {**found, "image": run.image} if run.image else found
 
 
 def causes(run: RunFile, attempts: Sequence[Attempt], difference: Decimal) -> dict[str, Decimal]:

@@ -13,9 +13,7 @@ from typing import Any
 
 from job import atomic
 from job.contract import metrics as lines_of
-from job.measured import step_times
-
-WARM_UP = 10  # steps after a start or a growth that no timing counts: compilation, caches, the allocator
+from job.measured import WARM_UP, step_times
 
 
 class StepClock:

@@ -81,7 +81,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the probe was given; it measures 50 ms a step in every phase."""
     given: list[dict[str, Any]] = []
 
-    def run(workdir: Path, *, stop_at: int | None, save_at: Mapping[str, int], ranks: int) -> probe.ProbeResult:
+    def run(workdir: Path, *, stop_at: int | None, save_at: Mapping[str, int], **_: Any) -> probe.ProbeResult:
         tree = json.loads((workdir / "run.json").read_text())
         given.append({**tree["job"], "data": (workdir / "data").is_dir(), "stop_at": stop_at})
         phases = [
@@ -89,7 +89,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             | {"save": {"bytes": 10, "blocks_s": 0.1, "write_s": 0.2}}
             for name in save_at
         ]
-        return probe.ProbeResult(phases=phases, start_s=9.0, finish_s=2.0, seconds=30.0, cpu_s=40.0)
+        return probe.ProbeResult(phases=phases, start_s=9.0, finish_s=2.0, stop_s=None, seconds=30.0, cpu_s=40.0)
 
     monkeypatch.setattr(probe, "run", run)
     monkeypatch.setattr(machine, "gpus", lambda: A10G)

@@ -48,7 +48,7 @@ class WatchedDisk:
             writing=lambda pids: self.open,
             step_at=lambda moment: self.step,
             val_of=lambda step: self.val.get(step),
-            saved=self.saves.append,
+            saved=lambda save, written: self.saves.append(save),
             say=self.said.append,
             clock=lambda: self.now,
         )
