@@ -193,7 +193,8 @@ class Host:
         while True:
             now = time.time()
             self.first = self.place.poll()
-            self.scripts.offer()
+            if self.first is not None:  # nothing runs that nobody could watch
+                self.scripts.offer()
             self.progress.poll()
             code = self.scripts.code(name) if code is None else code
             if why == "":

@@ -23,7 +23,7 @@ from repository import ROOT
 from job import atomic
 from rehearsal.imds import Imds
 
-NAMES = ("hf-trainer", "file")
+NAMES = ("hf-trainer",)
 
 
 class SupervisedNode:

@@ -70,7 +70,7 @@ def test_what_has_lost_its_parent_still_saves_and_is_waited_for(node: Path) -> N
     told["command"] = f"setsid {told['command']} & sleep 0.5; exit 0"
     job = contained(node, told)
     assert job.run() == 0, job.log
-    assert job.steps() == [3]
+    assert job.steps() == [3], job.log
 
 
 def test_an_image_that_cannot_run_is_a_failed_attempt_with_docker_s_reason(

@@ -80,7 +80,7 @@ def put_back_is_whole(job: CommandJob) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_command_killed_amid_a_save_leaves_nothing_torn(tmp_path: Path, name: str) -> None:
-    job = killed(tmp_path, name, 5)
+    job = killed(tmp_path, name, 3)
     put_back_is_whole(job)
 
 
