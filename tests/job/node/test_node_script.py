@@ -63,8 +63,9 @@ def test_without_the_archive_no_other_machine_follows(node: StubNode) -> None:
 
 
 def test_a_shutdown_that_the_system_refuses_is_asked_for_until_the_timer_ends_the_run(node: StubNode) -> None:
-    node.fails("shutdown")
-    (node.world / "timer-fires").write_text(f"s3/{BUCKET}/r1/boot/{INSTANCE}.log")
+    with (node.bin / "shutdown").open("a") as shutdown:
+        shutdown.write('[[ $(grep -c ^shutdown "$WORLD/calls") != 5 ]] || touch "$WORLD/asked"\nexit 1\n')
+    (node.world / "timer-fires").write_text("asked")
     node.job_ends_with(1)
 
     outcome = node.boot()
