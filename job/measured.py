@@ -85,7 +85,7 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _save(saved: Sequence[metrics.Save]) -> dict[str, Any]:
-    """Of one of a phase's saves, in the middle."""
+    """What one of a phase's saves is, in the middle: bytes, seconds, and steps between two of its interval."""
     found = {"bytes": saved[-1].bytes, "blocks_s": median(save.blocked_s for save in saved)}
     timed = sorted(save.step for save in saved if save.reason == "timed")
     apart = [after - before for before, after in itertools.pairwise(timed)]

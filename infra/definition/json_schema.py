@@ -209,7 +209,7 @@ def _text(rule: Rule) -> Schema:
 
 
 def _anchored(pattern: str) -> str:
-    """Of a pattern that the whole text must match: a schema's may match anywhere."""
+    """A schema's pattern, which may match anywhere, of one that the whole text must match."""
     return f"^(?:{pattern})$"
 
 

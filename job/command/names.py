@@ -162,7 +162,7 @@ def _filled(name: str, step: int | None) -> str:
 
 
 def _kind(name: str) -> str:
-    """Of names that differ in their numbers."""
+    """The name that all share which differ in their numbers."""
     return re.sub(r"\d+", "#", name)
 
 

@@ -30,10 +30,10 @@ def descendants(first: int) -> list[int]:
     """Processes below `first`, parents before children; without those that only wait to be reaped. None is looked for
     twice: who loses its parent while it is looked at seems to be nobody's.
     """
-    return _below(first) or _below(first)
+    return _walk(first) or _walk(first)
 
 
-def _below(first: int) -> list[int]:
+def _walk(first: int) -> list[int]:
     parents = _parents()
     below: dict[int, list[int]] = {}
     for pid, parent in parents.items():
