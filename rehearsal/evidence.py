@@ -42,6 +42,7 @@ class Rehearsal:
     engine: Engine
     runner: NodeRunner
     watch: Watch | None = None
+    stand_in: bool = False  # for the script of a command
     torch_s: float = 0.0  # importing torch in a new process, on this machine
 
     @property

@@ -30,7 +30,7 @@ from infra.inputs.prepared import as_prepared
 from infra.text import table
 from job.contract import bucket
 from job.contract.done import FAILURES, Done
-from rehearsal import environment, evidence, own, report, scratch
+from rehearsal import environment, evidence, own, plumbing, report, scratch
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Result
 from rehearsal.evidence import Evidence, Rehearsal
@@ -51,14 +51,18 @@ class StepFailedError(GpufleetError):
         super().__init__(f"{step}: {why}")
 
 
-def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str], None] = say) -> int:
-    """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project."""
+def rehearse(
+    name_or_path: str, *, root: Path | None = None, out: Callable[[str], None] = say, stand_in: bool = False
+) -> int:
+    """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project. `stand_in`: for
+    the script of a command, which does not run.
+    """
     root = root or project_root(Path.cwd())
     path = selected(name_or_path, root).path
     now = datetime.now(UTC)
     definition = load(path, now=now, rehearsal=True)
     definition = replace(definition, interruptions=possible(definition))
-    if lacking := _lacking(definition):
+    if lacking := _lacking(definition, stand_in=stand_in):
         raise GpufleetError(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
             f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}."
@@ -67,18 +71,20 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
     with scratch.locked(finished.parent):
         folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
         shutil.rmtree(folder, ignore_errors=True)
-        code = _attempt(path, definition, folder, root, out)
+        code = _attempt(path, definition, folder, root, out, stand_in=stand_in)
         if code == 0:
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
     return code
 
 
-def _lacking(definition: StackDefinition) -> list[str]:
+def _lacking(definition: StackDefinition, *, stand_in: bool = False) -> list[str]:
     """What a definition needs for its rehearsal and does not say, as keys of the file with their values."""
     data = definition.job.parameters.data
     generated = get_args(get_type_hints(type(data))["source"])[-1]  # the others are the user's, or fetched
     phases = sum(1 for size in definition.job.parameters.phases() if size.steps)
+    if stand_in:
+        return list(own.lacking(definition))
     return [
         *(["job.parameters.device: cpu"] if definition.job.parameters.device != "cpu" else []),
         *([f"job.parameters.data.source: {generated}"] if definition.job.parameters.file_argument() else []),
@@ -89,13 +95,29 @@ def _lacking(definition: StackDefinition) -> list[str]:
     ]
 
 
-def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, out: Callable[[str], None]) -> int:
+def _attempt(
+    path: Path,
+    definition: StackDefinition,
+    folder: Path,
+    root: Path,
+    out: Callable[[str], None],
+    *,
+    stand_in: bool,
+) -> int:
     """The rehearsal, in a new `folder`."""
-    project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root)})
+    text = rehearsal_text(path, root)
+    if stand_in:
+        text = rehearsal_text(path, root, changed=lambda tree: plumbing.stand_in(definition, tree, folder / "plumbing"))
+    project = scratch.make(folder / "scratch", {definition.name: text})
+    if stand_in:
+        definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
+        definition = replace(definition, interruptions=possible(definition))
     timeline = Timeline(folder / "timeline.jsonl", out=out)
+    trains = "job" if definition.job.parameters.start_includes_torch else "your script on this machine's CPU"
+    trains = "a stand-in for your script, which tests the file and not the script" if stand_in else trains
     out(
         f"Rehearsal of {definition.name}, run {definition.run.id}: "
-        "the real program, user-data and job, against an embedded AWS."
+        f"the real program, user-data and {trains}, against an embedded AWS."
     )
     try:
         with ExitStack() as stack:
@@ -119,6 +141,7 @@ def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, 
                 cloud=cloud,
                 engine=engine,
                 runner=runner,
+                stand_in=stand_in,
             )
             out(f"Engine: {engine.name}")
             try:

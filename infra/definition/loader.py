@@ -7,6 +7,7 @@ section laid over it and with each of its `scenarios`, and reports the problems 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -107,12 +108,15 @@ def project_root(start: Path) -> Path:
     return start
 
 
-def rehearsal_text(path: Path, root: Path | None = None) -> str:
+def rehearsal_text(
+    path: Path, root: Path | None = None, *, changed: Callable[[Mapping], Mapping] = lambda tree: tree
+) -> str:
     """The file as a rehearsal sees it, as text: the merged form, with only `interruptions` left of its `rehearsal`.
     With `root`, the folders of a command's code and inputs are named in full, not as seen from that project's.
+    `changed` gives another tree for the merged one.
     """
     text, tree = open_file(path)
-    merged = layers.rehearsed(tree)
+    merged = changed(layers.rehearsed(tree))
     overlay = tree.entries.get("rehearsal")
     entries = {name: node for name, node in merged.entries.items() if name != "scenarios"}
     if isinstance(overlay, Mapping) and "interruptions" in overlay.entries:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-from infra.definition.loader import load
+from infra.definition.loader import load, rehearsal_text
 from infra.definition.model import StackDefinition
 from infra.errors import GpufleetError
 from infra.inputs.code import programs
 from job.contract import environment
-from rehearsal import own
+from rehearsal import own, plumbing
 
 TEXT = """
 run: {id: r1, owner: you}
@@ -86,3 +90,48 @@ def test_a_file_that_is_written_into_the_codes_folder_is_seen(tmp_path: Path) ->
     assert len(before) == 1
     (tmp_path / "mine" / "left").write_text("x")
     assert own.listing(found, tmp_path / "project") != before
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "left"),
+    [
+        ("{each: ckpt.pt, rewritten: true, every: {steps: 10}, size_gb: 0.0001}", ["ckpt.pt"]),
+        (
+            "{format: hf-trainer, every: {steps: 10}, size_gb: 0.0001}",
+            ["checkpoint-10/trainer_state.json", "checkpoint-10/weights.bin"],
+        ),
+        (
+            "{format: nanochat, every: {steps: 10}, size_gb: 0.0001}",
+            ["meta_10.json", "model_10.pt", "optim_10_rank0.pt"],
+        ),
+        ("{each: 'step_{step:06d}.pt', every: {steps: 10}, size_gb: 0.0001}", ["step_000010.pt"]),
+    ],
+)
+def test_a_stand_in_writes_what_the_file_declares(tmp_path: Path, checkpoint: str, left: list[str]) -> None:
+    found = definition(tmp_path)
+    text = found.source.read_text()
+    declared = "{each: ckpt.pt, rewritten: true, every: {steps: 10}, size_gb: 0.1}"
+    found.source.write_text(text.replace(declared, checkpoint))
+    found = load(found.source, now=datetime.now(UTC), rehearsal=True)
+    code = tmp_path / "stand-in"
+    changed = rehearsal_text(found.source, tmp_path, changed=lambda tree: plumbing.stand_in(found, tree, code))
+    laid = tmp_path / "project" / "stacks" / "laid.yaml"
+    laid.write_text(changed)
+    config = load(laid, now=datetime.now(UTC)).job.parameters
+    assert config.device == "cpu"
+    assert config.shipped is not None
+    assert Path(config.shipped.folder) == code
+    told = json.loads((code / "told.json").read_text())
+    (code / "told.json").write_text(json.dumps({**told, "steps": 10, "every": 10, "pace_s": 0}))
+    kept = tmp_path / "kept"
+    said = subprocess.run(
+        [sys.executable, code / "command.py", kept], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.splitlines()[-1] == "plumbing step 10"
+    assert sorted(path.relative_to(kept).as_posix() for path in kept.rglob("*") if path.is_file()) == left
+
+
+def test_nothing_stands_in_for_a_ready_made_job(tmp_path: Path) -> None:
+    found = load(ROOT / "stacks" / "two-tower.yaml", now=datetime.now(UTC))
+    with pytest.raises(GpufleetError, match="--plumbing"):
+        rehearsal_text(found.source, ROOT, changed=lambda tree: plumbing.stand_in(found, tree, tmp_path / "x"))

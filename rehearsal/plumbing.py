@@ -1,0 +1,69 @@
+"""A rehearsal without the script: for a command that cannot run without a GPU a stand-in tells steps and writes files
+of the declared names, sizes and pace. It tests the definition file, not the script.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from infra.definition.model import StackDefinition
+from infra.definition.yaml_tree import Mapping, merge, read
+from infra.errors import GpufleetError
+from job.spec.command import CommandConfig
+from rehearsal.standins import command
+
+STEPS, TRAINS_S = 200, 45.0  # long enough for two interruptions
+MOST_BYTES = 200_000_000  # of one checkpoint: a larger one is cut, a laptop holds several
+LINE = r"plumbing step (?P<step>\d+)"
+
+
+def stand_in(definition: StackDefinition, tree: Mapping, folder: Path) -> Mapping:
+    """The tree with the stand-in, whose code is written into `folder`, in the place of its command. Raises
+    GpufleetError for a ready-made job.
+    """
+    if definition.job.parameters.start_includes_torch:
+        raise GpufleetError(f"{definition.name} is a ready-made job, which trains on a CPU: leave out --plumbing")
+    config = cast(CommandConfig, definition.job.parameters)
+    every, pace_s = config.checkpoint.every, TRAINS_S / STEPS
+    told = {
+        "names": config.names,
+        "complete": config.complete,
+        "bytes": round(min((config.checkpoint.size_gb or 0.01) * 1e9, MOST_BYTES)),
+        "steps": STEPS,
+        "every": min(every.steps or STEPS, STEPS // 5),
+        "pace_s": pace_s,
+        "saves": config.saves_on_signal is True,
+        "signal": config.stop.signal,
+    }
+    folder.mkdir(parents=True)
+    shutil.copy(Path(command.__file__), folder / "command.py")
+    (folder / "told.json").write_text(json.dumps(told), encoding="utf-8")
+    job = {
+        "code": {"folder": str(folder.resolve())},
+        "command": f"python3 command.py {config.checkpoint.folder}",
+        "progress": {"stdout": LINE},
+        "work": {"steps": STEPS},
+        "device": "cpu",
+    }
+    kept = {"every": {"steps": told["every"]}}
+    bare = _without(tree, "job", "code", "setup", "resume", "progress", "work")
+    bare = _without(bare, "job.checkpoint", "every")
+    overlay = {"job": {**job, "checkpoint": kept}, "estimate": {"step_ms": [round(pace_s * 1000)]}}
+    found = merge(bare, read(json.dumps(overlay)))
+    assert isinstance(found, Mapping)
+    return found
+
+
+def _without(tree: Mapping, path: str, *keys: str) -> Mapping:
+    """The tree without these keys of the section at `path`."""
+    first, _, rest = path.partition(".")
+    section = tree.entries.get(first)
+    if not isinstance(section, Mapping):
+        return tree
+    entries = {key: node for key, node in section.entries.items() if key not in keys}
+    changed = _without(section, rest, *keys) if rest else replace(section, entries=entries)
+    return replace(tree, entries={**tree.entries, first: changed})
