@@ -105,9 +105,8 @@ def _run(
             while (code := child.poll()) is None:
                 _look(plan, seen, now := clock())
                 if now > began + FIRST_SIGN_S and _last(workdir) is None:
-                    raise ProbeFailedError(
-                        f"no step was told in {FIRST_SIGN_S / 60:.0f} min; of a command: does job.progress match?\n{_end_of_log(workdir)}"
-                    )
+                    told = f"no step was told in {FIRST_SIGN_S / 60:.0f} min; of a command: does job.progress match?"
+                    raise ProbeFailedError(f"{told}\n{_end_of_log(workdir)}")
                 sleep(TICK_S)
         finally:
             child.kill()

@@ -142,6 +142,21 @@ def test_too_few_steps_to_time_any_is_said(tmp_path: Path) -> None:
         run(Fake(tmp_path, steps=8))
 
 
+def test_a_job_that_tells_no_step_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "FIRST_SIGN_S", 1.0)
+    fake = Fake(tmp_path, steps=40)  # its first step comes after 3 s
+    with pytest.raises(probe.ProbeFailedError, match=r"does job\.progress match"):
+        run(fake, stop_at=60)
+    assert fake.killed
+
+
+def test_a_save_is_waited_for_beyond_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    fake, said = Fake(tmp_path, steps=10_000), list[str]()
+    run(fake, stop_at=30, save_wait_s=4.0, say=said.append)
+    assert 68 <= fake.step <= 75  # none came
+    assert len(said) == 1
+
+
 class ProbedTrainer(threading.Thread):
     """The real trainer, in this process."""
 
