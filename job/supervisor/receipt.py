@@ -85,6 +85,8 @@ def measure(
         return None
     started = [float(attempt.started_s) for attempt in attempts if attempt.started_s is not None]
     machine = node.machine or Hardware()
+    # What a command has of packages is in its image, which this process does not see.
+    ours = {} if run.config.code_may_change else {**machine.versions, "python": machine.python}
     code = (run.code.sha256 if run.code else "") if run.config.code_may_change else None
     found = measured.document(
         experiment=run.experiment,
@@ -97,7 +99,7 @@ def measure(
             "memory_gb": machine.gpu_memory_gb,
             "cpus": machine.cpus,
         },
-        versions={**machine.versions, "python": machine.python, "driver": machine.driver},
+        versions={**ours, "driver": machine.driver},
         source=f"receipt of run {run.run}",
         at=at,
         measured=phases,

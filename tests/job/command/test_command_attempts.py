@@ -103,6 +103,10 @@ def test_a_notice_saves_and_the_next_node_goes_on_from_there_to_the_end(tmp_path
     steps = [json.loads(line)["step"] for line in (last.bucket / "r1" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
     assert steps[-1] == 200
+    seen = last.stored("receipt.json")["measured"]  # the next bill can stand on it
+    assert [phase["name"] for phase in seen["phases"]] == ["train"]
+    assert 20 <= seen["phases"][0]["step_ms"]["median"] < 200
+    assert seen["versions"] == {"driver": None}
 
 
 def test_a_node_that_is_lost_takes_the_command_along_and_costs_no_more_than_an_interval(tmp_path: Path) -> None:
