@@ -12,7 +12,6 @@ from pathlib import Path
 from infra.commands import stack
 from infra.compare import table as compare_table
 from infra.compare.comparison import Comparison, compare_file
-from infra.compare.ranking import frontier
 from infra.definition.loader import project_root
 from infra.errors import GpufleetError
 
@@ -70,9 +69,7 @@ def _draw(found: Comparison, path: Path) -> None:
     try:
         from infra.compare import plot
 
-        own = [row for row in found.rows if found.scenario in row.scenario.split(", ")]
-        title = f"{found.definition.name}, {found.scenario}: cost against time in {found.definition.fleet.region}"
-        plot.draw(own, frontier(own), title, path)
+        plot.draw(found.own_rows, found.own_frontier, found.title, path, path.suffix.removeprefix("."))
     except ImportError as error:
         raise GpufleetError(f"a picture needs matplotlib ({error}): pip install -e '.[rehearsal]'") from error
     except OSError as error:

@@ -37,12 +37,27 @@ class Comparison:
         """Whether anything could be run in time."""
         return any(row.ranked and row.late <= ranking.SURE for row in self.rows)
 
+    @property
+    def own_rows(self) -> list[Row]:
+        """The options for the chosen scenario's work: what a picture shows."""
+        return [row for row in self.rows if self.scenario in row.scenario.split(", ")]
+
+    @property
+    def own_frontier(self) -> list[Row]:
+        """Of these."""
+        return ranking.frontier(self.own_rows)
+
+    @property
+    def title(self) -> str:
+        """Of a picture."""
+        return f"{self.definition.name}, {self.scenario}: cost against time in {self.definition.fleet.region}"
+
 
 def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None, within: float | None) -> Comparison:
     """The comparison of a file's work, or of one scenario's, on what `root` (the project) has measured. `within`: hours
     from now, instead of the file's deadline. Raises GpufleetError.
     """
-    catalog = load_catalog()
+    catalog = load_catalog(root)
     definition = load(path, now=now, past_deadline=True)
     variants = scenarios(path, now=now)
     asked = chosen(path, variants, scenario)

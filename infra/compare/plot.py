@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from infra.compare.rows import Row
 
 SHOWN = 40  # the cheapest; more cannot be told apart
 
 
-def draw(rows: Sequence[Row], frontier: Sequence[Row], title: str, path: Path) -> None:
-    """Writes a PNG or SVG, by the name's ending. Raises ImportError without matplotlib, and OSError."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+def draw(rows: Sequence[Row], frontier: Sequence[Row], title: str, into: Path | BinaryIO, kind: str) -> None:
+    """Writes a `png` or `svg`. Raises ImportError without matplotlib, and OSError."""
+    from matplotlib import ticker
+    from matplotlib.figure import Figure  # not pyplot: it would choose a backend for a whole notebook
 
     able = [row for row in rows if row.ranked][:SHOWN]
     able += [row for row in frontier if row not in able]
-    figure, axes = pyplot.subplots(figsize=(10, 6.2), layout="constrained")
+    figure = Figure(figsize=(10, 6.2), layout="constrained")
+    axes = figure.subplots()
     for capacity, colour in (("spot", "#1f77b4"), ("on-demand", "#d62728")):
         own = [row for row in able if row.capacity == capacity and row.usd and row.wall_hours]
         if not own:
@@ -55,5 +55,4 @@ def draw(rows: Sequence[Row], frontier: Sequence[Row], title: str, path: Path) -
     axes.set_title(title)
     axes.grid(visible=True, which="both", linewidth=0.3)
     axes.legend()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    figure.savefig(into, dpi=130, format=kind)

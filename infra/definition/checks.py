@@ -53,7 +53,7 @@ def check(
     _storage(s.storage, findings)
     if "job" not in findings.bad:
         _check_given(s, findings)
-    _account(s.account, s.fleet, findings)
+    check_account(s.account, s.fleet, findings)
     _limits(s.limits, findings, now, past_deadline)
     _check_keep(s, findings, now)
     if not unknown:
@@ -159,7 +159,8 @@ def _saves(s: StackDefinition, findings: Findings) -> None:
         )
 
 
-def _account(account: Account, fleet: Fleet, findings: Findings) -> None:
+def check_account(account: Account, fleet: Fleet, findings: Findings) -> None:
+    """What the file's organisation asks for, against the fleet that it is asked of."""
     for key in account.tags or {}:
         if not TAG_KEY.fullmatch(key):
             allowed = "keys of 1 to 128 of A-Z a-z 0-9 space _ . : / = + - @, but not Name, aws:... or gpufleet:..."

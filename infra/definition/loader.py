@@ -7,6 +7,7 @@ section laid over it and with each of its `scenarios`, and reports the problems 
 from __future__ import annotations
 
 import re
+from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.definition import layers
-from infra.definition.model import StackDefinition
-from infra.definition.schema import nearest
-from infra.definition.yaml_tree import Mapping, dump, open_file
+from infra.definition.checks import check_account
+from infra.definition.model import Account, StackDefinition
+from infra.definition.schema import Findings, build, nearest
+from infra.definition.yaml_tree import Mapping, Node, Scalar, dump, open_file
 from infra.errors import SHOWN, DefinitionError, GpufleetError, Problem, in_order, of_form
 
 if TYPE_CHECKING:
@@ -57,6 +59,21 @@ def load(
     if problems:
         raise DefinitionError(str(path), in_order(problems))
     return merged if rehearsal else plain
+
+
+def tagged(definition: StackDefinition, tags: abc.Mapping[str, str]) -> StackDefinition:
+    """The definition with more tags beside those of its `account`. Raises DefinitionError for what is no tag."""
+    given = {**(definition.account.tags or {}), **tags}
+    entries: dict[str, Node] = {
+        key: Scalar(path=f"account.tags.{key}", line=0, text=str(value)) for key, value in given.items()
+    }
+    tree = Mapping(path="", line=0, entries={"tags": Mapping(path="account.tags", line=0, entries=entries)})
+    findings = Findings(tree=Mapping(path="", line=0, entries={"account": tree}))
+    account = build(Account, tree, "account", findings, definition.account)
+    check_account(account, definition.fleet, findings)
+    if findings.problems:
+        raise DefinitionError(f"{definition.source}, with the tags that the program adds", findings.problems)
+    return replace(definition, account=account)
 
 
 def find(name_or_path: str, root: Path) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +20,7 @@ from infra.bill.estimate import problems
 from infra.bill.project import bill_of
 from infra.catalog import load_catalog
 from infra.compare.cheaper import Cheaper, bill_and_cheaper
-from infra.definition.loader import find
+from infra.definition.loader import find, tagged
 from infra.definition.model import StackDefinition
 from infra.definition.selected import Selected
 from infra.errors import DefinitionError, GpufleetError
@@ -87,14 +88,26 @@ class Plan:
             "hours": {name: f"{hours:.2f}" for name, hours in asdict(self.bill.hours).items()},
             "kept": self.kept_after_destroy(),
             "numbers": self.numbers(),
-            "run": asdict(self.verdict.run),
-            "runs": list(self.verdict.runs),
+            **self.record(),
         }
 
+    def record(self) -> dict[str, Any]:
+        """What the next update reads to tell whether a run goes on."""
+        return {"run": asdict(self.verdict.run), "runs": list(self.verdict.runs)}
 
-def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: bool, scenario: str = "") -> Plan:
-    """The plan for the definition `name`, or for one of its scenarios. Raises GpufleetError; in a preview, what `up`
-    still needs is a warning.
+
+def make(
+    root: Path,
+    name: str,
+    *,
+    now: datetime,
+    previous: Previous,
+    preview: bool,
+    scenario: str = "",
+    tags: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan for the definition `name`, or for one of its scenarios, with `tags` beside those of its `account`.
+    Raises GpufleetError; in a preview, what `up` still needs is a warning.
     """
     over = bool(previous.outputs.get("run"))
     try:
@@ -102,6 +115,8 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     except GpufleetError as error:  # a Pulumi stack called dev, say
         raise GpufleetError(f"{error}\n`pulumi config set definition NAME` says which one to run.") from None
     definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over)
+    if tags:
+        definition = tagged(definition, tags)
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
     if missing and not preview:

@@ -1,4 +1,4 @@
-"""What the stack's last update left, as the engine tells it to the program.
+"""What the last update left of this stack, or of one component in it, as the engine tells it to the program.
 
 The engine writes the state of a file backend while the program starts, in place: a read that meets the write finds a
 file cut short. It is asked again; any other refusal is passed on.
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infra.program.resources.tags import RUN_TAG
+from infra.program.resources.tags import RUN_TAG, STACK_TAG
 from infra.program.run_guard import Previous
 from infra.review.policy import OBJECT
 
@@ -29,16 +29,41 @@ def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = tim
     What a StackReference calls, asked about this very stack; it declares no resource.
     """
     outputs = _asked(invoke, "pulumi:pulumi:readStackOutputs", {"name": stack}, pause)
+    there = _resources(stack, invoke, pause)
+    region = next((str(each["region"]) for each in _of_kind(there, PROVIDER) if "region" in each), "")
+    return _previous(outputs["outputs"], there, region)
+
+
+def previous_of_component(
+    stack: str, type_: str, name: str, definition: str, invoke: Invoke, *, pause: Callable[[float], None] = time.sleep
+) -> Previous:
+    """The same of a component in somebody's stack, whose own outputs tell what it was; its fleet and objects are those
+    tagged with the name of the `definition` that it ran, or runs now.
+    """
+    there = _resources(stack, invoke, pause)
+    own = [each["outputs"] for urn, each in there.items() if each["type"] == type_ and urn.split("::")[-1] == name]
+    outputs = next((each for each in own if each.get("definition") == definition), own[0] if own else {})
+    tag = str(outputs.get("definition") or definition)
+    mine = {urn: each for urn, each in there.items() if (each["outputs"].get("tags") or {}).get(STACK_TAG) == tag}
+    return _previous(outputs, mine, str(outputs.get("region") or ""))
+
+
+def _resources(stack: str, invoke: Invoke, pause: Callable[[float], None]) -> dict[str, Any]:
+    """By URN, each with `type` and `outputs`; none before the first update."""
     there = _asked(invoke, "pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}, pause)
-    fleets, providers, objects = (
-        [each["outputs"] for each in there["outputs"].values() if each["type"] == kind]
-        for kind in (FLEET, PROVIDER, OBJECT)
-    )
+    return dict(there.get("outputs") or {})
+
+
+def _of_kind(there: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
+    return [each["outputs"] for each in there.values() if each["type"] == kind]
+
+
+def _previous(outputs: Mapping[str, Any], there: Mapping[str, Any], region: str) -> Previous:
     return Previous(
-        outputs=outputs["outputs"],
-        fleets=frozenset(str((fleet.get("tags") or {}).get(RUN_TAG, "")) for fleet in fleets),
-        objects=frozenset(str(each["key"]) for each in objects if "key" in each),
-        region=next((str(provider["region"]) for provider in providers if "region" in provider), ""),
+        outputs=outputs,
+        fleets=frozenset(str((fleet.get("tags") or {}).get(RUN_TAG, "")) for fleet in _of_kind(there, FLEET)),
+        objects=frozenset(str(each["key"]) for each in _of_kind(there, OBJECT) if "key" in each),
+        region=region,
     )
 
 

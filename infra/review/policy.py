@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from infra.definition.model import StackDefinition
 
 OBJECT = "aws:s3/bucketObjectv2:BucketObjectv2"
-RUN_CONFIG = "run-config"  # the name of run.json's resource
+RUN_CONFIG = "run-config"  # the name of run.json's resource, or how it ends where a program declares several runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts |
     the fleet from being made, even where nobody looked at a preview. No other property is read: in a first preview the
     bucket's name is unknown, and reading it an error.
     """
-    if type_ != OBJECT or name != RUN_CONFIG:
+    if type_ != OBJECT or not f"-{name}".endswith(f"-{RUN_CONFIG}"):
         return None
     run = json.loads(properties["content"])
     return Facts(

@@ -42,7 +42,10 @@ ROOMS = (
 @pytest.mark.parametrize(
     ("package", "above"),
     [
-        ("job", ("infra", "rehearsal")),
+        ("job", ("infra", "rehearsal", "gpufleet")),
+        ("infra", ("gpufleet",)),
+        ("rehearsal", ("gpufleet",)),
+        ("gpufleet", ("rehearsal", "infra.account", "infra.commands", "infra.cli", "infra.__main__")),
         *((f"infra.{room}", tuple(f"infra.{each}" for each in ROOMS[at + 1 :])) for at, room in enumerate(ROOMS[:-2])),
     ],
 )

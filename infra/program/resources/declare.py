@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pulumi
 import pulumi_aws as aws
@@ -11,25 +11,53 @@ import pulumi_aws as aws
 from infra.program.plan import Plan
 from infra.program.resources.fleet import FleetComponent
 from infra.program.resources.identity import Identity
-from infra.program.resources.network import Network
+from infra.program.resources.network import GivenVpc, Network
 from infra.program.resources.storage import StorageComponent, Upload
 from job.contract.bucket import ARCHIVE, CODE, input_key
 from job.contract.workdir import RUN
 
 
-def declare(plan: Plan, root: Path) -> dict[str, Any]:
-    """The resources, and the stack outputs that name them. `root`: the project's folder."""
-    definition, verdict = plan.definition, plan.verdict
-    # The region comes from the definition alone: neither the stack's config nor the shell can put a run elsewhere.
-    provider = aws.Provider("aws", region=definition.fleet.region)
-    options = pulumi.ResourceOptions(providers=[provider])
-    network = Network("network", definition, opts=options)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What a program around the run decides: nothing, where the run has a program to itself."""
+
+    prefix: str = ""  # of the resources' names, where there may be several runs
+    opts: pulumi.ResourceOptions | None = None  # of all of them: parent, provider
+    vpc: GivenVpc | None = None
+    permissions_boundary: pulumi.Input[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declared:
+    """What has been declared, for outputs."""
+
+    bucket: pulumi.Output[str]
+    log_group: pulumi.Output[str]
+    fleet_id: pulumi.Output[str] | None  # None: the run is over
+
+
+def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> Declared:
+    """The resources. `root`: the project's folder."""
+    definition, verdict, prefix = plan.definition, plan.verdict, around.prefix
+    options = _with_provider(around, definition.fleet.region)
+    network = Network(f"{prefix}network", definition, vpc=around.vpc, opts=options)
     storage = StorageComponent(
-        "storage", definition, uploads=uploads(plan, root), runs=verdict.runs, frozen=verdict.continues, opts=options
+        f"{prefix}storage",
+        definition,
+        uploads=[replace(each, name=f"{prefix}{each.name}") for each in uploads(plan, root)],
+        runs=verdict.runs,
+        frozen=verdict.continues,
+        opts=options,
     )
-    identity = Identity("identity", definition, bucket_arn=storage.bucket.arn, opts=options)
+    identity = Identity(
+        f"{prefix}identity",
+        definition,
+        bucket_arn=storage.bucket.arn,
+        permissions_boundary=around.permissions_boundary,
+        opts=options,
+    )
     fleet = FleetComponent(
-        "fleet",
+        f"{prefix}fleet",
         definition,
         subnets=network.subnets,
         security_group_id=network.security_group.id,
@@ -43,11 +71,22 @@ def declare(plan: Plan, root: Path) -> dict[str, Any]:
         depends_on=[*network.ready, *storage.ready, *identity.ready],
         opts=options,
     )
-    return {
-        "bucket": storage.bucket.bucket,
-        "log_group": identity.log_group.name,
-        "fleet_id": fleet.fleet.id if fleet.fleet else "none: the run is over",
-    }
+    return Declared(
+        bucket=storage.bucket.bucket,
+        log_group=identity.log_group.name,
+        fleet_id=fleet.fleet.id if fleet.fleet else None,
+    )
+
+
+def _with_provider(around: Surroundings, region: str) -> pulumi.ResourceOptions:
+    """The options with a provider of the region, unless they have one of their own. The region comes from the
+    definition alone: neither the stack's config nor the shell can put a run elsewhere.
+    """
+    given = around.opts or pulumi.ResourceOptions()
+    if given.providers:
+        return given
+    own = aws.Provider(f"{around.prefix}aws", region=region, opts=around.opts)
+    return pulumi.ResourceOptions.merge(given, pulumi.ResourceOptions(providers=[own]))
 
 
 def uploads(plan: Plan, root: Path) -> list[Upload]:

@@ -50,6 +50,7 @@ class Identity(pulumi.ComponentResource):
         definition: StackDefinition,
         *,
         bucket_arn: pulumi.Input[str],
+        permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
         super().__init__("gpufleet:infra:Identity", name, None, opts)
@@ -65,7 +66,7 @@ class Identity(pulumi.ComponentResource):
             f"gpufleet-{definition.name}",
             assume_role_policy=EC2_MAY_ASSUME,
             description="gpufleet node",
-            permissions_boundary=definition.account.permissions_boundary,
+            permissions_boundary=permissions_boundary or definition.account.permissions_boundary,
             tags=labels,
             opts=child,
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ipaddress
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import pulumi
 import pulumi_aws as aws
@@ -23,6 +25,14 @@ OPEN_POLICY = json.dumps(
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenVpc:
+    """A network of the program that this is part of, in the place of one that the file names."""
+
+    id: pulumi.Input[str]
+    subnets: Mapping[str, pulumi.Input[str]]  # by zone, one for each of fleet.zones
+
+
 class Network(pulumi.ComponentResource):
     """VPC, subnets, routes and the nodes' security group. `ready` is what must exist before a node boots."""
 
@@ -30,12 +40,19 @@ class Network(pulumi.ComponentResource):
     security_group: aws.ec2.SecurityGroup
     ready: list[pulumi.Resource]
 
-    def __init__(self, name: str, definition: StackDefinition, *, opts: pulumi.ResourceOptions | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        definition: StackDefinition,
+        *,
+        vpc: GivenVpc | None = None,
+        opts: pulumi.ResourceOptions | None = None,
+    ) -> None:
         super().__init__("gpufleet:infra:Network", name, None, opts)
         child = pulumi.ResourceOptions(parent=self)
         label = named(tags(definition), f"gpufleet-{definition.name}")
         vpc_id: pulumi.Input[str]
-        if given := definition.account.vpc:
+        if given := vpc or definition.account.vpc:
             vpc_id, self.subnets, self.ready = given.id, dict(given.subnets), []
         else:
             vpc_id = self._own_vpc(name, definition, child)

@@ -24,7 +24,8 @@ from job.spec import EXPERIMENTS
 
 SCHEMA = json.loads(json_schema.FILE.read_text())
 VALIDATOR = Draft7Validator(SCHEMA)
-SHIPPED = sorted([*(ROOT / "stacks").glob("*.yaml"), *(ROOT / "examples").glob("*.yaml")])
+EXAMPLES = [*(ROOT / "examples").glob("*.yaml"), ROOT / "examples" / "program" / "training.yaml"]
+SHIPPED = sorted([*(ROOT / "stacks").glob("*.yaml"), *EXAMPLES])
 
 
 class Core(yaml.SafeLoader):

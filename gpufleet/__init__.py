@@ -1,0 +1,75 @@
+"""gpufleet for programs and notebooks: price, compare and grade training runs on rented AWS GPUs, and declare them.
+
+    import gpufleet
+
+    bill = gpufleet.price("stacks/sft-h100.yaml")
+    bill.usd.p90, bill.hours.p50        # USD and node-hours of the whole run, as floats
+    gpufleet.compare("stacks/sft-h100.yaml").frontier
+    gpufleet.receipts()
+
+`gpufleet.TrainingRun` declares a run in a Pulumi program of yours. What is not in `__all__` is private and may change
+in any version; so may modules of `infra`, `job` and `rehearsal`. Nothing here asks AWS or a network.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpufleet._bill import Bill, BillLine, Figures
+    from gpufleet._compare import Comparison, Frontier, Option
+    from gpufleet._definition import Definition
+    from gpufleet._functions import compare, load, price, receipts
+    from gpufleet._receipt import Receipt, ReceiptLine
+    from gpufleet._training_run import TrainingRun
+    from infra.errors import DefinitionError, GpufleetError
+
+__all__ = [
+    "Bill",
+    "BillLine",
+    "Comparison",
+    "Definition",
+    "DefinitionError",
+    "Figures",
+    "Frontier",
+    "GpufleetError",
+    "Option",
+    "Receipt",
+    "ReceiptLine",
+    "TrainingRun",
+    "compare",
+    "load",
+    "price",
+    "receipts",
+]
+
+# Imported when asked for: `import gpufleet` is quick, and only TrainingRun needs Pulumi.
+_PLACES = {
+    "Bill": "gpufleet._bill",
+    "BillLine": "gpufleet._bill",
+    "Comparison": "gpufleet._compare",
+    "Definition": "gpufleet._definition",
+    "DefinitionError": "infra.errors",
+    "Figures": "gpufleet._bill",
+    "Frontier": "gpufleet._compare",
+    "GpufleetError": "infra.errors",
+    "Option": "gpufleet._compare",
+    "Receipt": "gpufleet._receipt",
+    "ReceiptLine": "gpufleet._receipt",
+    "TrainingRun": "gpufleet._training_run",
+    "compare": "gpufleet._functions",
+    "load": "gpufleet._functions",
+    "price": "gpufleet._functions",
+    "receipts": "gpufleet._functions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"gpufleet has no {name}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

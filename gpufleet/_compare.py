@@ -1,0 +1,137 @@
+"""What else could be run, in numbers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpufleet import _html
+from gpufleet._bill import Figures, figures
+from infra.compare import comparison as _comparison
+from infra.compare import plot
+from infra.compare.rows import Row
+from infra.errors import GpufleetError
+
+SHOWN = 40  # rows of a table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One way to do a piece of work: a scenario of the file, or an instance type and capacity for the same work."""
+
+    scenario: str  # every name with this work
+    instance_type: str
+    capacity: str  # spot or on-demand
+    region: str
+    nodes: int
+    gpus_used: int  # of all nodes
+    usd: Figures | None  # USD to finish, everything the bill counts; None: not known, `why` says so
+    hours: Figures | None  # node-hours
+    wall_hours: Figures | None  # hours by the wall, with waits for capacity
+    late: float  # probability of missing the deadline
+    over_limit: bool  # p90 passes limits.max_usd or limits.max_hours
+    runnable: bool  # could be run as it is
+    measured: bool  # its speed is; else it is assumed
+    why: str  # it cannot be run, or is not the first
+    _row: Row = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frontier:
+    """The options that nothing beats in mean USD and hours at once. A notebook shows it as a picture."""
+
+    options: tuple[Option, ...]
+    title: str
+    _others: tuple[Option, ...] = field(repr=False, compare=False)
+
+    def save(self, path: Path | str) -> None:
+        """Draws USD against hours to a .png or .svg file. Raises GpufleetError without matplotlib, OSError."""
+        kind = Path(path).suffix.removeprefix(".")
+        if kind not in ("png", "svg"):
+            raise GpufleetError(f"{path}: a picture is one of .png, .svg, by its name's ending")
+        Path(path).write_bytes(self._drawn(kind))
+
+    def _repr_png_(self) -> bytes:
+        return self._drawn("png")
+
+    def _drawn(self, kind: str) -> bytes:
+        rows, edge = ([each._row for each in some] for some in (self._others, self.options))
+        into = io.BytesIO()
+        try:
+            plot.draw(rows, edge, self.title, into, kind)
+        except ImportError as error:
+            raise GpufleetError(f"a picture needs matplotlib ({error}): pip install matplotlib") from error
+        return into.getvalue()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A file's scenarios, and every instance type for their work, the cheapest mean first. A notebook shows a table."""
+
+    stack: str
+    region: str
+    scenario: str  # whose work is compared
+    scenarios: tuple[Option, ...]  # of the file, in its order
+    options: tuple[Option, ...]  # ranked
+    frontier: Frontier
+    runnable: bool  # whether anything could be run in time
+
+    def _repr_html_(self) -> str:
+        edge = {id(each._row) for each in self.frontier.options}
+        able = [each for each in self.options if each.runnable]
+        rows = [
+            (
+                "*" if id(each._row) in edge else "", each.scenario, each.instance_type, each.capacity, each.gpus_used,
+                each.hours.p50, each.hours.p90, each.usd.p50, each.usd.p90, each.usd.mean,
+            )
+            for each in able[:SHOWN]
+            if each.usd and each.hours
+        ]  # fmt: skip
+        heads = ("", "work of", "type", "capacity", "GPUs", "h p50", "h p90", "USD p50", "USD p90", "USD mean")
+        more, other = max(0, len(able) - SHOWN), len(self.options) - len(able)
+        notes = [
+            "* nothing does the same work for fewer mean dollars in fewer hours by the wall.",
+            f"`options` has {more} more that can be run, and {other} that cannot, whose `why` says the reason.",
+        ]
+        return _html.table(f"{self.stack} in {self.region}: USD to finish", heads, rows, notes)
+
+
+def comparison_in_numbers(found: _comparison.Comparison) -> Comparison:
+    """The public form of a comparison."""
+    options = {id(row): _option(row) for row in (*found.listed, *found.rows)}
+    own = found.own_rows
+    return Comparison(
+        stack=found.definition.name,
+        region=found.definition.fleet.region,
+        scenario=found.scenario,
+        scenarios=_of(found.listed, options),
+        options=_of(found.rows, options),
+        frontier=Frontier(options=_of(found.own_frontier, options), title=found.title, _others=_of(own, options)),
+        runnable=found.runnable,
+    )
+
+
+def _of(rows: Sequence[Row], options: dict[int, Option]) -> tuple[Option, ...]:
+    return tuple(options[id(row)] for row in rows)
+
+
+def _option(row: Row) -> Option:
+    return Option(
+        scenario=row.scenario,
+        instance_type=row.type,
+        capacity=row.capacity,
+        region=row.region,
+        nodes=row.nodes,
+        gpus_used=row.ranks,
+        usd=None if row.usd is None else figures(row.usd),
+        hours=None if row.hours is None else figures(row.hours),
+        wall_hours=None if row.wall_hours is None else figures(row.wall_hours),
+        late=row.late,
+        over_limit=row.over_limit,
+        runnable=row.ranked,
+        measured=row.basis == "measured",
+        why=row.why or row.lost,
+        _row=row,
+    )

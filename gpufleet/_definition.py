@@ -1,0 +1,123 @@
+"""A definition: read from a file, or given as a mapping of its sections."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.definition.loader import STACK_NAME, find, load, project_root
+from infra.definition.model import StackDefinition
+from infra.definition.scenarios import scenario as one_scenario
+from infra.errors import GpufleetError
+from infra.inputs.archive import FOLDER
+from job import atomic
+
+Given = str | Path | Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Definition:
+    """A checked definition: one run, or one of its scenarios."""
+
+    name: str  # the file's, without .yaml
+    path: Path  # where it lies; of a mapping, where it was written
+    project: Path  # the folder that its inputs and prices are seen from
+    scenario: str  # empty: the file as it is
+    run: str  # run.id
+    owner: str
+    experiment: str  # the kind of job; `command` for a script of your own
+    region: str
+    zones: tuple[str, ...]
+    instance_types: tuple[str, ...]
+    capacity: str  # spot or on-demand
+    max_usd: float  # USD
+    max_hours: float  # billed node-hours
+    _definition: StackDefinition = field(repr=False, compare=False)
+
+
+def read(
+    given: Given | Definition, *, scenario: str, name: str, project: Path | str | None, now: datetime
+) -> Definition:
+    """The definition. Raises GpufleetError, DefinitionError with every problem of the file."""
+    if isinstance(given, Definition):
+        if not scenario or scenario == given.scenario:
+            return given
+        root, path = given.project, given.path
+    else:
+        root = folder_of(project)
+        path = file_of(given, root, name)
+    if scenario:
+        found = one_scenario(path, scenario, now=now, past_deadline=True, to_run=False)
+    else:
+        found = load(path, now=now, past_deadline=True)
+    return Definition(
+        name=found.name,
+        path=path,
+        project=root,
+        scenario=found.scenario,
+        run=found.run.id,
+        owner=found.run.owner,
+        experiment=found.job.experiment,
+        region=found.fleet.region,
+        zones=found.fleet.zones,
+        instance_types=found.fleet.instance_types,
+        capacity=found.fleet.capacity,
+        max_usd=float(found.limits.max_usd),
+        max_hours=float(found.limits.max_hours),
+        _definition=found,
+    )
+
+
+def folder_of(project: Path | str | None) -> Path:
+    """The project's folder: as given, or the nearest at or above the working folder that holds `stacks/`."""
+    return project_root(Path.cwd()) if project is None else Path(project)
+
+
+def file_of(given: Given, root: Path, name: str) -> Path:
+    """The file of a definition: a stack's name or a path as everywhere, or a mapping, which is written down as
+    .gpufleet/definitions/NAME.yaml of the project, where the commands find it by that path. Raises GpufleetError.
+    """
+    if not isinstance(given, Mapping):
+        return find(str(given), root)
+    if not STACK_NAME.fullmatch(name):
+        raise GpufleetError(
+            f"name={name!r}: a definition given as a mapping needs a name of 2 to 40 of a-z, 0-9 and inner hyphens,"
+            " starting with a letter; it names the bucket"
+        )
+    path = root / FOLDER / "definitions" / f"{name}.yaml"
+    content = as_yaml(given, f"# {name}: given by a program.\n").encode()
+    if not path.is_file() or path.read_bytes() != content:
+        atomic.write_bytes(path, content)
+    return path
+
+
+def as_yaml(mapping: Mapping[str, Any], heading: str = "") -> str:
+    """A mapping as a definition file has it: plain values, no aliases. Raises GpufleetError for what is no value of a
+    file.
+    """
+    try:
+        plain = json.loads(json.dumps(mapping, default=_plain))
+    except (TypeError, ValueError) as error:
+        raise GpufleetError(
+            f"a definition holds text, numbers, truth values, lists and sections alone: {error}"
+        ) from None
+    return heading + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Path) or re.fullmatch(r"-?[0-9.]+([eE][-+]?[0-9]+)?", str(value)):  # Decimal, NumPy's numbers
+        return str(value)
+    raise TypeError(f"{type(value).__name__} {value!r:.80}")

@@ -1,0 +1,88 @@
+"""Load, price, compare, read receipts."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gpufleet._bill import Bill, bill_in_numbers
+from gpufleet._compare import Comparison, comparison_in_numbers
+from gpufleet._definition import Definition, Given, folder_of, read
+from gpufleet._receipt import Receipt, receipt_in_numbers
+from infra.bill import limits
+from infra.bill.estimate import problems
+from infra.bill.project import bill_of
+from infra.catalog import load_catalog
+from infra.compare.comparison import compare_file
+from infra.errors import GpufleetError
+from infra.evidence import receipts as _receipts
+from infra.inputs.readiness import not_ready
+
+
+def load(definition: Given, *, scenario: str = "", name: str = "", project: Path | str | None = None) -> Definition:
+    """Reads and checks a definition: the name of a file in `stacks/`, a path, or a mapping of the file's sections.
+
+    `scenario`: this one of the file's. `name`: of a mapping, which is written to `.gpufleet/definitions/NAME.yaml` of
+    the project. `project`: the folder that holds `stacks/`, data, prices and receipts; None: the nearest at or above
+    the working folder that holds `stacks/`, else the working folder.
+
+    Raises DefinitionError, whose `problems` are all that is wrong, each with line, path and what is allowed;
+    GpufleetError where there is no such file or scenario.
+    """
+    return read(definition, scenario=scenario, name=name, project=project, now=datetime.now(UTC))
+
+
+def price(
+    definition: Given | Definition, *, scenario: str = "", name: str = "", project: Path | str | None = None
+) -> Bill:
+    """The bill of a run in USD and hours, on all that the project has measured. Arguments as for `load`.
+
+    A bill whose limits are too low is a bill too: its `problems` say so. Raises as `load`; DefinitionError where the
+    job fits no listed type or none has a price; GpufleetError for a scenario that ran elsewhere, and where a price is
+    missing.
+    """
+    now = datetime.now(UTC)
+    found = read(definition, scenario=scenario, name=name, project=project, now=now)
+    one, root = found._definition, found.project
+    if one.variant.reference:
+        raise GpufleetError(f"{one.name}, scenario {one.scenario}: ran elsewhere, so there is nothing to price")
+    missing = [] if one.variant.only_priced else not_ready(one, root)
+    bill = bill_of(one, root, load_catalog(root), not_ready=missing)
+    return bill_in_numbers(
+        bill,
+        warnings=limits.deadline_warnings(one, bill, now),
+        problems=[*problems(one, bill), *limits.deadline_problems(one, bill, now)],
+    )
+
+
+def compare(
+    definition: Given | Definition,
+    *,
+    scenario: str = "",
+    within_hours: float | None = None,
+    name: str = "",
+    project: Path | str | None = None,
+) -> Comparison:
+    """The file's scenarios and every instance type for their work, ranked by mean USD; `scenario`: for its work alone.
+    `within_hours`: hours from now by which it must end, in place of limits.deadline. The rest as for `load`.
+
+    Raises as `load`; GpufleetError for a scenario whose work cannot be taken to another type, and for a deadline that
+    has passed.
+    """
+    now = datetime.now(UTC)
+    found = read(definition, scenario="", name=name, project=project, now=now)
+    chosen = scenario or found.scenario or None
+    return comparison_in_numbers(compare_file(found.path, found.project, now=now, scenario=chosen, within=within_hours))
+
+
+def receipts(stack: str | None = None, *, project: Path | str | None = None) -> list[Receipt]:
+    """What every run of the project, or of one stack, cost against its bill: by stack, the oldest first.
+
+    Reads `receipts/` of the project, where `gpufleet results` keeps them. A file that is no receipt is left out, with a
+    warning that names it.
+    """
+    found, damaged = _receipts.read(folder_of(project), stack)
+    for sentence in damaged:
+        warnings.warn(sentence, stacklevel=2)
+    return [receipt_in_numbers(each) for each in found]

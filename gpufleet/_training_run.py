@@ -1,0 +1,130 @@
+"""A run as a component of a Pulumi program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pulumi
+
+from gpufleet._bill import Bill, bill_in_numbers
+from gpufleet._definition import Given, file_of
+from infra.errors import GpufleetError
+from infra.program import engine
+from job.text import printable
+
+TYPE = "gpufleet:index:TrainingRun"
+
+
+class TrainingRun(pulumi.ComponentResource):
+    """One definition's run: network, bucket, role, launch template and a fleet of one node, as `pulumi up` of gpufleet
+    itself declares them. Several may stand in one program, each with a definition of its own name.
+
+    The stack's Pulumi.yaml needs `options: {refresh: always}`: a run ends its own fleet.
+    """
+
+    fleet_id: pulumi.Output[str | None]
+    """The EC2 Fleet's id; None once the run is over."""
+    bucket: pulumi.Output[str]
+    """The bucket's name."""
+    run_prefix: pulumi.Output[str]
+    """Where all that the run saves lies: `s3://BUCKET/RUN/`."""
+    log_group: pulumi.Output[str]
+    """The log group's name."""
+    bill: Bill
+    """What it costs, in USD and hours; known at once, so that a program can decide by it."""
+
+    def __init__(
+        self,
+        name: str,
+        definition: Given,
+        *,
+        scenario: str = "",
+        project: Path | str | None = None,
+        vpc_id: pulumi.Input[str] | None = None,
+        subnets: Mapping[str, pulumi.Input[str]] | None = None,
+        permissions_boundary: pulumi.Input[str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        opts: pulumi.ResourceOptions | None = None,
+    ) -> None:
+        """`definition`: the path of a definition file, the name of one in `stacks/`, or a mapping of its sections,
+        which is then called `name`. `scenario`: this one of its scenarios. `project`: the folder from which its inputs
+        are seen; None: that of Pulumi.yaml.
+
+        `vpc_id` with `subnets` (ids by zone, one for each of `fleet.zones`), `permissions_boundary` (an ARN) and `tags`
+        come before or beside what the definition's `account` says; the first three may be outputs of other resources.
+
+        `opts` as for any component. A `provider` of AWS must be of the definition's region; without one the component
+        has its own, in that region.
+
+        Raises pulumi.RunError, which the engine shows without a traceback, before anything is declared: what is wrong
+        in the definition, the run id of an earlier run, limits below the bill, inputs that are not there.
+        """
+        engine.require()
+        root = Path(project) if project is not None else engine.root_directory()
+        try:
+            path = file_of(definition, root, name)
+            if path.is_relative_to(Path.cwd()):  # as further commands take it, on any machine
+                path = path.relative_to(Path.cwd())
+            was = engine.before((TYPE, name), path.stem)
+            plan = engine.planned(root, str(path), was, scenario=scenario, tags=tags)
+            _check_network(vpc_id, subnets, plan.definition.fleet.zones)
+        except GpufleetError as error:
+            raise pulumi.RunError(printable(f"{name}: {error}\nNothing of it was declared.")) from error
+        super().__init__(TYPE, name, None, opts)
+        engine.say(plan, root, self)
+
+        from infra.program.resources.declare import Surroundings, declare
+        from infra.program.resources.network import GivenVpc
+
+        given = self.get_provider("aws:ec2/fleet:Fleet")
+        if given is not None:
+            _check_region(given, plan.definition.fleet.region)
+        around = Surroundings(
+            prefix=f"{name}-",
+            opts=pulumi.ResourceOptions(parent=self, providers=None if given is None else [given]),
+            vpc=GivenVpc(id=vpc_id, subnets=subnets) if vpc_id is not None and subnets is not None else None,
+            permissions_boundary=permissions_boundary,
+        )
+        found = declare(plan, root, around)
+        run = plan.definition.run.id
+        self.bill = bill_in_numbers(plan.bill, warnings=plan.warnings)
+        self.fleet_id = pulumi.Output.from_input(found.fleet_id)
+        self.bucket, self.log_group = found.bucket, found.log_group
+        self.run_prefix = found.bucket.apply(lambda bucket: f"s3://{bucket}/{run}/")
+        outputs: dict[str, Any] = {
+            "fleet_id": self.fleet_id,
+            "bucket": self.bucket,
+            "run_prefix": self.run_prefix,
+            "log_group": self.log_group,
+            "bill": plan.numbers(),
+            "definition": plan.definition.name,
+            "region": plan.definition.fleet.region,
+            **plan.record(),
+        }
+        self.register_outputs(outputs)
+
+
+def _check_network(
+    vpc_id: pulumi.Input[str] | None, subnets: Mapping[str, pulumi.Input[str]] | None, zones: tuple[str, ...]
+) -> None:
+    """Raises GpufleetError."""
+    if (vpc_id is None) != (subnets is None):
+        raise GpufleetError("vpc_id and subnets belong together: give both, or neither for a network of its own")
+    if subnets is not None and set(subnets) != set(zones):
+        raise GpufleetError(
+            f"subnets: a subnet for each of fleet.zones, {', '.join(zones)}; given: {', '.join(subnets)}"
+        )
+
+
+def _check_region(provider: pulumi.ProviderResource, region: str) -> None:
+    """Fails the program where the provider is of another region."""
+
+    def check(given: str | None) -> None:
+        if given not in (None, region):
+            raise pulumi.RunError(f"the provider is of {given}, and fleet.region of the definition is {region}")
+
+    of_region = getattr(provider, "region", None)
+    if of_region is not None:
+        pulumi.Output.from_input(of_region).apply(check)

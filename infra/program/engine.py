@@ -1,0 +1,63 @@
+"""What a program asks the engine and tells it: this project's own, and the component in programs of others.
+
+Errors come before the first resource, the bill and its warnings into the engine's diagnostics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pulumi
+
+from infra.bill.table import render
+from infra.evidence.receipts import score
+from infra.program.plan import Plan, make
+from infra.program.previous import previous, previous_of_component
+from infra.program.run_guard import Previous
+from job.text import printable
+
+# Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire
+# by itself, which ends a run (Pulumi's change log).
+ENGINE = ">=3.226.0"
+OVER = "none: the run is over"  # where a fleet's id would stand
+
+
+def require() -> None:
+    """Raises where the engine is too old. The SDK's mocks are none."""
+    engine = pulumi.runtime.settings.get_engine()
+    if not isinstance(engine, pulumi.runtime.mocks.MockEngine) or hasattr(engine, "RequirePulumiVersion"):
+        pulumi.require_pulumi_version(ENGINE)
+
+
+def root_directory() -> Path:
+    """The folder of Pulumi.yaml."""
+    return Path(pulumi.runtime.get_root_directory())
+
+
+def before(component: tuple[str, str] | None = None, definition: str = "") -> Previous:
+    """What this Pulumi stack, or a `component` of it (type and name) that runs a `definition`, was before."""
+    stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
+
+    def invoke(token: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = pulumi.runtime.invoke(token, arguments).value or {}
+        return found
+
+    return previous_of_component(stack, *component, definition, invoke) if component else previous(stack, invoke)
+
+
+def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mapping[str, str] | None = None) -> Plan:
+    """The plan for now. Raises GpufleetError."""
+    preview = bool(pulumi.runtime.is_dry_run())
+    return make(root, name, now=datetime.now(UTC), previous=was, preview=preview, scenario=scenario, tags=tags)
+
+
+def say(plan: Plan, root: Path, resource: pulumi.Resource | None = None) -> None:
+    """The bill and what is to be warned of."""
+    cheaper = plan.cheaper.lines() if plan.cheaper else None
+    text = render(plan.bill, today=datetime.now(UTC).date(), accuracy=score(root), cheaper=cheaper)
+    pulumi.log.info(printable(text), resource)
+    for warning in plan.warnings:
+        pulumi.log.warn(printable(warning), resource)
