@@ -106,14 +106,16 @@ def comparison_in_numbers(found: _comparison.Comparison) -> Comparison:
         stack=found.definition.name,
         region=found.definition.fleet.region,
         scenario=found.scenario,
-        scenarios=_of(found.listed, options),
-        options=_of(found.rows, options),
-        frontier=Frontier(options=_of(found.own_frontier, options), title=found.title, _others=_of(own, options)),
+        scenarios=_options_of(found.listed, options),
+        options=_options_of(found.rows, options),
+        frontier=Frontier(
+            options=_options_of(found.own_frontier, options), title=found.title, _others=_options_of(own, options)
+        ),
         runnable=found.runnable,
     )
 
 
-def _of(rows: Sequence[Row], options: dict[int, Option]) -> tuple[Option, ...]:
+def _options_of(rows: Sequence[Row], options: dict[int, Option]) -> tuple[Option, ...]:
     return tuple(options[id(row)] for row in rows)
 
 

@@ -67,7 +67,7 @@ class TrainingRun(pulumi.ComponentResource):
             path = file_of(definition, root, name)
             if path.is_relative_to(Path.cwd()):  # as further commands take it, on any machine
                 path = path.relative_to(Path.cwd())
-            was = engine.before((TYPE, name), path.stem)
+            was = engine.last_update((TYPE, name), path.stem)
             plan = engine.planned(root, str(path), was, scenario=scenario, tags=tags)
             _check_network(vpc_id, subnets, plan.definition.fleet.zones)
         except GpufleetError as error:

@@ -16,7 +16,7 @@ SHOWN = 32  # tells the engine that the message is out, so that it adds none of 
 
 def main() -> None:
     engine.require()
-    was, root = engine.before(), engine.root_directory()
+    was, root = engine.last_update(), engine.root_directory()
     try:
         refuse_unread(pulumi.runtime.get_config_env(), pulumi.get_project())
         config = pulumi.Config()

@@ -44,12 +44,12 @@ class Comparison:
 
     @property
     def own_frontier(self) -> list[Row]:
-        """Of these."""
+        """What nothing of these beats in mean dollars and hours at once."""
         return ranking.frontier(self.own_rows)
 
     @property
     def title(self) -> str:
-        """Of a picture."""
+        """The heading of a picture."""
         return f"{self.definition.name}, {self.scenario}: cost against time in {self.definition.fleet.region}"
 
 

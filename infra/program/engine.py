@@ -37,7 +37,7 @@ def root_directory() -> Path:
     return Path(pulumi.runtime.get_root_directory())
 
 
-def before(component: tuple[str, str] | None = None, definition: str = "") -> Previous:
+def last_update(component: tuple[str, str] | None = None, definition: str = "") -> Previous:
     """What this Pulumi stack, or a `component` of it (type and name) that runs a `definition`, was before."""
     stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
 

@@ -37,8 +37,8 @@ def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = tim
 def previous_of_component(
     stack: str, type_: str, name: str, definition: str, invoke: Invoke, *, pause: Callable[[float], None] = time.sleep
 ) -> Previous:
-    """The same of a component in somebody's stack, whose own outputs tell what it was; its fleet and objects are those
-    tagged with the name of the `definition` that it ran, or runs now.
+    """What `previous` tells, for a component in somebody's stack: its own outputs say what it was; its fleet and
+    objects are those tagged with the name of the `definition` that it ran, or runs now.
     """
     there = _resources(stack, invoke, pause)
     own = [each["outputs"] for urn, each in there.items() if each["type"] == type_ and urn.split("::")[-1] == name]

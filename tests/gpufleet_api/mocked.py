@@ -16,7 +16,7 @@ from pulumi.runtime.stack import run_pulumi_func
 DECLARED: list[dict[str, Any]] = []
 
 
-class Monitor(mocks.MockMonitor):
+class RememberingMonitor(mocks.MockMonitor):
     """Remembers under which parent each resource was declared."""
 
     def RegisterResource(self, request: Any) -> Any:  # noqa: N802 - the protocol's name
@@ -27,7 +27,7 @@ class Monitor(mocks.MockMonitor):
         return super().RegisterResource(request)  # type: ignore[no-untyped-call]
 
 
-class Aws(mocks.Mocks):
+class AwsMocks(mocks.Mocks):
     def new_resource(self, args: mocks.MockResourceArgs) -> tuple[str, dict[str, Any]]:
         named = {"bucket": f"{args.name}-1234567", "name": args.name, "arn": f"arn:{args.name}", "latestVersion": 1}
         return f"{args.name}-id", {**named, **args.inputs}
@@ -40,8 +40,10 @@ def main(folder: str, mode: str) -> None:
     os.chdir(folder)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    aws = Aws()
-    pulumi.runtime.set_mocks(aws, project="platform", stack="dev", preview=mode == "preview", monitor=Monitor(aws))
+    aws = AwsMocks()
+    pulumi.runtime.set_mocks(
+        aws, project="platform", stack="dev", preview=mode == "preview", monitor=RememberingMonitor(aws)
+    )
     settings.SETTINGS.root_directory = folder
     error = ""
 

@@ -89,7 +89,7 @@ def test_what_is_wrong_comes_as_problems_with_their_paths(project: Path) -> None
     assert [each.path for each in refused.value.problems] == ["limits.max_usd", "limits.max_hour"]
     for wrong, said in ((set, "type"), ("nowhere", "there is no stack")):
         with pytest.raises(gpufleet.GpufleetError, match=said):
-            gpufleet.load({"run": wrong} if wrong is set else "nowhere", name="mine")  # type: ignore[arg-type]
+            gpufleet.load({"run": wrong} if wrong is set else "nowhere", name="mine")
     with pytest.raises(gpufleet.GpufleetError, match="needs a name"):
         gpufleet.load(SMALL)
     with pytest.raises(gpufleet.GpufleetError, match="has no scenario 'large'"):
@@ -116,7 +116,7 @@ def test_limits_that_are_too_low_are_problems_of_a_bill(project: Path) -> None:
     assert "limits.max_usd" in low.problems[0]
 
 
-class Tables(HTMLParser):
+class HtmlTables(HTMLParser):
     """The cells of all tables, row by row."""
 
     def __init__(self, html: str) -> None:
@@ -143,11 +143,11 @@ PLAIN = {"table", "caption", "thead", "tbody", "tr", "th", "td", "p"}
 
 def test_a_notebook_shows_bill_and_comparison_as_tables_and_the_frontier_as_a_picture(project: Path) -> None:
     bill, compared = gpufleet.price("mine"), gpufleet.compare("mine")
-    shown = Tables(bill._repr_html_())
+    shown = HtmlTables(bill._repr_html_())
     assert shown.tags == PLAIN
     assert len(shown.rows) == len(bill.lines) + 2
     assert shown.rows[-1][0].startswith("total = p50")
-    table = Tables(compared._repr_html_())
+    table = HtmlTables(compared._repr_html_())
     assert table.tags == PLAIN
     able = [each for each in compared.options if each.runnable]
     assert [row[2] for row in table.rows[1:]] == [each.instance_type for each in able][: len(table.rows) - 1]
@@ -200,5 +200,5 @@ def test_receipts_come_in_numbers_and_what_is_none_is_warned_of(project: Path) -
     html = one._repr_html_()
     assert evil not in html
     assert "&lt;script&gt;" in html
-    assert Tables(html).tags == PLAIN - {"p"}
+    assert HtmlTables(html).tags == PLAIN - {"p"}
     assert gpufleet.receipts("nothing") == []

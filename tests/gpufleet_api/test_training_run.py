@@ -41,7 +41,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return mocked(folder)
 
 
-def within(declared: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
+def resources_of(declared: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
     """The resources of one run, from its component down."""
     inside, found = {run}, []
     for _ in range(3):
@@ -52,7 +52,7 @@ def within(declared: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
 
 def test_each_run_of_the_example_has_all_of_its_resources_below_its_component(example: dict[str, Any]) -> None:
     assert example["error"] == ""
-    own = {run: within(example["declared"], run) for run in ("base", "faster")}
+    own = {run: resources_of(example["declared"], run) for run in ("base", "faster")}
     kinds = {run: {each["type"] for each in found} for run, found in own.items()}
     network = {"Vpc:Vpc", "Subnet:Subnet", "RouteTable:RouteTable", "InternetGateway:InternetGateway", "Route:Route"}
     short = {run: {kind.partition("/")[2] for kind in found} for run, found in kinds.items()}
@@ -67,7 +67,7 @@ def test_each_run_of_the_example_has_all_of_its_resources_below_its_component(ex
 
 def test_a_provider_that_is_given_is_used_and_else_there_is_one_of_the_region(example: dict[str, Any]) -> None:
     used = {
-        run: {name for each in within(example["declared"], run) for name in each["provider"]}
+        run: {name for each in resources_of(example["declared"], run) for name in each["provider"]}
         for run in ("base", "faster")
     }
     assert used == {"base": {"ohio"}, "faster": {"faster-aws"}}
@@ -75,7 +75,7 @@ def test_a_provider_that_is_given_is_used_and_else_there_is_one_of_the_region(ex
 
 def test_tags_of_the_program_are_on_every_tagged_resource_of_that_run_alone(example: dict[str, Any]) -> None:
     for run, tag in (("base", "1234"), ("faster", None)):
-        tagged = [each["tags"] for each in within(example["declared"], run) if each["tags"]]
+        tagged = [each["tags"] for each in resources_of(example["declared"], run) if each["tags"]]
         assert len(tagged) > 5
         assert {each.get("CostCenter") for each in tagged} == {tag}
 

@@ -28,7 +28,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Declared:
+class DeclaredRun:
     """What has been declared, for outputs."""
 
     bucket: pulumi.Output[str]
@@ -36,7 +36,7 @@ class Declared:
     fleet_id: pulumi.Output[str] | None  # None: the run is over
 
 
-def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> Declared:
+def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> DeclaredRun:
     """The resources. `root`: the project's folder."""
     definition, verdict, prefix = plan.definition, plan.verdict, around.prefix
     options = _with_provider(around, definition.fleet.region)
@@ -71,7 +71,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         depends_on=[*network.ready, *storage.ready, *identity.ready],
         opts=options,
     )
-    return Declared(
+    return DeclaredRun(
         bucket=storage.bucket.bucket,
         log_group=identity.log_group.name,
         fleet_id=fleet.fleet.id if fleet.fleet else None,
