@@ -50,20 +50,20 @@ def stand_in(definition: StackDefinition, tree: Mapping, folder: Path) -> Mappin
         "device": "cpu",
     }
     kept = {"every": {"steps": told["every"]}}
-    bare = _without(tree, "job", "code", "setup", "resume", "progress", "work")
-    bare = _without(bare, "job.checkpoint", "every")
+    bare = _drop_keys(tree, "job", "code", "setup", "resume", "progress", "work")
+    bare = _drop_keys(bare, "job.checkpoint", "every")
     overlay = {"job": {**job, "checkpoint": kept}, "estimate": {"step_ms": [round(pace_s * 1000)]}}
     found = merge(bare, read(json.dumps(overlay)))
     assert isinstance(found, Mapping)
     return found
 
 
-def _without(tree: Mapping, path: str, *keys: str) -> Mapping:
+def _drop_keys(tree: Mapping, path: str, *keys: str) -> Mapping:
     """The tree without these keys of the section at `path`."""
     first, _, rest = path.partition(".")
     section = tree.entries.get(first)
     if not isinstance(section, Mapping):
         return tree
     entries = {key: node for key, node in section.entries.items() if key not in keys}
-    changed = _without(section, rest, *keys) if rest else replace(section, entries=entries)
+    changed = _drop_keys(section, rest, *keys) if rest else replace(section, entries=entries)
     return replace(tree, entries={**tree.entries, first: changed})
