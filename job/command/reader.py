@@ -197,10 +197,12 @@ class StepReader:
 
     def saved(self, save: Save, written: float) -> None:
         """Adds a save to those that a line of metrics tells: once a step has been told after `written`, which shows how
-        long the command stood still for it.
+        long the command stood still for it. Where nothing has told its step, the save itself does.
         """
         with self._lock:
             self._saves.append((save, written))
+        if self.first is None or save.step > self.step:
+            self.take({"step": save.step}, written)
 
     def line(self, text: str, at: float) -> None:
         """One that the command has printed."""

@@ -12,6 +12,7 @@ import pytest
 from job import atomic
 from job.command.given import blanked
 from job.command.reader import Metrics, Output, StepReader
+from job.contract.metrics import Save
 from job.spec.command import FORMATS
 
 STEP = r"^step (?P<step>\d+)( loss (?P<loss>[\d.]+))?( val (?P<val>[\d.]+))?( of (?P<total>\d+))?"
@@ -170,3 +171,34 @@ def test_the_value_of_a_secret_is_blanked(tmp_path: Path, secret: str, printed: 
     reading.take(printed)
     assert reading.shown[0] == shown
     assert all(secret not in line for line in reading.output.last if len(secret) >= 8)
+
+
+def test_where_nothing_tells_a_step_the_checkpoints_do(tmp_path: Path) -> None:
+    reading = Reading(tmp_path)
+    for step in (200, 400):
+        reading.take(b"a bar that is drawn for nobody\n")
+        reading.progress.saved(Save(step=step, reason="timed", bytes=7, blocked_s=0.0), reading.now)
+    reading.progress.flush()
+    assert (reading.progress.first, reading.progress.step) == (200, 400)
+    assert [record["step"] for record in reading.records()][-1] == 400
+    reading.take(b"step 410\n")
+    reading.progress.saved(Save(step=405, reason="timed", bytes=7, blocked_s=0.0), reading.now)
+    assert reading.progress.step == 410
+    assert not reading.notes
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (
+            ["Traceback", "ValueError: no GPUs found!", "torch.elastic.ChildFailedError:", "===="],
+            "ValueError: no GPUs found!",
+        ),
+        (["[rank0]: RuntimeError: no driver"], "[rank0]: RuntimeError: no driver"),
+        (["loss 2.1 Error rate 0.3: fine"], ""),
+    ],
+)
+def test_the_commands_own_exception_is_kept_and_not_its_launchers(tmp_path: Path, lines: list[str], error: str) -> None:
+    reading = Reading(tmp_path)
+    reading.take("".join(f"{line}\n" for line in lines).encode())
+    assert reading.output.error == error
