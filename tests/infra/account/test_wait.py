@@ -184,7 +184,7 @@ def test_what_aws_said_stands_last_and_what_cannot_pass_ends_the_wait_at_once(
     cloud.no_capacity()
     fleet.history.append(Event(cloud.clock.now(), "error", "launchSpecTemporarilyBlacklisted", described))
     started = cloud.clock.now()
-    code, said = waited(cloud, stack, timeout_s=1800)
+    code, said = waited(cloud, stack, timeout_s=90)
     assert code == 1
     assert ((cloud.clock.now() - started).total_seconds() < 1) is at_once
     assert any(last in line for line in said.splitlines()[-4:])
@@ -322,7 +322,7 @@ def test_an_expired_fleet_is_not_waited_for_whatever_state_aws_shows_it_in(
     cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification=capacities)
     assert isinstance(cloud.clock, ManualClock)
     advance(cloud, (EXPIRES - cloud.clock.now()).total_seconds())
-    code, said = waited(cloud, stack, timeout_s=1800)
+    code, said = waited(cloud, stack, timeout_s=90)
     assert code == 1
     assert "it launches nothing more." in said
     assert "waiting for fleet" not in said
