@@ -13,7 +13,8 @@ SOURCES = [
     for name in ("gpufleet", "infra", "job", "rehearsal", "bench", "policy")
     for path in (ROOT / name).rglob("*.py")
 ]
-TESTS = [path for path in (ROOT / "tests").rglob("*.py") if not {"sixth", "own_code", "scripts"} & set(path.parts)]  # users' code
+USERS = {"sixth", "own_code", "scripts"}  # folders of what stands for their code
+TESTS = [path for path in (ROOT / "tests").rglob("*.py") if not USERS & set(path.parts)]
 VAGUE = (
     "about above across after again alone along already also among apart around as aside at away before behind below "
     "beneath beside besides between beyond by down during else except for from here hereby in inside instead into "
