@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from infra.catalog import load_catalog
 from infra.definition.loader import STACK_NAME, find, load, project_root
 from infra.definition.model import StackDefinition
 from infra.definition.scenarios import scenario as one_scenario
@@ -56,7 +57,7 @@ def read(
     if scenario:
         found = one_scenario(path, scenario, now=now, past_deadline=True, to_run=False)
     else:
-        found = load(path, now=now, past_deadline=True)
+        found = load(path, now=now, past_deadline=True, catalog=load_catalog(root))
     return Definition(
         name=found.name,
         path=path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from rehearsal import provider
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Pulumi, Result, settings
+from rehearsal.environment import scratch
 
 EXAMPLE = ROOT / "examples" / "program"
 
@@ -97,56 +99,73 @@ def test_the_policy_pack_finds_the_run_of_each_component(example: dict[str, Any]
 
 
 PROGRAM = """\
-import gpufleet, pulumi, yaml
-definition = yaml.safe_load(open("training.yaml"))
-{before}
-run = gpufleet.TrainingRun("one", definition{arguments})
-pulumi.export("boundary", None)
+import copy, gpufleet, pulumi, yaml
+file = yaml.safe_load(open("training.yaml"))
+said = []
+for before, arguments in {cases!r}:
+    definition = copy.deepcopy(file)
+    try:
+        exec(before)
+        eval(f"gpufleet.TrainingRun('one', definition{{arguments}})")
+    except pulumi.RunError as error:
+        said.append(str(error))
+pulumi.export("said", said)
 """
 
 
-def small(tmp_path: Path, before: str = "", arguments: str = "", mode: str = "preview") -> dict[str, Any]:
+def small(tmp_path: Path, *cases: tuple[str, str]) -> dict[str, Any]:
+    """What a program with these runs, the example's otherwise, declares in a preview; `said` are its refusals."""
     folder = tmp_path / "program"
     shutil.copytree(EXAMPLE, folder)
-    (folder / "__main__.py").write_text(PROGRAM.format(before=before, arguments=arguments))
-    return mocked(folder, mode)
+    (folder / "__main__.py").write_text(PROGRAM.format(cases=cases))
+    return mocked(folder)
 
 
-@pytest.mark.parametrize(
-    ("before", "arguments", "said"),
-    [
-        ("definition['limits']['max_usd'] = 0.01", "", "limits.max_usd: '0.01' is not accepted"),
-        ("definition['fleet']['region'] = 'us-east-9'", "", "fleet.region: 'us-east-9'"),
-        ("definition['job']['code'] = {'folder': 'nowhere'}", "", "nowhere"),
-        ("definition = 'nothing.yaml'", "", "there is no file nothing.yaml"),
-        ("definition['run']['id'] = print", "", "a definition holds text, numbers"),
-        ("", ", scenario='large'", "has no scenario 'large'"),
-        ("", ", tags={'aws:cost': '1'}", "account.tags.aws:cost"),
-        ("", ", vpc_id='vpc-1'", "vpc_id and subnets belong together"),
-        ("", ", vpc_id='vpc-1', subnets={'us-east-2a': 'subnet-1'}", "a subnet for each of fleet.zones"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_is_declared(
-    before: str, arguments: str, said: str, tmp_path: Path
-) -> None:
-    found = small(tmp_path, before, arguments, mode="up" if "nowhere" in before else "preview")
-    assert found["error"].startswith("one: ")
-    assert said in found["error"]
-    assert "Nothing of it was declared." in found["error"]
+# What is done before, further arguments, what is said.
+REFUSED = [
+    ("definition['limits']['max_usd'] = 0.01", "", "limits.max_usd: '0.01' is not accepted"),
+    ("definition['fleet']['region'] = 'us-east-9'", "", "fleet.region: 'us-east-9'"),
+    ("definition = 'nothing.yaml'", "", "there is no file nothing.yaml"),
+    ("definition['run']['id'] = print", "", "a definition holds text, numbers"),
+    ("", ", scenario='large'", "has no scenario 'large'"),
+    ("", ", tags={'aws:cost': '1'}", "account.tags.aws:cost"),
+    ("", ", tags={'note': '<b>'}", "account.tags.note: '<b>' is not accepted"),
+    ("", ", vpc_id='vpc-1'", "vpc_id and subnets belong together"),
+    ("", ", vpc_id='vpc-1', subnets={'us-east-2a': 'subnet-1'}", "a subnet for each of fleet.zones"),
+]
+
+
+def test_what_is_wrong_is_said_before_anything_is_declared(tmp_path: Path) -> None:
+    found = small(tmp_path, *((before, arguments) for before, arguments, _ in REFUSED))
+    assert found["error"] == ""
+    assert len(found["outputs"]["said"]) == len(REFUSED)
+    for (*_, words), said in zip(REFUSED, found["outputs"]["said"], strict=True):
+        assert said.startswith("one: ")
+        assert words in said
+        assert said.endswith("Nothing of it was declared.")
     assert [each["type"] for each in found["declared"]] == ["pulumi:pulumi:Stack"]
+
+
+def test_an_up_without_pins_is_refused_and_says_what_is_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "program"
+    shutil.copytree(EXAMPLE, folder)
+    (folder / "__main__.py").write_text("import gpufleet; gpufleet.TrainingRun('one', 'training.yaml')")
+    found = mocked(folder, "up")
+    assert "training.yaml: not ready for up" in found["error"]
+    assert "gpufleet doctor training.yaml --pin" in found["error"]
 
 
 def test_a_boundary_of_the_program_comes_before_the_file_s(tmp_path: Path) -> None:
     arn = "arn:aws:iam::111122223333:policy/"
     before = f"definition['account'] = {{'permissions_boundary': '{arn}file'}}"
-    found = small(tmp_path, before, f", permissions_boundary=pulumi.Output.from_input('{arn}program')")
-    assert found["error"] == ""
+    found = small(tmp_path, (before, f", permissions_boundary=pulumi.Output.from_input('{arn}program')"))
+    assert (found["error"], found["outputs"]["said"]) == ("", [])
     assert {each["boundary"] for each in found["declared"] if each["type"] == "aws:iam/role:Role"} == {f"{arn}program"}
 
 
 def test_a_provider_of_another_region_is_refused(tmp_path: Path) -> None:
     before = "import pulumi_aws as aws\nwest = aws.Provider('west', region='us-west-2')"
-    found = small(tmp_path, before, ", opts=pulumi.ResourceOptions(provider=west)")
+    found = small(tmp_path, (before, ", opts=pulumi.ResourceOptions(provider=west)"))
     assert "the provider is of us-west-2, and fleet.region of the definition is us-east-2" in found["error"]
 
 
@@ -154,6 +173,17 @@ def test_a_provider_of_another_region_is_refused(tmp_path: Path) -> None:
 
 REAL = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 FLEET = "aws:ec2/fleet:Fleet"
+STAMPING = """
+def stamp(args):
+    if args.type_ != "aws:s3/bucket:Bucket":
+        return None
+    tags = {**args.props["tags"], "Stamped": args.name}
+    return pulumi.ResourceTransformResult({**args.props, "tags": tags}, args.opts)
+
+
+STAMPED = pulumi.ResourceOptions(transforms=[stamp])
+
+"""
 
 
 def deleted_fleets(result: Result) -> set[str]:
@@ -169,20 +199,32 @@ def test_two_runs_of_a_program_live_beside_its_resources_and_one_goes_alone(tmp_
     (folder / "Pulumi.yaml").write_text(yaml.safe_dump(project))
     file = folder / "training.yaml"
     pin(file, ami=AMI, image=IMAGE, supervisor_image=IMAGE)
+    edit(folder / "__main__.py", '("faster", definition)', '("faster", definition, opts=STAMPED)')
+    edit(folder / "__main__.py", "# A definition from a file", STAMPING + "# A definition from a file")
     clock = ManualClock(datetime.now(UTC).replace(microsecond=0) - timedelta(minutes=5))
     with Cloud(tmp_path / "cloud", clock=clock) as cloud:
         environment = {**cloud.environment(), "PYTHONPATH": str(ROOT)}
         with provider.serve(environment) as port:
             engine = Pulumi(folder, {**environment, **settings(folder, port)}, "dev", lambda line: None)
+            cloud.deny("CreateFleet")
+            assert "CreateFleet" in engine.up().text
+            cloud.allow("CreateFleet")
+            edit(file, "max_hours: 4", "max_hours: 5")  # nothing has begun under r1, so its settings may still change
             created = engine.up()
             assert created.ok, created.text
+            stamped = re.findall('"Stamped": "(.*?)"', engine._run(["pulumi", "stack", "export", "--stack", "dev"]))
+            assert set(stamped) == {"gpufleet-faster"}
             outputs = engine.outputs()
             fleets = {name: outputs[name]["fleet"] for name in ("training", "faster")}
             assert len({each for each in fleets.values() if each.startswith("fleet-")}) == 2
+            for name, path in (("training", "training.yaml"), ("faster", ".gpufleet/definitions/faster.yaml")):
+                asked = [sys.executable, "-m", "infra.cli", "status", path]
+                told = subprocess.run(asked, cwd=folder, env=scratch(environment), capture_output=True, text=True)
+                assert fleets[name] in told.stdout, told
             again = engine.up()
             assert set(again.changes) == {"same"}, again.text
 
-            edit(file, "max_hours: 4", "max_hours: 3")
+            edit(file, "max_hours: 5", "max_hours: 3")
             other = engine.preview()
             assert not other.ok
             assert "Run r1 already exists with other settings" in other.diagnostics

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from infra.program import previous
+from infra.program.run_guard import Previous
 
 ANSWERS: dict[str, Mapping[str, Any]] = {
     "pulumi:pulumi:readStackOutputs": {"outputs": {"run": {"id": "r1"}}},
@@ -68,3 +69,28 @@ def test_any_other_refusal_is_passed_on_at_once() -> None:
     with pytest.raises(Exception, match="access denied"):
         previous.previous("org/gpufleet/growth", engine, pause=lambda seconds: None)
     assert engine.asked == 1
+
+
+def test_a_component_is_what_its_own_outputs_and_tags_say() -> None:
+    kind, fleet, stored = "gpufleet:index:TrainingRun", previous.FLEET, "aws:s3/bucketObjectv2:BucketObjectv2"
+
+    def tagged(stack: str, **more: str) -> dict[str, Any]:
+        return {"tags": {"gpufleet:stack": stack, "gpufleet:run": "r1"}, **more}
+
+    outputs = {"run": {"id": "r1"}, "definition": "mine", "region": "us-east-2"}
+    there = {
+        "urn:pulumi:dev::p::gpufleet:index:TrainingRun::one": {"type": kind, "outputs": outputs},
+        "urn:pulumi:dev::p::gpufleet:index:TrainingRun::two": {"type": kind, "outputs": {"definition": "other"}},
+        "a": {"type": fleet, "outputs": tagged("mine")},
+        "b": {"type": fleet, "outputs": {"tags": {"gpufleet:stack": "other", "gpufleet:run": "r7"}}},
+        "c": {"type": stored, "outputs": tagged("mine", key="r1/run.json")},
+        "d": {"type": stored, "outputs": tagged("other", key="r7/run.json")},
+        "e": {"type": "other:index:Thing", "outputs": {}},
+    }
+    found = previous.previous_of_component("s", kind, "one", "renamed", lambda token, _: {"outputs": there})
+    assert found == Previous(
+        outputs=outputs, fleets=frozenset({"r1"}), objects=frozenset({"r1/run.json"}), region="us-east-2"
+    )
+    nothing = previous.previous_of_component("s", kind, "three", "third", lambda token, _: {"outputs": there})
+    assert nothing == Previous(outputs={})
+    assert previous.previous_of_component("s", kind, "one", "mine", lambda token, _: {}) == Previous(outputs={})
