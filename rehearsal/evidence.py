@@ -76,10 +76,13 @@ class Resumption:
     told_step: int | None  # the first one that the next node has logged
     asked_step: int  # that had been logged when the interruption came
 
-    @property
-    def saved(self) -> bool:
-        """Whether what the next node goes on from was saved after the interruption had come."""
-        return self.resumed_step >= self.asked_step > 0
+    def saved(self, every: int | None) -> bool | None:
+        """Whether what the next node goes on from was saved because the interruption had come; None: it may have been
+        one of the saves that come every so many steps.
+        """
+        if self.resumed_step < self.asked_step:
+            return False
+        return None if every and self.resumed_step % every == 0 else True
 
     @property
     def lost(self) -> int:
@@ -136,7 +139,7 @@ class Evidence:
                     resumed_step=taken.resumed_step,
                     started_s=None if taken.started_s is None else float(taken.started_s),
                     told_step=after.first_step,
-                    asked_step=before.interrupted.step,
+                    asked_step=before.interrupted_at,
                 )
             )
         return found
@@ -203,8 +206,9 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
     if resumption.kind == "notice" and config.saves_on_notice:
         yield Promise(name="steps lost on a handled notice", figure=figure, held=resumption.lost == 0)
     elif resumption.kind == "notice":
-        saved = "saved" if resumption.saved else "not saved"
-        yield Promise(name="steps repeated after a notice", figure=f"{figure}, {saved} on the signal", held=reached)
+        saved = {True: "saved on the signal", False: "not saved on the signal", None: "saved as usual"}
+        said = saved[resumption.saved(config.steps_between_saves())]
+        yield Promise(name="steps repeated after a notice", figure=f"{figure}, {said}", held=reached)
     else:
         every = config.steps_between_saves()
         figure += f", saves every {every} steps" if every else ""

@@ -73,19 +73,19 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
     yield Promise(name="outputs", figure=counted(len(left), "file"), held=True)
     yield from _secrets(rehearsal)
-    if not rehearsal.stand_in and (saves := signalled(evidence)) is not None:
-        yield Promise(name="saves on the signal of a notice", figure=_advice(evidence, saves), held=True)
+    every = config.steps_between_saves()
+    told = [each.saved(every) for each in evidence.resumptions() if each.kind == "notice"]
+    if told and not rehearsal.stand_in:
+        yield Promise(name="saves on the signal of a notice", figure=advice(told, config.saves_on_notice), held=True)
 
 
-def signalled(evidence: Evidence) -> bool | None:
-    """Whether it saved each time that it was told of a notice; None: it never was."""
-    told = [each.saved for each in evidence.resumptions() if each.kind == "notice"]
-    return all(told) if told else None
-
-
-def _advice(evidence: Evidence, saves: bool) -> str:
-    """What the file should say of it."""
-    declared = evidence.rehearsal.definition.job.parameters.saves_on_notice
+def advice(told: list[bool | None], declared: bool) -> str:
+    """What the file should say of whether it saves. `told`: at each notice, as Resumption.saved has it."""
+    if None in told:
+        return (
+            "not shown: a save came then as it does every so many steps; another rehearsal.interruptions.seed may show"
+        )
+    saves = all(told)
     found = "it did" if saves else "it did not"
     if saves == declared:
         return f"{found}, as the bill has it"

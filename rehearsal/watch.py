@@ -108,6 +108,7 @@ class NodeView:
     seen: bool = False  # its supervisor has read the notice
     ended: bool = False
     interrupted: Planned | None = None
+    interrupted_at: int = 0  # the last step that it had logged then
     held_until: float | None = None  # time.monotonic() at which its trainer goes on at the latest
 
     @property
@@ -226,7 +227,7 @@ class Watch:
         return lines - (view.stage_lines or 0)
 
     def _interrupt(self, view: NodeView, planned: Planned) -> None:
-        view.interrupted = planned
+        view.interrupted, view.interrupted_at = planned, view.last_step
         instance = view.node.instance
         where = {
             "step": f"at step {view.last_step}",

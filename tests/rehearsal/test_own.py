@@ -18,6 +18,7 @@ from infra.errors import GpufleetError
 from infra.inputs.code import programs
 from job.contract import environment
 from rehearsal import own, plumbing
+from rehearsal.evidence import Resumption
 
 TEXT = """
 run: {id: r1, owner: you}
@@ -135,3 +136,23 @@ def test_nothing_stands_in_for_a_ready_made_job(tmp_path: Path) -> None:
     found = load(ROOT / "stacks" / "two-tower.yaml", now=datetime.now(UTC))
     with pytest.raises(GpufleetError, match="--plumbing"):
         rehearsal_text(found.source, ROOT, changed=lambda tree: plumbing.stand_in(found, tree, tmp_path / "x"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "resumed", "every", "saved"),
+    [(236, 200, 200, False), (66, 73, 50, True), (600, 800, 200, None), (30, 30, None, True), (40, 0, 50, False)],
+)
+def test_a_save_that_comes_anyway_is_not_taken_for_one_on_the_signal(
+    asked: int, resumed: int, every: int | None, saved: bool | None
+) -> None:
+    each = Resumption(
+        kind="notice", last_step=asked, resumed_step=resumed, started_s=None, told_step=None, asked_step=asked
+    )
+    assert each.saved(every) is saved
+
+
+def test_the_file_is_told_what_was_found_out() -> None:
+    assert own.advice([True], declared=False) == "it did: write job.stop.saves: true, and the bill counts on it"
+    assert own.advice([True, False], declared=True).startswith("it did not: write job.stop.saves: false")
+    assert own.advice([False], declared=False) == "it did not, as the bill has it"
+    assert own.advice([None], declared=False).startswith("not shown")

@@ -34,6 +34,7 @@ class CheckedWorld:
                 node=SimpleNamespace(instance=SimpleNamespace(id=name)),
                 interrupted=kind,
                 first_step=1,
+                interrupted_at=last,
                 last_step=last,
             )
             for name, kind, last in zip(NODES, kinds, (30, 50, 90), strict=True)

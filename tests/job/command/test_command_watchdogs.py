@@ -10,7 +10,7 @@ import pytest
 from job.command.watchdogs import Gpus, StartWatch
 
 
-class Watched:
+class WatchedStart:
     """A start that is watched on a clock of its own, at one dollar an hour."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, every_s: float | None = 600.0) -> None:
@@ -45,7 +45,7 @@ class Watched:
 def test_gpus_that_nobody_uses_are_told_once_with_what_they_have_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = Watched(tmp_path, monkeypatch)
+    watched = WatchedStart(tmp_path, monkeypatch)
     watched.gpus.see(0.0)
     alive = {"committed_at": True, "step_at": True, "output_at": True}
     watched.minutes(29, **alive)
@@ -64,7 +64,7 @@ def test_gpus_that_nobody_uses_are_told_once_with_what_they_have_cost(
 def test_checkpoints_that_do_not_come_are_told_and_end_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_s: float | None, minutes: int
 ) -> None:
-    watched = Watched(tmp_path, monkeypatch, every_s)
+    watched = WatchedStart(tmp_path, monkeypatch, every_s)
     assert watched.minutes(minutes - 1, step_at=True, output_at=True) == ""
     assert not watched.said
     assert watched.minutes(60, step_at=True, output_at=True) == ""
@@ -75,10 +75,10 @@ def test_checkpoints_that_do_not_come_are_told_and_end_nothing(
 def test_a_silent_command_is_stuck_unless_a_gpu_works_or_a_file_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silent = Watched(tmp_path, monkeypatch)
+    silent = WatchedStart(tmp_path, monkeypatch)
     silent.gpus.see(0.0)
     assert "no output, no step, no file for 30 min, and no GPU used" in silent.minutes(60)
-    busy = Watched(tmp_path, monkeypatch)
+    busy = WatchedStart(tmp_path, monkeypatch)
     for _ in range(90):
         busy.gpus.see(70.0)
         assert busy.minutes(1) == ""

@@ -11,7 +11,7 @@ class Data:
     examples: int = 2000
 
 
-class Rows(torch.utils.data.Dataset):
+class MadeRows(torch.utils.data.Dataset):
     def __init__(self, count):
         self.rows = torch.randint(0, 200, (count, 64), generator=torch.Generator().manual_seed(0))
 
@@ -24,6 +24,6 @@ class Rows(torch.utils.data.Dataset):
 
 data, args = HfArgumentParser((Data, TrainingArguments)).parse_args_into_dataclasses()
 model = GPT2LMHeadModel(GPT2Config(vocab_size=200, n_positions=64, n_embd=128, n_layer=4, n_head=4))
-trainer = Trainer(model=model, args=args, train_dataset=Rows(data.examples))
+trainer = Trainer(model=model, args=args, train_dataset=MadeRows(data.examples))
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 trainer.save_model(f"{args.output_dir}/final")
