@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import yaml
 from repository import ROOT
@@ -10,6 +11,7 @@ from repository import ROOT
 from infra.definition.selected import DEFINITION, SCENARIO
 
 PROJECT = yaml.safe_load((ROOT / "Pulumi.yaml").read_text())
+PINNED = set(re.findall(r"(?m)^([\w.-]+)==", (ROOT / "constraints.txt").read_text()))
 
 
 def test_the_schema_names_the_settings_that_are_read_and_needs_none_of_them() -> None:
@@ -22,7 +24,13 @@ def test_pulumi_install_finds_the_program_s_requirements_pinned_and_without_pyto
     lines = (ROOT / PROJECT["main"] / "requirements.txt").read_text().splitlines()
     options = [line for line in lines if line.startswith("-")]
     names = {line for line in lines if line and not line.startswith(("#", "-"))}
-    pinned = set(re.findall(r"(?m)^([\w.-]+)==", (ROOT / "constraints.txt").read_text()))
     assert options == ["-c ../constraints.txt", "-e .."]
-    assert names <= pinned
+    assert names <= PINNED
     assert "torch" not in names
+
+
+def test_what_any_extra_names_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    pinned = {name.lower().replace("_", "-") for name in PINNED}
+    assert {re.split(r"[\[;]", each)[0].lower() for each in named} <= pinned
