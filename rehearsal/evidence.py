@@ -244,7 +244,10 @@ def _steps(evidence: Evidence, last: int) -> Promise:
         held = last == max(watch.manifests, default=0) <= total
         done = sum(evidence.steps_done().values())
         return Promise(name="steps", figure=f"{done} of at most {total}, it may stop early", held=held)
-    return Promise(name="steps", figure=f"{last} of {total}", held=last == total)
+    figure = f"{last} of {total}"
+    if last != total and not evidence.rehearsal.definition.job.parameters.start_includes_torch:
+        figure += ": rehearsal.job.work.steps must say what rehearsal.job.command does"
+    return Promise(name="steps", figure=figure, held=last == total)
 
 
 def _passed(boundary: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from botocore.exceptions import ClientError
 
 from infra.definition.model import StackDefinition
-from job.contract import environment
+from job.contract import environment, metrics
 from job.contract.workdir import FINAL
 from job.text import counted
 from rehearsal.evidence import Evidence, Promise, Rehearsal
@@ -65,7 +65,9 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     yield Promise(name="lines that tell its step", figure=str(lines), held=lines >= 2)
     assert rehearsal.watch is not None
     published = sorted(rehearsal.watch.manifests)
-    yield Promise(name="whole checkpoints in the bucket", figure=_few(published), held=bool(published))
+    sizes = [save.bytes for line in evidence.metrics for save in metrics.saves(line)]
+    size = f", {max(sizes) / 1e6:.1f} MB (job.checkpoint.size_gb: {max(sizes) / 1e9:.2g})" if sizes else ""
+    yield Promise(name="whole checkpoints in the bucket", figure=_few(published) + size, held=bool(published))
     after = listing(definition, rehearsal.root)
     changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
     figure = f"{counted(len(after), 'file')}, untouched" if not changed else ", ".join(changed[:5])

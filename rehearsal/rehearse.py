@@ -298,7 +298,7 @@ def _missed(rehearsal: Rehearsal, watch: Watch) -> str:
     kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
     done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
     if done.reason in FAILURES:
-        return f"the run failed before it could be interrupted ({missed}): {done.detail}"
+        return f"the run failed, before the interruptions that were still to come ({missed}): {done.detail}"
     view = next(iter(watch.views.values()))
     began, ended = view.first_step_at, view.node.instance.ended_at
     seconds = (ended - began).total_seconds() if began and ended else 0.0

@@ -43,7 +43,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
     lines = [
         *filter(None, [modeline]),
         f"# {name}: {found.script or typed}, on rented GPUs.",
-        "# Written by `gpufleet new`; lines marked CHECK are yours to decide. All keys: docs/own-training.md.",
+        "# Written by `gpufleet new`; lines marked CHECK are yours to decide. All keys: docs/definition.md.",
         "",
         "run:",
         "  id: r1            # a new id is a new fleet on the same bucket",

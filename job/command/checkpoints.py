@@ -98,14 +98,12 @@ class CommandCheckpoints:
         """
         self._settle()
         self._before = set()
-        found = [each for path in sorted(self._kept.glob(STEPS)) if (each := commit.read(path)) is not None]
-        newest = max(found, key=lambda each: each.step, default=None)
+        newest = self._newest()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._watched, self._done, self.newest = {}, {}, -1
         if newest is not None:
-            for name, _ in newest.files:
-                copy(self._kept / newest.folder / name, self.folder / name.removeprefix(f"{FILES}/"))
+            self.copy_newest(self.folder)
             own = {name.removeprefix(f"{FILES}/"): size for name, size in newest.files}
             self.names.learn(
                 {name: size for name, size in own.items() if name not in self._companion_files(newest.step)}
@@ -115,6 +113,16 @@ class CommandCheckpoints:
         give_to_everybody(self.folder)
         self.committed_at = self._clock()
         return newest
+
+    def _newest(self) -> Commit | None:
+        found = [each for path in sorted(self._kept.glob(STEPS)) if (each := commit.read(path)) is not None]
+        return max(found, key=lambda each: each.step, default=None)
+
+    def copy_newest(self, target: Path) -> None:
+        """The files of the newest commit, where there is one, as the command had named them. Raises OSError."""
+        if (newest := self._newest()) is not None:
+            for name, _ in newest.files:
+                copy(self._kept / newest.folder / name, target / name.removeprefix(f"{FILES}/"))
 
     def place(self, restored: Commit) -> Path:
         """What the command is told as {checkpoint}."""

@@ -342,8 +342,8 @@ class Host:
     # Ending -----------------------------------------------------------------------------------------------------------
 
     def _deliver(self) -> None:
-        """Its outputs, below final/: those of {outputs} as they are there, others by their path. No process of it is
-        left, so that nothing of them changes.
+        """Its outputs, below final/: those of {outputs} as they are there, others by their path; where there are none,
+        its newest checkpoint. No process of it is left, so that nothing of them changes.
         """
         for text in self.config.outputs:
             try:
@@ -356,6 +356,9 @@ class Host:
                         copy(path, target / path.relative_to(source) if source.is_dir() else target)
             except (OSError, ValueError) as error:
                 say(f"warning: outputs {text}: {error}")
+        if not any((self.workdir / FINAL).rglob("*")):
+            with suppress(OSError):
+                self.checkpoints.copy_newest(self.workdir / FINAL)
 
     def _summarise(self, end: End) -> None:
         """results.json, which every finished run leaves."""

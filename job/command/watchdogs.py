@@ -103,7 +103,7 @@ class StartWatch:
                 cost = f", which have cost ${spent - before:.2f}" if spent is not None and before is not None else ""
                 self._warn(f"no GPU has been used for {(now - since) / 60:.0f} min{cost}")
         every = self._every_s() or FIRST_LATE_S / LATE
-        late = now - max(committed_at, self._began) >= LATE * every and step_at >= now - every
+        late = now - max(committed_at, self._began) >= max(ASK_S, LATE * every) and step_at >= now - every
         if late and not self._late_told:
             minutes = (now - max(committed_at, self._began)) / 60
             self._warn(f"no whole checkpoint for {minutes:.0f} min, {LATE} times its interval")

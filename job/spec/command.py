@@ -526,6 +526,9 @@ class CommandConfig(JobConfig):
 
     def _environment_problems(self) -> Iterator[tuple[str, str]]:
         secrets = self.secrets or {}
+        for path, text in (("command", self.command), ("setup", self.setup), ("resume.args", self.resume.args)):
+            if KEY_LIKE.search(text):
+                yield path, "no key: run.json is no secret. Put it under job.secrets (NAME: ssm:/name), and read $NAME"
         for name, value in (self.env or {}).items():
             path = f"env.{name}"
             if not VARIABLE.fullmatch(name):
