@@ -97,8 +97,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a key in the command": (
         {"command": "python train.py --token hf_" + "a" * 30},
-        "line 4, job.command: 'python train.py --token (looks like a key)' is not accepted; allowed: no key: run.json is"
-        " no secret. Put it under job.secrets (NAME: ssm:/name), and read $NAME.",
+        "line 4, job.command: 'python train.py --token (looks like a key)' is not accepted; allowed: no key: run.json"
+        " is no secret. Put it under job.secrets (NAME: ssm:/name), and read $NAME.",
     ),
     "an unknown placeholder": (
         {"command": "python train.py --out {output}"},
