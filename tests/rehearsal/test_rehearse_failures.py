@@ -103,7 +103,7 @@ def test_a_rehearsal_that_has_held_replaces_the_one_before(root: Path, monkeypat
     finished = root / "rehearsals" / "tinystories-growth" / "r1"
     (finished / "results").mkdir(parents=True)
 
-    def successful_rehearsal(path: Path, definition: object, folder: Path, *rest: object) -> int:
+    def successful_rehearsal(path: Path, definition: object, folder: Path, *rest: object, **options: object) -> int:
         assert (finished / "results").is_dir()
         folder.mkdir()
         (folder / "receipt.json").write_text("{}")
@@ -164,7 +164,7 @@ def test_ctrl_c_leaves_no_process_and_no_scratch(root: Path) -> None:
 def test_a_closed_terminal_ends_a_rehearsal_as_ctrl_c_does(nohup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its nodes have sessions of their own, and would run on without it."""
 
-    def hangs_up(_: object) -> int:
+    def hangs_up(_: object, **options: object) -> int:
         signal.raise_signal(signal.SIGHUP)
         return 0
 
