@@ -203,12 +203,12 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
     # A phase that ended early is resumed after what would have been its last step.
     reached = resumption.resumed_step <= resumption.last_step or resumption.resumed_step in ends
     figure = f"{resumption.lost} (last logged {resumption.last_step}, resumed after step {resumption.resumed_step})"
-    if resumption.kind == "notice" and config.saves_on_notice:
+    if resumption.kind == "notice" and config.saves_on_signal is True:
         yield Promise(name="steps lost on a handled notice", figure=figure, held=resumption.lost == 0)
     elif resumption.kind == "notice":
         saved = {True: "saved on the signal", False: "not saved on the signal", None: "saved as usual"}
-        said = saved[resumption.saved(config.steps_between_saves())]
-        yield Promise(name="steps repeated after a notice", figure=f"{figure}, {said}", held=reached)
+        found = saved[resumption.saved(config.steps_between_saves())]
+        yield Promise(name="steps repeated after a notice", figure=f"{figure}, {found}", held=reached)
     else:
         every = config.steps_between_saves()
         figure += f", saves every {every} steps" if every else ""
@@ -216,7 +216,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
         yield Promise(name="steps repeated after a loss without notice", figure=figure, held=held)
     if resumption.started_s is None:
         return
-    if config.start_includes_torch:
+    if not config.is_users_own:
         beyond = resumption.started_s - rehearsal.torch_s
         text = f"{resumption.started_s:.1f} s, {beyond:.1f} s beyond importing torch (bar {RECOVERY_S:.0f})"
         yield Promise(name="new node to first new step", figure=text, held=beyond < RECOVERY_S, required=False)
@@ -245,7 +245,7 @@ def _steps(evidence: Evidence, last: int) -> Promise:
         done = sum(evidence.steps_done().values())
         return Promise(name="steps", figure=f"{done} of at most {total}, it may stop early", held=held)
     figure = f"{last} of {total}"
-    if last != total and not evidence.rehearsal.definition.job.parameters.start_includes_torch:
+    if last != total and evidence.rehearsal.definition.job.parameters.is_users_own:
         figure += ": rehearsal.job.work.steps must say what rehearsal.job.command does"
     return Promise(name="steps", figure=figure, held=last == total)
 

@@ -59,7 +59,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     """Every promise about a command; nothing for a ready-made job."""
     rehearsal, definition = evidence.rehearsal, evidence.rehearsal.definition
     config = definition.job.parameters
-    if config.start_includes_torch:
+    if not config.is_users_own:
         return
     lines = len(evidence.metrics)
     yield Promise(name="lines that tell its step", figure=str(lines), held=lines >= 2)
@@ -78,7 +78,9 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     every = config.steps_between_saves()
     told = [each.saved(every) for each in evidence.resumptions() if each.kind == "notice"]
     if told and not rehearsal.stand_in:
-        yield Promise(name="saves on the signal of a notice", figure=advice(told, config.saves_on_notice), held=True)
+        yield Promise(
+            name="saves on the signal of a notice", figure=advice(told, config.saves_on_signal is True), held=True
+        )
 
 
 def advice(told: list[bool | None], declared: bool) -> str:

@@ -21,11 +21,11 @@ MOST_BYTES = 200_000_000  # of one checkpoint: a larger one is cut, a laptop hol
 LINE = r"plumbing step (?P<step>\d+)"
 
 
-def stand_in(definition: StackDefinition, tree: Mapping, folder: Path) -> Mapping:
+def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mapping:
     """The tree with the stand-in, whose code is written into `folder`, in the place of its command. Raises
     GpufleetError for a ready-made job.
     """
-    if definition.job.parameters.start_includes_torch:
+    if not definition.job.parameters.is_users_own:
         raise GpufleetError(f"{definition.name} is a ready-made job, which trains on a CPU: leave out --plumbing")
     config = cast(CommandConfig, definition.job.parameters)
     every, pace_s = config.checkpoint.every, TRAINS_S / STEPS

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -105,16 +106,14 @@ def _attempt(
     stand_in: bool,
 ) -> int:
     """The rehearsal, in a new `folder`."""
-    text = rehearsal_text(path, root)
+    trains = "your script on this machine's CPU" if definition.job.parameters.is_users_own else "job"
+    changed = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
+    project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=changed)})
     if stand_in:
-        text = rehearsal_text(path, root, changed=lambda tree: plumbing.stand_in(definition, tree, folder / "plumbing"))
-    project = scratch.make(folder / "scratch", {definition.name: text})
-    if stand_in:
+        trains = "a stand-in for your script, which tests the file and not the script"
         definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
         definition = replace(definition, interruptions=possible(definition))
     timeline = Timeline(folder / "timeline.jsonl", out=out)
-    trains = "job" if definition.job.parameters.start_includes_torch else "your script on this machine's CPU"
-    trains = "a stand-in for your script, which tests the file and not the script" if stand_in else trains
     out(
         f"Rehearsal of {definition.name}, run {definition.run.id}: "
         f"the real program, user-data and {trains}, against an embedded AWS."
@@ -271,7 +270,7 @@ def _follow(rehearsal: Rehearsal) -> None:
         definition.run.id,
         stage_lines=definition.interruptions.stage_results,
     )
-    words = ("wait", rehearsal.name)
+    words, times_torch = ("wait", rehearsal.name), not definition.job.parameters.is_users_own
     with _started(rehearsal, *words) as waiting:
         answered = False
 
@@ -281,12 +280,11 @@ def _follow(rehearsal: Rehearsal) -> None:
                 answered = True
                 _answer(rehearsal, waiting, words)
             seen = rehearsal.timeline.select("seen")
-            imports = definition.job.parameters.start_includes_torch
-            if imports and seen and not rehearsal.torch_s and rehearsal.timeline.seconds > seen[0].t + QUIET_S:
+            if times_torch and seen and not rehearsal.torch_s and rehearsal.timeline.seconds > seen[0].t + QUIET_S:
                 rehearsal.torch_s = import_torch_s()
 
         watch.run(check=check)
-    if definition.job.parameters.start_includes_torch:
+    if times_torch:
         rehearsal.torch_s = rehearsal.torch_s or import_torch_s()
     if watch.planned:
         raise GpufleetError(_missed(rehearsal, watch))

@@ -92,7 +92,7 @@ def notices(
                 save_s=_save_s(size_gb / scratch_rate(instance, root), phase.step_ms / 1e3, stop_s, runtime),
                 hash_s=size_gb / SHA256_GB_S,
                 upload_s=size_gb / upload_rate(instance, estimate),
-                saves=config.saves_on_notice,
+                saves=config.saves_on_signal is True,  # until a rehearsal has shown it, it does not
             )
         )
     return found

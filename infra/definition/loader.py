@@ -125,15 +125,15 @@ def project_root(start: Path) -> Path:
     return start
 
 
-def rehearsal_text(
-    path: Path, root: Path | None = None, *, changed: Callable[[Mapping], Mapping] = lambda tree: tree
-) -> str:
+def rehearsal_text(path: Path, root: Path | None = None, *, changed: Callable[[Mapping], Mapping] | None = None) -> str:
     """The file as a rehearsal sees it, as text: the merged form, with only `interruptions` left of its `rehearsal`.
     With `root`, the folders of a command's code and inputs are named in full, not as seen from that project's.
     `changed` gives another tree for the merged one.
     """
     text, tree = open_file(path)
-    merged = changed(layers.rehearsed(tree))
+    merged = layers.rehearsed(tree)
+    if changed is not None:
+        merged = changed(merged)
     overlay = tree.entries.get("rehearsal")
     entries = {name: node for name, node in merged.entries.items() if name != "scenarios"}
     if isinstance(overlay, Mapping) and "interruptions" in overlay.entries:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.errors import GpufleetError
+from infra.inputs.code import files_in
 from job.spec.command import STEP, FormatName
 
 MOST_FILES, MOST_BYTES = 2_000, 1_000_000  # a repository's Python; larger files are data or generated
-_SKIPPED = {".git", ".venv", "venv", "env", "node_modules", "__pycache__", "site-packages", "build", "dist", ".tox"}
+_SKIPPED = {"node_modules", "site-packages", "build", "dist", ".tox"}
 
 # What scripts call these things. A name counts with - for _ and in any case.
 OUT = ("out_dir", "output_dir", "outdir", "checkpoint_dir", "ckpt_dir", "save_dir", "checkpoints_dir", "output", "out")
@@ -139,17 +139,10 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
 
 
 def _parsed(folder: Path) -> Iterator[tuple[str, ast.Module]]:
-    """Each Python file below the folder that git would commit, or that is in no folder of packages."""
-    git = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "*.py"]
-    try:
-        listed = subprocess.run(git, capture_output=True, check=True).stdout.decode().split("\0")
-    except (OSError, subprocess.CalledProcessError, UnicodeDecodeError):
-        listed = []
-    names = sorted(filter(None, listed)) or sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
-    kept = [name for name in names if not _SKIPPED & set(Path(name).parts[:-1])]
-    for name in kept[:MOST_FILES]:
+    """Each Python file that would be shipped, but for those of installed packages."""
+    shipped = sorted((name, path) for name, path in files_in(folder) if name.endswith(".py"))
+    for name, path in [each for each in shipped if not _SKIPPED & set(Path(each[0]).parts[:-1])][:MOST_FILES]:
         try:
-            path = folder / name
             if path.stat().st_size <= MOST_BYTES:
                 yield name, ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError):

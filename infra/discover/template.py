@@ -6,7 +6,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from infra.discover.script import BACKEND, COMPILE, DEVICE, EVERY, LOG_EVERY, OUT, RESUME, STEPS, ScriptFacts
+from infra.discover.script import (
+    BACKEND,
+    COMPILE,
+    DEVICE,
+    EVERY,
+    LOG_EVERY,
+    OUT,
+    RESUME,
+    STEPS,
+    ScriptArgument,
+    ScriptFacts,
+)
 from job.spec.command import FORMATS
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
@@ -56,7 +67,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         f"    folder: {_quoted(folder)}",
         *_setup(found),
         f"  command: {_quoted(written)}",
-        *_resume(found, written, made),
+        *_resume(found, made),
         *_checkpoint(found, every_steps if total else None, saved_at, made),
         *_progress(found, made),
         *_work(total, steps.where if steps else "", made),
@@ -115,7 +126,7 @@ def _setup(found: ScriptFacts) -> Iterator[str]:
         yield f"  setup: {install[found.requirements]}   # once per node; a pinned image starts faster"
 
 
-def _resume(found: ScriptFacts, command: str, made: Draft) -> Iterator[str]:
+def _resume(found: ScriptFacts, made: Draft) -> Iterator[str]:
     """What the command gets where a checkpoint was restored."""
     argument = found.argument(RESUME)
     if found.bare_resume:
@@ -225,15 +236,9 @@ def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, *, counted: 
     """
     small, every = command, fixed or REHEARSED_EVERY
     steps = max(REHEARSED_STEPS, 3 * every)
-    for names, value in (
-        (STEPS, steps), (EVERY, every), (LOG_EVERY, 1), (DEVICE, "cpu"), (COMPILE, False),
-    ):  # fmt: skip
-        if (argument := found.argument(names)) is not None and not isinstance(argument.default, bool) | (
-            names == COMPILE
-        ):
+    for names, value in ((STEPS, steps), (EVERY, every), (LOG_EVERY, 1), (DEVICE, "cpu"), (BACKEND, "gloo")):
+        if (argument := found.argument(names)) is not None and not isinstance(argument.default, bool):
             small = _with_setting(small, argument.written, argument.with_value(value))
-    if (backend := found.argument(BACKEND)) is not None:
-        small = _with_setting(small, backend.written, backend.with_value("gloo"))
     if found.runs_alone:  # one process on a CPU needs no launcher, and some scripts take any for GPUs
         small = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", small)
     compile_ = found.argument(COMPILE)
@@ -270,9 +275,9 @@ def _with_setting(command: str, written: str, setting: str) -> str:
     return changed if count else f"{command} {setting}"
 
 
-def _said(command: str, argument: object) -> int | None:
+def _said(command: str, argument: ScriptArgument | None) -> int | None:
     """The value that a command gives to a setting; None: it does not."""
-    written = getattr(argument, "written", "").rstrip("=")
+    written = argument.written.rstrip("=") if argument else ""
     found = re.search(rf"{re.escape(written)}(?:=|\s+)(\d+)", command) if written else None
     return int(found[1]) if found else None
 

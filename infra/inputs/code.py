@@ -67,7 +67,7 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
     if not folder.is_dir():
         raise _refused(definition, code.folder, "a folder that is there", f"There is no {folder.resolve()}.")
     commit = _git(folder, "rev-parse", "--verify", "-q", "HEAD")
-    files = {name: path for name, path in sorted(_files(folder)) if not _is_excluded(name, code.exclude)}
+    files = {name: path for name, path in sorted(files_in(folder)) if not _is_excluded(name, code.exclude)}
     tree = Tree(
         folder=folder,
         files=files,
@@ -176,7 +176,7 @@ def _target_inside(link: Path, folder: Path) -> Path | None:
     return target if target.is_relative_to(folder.resolve()) else None
 
 
-def _files(folder: Path, above: str = "") -> Iterator[tuple[str, Path]]:
+def files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Path]]:
     """Files and links by name: what git tracks or would, where it knows the folder, else all of it."""
     listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = {name for name in listed.split("\0") if name} if listed else set(_walk(folder))
@@ -187,7 +187,7 @@ def _files(folder: Path, above: str = "") -> Iterator[tuple[str, Path]]:
         if path.is_symlink() or path.is_file():
             yield above + name, path
         elif path.is_dir():  # a repository of its own
-            yield from _files(path, f"{above}{name.rstrip('/')}/")
+            yield from files_in(path, f"{above}{name.rstrip('/')}/")
 
 
 def _walk(folder: Path) -> Iterator[str]:

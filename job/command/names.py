@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from job.spec.command import CommandConfig
+from job.spec.command import CommandConfig, filled
 
 ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's, where they begin as a zip does
 PICKLED = ".metadata"  # torch.distributed.checkpoint's
@@ -98,10 +98,10 @@ class Names:
     def lacks(self, found: FoundCheckpoint) -> str:
         """What of it is not there yet, in words; nothing where its names are complete."""
         inner = set(found.inner.values())
-        if self._unless and _filled(self._unless, found.step) in inner:
+        if self._unless and _at_step(self._unless, found.step) in inner:
             return f"{self._unless} says that it is unfinished"
         if self._complete:
-            return "" if _filled(self._complete, found.step) in inner else f"{self._complete} is not there"
+            return "" if _at_step(self._complete, found.step) in inner else f"{self._complete} is not there"
         if not all(any(pattern.fullmatch(name) for name in found.files) for pattern in self._patterns):
             return "one of its files is not there"
         if found.step is None:
@@ -119,7 +119,7 @@ class Names:
         """The files of it that say by their being there that the others are whole; all where none does."""
         if not self._complete:
             return list(found.files)
-        return [name for name, inner in found.inner.items() if inner == _filled(self._complete, found.step)]
+        return [name for name, inner in found.inner.items() if inner == _at_step(self._complete, found.step)]
 
     def learn(self, files: Mapping[str, int]) -> None:
         """From names and bytes of one that is whole: the first teaches the names, the newest the sizes."""
@@ -157,8 +157,8 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(text + ("/(?P<inner>.+)" if name.endswith("/") else ""))
 
 
-def _filled(name: str, step: int | None) -> str:
-    return _STEP.sub(lambda match: format(step or 0, (match[1] or ":")[1:]), name)
+def _at_step(name: str, step: int | None) -> str:
+    return filled(name, {"step": step or 0})
 
 
 def _kind(name: str) -> str:

@@ -74,6 +74,16 @@ def _secret(place: str) -> tuple[str, ...]:
     return ("aws", "secretsmanager", "get-secret-value", "--secret-id", name, "--query", "SecretString")
 
 
+def devices(settings: Settings) -> list[str]:
+    """The options that give a container the machine's GPUs and its data volume, where there are such."""
+    options: list[str] = []
+    if settings.device != "cpu":  # the image brings the CUDA it wants; some toolkits refuse it
+        options += ["--gpus", "all", "-e", "NVIDIA_DISABLE_REQUIRE=true"]
+    if settings.data_volume:
+        options += ["-v", f"{settings.root / 'data'}:/data"]
+    return options
+
+
 def command(settings: Settings, machine: InstanceIdentity, scratch: Path) -> list[str]:
     """The command that runs the job; `scratch` holds its work folder."""
     options = settings.container_options.split()
@@ -89,10 +99,7 @@ def command(settings: Settings, machine: InstanceIdentity, scratch: Path) -> lis
             f"{environment.JOB_CONTAINER}=1",
         ]
         options += ["-e", "NVIDIA_DRIVER_CAPABILITIES=utility"] if settings.device != "cpu" else []
-    if settings.device != "cpu":  # the image brings the CUDA it wants; some toolkits refuse it
-        options += ["--gpus", "all", "-e", "NVIDIA_DISABLE_REQUIRE=true"]
-    if settings.data_volume:
-        options += ["-v", f"{settings.root / 'data'}:/data"]
+    options += devices(settings)
     for passed in _PASSED_ON:
         if os.environ.get(passed):
             options += ["-e", passed]

@@ -89,11 +89,7 @@ class Jobs:
         """Bridge network, and so no role: the metadata service answers one hop away (launch template). It sees the
         user's folders under the paths that the supervisor has for them, and of gpufleet's scripts and pipes alone.
         """
-        options: list[str] = []
-        if self._settings.device != "cpu":
-            options += ["--gpus", "all", "-e", "NVIDIA_DISABLE_REQUIRE=true"]
-        if self._settings.data_volume:
-            options += ["-v", f"{self._settings.root / 'data'}:/data"]
+        options = container.devices(self._settings)
         for part in (USER, f"{CONTROL}/{SCRIPTS}"):
             options += ["-v", f"{self._scratch / 'run' / part}:/gpufleet/run/{part}"]
         return [

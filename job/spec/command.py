@@ -307,13 +307,8 @@ class CommandConfig(JobConfig):
         return self.memory_gb is not None
 
     @property
-    def saves_on_notice(self) -> bool:
-        """Until a rehearsal has shown it, it does not."""
-        return self.stop.saves == "true"
-
-    @property
-    def start_includes_torch(self) -> bool:
-        return False
+    def is_users_own(self) -> bool:
+        return True
 
     def steps_between_saves(self) -> int | None:
         return self.checkpoint.every.steps

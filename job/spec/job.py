@@ -220,11 +220,6 @@ class JobConfig(ABC):
         return True
 
     @property
-    def saves_on_notice(self) -> bool:
-        """Whether it saves when it is told that the machine goes away."""
-        return True
-
-    @property
     def saves_on_signal(self) -> bool | None:
         """Whether a request to stop leaves a checkpoint; None: not known."""
         return True
@@ -235,9 +230,9 @@ class JobConfig(ABC):
         return 0.0
 
     @property
-    def start_includes_torch(self) -> bool:
-        """Whether importing torch is what its start takes at least."""
-        return True
+    def is_users_own(self) -> bool:
+        """Whether the code that trains is the user's, of which nothing is known but what the file says."""
+        return False
 
     def steps_between_saves(self) -> int | None:
         """None: it saves by the clock."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,7 @@ def test_a_stand_in_writes_what_the_file_declares(tmp_path: Path, checkpoint: st
     found.source.write_text(text.replace(declared, checkpoint))
     found = load(found.source, now=datetime.now(UTC), rehearsal=True)
     code = tmp_path / "stand-in"
-    changed = rehearsal_text(found.source, tmp_path, changed=lambda tree: plumbing.stand_in(found, tree, code))
+    changed = rehearsal_text(found.source, tmp_path, changed=partial(plumbing.stand_in, found, code))
     laid = tmp_path / "project" / "stacks" / "laid.yaml"
     laid.write_text(changed)
     config = load(laid, now=datetime.now(UTC)).job.parameters
@@ -135,7 +136,7 @@ def test_a_stand_in_writes_what_the_file_declares(tmp_path: Path, checkpoint: st
 def test_nothing_stands_in_for_a_ready_made_job(tmp_path: Path) -> None:
     found = load(ROOT / "stacks" / "two-tower.yaml", now=datetime.now(UTC))
     with pytest.raises(GpufleetError, match="--plumbing"):
-        rehearsal_text(found.source, ROOT, changed=lambda tree: plumbing.stand_in(found, tree, tmp_path / "x"))
+        rehearsal_text(found.source, ROOT, changed=partial(plumbing.stand_in, found, tmp_path / "x"))
 
 
 @pytest.mark.parametrize(
