@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import job
-from job.contract import metrics
-from job.spec import KINDS
+from gpufleet import job
+from gpufleet.job.contract import metrics
+from gpufleet.job.spec import KINDS
 
 SCHEMA = 1
 # Settings that leave the time of a step, an evaluation or a save as it is: how much is done, from which seed, at which
@@ -37,7 +37,7 @@ def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 def code_folders(experiment: str) -> tuple[str, ...]:
     """Folders of job/ whose own files decide how long a step takes: not a judge or a server that lies further down."""
     shared, trainer = ("train", "models", "spec", "experiments"), KINDS[experiment].trainer
-    return (*shared, "/".join(trainer.split(".")[1:-1])) if trainer else ()  # a user's command has none of ours
+    return (*shared, "/".join(trainer.split(".")[2:-1])) if trainer else ()  # a user's command has none of ours
 
 
 def code_sha256(experiment: str, folder: Path | None = None) -> str:

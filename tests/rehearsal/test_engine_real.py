@@ -15,9 +15,9 @@ import pytest
 from engine_world import STACK, edit, pinned, project
 from repository import ROOT
 
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.engine import Engine, Pulumi, Result
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Engine, Pulumi, Result
 
 pytestmark = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 FLEET, RIGHTS = "aws:ec2/fleet:Fleet", "aws:iam/rolePolicy:RolePolicy"
@@ -148,8 +148,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> RealStory:
     folder = tmp_path_factory.mktemp("real")
     file = project(folder / "project")
     code = folder / "code"  # the program and the job, for this test to change
-    for package in ("infra", "job"):
-        shutil.copytree(ROOT / package, code / package)  # with what is compiled already
+    for package in ("gpufleet", "infra", "job"):
+        shutil.copytree(ROOT / package, code / package, symlinks=True)  # with what is compiled already
     clock = ManualClock(datetime.now(UTC).replace(microsecond=0) - timedelta(minutes=5))
     told = RealStory()
     with Cloud(folder / "cloud", clock=clock) as cloud:

@@ -15,9 +15,9 @@ import pytest
 from botocore.config import Config
 from repository import ROOT
 
-from infra import cli
-from infra.account import aws
-from infra.commands import prices
+from gpufleet.infra import cli
+from gpufleet.infra.account import aws
+from gpufleet.infra.commands import prices
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +35,7 @@ def test_every_command_exists_and_has_help(name: str, capsys: pytest.CaptureFixt
         cli.main([name, "--help"])
     assert ended.value.code == 0
     assert f"usage: gpufleet {name}" in capsys.readouterr().out
-    assert callable(importlib.import_module(f"infra.commands.{name}").run)
+    assert callable(importlib.import_module(f"gpufleet.infra.commands.{name}").run)
 
 
 def test_no_command_at_all_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,17 +109,20 @@ def test_a_wrong_definition_is_reported_in_full(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("program", "also"),
     [
-        ("import infra.definition.loader; infra.cli._parser().format_help()", {"numpy"}),
-        ("import infra.catalog; infra.catalog.load_catalog()", {"numpy", "yaml"}),
-        ("import infra.compare.ranking, infra.risk.replay, infra.bill.table", {"http.client", "matplotlib"}),
-        ("assert infra.cli.main(['cost', 'tinystories-growth']) == 0", {"http.client", "matplotlib"}),
-        ("assert infra.cli.main(['prices']) == 0", {"numpy"}),
-        ("import infra.commands.diff", set()),
+        ("import gpufleet.infra.definition.loader; gpufleet.infra.cli._parser().format_help()", {"numpy"}),
+        ("import gpufleet.infra.catalog; gpufleet.infra.catalog.load_catalog()", {"numpy", "yaml"}),
+        (
+            "import gpufleet.infra.compare.ranking, gpufleet.infra.risk.replay, gpufleet.infra.bill.table",
+            {"http.client", "matplotlib"},
+        ),
+        ("assert gpufleet.infra.cli.main(['cost', 'tinystories-growth']) == 0", {"http.client", "matplotlib"}),
+        ("assert gpufleet.infra.cli.main(['prices']) == 0", {"numpy"}),
+        ("import gpufleet.infra.commands.diff", set()),
     ],
 )
 def test_what_needs_neither_aws_nor_the_engine_nor_torch_loads_none_of_them(program: str, also: set[str]) -> None:
     heavy = {"boto3", "botocore", "grpc", "moto", "pulumi", "pulumi_aws", "torch", *also}
-    program = f"import sys, infra.cli; {program}; print('loaded', *{heavy} & set(sys.modules))"
+    program = f"import sys, gpufleet.infra.cli; {program}; print('loaded', *{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "loaded"
 
@@ -209,7 +212,7 @@ def test_an_error_that_cannot_be_written_is_still_exit_code_2() -> None:
     """As in `>log 2>&1` on a full disk, or `2>&1 | head`: 1 would say that the answer is no."""
     reader, writer = os.pipe()
     os.close(reader)
-    program = [sys.executable, "-m", "infra.cli", "cost", "no-such-stack"]
+    program = [sys.executable, "-m", "gpufleet.infra.cli", "cost", "no-such-stack"]
     assert subprocess.run(program, stderr=writer, cwd=ROOT).returncode == 2
     os.close(writer)
 
@@ -218,7 +221,7 @@ def test_a_command_whose_reader_leaves_is_not_done() -> None:
     """As in `gpufleet doctor STACK | head -1 && pulumi up`, with pipefail."""
     reader, writer = os.pipe()
     os.close(reader)
-    program = [sys.executable, "-m", "infra.cli", "prices"]
+    program = [sys.executable, "-m", "gpufleet.infra.cli", "prices"]
     done = subprocess.run(program, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")

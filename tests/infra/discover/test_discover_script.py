@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from infra import cli
-from infra.discover.script import EVERY, OUT, RESUME, STEPS, look
-from infra.discover.template import draft
-from infra.errors import GpufleetError
+from gpufleet.infra import cli
+from gpufleet.infra.discover.script import EVERY, OUT, RESUME, STEPS, look
+from gpufleet.infra.discover.template import draft
+from gpufleet.infra.errors import GpufleetError
 
 GLOBALS = """
 import os, torch

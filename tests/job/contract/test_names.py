@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from job.contract import attempt, bucket, codes, commit, done, environment, inputs, receipt, workdir
+from gpufleet.job.contract import attempt, bucket, codes, commit, done, environment, inputs, receipt, workdir
 
 OWNERS = (bucket, codes, commit, environment, inputs, workdir)
 SOURCES = [path for folder in ("job", "infra", "rehearsal") for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -63,7 +63,7 @@ def test_what_counts_as_written_down(source: str, found: bool) -> None:
 
 
 def test_no_other_module_writes_them_down() -> None:
-    own = {Path(str(owner.__file__)) for owner in OWNERS}
+    own = {Path(str(owner.__file__)).resolve() for owner in OWNERS}
     found = {
         path.relative_to(ROOT).as_posix(): places
         for path in SOURCES
