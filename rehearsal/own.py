@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from infra.definition.model import StackDefinition
 from job.contract import environment, metrics
 from job.contract.workdir import FINAL
 from job.text import counted
-from rehearsal.evidence import Evidence, Promise, Rehearsal
+from rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
 Listing = Mapping[str, tuple[int, int]]  # by name: bytes and time of writing
 
@@ -75,23 +75,25 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
     yield Promise(name="outputs", figure=counted(len(left), "file"), held=True)
     yield from _secrets(rehearsal)
-    every = config.steps_between_saves()
-    told = [each.saved(every) for each in evidence.resumptions() if each.kind == "notice"]
-    if told and not rehearsal.stand_in:
-        yield Promise(
-            name="saves on the signal of a notice", figure=advice(told, config.saves_on_signal is True), held=True
-        )
+    notices = [each for each in evidence.resumptions() if each.kind == "notice"]
+    if notices and not rehearsal.stand_in:
+        figure = advice(notices, config.steps_between_saves(), config.saves_on_signal)
+        yield Promise(name="saves on the signal of a notice", figure=figure, held=True)
 
 
-def advice(told: list[bool | None], declared: bool) -> str:
-    """What the file should say of whether it saves. `told`: at each notice, as Resumption.saved has it."""
+def advice(notices: Sequence[Resumption], every: int | None, declared: bool | None) -> str:
+    """What the file should say of whether it saves on a signal."""
+    if not all(each.signalled for each in notices):
+        why = "job.stop.saves is false" if declared is False else "there was no time for one"
+        return f"not shown: no signal was sent, {why}"
+    told = [each.saved(every) for each in notices]
     if None in told:
         return (
             "not shown: a save came then as it does every so many steps; another rehearsal.interruptions.seed may show"
         )
     saves = all(told)
     found = "it did" if saves else "it did not"
-    if saves == declared:
+    if saves == (declared is True):
         return f"{found}, as the bill has it"
     return f"{found}: write job.stop.saves: {str(saves).lower()}, and the bill counts on it"
 
