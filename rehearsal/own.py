@@ -14,6 +14,7 @@ from pathlib import Path
 from botocore.exceptions import ClientError
 
 from infra.definition.model import StackDefinition
+from infra.inputs import code
 from job.contract import environment, metrics
 from job.contract.workdir import FINAL
 from job.text import counted
@@ -45,14 +46,10 @@ def secret_values(definition: StackDefinition) -> Iterator[None]:
 
 
 def listing(definition: StackDefinition, root: Path) -> Listing:
-    """The files of the code's folder; empty where none is shipped."""
-    shipped = definition.job.parameters.shipped
-    found = {}
-    for path in (root / shipped.folder).rglob("*") if shipped else ():
-        with suppress(OSError):
-            if path.is_file():
-                found[str(path)] = (path.stat().st_size, path.stat().st_mtime_ns)
-    return found
+    """What is shipped of the code's folder; empty where nothing is."""
+    tree = code.read(definition, root)
+    files = {} if tree is None else tree.files
+    return {name: (path.lstat().st_size, path.lstat().st_mtime_ns) for name, path in files.items()}
 
 
 def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
@@ -68,10 +65,11 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     sizes = [save.bytes for line in evidence.metrics for save in metrics.saves(line)]
     size = f", {max(sizes) / 1e6:.1f} MB (job.checkpoint.size_gb: {max(sizes) / 1e9:.2g})" if sizes else ""
     yield Promise(name="whole checkpoints in the bucket", figure=_few(published) + size, held=bool(published))
-    after = listing(definition, rehearsal.root)
-    changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
-    figure = f"{counted(len(after), 'file')}, untouched" if not changed else ", ".join(changed[:5])
-    yield Promise(name="your code's folder", figure=figure, held=not changed)
+    if not rehearsal.stand_in:
+        after = listing(definition, rehearsal.root)
+        changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+        figure = f"{counted(len(after), 'file')}, untouched" if not changed else ", ".join(changed[:5])
+        yield Promise(name="your code's folder", figure=figure, held=not changed)
     left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
     yield Promise(name="outputs", figure=counted(len(left), "file"), held=True)
     yield from _secrets(rehearsal)

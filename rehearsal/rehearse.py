@@ -167,9 +167,9 @@ def _attempt(
 
 def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
     """The rehearsal itself. Raises StepFailedError at the first thing that does not hold."""
-    before, shipped = _git_status(rehearsal.root), own.listing(rehearsal.definition, rehearsal.root)
-    name, timeline = rehearsal.name, rehearsal.timeline
+    name, timeline, before = rehearsal.name, rehearsal.timeline, _git_status(rehearsal.root)
     with step(rehearsal, "prepare"):
+        shipped = own.listing(rehearsal.definition, rehearsal.root)
         for line in command(rehearsal, "prepare", name).strip().splitlines()[-2:]:  # the dataset, the prediction
             timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
     with step(rehearsal, "doctor --pin"):
@@ -334,9 +334,14 @@ def _logger(path: Path) -> Callable[[str], None]:
 
 
 def unchanged(before: str, after: str) -> None:
-    """Raises GpufleetError with the lines of `git status` that only one of the two has."""
-    if changed := sorted(set(before.splitlines()) ^ set(after.splitlines())):
-        raise GpufleetError("`git status` has changed, and nothing may be edited meanwhile:\n" + "\n".join(changed))
+    """Raises GpufleetError with the lines of `git status` that only one of the two has, new files left out: they touch
+    nothing that was there.
+    """
+    was, now = set(before.splitlines()), set(after.splitlines())
+    if changed := sorted((was - now) | {line for line in now - was if not line.startswith("?? ")}):
+        raise GpufleetError(
+            "`git status` has changed, and what is there may not be edited meanwhile:\n" + "\n".join(changed)
+        )
 
 
 def _git_status(root: Path) -> str:

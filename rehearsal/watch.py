@@ -19,7 +19,6 @@ from infra.definition.model import Interruptions, Place, StackDefinition
 from infra.errors import GpufleetError
 from job import atomic
 from job.contract import bucket
-from job.contract.commit import Commit
 from job.contract.workdir import CHECKPOINTS, METRICS, STAGES, STEPS
 from rehearsal.cloud import Cloud
 from rehearsal.imds import NOTICE_PATHS
@@ -327,7 +326,7 @@ class Watch:
             match = bucket.MANIFEST_KEY.fullmatch(entry["Key"].removeprefix(f"{self.run_id}/"))
             if match and int(match[1]) not in self.manifests:
                 kept = self._s3.get_object(Bucket=self.bucket, Key=entry["Key"])["Body"].read()
-                self.manifests[int(match[1])] = Commit.from_json(atomic.parse_object(kept) or {}).reason
+                self.manifests[int(match[1])] = str((atomic.parse_object(kept) or {}).get("reason", ""))
                 self._tell(
                     "checkpoint", f"checkpoint of step {int(match[1])} published", quiet=True, step=int(match[1])
                 )

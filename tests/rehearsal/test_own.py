@@ -87,11 +87,12 @@ def test_an_input_in_a_bucket_cannot_be_rehearsed_and_is_named(tmp_path: Path) -
 
 
 def test_a_file_that_is_written_into_the_codes_folder_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
+    environment_of(tmp_path / "mine" / ".venv")
+    (tmp_path / "mine" / ".venv" / "pyvenv.cfg").touch()  # which Python itself writes into
     (tmp_path / "mine" / "train.py").write_text("pass\n")
     found = definition(tmp_path)
     before = own.listing(found, tmp_path / "project")
-    assert len(before) == 1
+    assert list(before) == ["train.py"]
     (tmp_path / "mine" / "left").write_text("x")
     assert own.listing(found, tmp_path / "project") != before
 
