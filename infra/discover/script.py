@@ -31,28 +31,6 @@ RESUME = (
     "resume",
     "load_checkpoint",
 )
-STEPS = (
-    "max_iters",
-    "max_steps",
-    "num_iterations",
-    "total_steps",
-    "train_steps",
-    "num_steps",
-    "n_steps",
-    "steps",
-    "iterations",
-)
-EVERY = (
-    "save_every",
-    "save_interval",
-    "save_steps",
-    "checkpoint_every",
-    "checkpoint_interval",
-    "ckpt_every",
-    "ckpt_interval",
-    "save_freq",
-    "eval_interval",
-)
 LOG_EVERY = ("log_interval", "logging_steps", "log_every")
 DEVICE, COMPILE = ("device", "device_type"), ("compile", "torch_compile")
 BACKEND = ("backend", "dist_backend", "ddp_backend")

@@ -10,15 +10,13 @@ from infra.discover.script import (
     BACKEND,
     COMPILE,
     DEVICE,
-    EVERY,
     LOG_EVERY,
     OUT,
     RESUME,
-    STEPS,
     ScriptArgument,
     ScriptFacts,
 )
-from job.spec.command import FORMATS
+from job.spec.command import FORMATS, SAVE_INTERVALS, STEP_COUNTS, setting
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 REHEARSED_STEPS, REHEARSED_EVERY = 60, 20
@@ -37,7 +35,7 @@ class Draft:
 def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
     """A definition that loads. `folder`: the code's, relative to the project; `modeline`: for editors, or empty."""
     made = Draft()
-    every, steps = found.argument(EVERY), found.argument(STEPS)
+    every, steps = found.argument(SAVE_INTERVALS), found.argument(STEP_COUNTS)
     typed = command or _command(found)
     written = _where_it_writes(found, typed, made)
     if every is None and found.every and found.every.value in found.arguments:
@@ -236,7 +234,13 @@ def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, *, counted: 
     """
     small, every = command, fixed or REHEARSED_EVERY
     steps = max(REHEARSED_STEPS, 3 * every)
-    for names, value in ((STEPS, steps), (EVERY, every), (LOG_EVERY, 1), (DEVICE, "cpu"), (BACKEND, "gloo")):
+    for names, value in (
+        (STEP_COUNTS, steps),
+        (SAVE_INTERVALS, every),
+        (LOG_EVERY, 1),
+        (DEVICE, "cpu"),
+        (BACKEND, "gloo"),
+    ):
         if (argument := found.argument(names)) is not None and not isinstance(argument.default, bool):
             small = _with_setting(small, argument.written, argument.with_value(value))
     if found.runs_alone:  # one process on a CPU needs no launcher, and some scripts take any for GPUs
@@ -268,18 +272,17 @@ def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, *, counted: 
     yield "    without_notice: 1"
 
 
-def _with_setting(command: str, written: str, setting: str) -> str:
+def _with_setting(command: str, written: str, wanted: str) -> str:
     """The command with a setting, in place of the one that it has of that name."""
     name = re.escape(written.rstrip("="))
-    changed, count = re.subn(rf"{name}(=|\s+)\S+", lambda _: setting, command)
-    return changed if count else f"{command} {setting}"
+    changed, count = re.subn(rf"{name}(=|\s+)\S+", lambda _: wanted, command)
+    return changed if count else f"{command} {wanted}"
 
 
 def _said(command: str, argument: ScriptArgument | None) -> int | None:
     """The value that a command gives to a setting; None: it does not."""
-    written = argument.written.rstrip("=") if argument else ""
-    found = re.search(rf"{re.escape(written)}(?:=|\s+)(\d+)", command) if written else None
-    return int(found[1]) if found else None
+    found = setting(command, [argument.written.strip("-=").replace("-", "_")]) if argument else None
+    return int(found["value"]) if found else None
 
 
 def _positive(value: object) -> int | None:
