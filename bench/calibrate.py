@@ -23,16 +23,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from infra.bill import runtime
-from infra.catalog import load_catalog
-from infra.definition.loader import find, load
-from infra.definition.model import StackDefinition
-from infra.evidence import calibration, measurement
-from infra.inputs.prepare import prepared
-from job import atomic, measured, probe
-from job.spec import GrowthConfig, JobConfig
-from job.supervisor import machine
-from job.supervisor.child import Child, JobLog, trainer
+from gpufleet.infra.bill import runtime
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import find, load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence import calibration, measurement
+from gpufleet.infra.inputs.prepare import prepared
+from gpufleet.job import atomic, measured, probe
+from gpufleet.job.spec import GrowthConfig, JobConfig
+from gpufleet.job.supervisor import machine
+from gpufleet.job.supervisor.child import Child, JobLog, trainer
 
 ROOT = Path(__file__).parents[1]
 TICK_S = 0.005

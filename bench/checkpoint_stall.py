@@ -19,9 +19,9 @@ from statistics import median
 
 import torch
 
-from job.contract.commit import Commit
-from job.train import device
-from job.train.checkpoint import Checkpoints
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.train import device
+from gpufleet.job.train.checkpoint import Checkpoints
 
 CADENCE_S, SAVES, ALONE_S = 300.0, 5, 1.0
 TENSORS = 115  # of each kind, as in phase 1 of tinystories-growth, whose checkpoint is the 1.2 GB

@@ -26,13 +26,13 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.bill.estimate import price, problems
-from infra.bill.table import render
-from infra.catalog import SHIPPED, load_catalog, read_catalog
-from infra.compare import ranking
-from infra.definition.loader import find, load
-from infra.definition.scenarios import scenarios
-from infra.risk.simulation import simulate
+from gpufleet.infra.bill.estimate import price, problems
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.catalog import SHIPPED, load_catalog, read_catalog
+from gpufleet.infra.compare import ranking
+from gpufleet.infra.definition.loader import find, load
+from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.infra.risk.simulation import simulate
 
 ROOT = Path(__file__).parents[1]
 STACKS = ("tinystories-growth", "sft-h100", "pretrain-d64", "kernel-sft", "two-tower")
@@ -110,7 +110,10 @@ def main() -> None:
         ("10,000 runs of a 31 h job, no save in time", "0.2 s", seconds(lambda: simulate(long))),
         ("1,000,000 runs of tinystories-growth", "10 s", seconds(lambda: simulate(side.exposure, runs=10**6), times=3)),
         ("1,000,000 runs of the 31 h job", "10 s", seconds(lambda: simulate(long, runs=10**6), times=3)),
-        *((f"`gpufleet cost {stack}` cold", "0.5 s", cold("-m", "infra.cli", "cost", stack)) for stack in STACKS),
+        *(
+            (f"`gpufleet cost {stack}` cold", "0.5 s", cold("-m", "gpufleet.infra.cli", "cost", stack))
+            for stack in STACKS
+        ),
         ("python starting and importing numpy, of that", "-", cold("-c", "import numpy")),
     ]
     sys.stdout.write("# Speed of the bill\n\n" + head + HEAD)
@@ -119,7 +122,7 @@ def main() -> None:
     for stack in STACKS:
         what, taken = _compared(stack, now)
         sys.stdout.write(taken.row(what, "3 s"))
-        whole = cold("-m", "infra.cli", "compare", stack, times=5)
+        whole = cold("-m", "gpufleet.infra.cli", "compare", stack, times=5)
         sys.stdout.write(whole.row(f"`gpufleet compare {stack}` cold", "3 s"))
 
 

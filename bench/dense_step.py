@@ -27,12 +27,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from job.experiments.growth.model import build, decays
-from job.models.blocks import Experts, FeedForward
-from job.spec import GrowthConfig, GrowthModel, Precision
-from job.spec.growth import shape
-from job.train import device
-from job.train.optimizer import groups
+from gpufleet.job.experiments.growth.model import build, decays
+from gpufleet.job.models.blocks import Experts, FeedForward
+from gpufleet.job.spec import GrowthConfig, GrowthModel, Precision
+from gpufleet.job.spec.growth import shape
+from gpufleet.job.train import device
+from gpufleet.job.train.optimizer import groups
 
 
 def main() -> int:

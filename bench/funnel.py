@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 import triton
 
-from job.experiments.kernel.judge import adversarial, planted
-from job.experiments.kernel.judge.funnel import Judge
-from job.experiments.kernel.judge.planted import STOPS_AT
-from job.experiments.kernel.judge.verdict import Switches, Verdict
-from job.experiments.kernel.judge.worker import Workers
-from job.spec.kernel import Funnel
+from gpufleet.job.experiments.kernel.judge import adversarial, planted
+from gpufleet.job.experiments.kernel.judge.funnel import Judge
+from gpufleet.job.experiments.kernel.judge.planted import STOPS_AT
+from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.worker import Workers
+from gpufleet.job.spec.kernel import Funnel
 
 LIMITS = Funnel(candidate_s=30.0, memory_gb=2.0, trials=3)
 TICKS = os.sysconf("SC_CLK_TCK")

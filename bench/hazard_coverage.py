@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.evidence.traces import Trace
-from infra.evidence.traces import read as read_trace
-from infra.risk import hazard, replay
-from infra.risk.hazard import Floats, Hazard, learn
-from infra.risk.replay import Score
-from infra.risk.simulation import Exposure
+from gpufleet.infra.evidence.traces import Trace
+from gpufleet.infra.evidence.traces import read as read_trace
+from gpufleet.infra.risk import hazard, replay
+from gpufleet.infra.risk.hazard import Floats, Hazard, learn
+from gpufleet.infra.risk.replay import Score
+from gpufleet.infra.risk.simulation import Exposure
 
 WORK_H = (2.0, 8.0, 24.0)
 TYPE = "p3.2xlarge"

@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 
-from infra.definition.loader import find, load
-from job.contract.run import Task
-from job.contract.workdir import PREFLIGHT, RUN
-from job.spec import JobConfig
-from job.spec.common import Given, Rung
-from job.train import __main__ as trainer
-from job.train import device
-from job.train.experiment import Experiment, Phase
-from job.train.parallel import World
-from job.train.requests import Requests
-from job.train.step import compiled, update
+from gpufleet.infra.definition.loader import find, load
+from gpufleet.job.contract.run import Task
+from gpufleet.job.contract.workdir import PREFLIGHT, RUN
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.spec.common import Given, Rung
+from gpufleet.job.train import __main__ as trainer
+from gpufleet.job.train import device
+from gpufleet.job.train.experiment import Experiment, Phase
+from gpufleet.job.train.parallel import World
+from gpufleet.job.train.requests import Requests
+from gpufleet.job.train.step import compiled, update
 
 ROOT = Path(__file__).parents[1]
 WARM = 2  # steps before the clock counts: compilation, and the allocator's first

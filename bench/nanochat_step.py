@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from job.experiments.growth.model import build, decays
-from job.spec import GrowthConfig, GrowthModel
-from job.spec.growth import Precision, TextData
-from job.train import device, optimizer
-from job.train.step import compiled
+from gpufleet.job.experiments.growth.model import build, decays
+from gpufleet.job.spec import GrowthConfig, GrowthModel
+from gpufleet.job.spec.growth import Precision, TextData
+from gpufleet.job.train import device, optimizer
+from gpufleet.job.train.step import compiled
 
 VOCAB, HEAD = 32_768, 128
 KERNELS = ("flash", "fmha", "sdpa", "_attention")  # parts of attention kernels' names, cuDNN's too

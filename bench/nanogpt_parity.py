@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from job.experiments.growth.model import Growth, build, decays, load
-from job.models import blocks
-from job.spec import GrowthConfig, GrowthModel, Precision
-from job.train.optimizer import groups
+from gpufleet.job.experiments.growth.model import Growth, build, decays, load
+from gpufleet.job.models import blocks
+from gpufleet.job.spec import GrowthConfig, GrowthModel, Precision
+from gpufleet.job.train.optimizer import groups
 
 SHAPES = {
     "small": (GrowthModel(vocab=512, layers=3, width=64, heads=4, ffn=256), 8, 64),

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from job.models import decoder, lora
-from job.spec import SftConfig
-from job.spec.common import DecoderConfig as Shape
-from job.spec.sft import flops_per_token
-from job.train import device, optimizer
-from job.train.step import compiled
+from gpufleet.job.models import decoder, lora
+from gpufleet.job.spec import SftConfig
+from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.spec.sft import flops_per_token
+from gpufleet.job.train import device, optimizer
+from gpufleet.job.train.step import compiled
 
 WARM = 5  # steps before the clock counts
 LONGEST = 1024  # tokens of an example, as data.longest: the varlen kernel launches as much for each as for the longest

@@ -24,19 +24,19 @@ from statistics import median
 import torch
 from torch._inductor.utils import fresh_cache
 
-from infra.definition.loader import find, load
-from job.contract import metrics
-from job.contract.run import Task
-from job.dataset import prepare, sources
-from job.experiments.growth.model import build
-from job.spec import GrowthConfig
-from job.spec.common import PhaseSize, Rung
-from job.train import __main__ as trainer
-from job.train import device
-from job.train.compile_cache import CompileCache
-from job.train.parallel import World
-from job.train.requests import Requests
-from job.train.step import compiled, update
+from gpufleet.infra.definition.loader import find, load
+from gpufleet.job.contract import metrics
+from gpufleet.job.contract.run import Task
+from gpufleet.job.dataset import prepare, sources
+from gpufleet.job.experiments.growth.model import build
+from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.spec.common import PhaseSize, Rung
+from gpufleet.job.train import __main__ as trainer
+from gpufleet.job.train import device
+from gpufleet.job.train.compile_cache import CompileCache
+from gpufleet.job.train.parallel import World
+from gpufleet.job.train.requests import Requests
+from gpufleet.job.train.step import compiled, update
 
 ROOT = Path(__file__).parents[1]
 STEPS = 20
@@ -73,7 +73,9 @@ def rehearsal_size(scratch: Path) -> None:
     tree = {"schema": 1, "job": {"experiment": "tinystories-growth", "parameters": parameters}}
     (scratch / "run.json").write_text(json.dumps(tree))
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "job.train", str(scratch)], check=True, capture_output=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "gpufleet.job.train", str(scratch)], check=True, capture_output=True, cwd=ROOT
+    )
     seconds = time.perf_counter() - began
     records = [json.loads(line) for line in (scratch / "metrics.jsonl").read_text().splitlines()]
     say("## The rehearsal's run, uninterrupted\n")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpufleet._functions import compare, load, price, receipts
     from gpufleet._receipt import Receipt, ReceiptLine
     from gpufleet._training_run import TrainingRun
-    from infra.errors import DefinitionError, GpufleetError
+    from gpufleet.infra.errors import DefinitionError, GpufleetError
 
 __all__ = [
     "Bill",
@@ -50,10 +50,10 @@ _PLACES = {
     "BillLine": "gpufleet._bill",
     "Comparison": "gpufleet._compare",
     "Definition": "gpufleet._definition",
-    "DefinitionError": "infra.errors",
+    "DefinitionError": "gpufleet.infra.errors",
     "Figures": "gpufleet._bill",
     "Frontier": "gpufleet._compare",
-    "GpufleetError": "infra.errors",
+    "GpufleetError": "gpufleet.infra.errors",
     "Option": "gpufleet._compare",
     "Receipt": "gpufleet._receipt",
     "ReceiptLine": "gpufleet._receipt",

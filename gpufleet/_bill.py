@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from datetime import date
 
 from gpufleet import _html
-from infra.bill.bill import Bill as _Bill
-from infra.bill.side import Quantiles
-from infra.bill.table import render
+from gpufleet.infra.bill.bill import Bill as _Bill
+from gpufleet.infra.bill.side import Quantiles
+from gpufleet.infra.bill.table import render
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from gpufleet import _html
 from gpufleet._bill import Figures, figures
-from infra.compare import comparison as _comparison
-from infra.compare import plot
-from infra.compare.rows import Row
-from infra.errors import GpufleetError
+from gpufleet.infra.compare import comparison as _comparison
+from gpufleet.infra.compare import plot
+from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.errors import GpufleetError
 
 SHOWN = 40  # rows of a table
 

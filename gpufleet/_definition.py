@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from infra.catalog import load_catalog
-from infra.definition.loader import STACK_NAME, find, load, project_root
-from infra.definition.model import StackDefinition
-from infra.definition.scenarios import scenario as one_scenario
-from infra.errors import GpufleetError
-from infra.inputs.archive import FOLDER
-from job import atomic
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import STACK_NAME, find, load, project_root
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.scenarios import scenario as one_scenario
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs.archive import FOLDER
+from gpufleet.job import atomic
 
 Given = str | Path | Mapping[str, Any]
 

@@ -10,14 +10,14 @@ from gpufleet._bill import Bill, bill_in_numbers
 from gpufleet._compare import Comparison, comparison_in_numbers
 from gpufleet._definition import Definition, Given, folder_of, read
 from gpufleet._receipt import Receipt, receipt_in_numbers
-from infra.bill import limits
-from infra.bill.estimate import problems
-from infra.bill.project import bill_of
-from infra.catalog import load_catalog
-from infra.compare.comparison import compare_file
-from infra.errors import GpufleetError
-from infra.evidence import receipts as _receipts
-from infra.inputs.readiness import not_ready
+from gpufleet.infra.bill import limits
+from gpufleet.infra.bill.estimate import problems
+from gpufleet.infra.bill.project import bill_of
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.compare.comparison import compare_file
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import receipts as _receipts
+from gpufleet.infra.inputs.readiness import not_ready
 
 
 def load(definition: Given, *, scenario: str = "", name: str = "", project: Path | str | None = None) -> Definition:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpufleet import _html
-from infra.evidence.receipts import counts, is_rehearsal
-from job.contract import receipt as _contract
+from gpufleet.infra.evidence.receipts import counts, is_rehearsal
+from gpufleet.job.contract import receipt as _contract
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,9 @@ import pulumi
 
 from gpufleet._bill import Bill, bill_in_numbers
 from gpufleet._definition import Given, file_of
-from infra.errors import GpufleetError
-from infra.program import engine
-from job.text import printable
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program import engine
+from gpufleet.job.text import printable
 
 TYPE = "gpufleet:index:TrainingRun"
 
@@ -75,8 +75,8 @@ class TrainingRun(pulumi.ComponentResource):
         super().__init__(TYPE, name, None, opts)
         engine.say(plan, root, self)
 
-        from infra.program.resources.declare import Surroundings, declare
-        from infra.program.resources.network import GivenVpc
+        from gpufleet.infra.program.resources.declare import Surroundings, declare
+        from gpufleet.infra.program.resources.network import GivenVpc
 
         given = self.get_provider("aws:ec2/fleet:Fleet")
         if given is not None:

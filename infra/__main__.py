@@ -6,10 +6,10 @@ import sys
 
 import pulumi
 
-from infra.definition.selected import refuse_unread
-from infra.errors import GpufleetError
-from infra.program import engine
-from job.text import printable
+from gpufleet.infra.definition.selected import refuse_unread
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program import engine
+from gpufleet.job.text import printable
 
 SHOWN = 32  # tells the engine that the message is out, so that it adds none of its own
 
@@ -28,7 +28,7 @@ def main() -> None:
     engine.say(plan, root)
 
     # Imported here: the provider's SDK takes a second to import, and errors need not wait for it.
-    from infra.program.resources.declare import declare
+    from gpufleet.infra.program.resources.declare import declare
 
     found = declare(plan, root)
     outputs = {"bucket": found.bucket, "log_group": found.log_group, "fleet_id": found.fleet_id or engine.OVER}

@@ -14,8 +14,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
 
-from infra.errors import GpufleetError
-from job.text import printable
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.text import printable
 
 # In the order in which they are needed.
 COMMANDS = {
@@ -118,7 +118,7 @@ def _run(words: list[str]) -> int:
         parser.parse_args(words)  # ends with --help, --version and what is no command
         parser.print_help()
         return 2
-    module = importlib.import_module(f"infra.commands.{name}")
+    module = importlib.import_module(f"gpufleet.infra.commands.{name}")
     command = argparse.ArgumentParser(prog=f"gpufleet {name}", description=f"gpufleet {name}: {COMMANDS[name]}.")
     module.arguments(command)
     code: int = module.run(command.parse_intermixed_args(words[1:]))  # options may stand between STACK and TEXT
@@ -145,7 +145,7 @@ def _refused(error: Exception) -> GpufleetError | None:
     """The sentence for what AWS or the way to it refused; None for anything else. Loads no botocore by itself."""
     if "botocore" not in sys.modules:
         return None
-    from infra.account.refusals import refusal
+    from gpufleet.infra.account.refusals import refusal
 
     return refusal(error)
 

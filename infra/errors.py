@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from job.text import counted
+from gpufleet.job.text import counted
 
 SHOWN = 20  # problems of one file that are printed; the rest is counted
 

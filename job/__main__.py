@@ -1,4 +1,4 @@
-"""`python -m job WORKDIR/run.json`: the supervisor. It starts the trainer, watches it, and alone writes to the bucket.
+"""`python -m gpufleet.job WORKDIR/run.json`: the supervisor. It starts the trainer, watches it, and alone writes to the bucket.
 
 Everything else of the run lies in WORKDIR: data/, ckpt/, job.log, packages/ (what the image lacks, installed first).
 
@@ -29,19 +29,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from job.contract.attempt import Node
-from job.contract.codes import AttemptExit
-from job.contract.environment import RUN_URI
-from job.contract.run import RunFile, load
-from job.contract.workdir import ENDED, LOG, PACKAGES, START
-from job.supervisor import bootstrap
+from gpufleet.job.contract.attempt import Node
+from gpufleet.job.contract.codes import AttemptExit
+from gpufleet.job.contract.environment import RUN_URI
+from gpufleet.job.contract.run import RunFile, load
+from gpufleet.job.contract.workdir import ENDED, LOG, PACKAGES, START
+from gpufleet.job.supervisor import bootstrap
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One attempt at the run."""
     summary, _, epilog = (__doc__ or "").partition("\n\n")
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m job", description=summary, epilog=epilog, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        prog="python -m gpufleet.job", description=summary, epilog=epilog, formatter_class=layout
+    )
     parser.add_argument("run_json", metavar="RUN_JSON", type=Path, help="the run config, as the program declares it")
     run_json: Path = parser.parse_args(argv).run_json.resolve()
     try:
@@ -71,13 +73,13 @@ def supervise(run_json: Path) -> int:
 def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
-    from job.supervisor import fleet, machine
-    from job.supervisor.attempt import Supervisor
-    from job.supervisor.child import Child, JobLog, trainer
-    from job.supervisor.metadata import Metadata, MetadataThread, http_fetch
-    from job.supervisor.meter import spot_history
-    from job.supervisor.store import open_store, parent
-    from job.supervisor.world import Outside
+    from gpufleet.job.supervisor import fleet, machine
+    from gpufleet.job.supervisor.attempt import Supervisor
+    from gpufleet.job.supervisor.child import Child, JobLog, trainer
+    from gpufleet.job.supervisor.metadata import Metadata, MetadataThread, http_fetch
+    from gpufleet.job.supervisor.meter import spot_history
+    from gpufleet.job.supervisor.store import open_store, parent
+    from gpufleet.job.supervisor.world import Outside
 
     terminated: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: terminated.append(time.time()))

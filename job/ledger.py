@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from job import atomic
-from job.contract.reading import DoubtError
+from gpufleet.job import atomic
+from gpufleet.job.contract.reading import DoubtError
 
 T = TypeVar("T")
 

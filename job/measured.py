@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import job
-from job.contract import metrics
-from job.spec import KINDS
+from gpufleet import job
+from gpufleet.job.contract import metrics
+from gpufleet.job.spec import KINDS
 
 SCHEMA = 1
 # Settings that leave the time of a step, an evaluation or a save as it is: how much is done, from which seed, at which

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from job import measured
-from job.contract import commit, metrics
-from job.contract.codes import TrainerExit
-from job.contract.commit import COMMIT
-from job.contract.messages import Fatal, SaveRequest, Stop, UsedRung
-from job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STEPS, step_of
-from job.spec import JobConfig
-from job.supervisor.child import FIRST_SIGN_S, Child, JobLog, trainer
-from job.supervisor.world import Trainer
+from gpufleet.job import measured
+from gpufleet.job.contract import commit, metrics
+from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.contract.commit import COMMIT
+from gpufleet.job.contract.messages import Fatal, SaveRequest, Stop, UsedRung
+from gpufleet.job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STEPS, step_of
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.supervisor.child import FIRST_SIGN_S, Child, JobLog, trainer
+from gpufleet.job.supervisor.world import Trainer
 
 TICK_S = 0.02  # a save's duration is known to within this
 

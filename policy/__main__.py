@@ -12,7 +12,7 @@ from pulumi_policy import (
     ResourceValidationPolicy,
 )
 
-from infra.review import policy
+from gpufleet.infra.review import policy
 
 HELD = policy.find_policy(Path(__file__).resolve().parents[1]) or policy.Policy()  # no file, no rules
 

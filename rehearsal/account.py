@@ -20,8 +20,8 @@ from moto.logs.models import logs_backends
 from moto.s3.models import s3_backends
 from moto.ssm.models import Parameter, ssm_backends
 
-from infra.catalog import load_catalog
-from infra.definition.model import Account, Vpc
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import Account, Vpc
 
 # Names of the Deep Learning AMI's public parameters: AWS DLAMI release notes, 2026-11-21.
 AMI_PARAMETERS = {

@@ -17,8 +17,8 @@ from moto.iam.access_control import IAMPolicy, PermissionResult
 from moto.s3.models import FakeBucket
 from moto.servicequotas.responses import ServiceQuotasResponse
 
-from rehearsal.account import QUOTAS, spot_price
-from rehearsal.controller import FleetController
+from gpufleet.rehearsal.account import QUOTAS, spot_price
+from gpufleet.rehearsal.controller import FleetController
 
 
 def _refuse_subnet(backend: Any, asked: dict[str, Any]) -> None:

@@ -25,16 +25,16 @@ from moto.ec2.models import ec2_backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
 
-from infra.definition.model import Account
-from job.contract import environment
-from rehearsal import account
-from rehearsal.actions import FLEETS
-from rehearsal.clock import Clock, SystemClock
-from rehearsal.controller import FleetController
-from rehearsal.environment import past_proxies
-from rehearsal.gate import NODE_KEY, SECRET, USER_KEY, Gate
-from rehearsal.imds import Imds
-from rehearsal.launch import CloudInstance, Launcher
+from gpufleet.infra.definition.model import Account
+from gpufleet.job.contract import environment
+from gpufleet.rehearsal import account
+from gpufleet.rehearsal.actions import FLEETS
+from gpufleet.rehearsal.clock import Clock, SystemClock
+from gpufleet.rehearsal.controller import FleetController
+from gpufleet.rehearsal.environment import past_proxies
+from gpufleet.rehearsal.gate import NODE_KEY, SECRET, USER_KEY, Gate
+from gpufleet.rehearsal.imds import Imds
+from gpufleet.rehearsal.launch import CloudInstance, Launcher
 
 _ACCOUNTS = itertools.count(111_122_223_333)
 TICK_S = 0.1

@@ -17,9 +17,9 @@ from typing import Any
 from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.models import ec2_backends
 
-from rehearsal.clock import Clock
-from rehearsal.fleet import CloudFleet, Event
-from rehearsal.launch import CloudInstance, Launcher, LaunchFailedError, Pool
+from gpufleet.rehearsal.clock import Clock
+from gpufleet.rehearsal.fleet import CloudFleet, Event
+from gpufleet.rehearsal.launch import CloudInstance, Launcher, LaunchFailedError, Pool
 
 HISTORY_PAGE = 1000  # records in an answer (EC2 API reference, DescribeFleetHistory, 2026-11-23)
 LINGER = timedelta(hours=48)  # a deleted fleet stays in the API two days (EC2 User Guide, fleet states, 2026-11-21)

@@ -24,12 +24,12 @@ from typing import Any
 
 import yaml
 
-import infra
-from job import ledger
-from rehearsal import provider
-from rehearsal.environment import scratch
-from rehearsal.handlers import handler
-from rehearsal.handlers.table import Aws
+from gpufleet import infra
+from gpufleet.job import ledger
+from gpufleet.rehearsal import provider
+from gpufleet.rehearsal.environment import scratch
+from gpufleet.rehearsal.handlers import handler
+from gpufleet.rehearsal.handlers.table import Aws
 
 REPOSITORY = Path(infra.__file__).parents[1]
 Say = Callable[[str], None]
@@ -248,7 +248,7 @@ class InProcess(Engine):
         self._report = report = self._folder / f"in-process.{mode}.json"
         report.unlink(missing_ok=True)
         _, text = streamed(
-            [sys.executable, "-m", "rehearsal.inprocess", mode, str(self._folder), self._stack, str(report)],
+            [sys.executable, "-m", "gpufleet.rehearsal.inprocess", mode, str(self._folder), self._stack, str(report)],
             folder=None,
             environment=scratch(self._environment),
             say=self._say,

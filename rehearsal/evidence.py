@@ -12,21 +12,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from infra.definition.model import StackDefinition
-from infra.errors import GpufleetError
-from infra.inputs.prepared import as_prepared
-from job import ledger
-from job.contract import bucket
-from job.contract.done import FINISHED, Done
-from job.contract.receipt import Receipt
-from job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
-from job.spec.common import PhaseSize
-from rehearsal.account import Resource
-from rehearsal.cloud import Cloud
-from rehearsal.engine import Engine
-from rehearsal.node import NodeRunner
-from rehearsal.timeline import Timeline
-from rehearsal.watch import Watch
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs.prepared import as_prepared
+from gpufleet.job import ledger
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract.done import FINISHED, Done
+from gpufleet.job.contract.receipt import Receipt
+from gpufleet.job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
+from gpufleet.job.spec.common import PhaseSize
+from gpufleet.rehearsal.account import Resource
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Engine
+from gpufleet.rehearsal.node import NodeRunner
+from gpufleet.rehearsal.timeline import Timeline
+from gpufleet.rehearsal.watch import Watch
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from rehearsal.launch import CloudInstance
+from gpufleet.rehearsal.launch import CloudInstance
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import parse_qs
 from xml.etree import ElementTree
 
-from infra.account import iam_policy
-from infra.account.iam_policy import AccessRequest, Statement
-from rehearsal import registry
+from gpufleet.infra.account import iam_policy
+from gpufleet.infra.account.iam_policy import AccessRequest, Statement
+from gpufleet.rehearsal import registry
 
 FREE = ("sts:GetCallerIdentity",)  # needs no right
 UNNARROWED = ("DescribeFleets", "DescribeInstances")  # these know no resource (IAM service authorization reference)

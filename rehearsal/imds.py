@@ -16,9 +16,9 @@ from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-from job.text import stamp
-from rehearsal.clock import Clock, SystemClock
-from rehearsal.launch import CloudInstance
+from gpufleet.job.text import stamp
+from gpufleet.rehearsal.clock import Clock, SystemClock
+from gpufleet.rehearsal.launch import CloudInstance
 
 Fault = Literal["500", "garbage", "bad-time", "slow", "silent", "401"]
 TOKEN_S = 21600  # the longest life of a token (EC2 User Guide, instance metadata options, read 2026-11-21)

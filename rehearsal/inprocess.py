@@ -1,4 +1,4 @@
-"""The program without the Pulumi engine: `python -m rehearsal.inprocess preview|up FOLDER STACK REPORT`.
+"""The program without the Pulumi engine: `python -m gpufleet.rehearsal.inprocess preview|up FOLDER STACK REPORT`.
 
 A process of its own, because the SDK's settings are global. The SDK's mock monitor stands where the engine would; a
 registration really creates the resource, through the same handlers as the gRPC provider. What was asked for, options
@@ -24,9 +24,9 @@ from pulumi.runtime import mocks, settings
 from pulumi.runtime.proto import resource_pb2
 from pulumi.runtime.stack import run_pulumi_func
 
-from rehearsal.handlers import handler, table
-from rehearsal.handlers.table import Aws, UnsupportedError
-from rehearsal.provider import plain, struct
+from gpufleet.rehearsal.handlers import handler, table
+from gpufleet.rehearsal.handlers.table import Aws, UnsupportedError
+from gpufleet.rehearsal.provider import plain, struct
 
 
 class Monitor(mocks.MockMonitor):

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from moto.ec2.models.instance_types import INSTANCE_TYPES
 
-from infra.errors import GpufleetError
-from job.contract.environment import COMMAND, USER_PATH
-from rehearsal.cloud import Cloud
-from rehearsal.launch import CloudInstance
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.contract.environment import COMMAND, USER_PATH
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.launch import CloudInstance
 
 STANDINS = Path(__file__).parent / "standins"
 NEEDED = ("bash", "tar")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from botocore.exceptions import ClientError
 
-from infra.definition.model import StackDefinition
-from infra.inputs import code
-from job.contract import environment, metrics
-from job.contract.workdir import FINAL
-from job.text import counted
-from rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.inputs import code
+from gpufleet.job.contract import environment, metrics
+from gpufleet.job.contract.workdir import FINAL
+from gpufleet.job.text import counted
+from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
 Listing = Mapping[str, tuple[int, int]]  # by name: bytes and time of writing
 

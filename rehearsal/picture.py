@@ -10,10 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from job.text import counted
-from rehearsal.evidence import Evidence, Resumption
-from rehearsal.timeline import Timeline
-from rehearsal.watch import NodeView
+from gpufleet.job.text import counted
+from gpufleet.rehearsal.evidence import Evidence, Resumption
+from gpufleet.rehearsal.timeline import Timeline
+from gpufleet.rehearsal.watch import NodeView
 
 INK, FAINT, GRID = "#22272e", "#8b949e", "#e6e8eb"
 PHASES = ("#3b7dd8", "#c4622d", "#2f8f6b", "#8a5cc2")  # also right for red-green blindness beside their labels

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from infra.definition.model import StackDefinition
-from infra.definition.yaml_tree import Mapping, merge, read
-from infra.errors import GpufleetError
-from job.spec.command import CommandConfig
-from rehearsal.standins import command
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.spec.command import CommandConfig
+from gpufleet.rehearsal.standins import command
 
 STEPS, TRAINS_S = 200, 45.0  # long enough for two interruptions
 MOST_BYTES = 200_000_000  # of one checkpoint: a larger one is cut, a laptop holds several

@@ -19,8 +19,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from google.protobuf import empty_pb2, json_format, struct_pb2
 from pulumi.runtime.proto import plugin_pb2, provider_pb2, provider_pb2_grpc
 
-from rehearsal.handlers import handler, table
-from rehearsal.handlers.table import Aws, Properties, UnsupportedError
+from gpufleet.rehearsal.handlers import handler, table
+from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError
 
 _MESSAGE_BYTES = 64 * 1024 * 1024  # objects travel inside messages; gRPC's default is 4 MiB
 

@@ -22,22 +22,22 @@ from typing import get_args, get_type_hints
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.definition.loader import load, project_root, rehearsal_text, stacks_of
-from infra.definition.model import StackDefinition
-from infra.definition.selected import selected
-from infra.errors import GpufleetError
-from infra.inputs import code
-from infra.inputs.prepared import as_prepared
-from infra.text import table
-from job.contract import bucket
-from job.contract.done import FAILURES, Done
-from rehearsal import environment, evidence, own, plumbing, report, scratch
-from rehearsal.cloud import Cloud
-from rehearsal.engine import Engine, Result
-from rehearsal.evidence import Evidence, Rehearsal
-from rehearsal.node import NodeRunner
-from rehearsal.timeline import Timeline, say
-from rehearsal.watch import Watch, plan, possible
+from gpufleet.infra.definition.loader import load, project_root, rehearsal_text, stacks_of
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.selected import selected
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs import code
+from gpufleet.infra.inputs.prepared import as_prepared
+from gpufleet.infra.text import table
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract.done import FAILURES, Done
+from gpufleet.rehearsal import environment, evidence, own, plumbing, report, scratch
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Engine, Result
+from gpufleet.rehearsal.evidence import Evidence, Rehearsal
+from gpufleet.rehearsal.node import NodeRunner
+from gpufleet.rehearsal.timeline import Timeline, say
+from gpufleet.rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
 LONG_ENOUGH_S = 40.0  # of training, for two interruptions to find it at work
@@ -231,7 +231,7 @@ def command(rehearsal: Rehearsal, *words: str) -> str:
 def _started(rehearsal: Rehearsal, *words: str) -> Iterator[subprocess.Popen[str]]:
     """`gpufleet WORDS`, running until the block ends at the latest."""
     with subprocess.Popen(
-        [sys.executable, "-m", "infra.cli", *words],
+        [sys.executable, "-m", "gpufleet.infra.cli", *words],
         cwd=rehearsal.project,
         env=environment.scratch(rehearsal.cloud.environment()),
         stdin=subprocess.DEVNULL,

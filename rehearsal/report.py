@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from job.contract.receipt import money
-from job.contract.workdir import RECEIPT
-from job.supervisor import receipt as receipts
-from rehearsal import picture
-from rehearsal.account import Resource
-from rehearsal.cloud import Cloud
-from rehearsal.evidence import Evidence, Promise
-from rehearsal.timeline import clock
+from gpufleet.job.contract.receipt import money
+from gpufleet.job.contract.workdir import RECEIPT
+from gpufleet.job.supervisor import receipt as receipts
+from gpufleet.rehearsal import picture
+from gpufleet.rehearsal.account import Resource
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.evidence import Evidence, Promise
+from gpufleet.rehearsal.timeline import clock
 
 BAR_S = 300.0  # of a whole rehearsal, on two cores that do nothing else: the bar that the project sets itself
 TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "results", "destroy")

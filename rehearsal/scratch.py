@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.catalog import files, project_prices
-from infra.errors import GpufleetError
-from rehearsal.engine import write_project
+from gpufleet.infra.catalog import files, project_prices
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.rehearsal.engine import write_project
 
 FULL_BYTES = 100_000_000  # a rehearsal writes 10 to 60 MB, and its bucket lies among the temporary files
 

@@ -15,16 +15,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.definition.model import Interruptions, Place, StackDefinition
-from infra.errors import GpufleetError
-from job import atomic
-from job.contract import bucket
-from job.contract.workdir import CHECKPOINTS, METRICS, STAGES, STEPS
-from rehearsal.cloud import Cloud
-from rehearsal.imds import NOTICE_PATHS
-from rehearsal.launch import CloudInstance
-from rehearsal.node import NodeRunner, RehearsalNode
-from rehearsal.timeline import Timeline
+from gpufleet.infra.definition.model import Interruptions, Place, StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job import atomic
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract.workdir import CHECKPOINTS, METRICS, STAGES, STEPS
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.imds import NOTICE_PATHS
+from gpufleet.rehearsal.launch import CloudInstance
+from gpufleet.rehearsal.node import NodeRunner, RehearsalNode
+from gpufleet.rehearsal.timeline import Timeline
 
 Kind = Literal["notice", "loss"]
 

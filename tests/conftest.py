@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rehearsal.environment import forget_account
+from gpufleet.rehearsal.environment import forget_account
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and every process started from there inherits it.
 # The tests press Ctrl-C themselves.

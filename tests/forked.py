@@ -1,4 +1,4 @@
-"""The program without the engine (`python -m rehearsal.inprocess`), forked from one process that has imported it and
+"""The program without the engine (`python -m gpufleet.rehearsal.inprocess`), forked from one process that has imported it and
 the SDK, whose modules are lazy: a start of its own takes three seconds.
 """
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from rehearsal import engine
+from gpufleet.rehearsal import engine
 
 SERVER = """
 import json, os, runpy, sys

@@ -10,11 +10,11 @@ import pytest
 from cost_definitions import definition
 from supervisor_world import Bench
 
-from infra.bill import lines, record
-from infra.bill.estimate import price
-from infra.catalog import Catalog, load_catalog
-from infra.catalog.files import Price
-from infra.definition.model import StackDefinition
+from gpufleet.infra.bill import lines, record
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.catalog import Catalog, load_catalog
+from gpufleet.infra.catalog.files import Price
+from gpufleet.infra.definition.model import StackDefinition
 
 GATEWAY = Price(amount=Decimal("0.25"), unit="hour", source="a test", as_of=date(2026, 11, 26), status="verified")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.bill.estimate import price, problems
-from infra.catalog import load_catalog
-from infra.definition.loader import load
-from job.spec.command import CommandConfig, filled
+from gpufleet.infra.bill.estimate import price, problems
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.job.spec.command import CommandConfig, filled
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -21,12 +21,12 @@ from declared_world import declare
 from repository import ROOT
 from supervisor_world import Bench, interrupted
 
-from infra.cli import main
-from infra.definition.loader import load
-from infra.definition.scenarios import scenarios
-from infra.program.resources.identity import node_statements
-from job.spec import EXPERIMENTS
-from rehearsal import scratch
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.infra.program.resources.identity import node_statements
+from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.rehearsal import scratch
 
 FROZEN = Path(__file__).parent / "frozen"
 

@@ -8,7 +8,7 @@ import tomllib
 import yaml
 from repository import ROOT
 
-from infra.definition.selected import DEFINITION, SCENARIO
+from gpufleet.infra.definition.selected import DEFINITION, SCENARIO
 
 PROJECT = yaml.safe_load((ROOT / "Pulumi.yaml").read_text())
 PINNED = set(re.findall(r"(?m)^([\w.-]+)==", (ROOT / "constraints.txt").read_text()))

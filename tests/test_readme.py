@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from infra.cli import COMMANDS
-from job.spec import EXPERIMENTS
+from gpufleet.infra.cli import COMMANDS
+from gpufleet.job.spec import EXPERIMENTS
 
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -212,7 +212,7 @@ def test_every_command_and_option_is_explained_somewhere(command: str) -> None:
     text = "".join(page for page in (README, *(path.read_text() for path in PAGES)) if shows.search(page))
     assert f"gpufleet {command}" in text, f"no page shows gpufleet {command}"
     parser = argparse.ArgumentParser(add_help=False)
-    importlib.import_module(f"infra.commands.{command}").arguments(parser)
+    importlib.import_module(f"gpufleet.infra.commands.{command}").arguments(parser)
     for action in parser._actions:
         for option in action.option_strings:
             if option.startswith("--"):

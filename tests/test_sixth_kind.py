@@ -17,7 +17,7 @@ import pytest
 from repository import ROOT
 
 NEW = {"spec.py": "job/spec/toy.py", "trainer.py": "job/experiments/toy/run.py", "toy.yaml": "stacks/toy.yaml"}
-ENTRY = '    "toy": __import__("job.spec.toy", fromlist=["ToyConfig"]).ToyConfig,\n'
+ENTRY = '    "toy": __import__("gpufleet.job.spec.toy", fromlist=["ToyConfig"]).ToyConfig,\n'
 REGISTRY = "EXPERIMENTS: dict[str, type[JobConfig]] = {\n"
 
 
@@ -41,7 +41,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gpufleet(project: Path, *words: str) -> str:
     """What the command prints. It must end well."""
-    code = "import sys; from infra.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from gpufleet.infra.cli import main; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, "PYTHONPATH": str(project)}
     done = subprocess.run(
         [sys.executable, "-c", code, *words], cwd=project, env=environment, capture_output=True, text=True

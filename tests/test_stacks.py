@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from infra.bill.estimate import price, problems
-from infra.catalog import load_catalog
-from infra.definition.loader import load, rehearsal_text
-from infra.definition.model import Claim, Disk, Interruptions, Keep, StackDefinition, Variant, Vpc
-from infra.definition.rules import RULES
-from infra.definition.scenarios import scenarios
-from infra.definition.schema import SECTIONS
-from job.spec import EXPERIMENTS, CommandConfig, KernelConfig, SftConfig
-from job.spec.convert import describe
+from gpufleet.infra.bill.estimate import price, problems
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load, rehearsal_text
+from gpufleet.infra.definition.model import Claim, Disk, Interruptions, Keep, StackDefinition, Variant, Vpc
+from gpufleet.infra.definition.rules import RULES
+from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.infra.definition.schema import SECTIONS
+from gpufleet.job.spec import EXPERIMENTS, CommandConfig, KernelConfig, SftConfig
+from gpufleet.job.spec.convert import describe
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 STACKS = [ROOT / "stacks" / f"{name}.yaml" for name in EXPERIMENTS]  # a user's own files are their own affair

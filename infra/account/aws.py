@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import boto3
 from botocore.config import Config
 
-from infra.errors import AwsRefused
-from infra.program.resources.tags import OWNER_TAG
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.infra.program.resources.tags import OWNER_TAG
 
 _CONFIG = Config(
     connect_timeout=5,

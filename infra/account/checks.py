@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from botocore.exceptions import ClientError
 
-from infra.account import iam_policy, refusals
-from infra.account.aws import pages
-from infra.definition.model import StackDefinition
-from infra.program.boot.user_data import ROOT_DEVICE
-from job.contract.inputs import DATASET, WEIGHTS, is_file
+from gpufleet.infra.account import iam_policy, refusals
+from gpufleet.infra.account.aws import pages
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.boot.user_data import ROOT_DEVICE
+from gpufleet.job.contract.inputs import DATASET, WEIGHTS, is_file
 
 DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs
 GRANT_OPERATIONS = (

@@ -12,13 +12,13 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.account import checks, organisation, quotas, refusals, registry
-from infra.account.checks import Check
-from infra.definition import pin as pins
-from infra.definition.model import StackDefinition
-from infra.errors import AwsRefused
-from infra.inputs.readiness import not_ready
-from infra.program import ecr
+from gpufleet.infra.account import checks, organisation, quotas, refusals, registry
+from gpufleet.infra.account.checks import Check
+from gpufleet.infra.definition import pin as pins
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.infra.inputs.readiness import not_ready
+from gpufleet.infra.program import ecr
 
 # Deep Learning Base AMI with the open Nvidia driver, Amazon Linux 2023, x86_64: the name as used in public code on
 # 2026-11-21, for example for the build of 2026-09-25. Driver, container toolkit and docker are in it.

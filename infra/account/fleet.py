@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from infra.account import removal
-from infra.account.aws import owner_of, pages, tags_of
-from infra.definition.model import StackDefinition
-from infra.program.resources.tags import RUN_TAG, STACK_TAG
-from job.contract.done import Done
-from job.contract.reading import epoch
+from gpufleet.infra.account import removal
+from gpufleet.infra.account.aws import owner_of, pages, tags_of
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
+from gpufleet.job.contract.done import Done
+from gpufleet.job.contract.reading import epoch
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
 ENDING_S = 300.0  # from done.json to a fleet at 0, or to a node's last try

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from botocore.exceptions import ClientError
 
-from infra.account import aws, refusals, removal
-from infra.account.fleet import ENDED, find_instances, fleets_of, has_expired, may_launch, wants
-from infra.account.run_folder import find_buckets, find_log_groups, name_prefix
-from infra.bill.lines import MONTH_H, gp3_usd_per_month
-from infra.catalog import load_catalog
-from infra.definition.model import StackDefinition
-from infra.errors import PriceMissing
-from infra.program.resources.tags import RUN_TAG, STACK_TAG
-from job.contract.aws import FLEET_TAG
-from job.text import counted
+from gpufleet.infra.account import aws, refusals, removal
+from gpufleet.infra.account.fleet import ENDED, find_instances, fleets_of, has_expired, may_launch, wants
+from gpufleet.infra.account.run_folder import find_buckets, find_log_groups, name_prefix
+from gpufleet.infra.bill.lines import MONTH_H, gp3_usd_per_month
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import PriceMissing
+from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
+from gpufleet.job.contract.aws import FLEET_TAG
+from gpufleet.job.text import counted
 
 _T = TypeVar("_T")
 

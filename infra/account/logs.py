@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from infra.account import aws, results
-from infra.account.run_folder import RunFolder, find_folder, find_log_groups, no_run
-from infra.definition.model import StackDefinition
-from infra.errors import AwsRefused
-from job.contract import bucket
-from job.contract.workdir import LOG
+from gpufleet.infra.account import aws, results
+from gpufleet.infra.account.run_folder import RunFolder, find_folder, find_log_groups, no_run
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract.workdir import LOG
 
 POLL_S = 3.0
 GONE_POLLS = 20  # between two looks whether the run still has a fleet: S3 charges for listings

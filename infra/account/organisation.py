@@ -8,10 +8,10 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from infra.account import iam_policy, refusals
-from infra.account.aws import pages
-from infra.account.checks import Check
-from infra.definition.model import StackDefinition
+from gpufleet.infra.account import iam_policy, refusals
+from gpufleet.infra.account.aws import pages
+from gpufleet.infra.account.checks import Check
+from gpufleet.infra.definition.model import StackDefinition
 
 
 def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
@@ -86,7 +86,9 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     """Whether the nodes' rights lie within the permissions boundary."""
     if (arn := definition.account.permissions_boundary) is None:
         return
-    from infra.program.resources.identity import node_statements  # here: the provider's SDK takes a second to import
+    from gpufleet.infra.program.resources.identity import (
+        node_statements,  # here: the provider's SDK takes a second to import
+    )
 
     try:
         version = iam.get_policy(PolicyArn=arn)["Policy"]["DefaultVersionId"]

@@ -13,12 +13,12 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from infra.account import aws, refusals
-from infra.account.checks import Check
-from infra.account.fleet import find_instances
-from infra.catalog import load_catalog
-from infra.definition.model import Fleet, StackDefinition
-from infra.program.resources.tags import STACK_TAG
+from gpufleet.infra.account import aws, refusals
+from gpufleet.infra.account.checks import Check
+from gpufleet.infra.account.fleet import find_instances
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import Fleet, StackDefinition
+from gpufleet.infra.program.resources.tags import STACK_TAG
 
 TYPES_PER_CALL = 100  # DescribeInstanceTypes takes no more
 USERS_SHOWN = 3

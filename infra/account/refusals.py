@@ -9,8 +9,8 @@ from email.utils import parsedate_to_datetime
 from botocore import exceptions
 from botocore.parsers import ResponseParserError
 
-from infra.errors import AwsRefused
-from job.text import stamp
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.job.text import stamp
 
 _DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthorizationError", "403")
 _BAD_KEYS = (

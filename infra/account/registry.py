@@ -16,9 +16,9 @@ from http.client import HTTPException, HTTPMessage
 
 from botocore.exceptions import ClientError
 
-from infra.account import aws, refusals
-from infra.errors import AwsRefused
-from infra.program import ecr
+from gpufleet.infra.account import aws, refusals
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.infra.program import ecr
 
 # Index types first: the digest of the index is what `docker pull` of a tag resolves.
 _ACCEPT = ", ".join(

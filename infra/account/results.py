@@ -23,24 +23,24 @@ from urllib.parse import urlsplit
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.account import aws
-from infra.account.fleet import fleets_of, is_over, nodes_of
-from infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
-from infra.catalog import load_catalog
-from infra.definition.model import StackDefinition
-from infra.errors import AwsRefused
-from infra.evidence import receipts
-from job import atomic
-from job.contract import bucket, reading
-from job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
-from job.contract.done import EARLY, FINISHED, FLEET_GONE, NODE_ENDED, Done
-from job.contract.receipt import Receipt, parse
-from job.contract.run import load
-from job.contract.workdir import RECEIPT, RESULTS, RUN
-from job.supervisor import attempts, fleet, receipt
-from job.supervisor.receipt import text as receipt_text
-from job.supervisor.store import S3Store
-from job.text import counted, stamp
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.fleet import fleets_of, is_over, nodes_of
+from gpufleet.infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.infra.evidence import receipts
+from gpufleet.job import atomic
+from gpufleet.job.contract import bucket, reading
+from gpufleet.job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
+from gpufleet.job.contract.done import EARLY, FINISHED, FLEET_GONE, NODE_ENDED, Done
+from gpufleet.job.contract.receipt import Receipt, parse
+from gpufleet.job.contract.run import load
+from gpufleet.job.contract.workdir import RECEIPT, RESULTS, RUN
+from gpufleet.job.supervisor import attempts, fleet, receipt
+from gpufleet.job.supervisor.receipt import text as receipt_text
+from gpufleet.job.supervisor.store import S3Store
+from gpufleet.job.text import counted, stamp
 
 WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small, or evidence of the run's tables
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from botocore import exceptions
 
-from infra.account import refusals
-from infra.account.aws import owner_of, pages, tags_of
-from infra.definition.model import StackDefinition
-from infra.errors import AwsRefused
-from infra.program.resources.tags import STACK_TAG
-from job.contract import done as ends
-from job.contract.bucket import ASKED, DONE, GRAPHS, INPUTS
-from job.contract.done import Asked, Done
+from gpufleet.infra.account import refusals
+from gpufleet.infra.account.aws import owner_of, pages, tags_of
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.infra.program.resources.tags import STACK_TAG
+from gpufleet.job.contract import done as ends
+from gpufleet.job.contract.bucket import ASKED, DONE, GRAPHS, INPUTS
+from gpufleet.job.contract.done import Asked, Done
 
 NO_RUN = (INPUTS, GRAPHS)  # folders of a stack's bucket that are no run's
 

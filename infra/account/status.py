@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from infra.account import aws
-from infra.account.fleet import (
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.fleet import (
     ENDED,
     end_command,
     fleets_of,
@@ -18,11 +18,11 @@ from infra.account.fleet import (
     wants,
     why_needless,
 )
-from infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
-from infra.definition.model import StackDefinition
-from job.contract import attempt, bucket
-from job.contract.commit import BEST, Best
-from job.contract.reading import epoch
+from gpufleet.infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.job.contract import attempt, bucket
+from gpufleet.job.contract.commit import BEST, Best
+from gpufleet.job.contract.reading import epoch
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
 GONE = ("shutting-down", "terminated")  # states of an instance

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from infra.account import aws
-from infra.account.fleet import fleets_of, is_over, nodes_of, wants
-from infra.account.run_folder import find_folder, no_run
-from infra.definition.model import StackDefinition
-from infra.errors import AwsRefused
-from job import atomic
-from job.contract.bucket import ASKED
-from job.contract.done import Asked
-from job.text import stamp
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.fleet import fleets_of, is_over, nodes_of, wants
+from gpufleet.infra.account.run_folder import find_folder, no_run
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.job import atomic
+from gpufleet.job.contract.bucket import ASKED
+from gpufleet.job.contract.done import Asked
+from gpufleet.job.text import stamp
 
 
 def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Callable[[str], None] = print) -> None:

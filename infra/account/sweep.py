@@ -10,10 +10,10 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from infra.account import refusals
-from infra.account.leftovers import Left
-from infra.definition.model import StackDefinition
-from job.text import counted
+from gpufleet.infra.account import refusals
+from gpufleet.infra.account.leftovers import Left
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.job.text import counted
 
 # Nodes end within minutes, p5's the slowest, and what they used is free only then.
 TIMEOUT_S, POLL_S = 1800, 10

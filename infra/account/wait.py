@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from infra.account import aws
-from infra.account.fleet import (
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.fleet import (
     ENDED,
     end_command,
     find_instances,
@@ -28,12 +28,12 @@ from infra.account.fleet import (
     wants,
     why_needless,
 )
-from infra.account.run_folder import find_folder
-from infra.definition.model import StackDefinition
-from infra.errors import AwsRefused
-from infra.program.resources.tags import RUN_TAG
-from job.contract.done import Done
-from job.text import counted
+from gpufleet.infra.account.run_folder import find_folder
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.infra.program.resources.tags import RUN_TAG
+from gpufleet.job.contract.done import Done
+from gpufleet.job.text import counted
 
 POLL_S = 10.0
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 
-from infra.bill.fit import Fit, Notice
-from infra.bill.lines import Line
-from infra.bill.options import TypeCost
-from infra.bill.side import Quantiles, Side
-from infra.catalog.reclaim import Reclaimed
-from infra.definition.model import Capacity, Deadline
-from infra.risk.cadence import BestInterval
-from infra.risk.hazard import Hazard
+from gpufleet.infra.bill.fit import Fit, Notice
+from gpufleet.infra.bill.lines import Line
+from gpufleet.infra.bill.options import TypeCost
+from gpufleet.infra.bill.side import Quantiles, Side
+from gpufleet.infra.catalog.reclaim import Reclaimed
+from gpufleet.infra.definition.model import Capacity, Deadline
+from gpufleet.infra.risk.cadence import BestInterval
+from gpufleet.infra.risk.hazard import Hazard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,16 +7,16 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from infra.bill import fit, limits
-from infra.bill.bill import Bill
-from infra.bill.limits import AS_COUNTED
-from infra.bill.options import Calibrations
-from infra.bill.runtime import Runtime, hours
-from infra.definition.model import StackDefinition
-from infra.evidence.calibration import RefusedCalibration
-from job.contract.aws import NOTICE_S
-from job.spec import JobConfig
-from job.text import counted
+from gpufleet.infra.bill import fit, limits
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.limits import AS_COUNTED
+from gpufleet.infra.bill.options import Calibrations
+from gpufleet.infra.bill.runtime import Runtime, hours
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence.calibration import RefusedCalibration
+from gpufleet.job.contract.aws import NOTICE_S
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.text import counted
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
 _FREE_SHARE = Decimal("0.1")  # of all node-hours: with more of them free, p50 falls while interruptions rise

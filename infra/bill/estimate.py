@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
 
-from infra.bill import doubts, limits, lines, options
-from infra.bill.bill import Bill, Cap, KeptStorage
-from infra.bill.lines import Line
-from infra.bill.side import UNBOUND, Hazards, Side, cadence, exact, half_speed, price_side, usd_at_hazards
-from infra.catalog import Catalog
-from infra.catalog.reclaim import reclaimed
-from infra.definition.model import StackDefinition
-from infra.errors import Problem
-from infra.risk import closed_form, simulation
+from gpufleet.infra.bill import doubts, limits, lines, options
+from gpufleet.infra.bill.bill import Bill, Cap, KeptStorage
+from gpufleet.infra.bill.lines import Line
+from gpufleet.infra.bill.side import UNBOUND, Hazards, Side, cadence, exact, half_speed, price_side, usd_at_hazards
+from gpufleet.infra.catalog import Catalog
+from gpufleet.infra.catalog.reclaim import reclaimed
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import Problem
+from gpufleet.infra.risk import closed_form, simulation
 
 
 def price(

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from decimal import ROUND_CEILING, Decimal
 
-from infra.bill import options
-from infra.bill.bill import Bill
-from infra.bill.side import Side, reserve_h
-from infra.definition.model import WAITING_TIME, StackDefinition, deadline_text
-from infra.errors import Problem
-from infra.risk.simulation import MINIMUM_H
+from gpufleet.infra.bill import options
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.side import Side, reserve_h
+from gpufleet.infra.definition.model import WAITING_TIME, StackDefinition, deadline_text
+from gpufleet.infra.errors import Problem
+from gpufleet.infra.risk.simulation import MINIMUM_H
 
 AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
 

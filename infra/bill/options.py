@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from infra.bill import fit
-from infra.bill import runtime as runtimes
-from infra.catalog import Catalog, Instance, Price, SpotPrice
-from infra.definition.model import Capacity, StackDefinition
-from infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
-from infra.evidence.calibration import Calibration, RefusedCalibration
+from gpufleet.infra.bill import fit
+from gpufleet.infra.bill import runtime as runtimes
+from gpufleet.infra.catalog import Catalog, Instance, Price, SpotPrice
+from gpufleet.infra.definition.model import Capacity, StackDefinition
+from gpufleet.infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
+from gpufleet.infra.evidence.calibration import Calibration, RefusedCalibration
 
 Calibrations = Mapping[str, Calibration | RefusedCalibration]  # by instance type: evidence.calibration.find_all
 

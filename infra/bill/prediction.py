@@ -5,14 +5,14 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
-from infra.bill import doubts, limits
-from infra.bill.estimate import problems
-from infra.bill.project import bill_of
-from infra.catalog import load_catalog
-from infra.definition.model import StackDefinition
-from infra.errors import DefinitionError
-from job.spec.common import Say
-from job.text import counted
+from gpufleet.infra.bill import doubts, limits
+from gpufleet.infra.bill.estimate import problems
+from gpufleet.infra.bill.project import bill_of
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import DefinitionError
+from gpufleet.job.spec.common import Say
+from gpufleet.job.text import counted
 
 
 def predict(definition: StackDefinition, root: Path, now: datetime, say: Say) -> None:

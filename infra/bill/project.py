@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from infra.bill.bill import Bill
-from infra.bill.estimate import price
-from infra.bill.options import BillBasis, Calibrations
-from infra.bill.side import Hazards
-from infra.catalog import Catalog
-from infra.definition.model import StackDefinition
-from infra.evidence.calibration import Calibration, find_all
-from infra.evidence.observations import observations
-from infra.inputs import folders
-from infra.inputs.prepared import counted_by, prepared_dataset
-from infra.risk.hazard import learn
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.options import BillBasis, Calibrations
+from gpufleet.infra.bill.side import Hazards
+from gpufleet.infra.catalog import Catalog
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence.calibration import Calibration, find_all
+from gpufleet.infra.evidence.observations import observations
+from gpufleet.infra.inputs import folders
+from gpufleet.infra.inputs.prepared import counted_by, prepared_dataset
+from gpufleet.infra.risk.hazard import learn
 
 
 def bill_of(

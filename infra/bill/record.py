@@ -9,11 +9,11 @@ from dataclasses import asdict
 from decimal import Decimal
 from typing import Any
 
-from infra.bill.bill import Bill, Cap
-from infra.bill.lines import NOT_PRICED
-from infra.bill.side import Quantiles, Side
-from infra.risk.cadence import BestInterval
-from infra.risk.hazard import Hazard
+from gpufleet.infra.bill.bill import Bill, Cap
+from gpufleet.infra.bill.lines import NOT_PRICED
+from gpufleet.infra.bill.side import Quantiles, Side
+from gpufleet.infra.risk.cadence import BestInterval
+from gpufleet.infra.risk.hazard import Hazard
 
 SCHEMA = 1
 

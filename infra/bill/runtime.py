@@ -15,12 +15,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infra.catalog import Instance
-from infra.definition.model import Disk, Estimate
-from infra.errors import GpufleetError
-from infra.evidence.calibration import Calibration, PhaseSpeed
-from job.spec import JobConfig
-from job.spec.common import PhaseSize
+from gpufleet.infra.catalog import Instance
+from gpufleet.infra.definition.model import Disk, Estimate
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence.calibration import Calibration, PhaseSpeed
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.spec.common import PhaseSize
 
 SETUP_MINUTES = {"g": 8.0, "p": 15.0}  # launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
 SAVE_BLOCKS_S = 0.1  # per save, beside the copy; a 1.2 GB save on CPU blocked 0.35 s in all (measured, 2 cores)

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
-from infra.bill import lines, options
-from infra.bill.lines import Line
-from infra.bill.options import TypeCost
-from infra.bill.runtime import Runtime
-from infra.catalog import Catalog, Price
-from infra.definition.model import Capacity, Limits, StackDefinition, Variant
-from infra.risk import simulation
-from infra.risk.cadence import BestInterval, optimal
-from infra.risk.hazard import HAZARD_WORDS, Hazard, Key, find
-from job.contract.run import NoticeEstimate, PhaseEstimate
-from job.spec import JobConfig
-from job.supervisor.forecast import RESERVE_S, Forecast
+from gpufleet.infra.bill import lines, options
+from gpufleet.infra.bill.lines import Line
+from gpufleet.infra.bill.options import TypeCost
+from gpufleet.infra.bill.runtime import Runtime
+from gpufleet.infra.catalog import Catalog, Price
+from gpufleet.infra.definition.model import Capacity, Limits, StackDefinition, Variant
+from gpufleet.infra.risk import simulation
+from gpufleet.infra.risk.cadence import BestInterval, optimal
+from gpufleet.infra.risk.hazard import HAZARD_WORDS, Hazard, Key, find
+from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 
 UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
 Hazards = Mapping[Key, Hazard]  # as infra.risk.hazard.learn gives them

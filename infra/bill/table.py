@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator
 from datetime import date
 from decimal import Decimal
 
-from infra.bill.bill import Bill
-from infra.bill.fit import Fit, Notice
-from infra.bill.limits import AS_COUNTED
-from infra.bill.lines import NOT_PRICED
-from infra.bill.side import Quantiles, Side
-from infra.definition.model import deadline_text
-from infra.risk.hazard import word
-from infra.text import table, wrap
-from job.contract.aws import NOTICE_S
-from job.text import counted
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.fit import Fit, Notice
+from gpufleet.infra.bill.limits import AS_COUNTED
+from gpufleet.infra.bill.lines import NOT_PRICED
+from gpufleet.infra.bill.side import Quantiles, Side
+from gpufleet.infra.definition.model import deadline_text
+from gpufleet.infra.risk.hazard import word
+from gpufleet.infra.text import table, wrap
+from gpufleet.job.contract.aws import NOTICE_S
+from gpufleet.job.text import counted
 
 
 def render(

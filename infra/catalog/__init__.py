@@ -23,11 +23,11 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 
-from infra.catalog import files
-from infra.catalog.files import Price, SpotPrice, Status
-from infra.catalog.regions import known_regions
-from infra.catalog.table import read_table
-from infra.errors import PriceMissing
+from gpufleet.infra.catalog import files
+from gpufleet.infra.catalog.files import Price, SpotPrice, Status
+from gpufleet.infra.catalog.regions import known_regions
+from gpufleet.infra.catalog.table import read_table
+from gpufleet.infra.errors import PriceMissing
 
 __all__ = ["Catalog", "Gpu", "Instance", "Price", "SpotPrice", "Status", "load_catalog", "project_prices"]
 

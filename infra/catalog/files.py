@@ -17,8 +17,8 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Literal
 
-from infra.catalog.regions import known_regions
-from infra.errors import GpufleetError
+from gpufleet.infra.catalog.regions import known_regions
+from gpufleet.infra.errors import GpufleetError
 
 Status = Literal["verified", "inferred"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from infra.catalog.table import read_table
+from gpufleet.infra.catalog.table import read_table
 
 FILE = Path(__file__).with_name("regions.csv")
 

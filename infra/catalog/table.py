@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from infra.errors import GpufleetError
+from gpufleet.infra.errors import GpufleetError
 
 _T = TypeVar("_T")
 

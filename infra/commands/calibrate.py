@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from infra.commands import stack
-from infra.definition.loader import load, project_root
-from infra.evidence import calibration
-from infra.evidence.measurement import measure, require_place, why_ignored
-from job import atomic
-from job.supervisor import machine
+from gpufleet.infra.commands import stack
+from gpufleet.infra.definition.loader import load, project_root
+from gpufleet.infra.evidence import calibration
+from gpufleet.infra.evidence.measurement import measure, require_place, why_ignored
+from gpufleet.job import atomic
+from gpufleet.job.supervisor import machine
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,11 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from infra.catalog import load_catalog
-from infra.definition.loader import names_of, project_root
-from infra.errors import GpufleetError
-from job.spec import EXPERIMENTS
-from rehearsal import environment
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import names_of, project_root
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.rehearsal import environment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     environment.forget_account()
     try:
-        from rehearsal import engine, provider, scratch
-        from rehearsal.cloud import Cloud
+        from gpufleet.rehearsal import engine, provider, scratch
+        from gpufleet.rehearsal.cloud import Cloud
     except ImportError as error:
         raise GpufleetError(f"the embedded AWS is not installed ({error}): pip install -e '.[rehearsal]'") from error
 

@@ -9,11 +9,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.commands import stack
-from infra.compare import table as compare_table
-from infra.compare.comparison import Comparison, compare_file
-from infra.definition.loader import project_root
-from infra.errors import GpufleetError
+from gpufleet.infra.commands import stack
+from gpufleet.infra.compare import table as compare_table
+from gpufleet.infra.compare.comparison import Comparison, compare_file
+from gpufleet.infra.definition.loader import project_root
+from gpufleet.infra.errors import GpufleetError
 
 SHOWN = 20
 PICTURES = (".png", ".svg")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _draw(found: Comparison, path: Path) -> None:
     try:
-        from infra.compare import plot
+        from gpufleet.infra.compare import plot
 
         plot.draw(found.own_rows, found.own_frontier, found.title, path, path.suffix.removeprefix("."))
     except ImportError as error:

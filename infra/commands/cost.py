@@ -13,19 +13,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.bill import limits, record
-from infra.bill.estimate import problems
-from infra.bill.table import render
-from infra.catalog import load_catalog
-from infra.commands import stack
-from infra.compare.cheaper import bill_and_cheaper
-from infra.definition.loader import project_root
-from infra.definition.model import StackDefinition
-from infra.definition.scenarios import scenario
-from infra.errors import DefinitionError, GpufleetError
-from infra.evidence.receipts import score
-from infra.inputs.readiness import not_ready
-from infra.review import policy
+from gpufleet.infra.bill import limits, record
+from gpufleet.infra.bill.estimate import problems
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.commands import stack
+from gpufleet.infra.compare.cheaper import bill_and_cheaper
+from gpufleet.infra.definition.loader import project_root
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.scenarios import scenario
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.evidence.receipts import score
+from gpufleet.infra.inputs.readiness import not_ready
+from gpufleet.infra.review import policy
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

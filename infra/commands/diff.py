@@ -7,12 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-from infra.definition.loader import project_root
-from infra.errors import GpufleetError
-from infra.review.compare import record
-from infra.review.markdown import render
-from infra.review.review import review_commits
-from job import atomic
+from gpufleet.infra.definition.loader import project_root
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.review.compare import record
+from gpufleet.infra.review.markdown import render
+from gpufleet.infra.review.review import review_commits
+from gpufleet.job import atomic
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from infra.account import aws, doctor
-from infra.commands import stack
-from infra.definition.loader import project_root
+from gpufleet.infra.account import aws, doctor
+from gpufleet.infra.commands import stack
+from gpufleet.infra.definition.loader import project_root
 
 MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
 

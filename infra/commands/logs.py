@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from infra.account import aws
-from infra.account.logs import Reader
-from infra.commands import stack
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.logs import Reader
+from gpufleet.infra.commands import stack
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

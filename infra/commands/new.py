@@ -7,12 +7,12 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.definition.json_schema import modeline
-from infra.definition.loader import STACK_NAME, load, project_root
-from infra.discover.script import look
-from infra.discover.template import draft
-from infra.errors import DefinitionError, GpufleetError
-from job import atomic
+from gpufleet.infra.definition.json_schema import modeline
+from gpufleet.infra.definition.loader import STACK_NAME, load, project_root
+from gpufleet.infra.discover.script import look
+from gpufleet.infra.discover.template import draft
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.job import atomic
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

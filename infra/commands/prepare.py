@@ -8,12 +8,12 @@ import argparse
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.account import aws
-from infra.bill.prediction import predict
-from infra.commands import stack
-from infra.definition.loader import load, project_root
-from infra.errors import GpufleetError
-from infra.inputs.prepare import prepare_folders, prepare_inputs, repeated, require_another_folder
+from gpufleet.infra.account import aws
+from gpufleet.infra.bill.prediction import predict
+from gpufleet.infra.commands import stack
+from gpufleet.infra.definition.loader import load, project_root
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs.prepare import prepare_folders, prepare_inputs, repeated, require_another_folder
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,11 +9,11 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.catalog import load_catalog, project_prices
-from infra.catalog.regions import known_regions
-from infra.errors import GpufleetError
-from infra.prices import coverage
-from infra.prices.price_list import API_REGION
+from gpufleet.infra.catalog import load_catalog, project_prices
+from gpufleet.infra.catalog.regions import known_regions
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.prices import coverage
+from gpufleet.infra.prices.price_list import API_REGION
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "refresh":
         if args.json:
             raise GpufleetError("--json shows prices; refresh writes them: run `gpufleet prices --json` afterwards")
-        from infra.prices import aws, refresh
+        from gpufleet.infra.prices import aws, refresh
 
         pricing, ec2_in = aws.client("pricing", API_REGION), functools.partial(aws.client, "ec2")
         to = args.to or project_prices(Path.cwd())

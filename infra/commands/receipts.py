@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from infra import text
-from infra.definition.loader import project_root, stacks_of
-from infra.definition.selected import selected
-from infra.evidence import receipts
-from infra.evidence.receipts import Accuracy
-from job.contract.receipt import CAUSES, Receipt
+from gpufleet.infra import text
+from gpufleet.infra.definition.loader import project_root, stacks_of
+from gpufleet.infra.definition.selected import selected
+from gpufleet.infra.evidence import receipts
+from gpufleet.infra.evidence.receipts import Accuracy
+from gpufleet.job.contract.receipt import CAUSES, Receipt
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,10 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from infra.definition.loader import names_of, project_root
-from infra.definition.selected import selected
-from infra.errors import GpufleetError
-from rehearsal import environment
+from gpufleet.infra.definition.loader import names_of, project_root
+from gpufleet.infra.definition.selected import selected
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.rehearsal import environment
 
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # the packages of `job` that no experiment does without
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         selected(args.stack, project_root(Path.cwd()))  # a misspelled one is said before seconds of imports
     environment.forget_account()
     try:
-        from rehearsal.rehearse import rehearse, rehearse_all
+        from gpufleet.rehearsal.rehearse import rehearse, rehearse_all
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install -e '.[job,rehearsal]'") from error
     return rehearse_all() if args.all else rehearse(args.stack, stand_in=args.plumbing)

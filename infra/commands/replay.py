@@ -9,14 +9,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from infra.bill.project import bill_of
-from infra.catalog import load_catalog
-from infra.commands import stack
-from infra.definition.loader import project_root
-from infra.errors import GpufleetError
-from infra.evidence.traces import read as read_trace
-from infra.risk import replay
-from infra.risk.simulation import Exposure
+from gpufleet.infra.bill.project import bill_of
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.commands import stack
+from gpufleet.infra.definition.loader import project_root
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence.traces import read as read_trace
+from gpufleet.infra.risk import replay
+from gpufleet.infra.risk.simulation import Exposure
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

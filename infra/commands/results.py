@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from infra.account import aws, results
-from infra.commands import stack
-from infra.definition.loader import project_root
-from job.contract.workdir import RECEIPT
+from gpufleet.infra.account import aws, results
+from gpufleet.infra.commands import stack
+from gpufleet.infra.definition.loader import project_root
+from gpufleet.job.contract.workdir import RECEIPT
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

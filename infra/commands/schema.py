@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from infra.definition import json_schema
+from gpufleet.infra.definition import json_schema
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

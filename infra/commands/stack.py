@@ -9,10 +9,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.definition.loader import project_root
-from infra.definition.model import Run, StackDefinition
-from infra.definition.rules import RULES
-from infra.definition.selected import Selected, selected
+from gpufleet.infra.definition.loader import project_root
+from gpufleet.infra.definition.model import Run, StackDefinition
+from gpufleet.infra.definition.rules import RULES
+from gpufleet.infra.definition.selected import Selected, selected
 
 
 def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from datetime import UTC, datetime
 
-from infra.account import aws
-from infra.account.stop import ask
-from infra.commands import stack
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.stop import ask
+from gpufleet.infra.commands import stack
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

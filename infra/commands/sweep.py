@@ -10,11 +10,11 @@ import argparse
 import time
 from datetime import UTC, datetime
 
-from infra.account import aws, checks, sweep
-from infra.account.leftovers import Left, look
-from infra.commands import stack
-from infra.definition.model import StackDefinition
-from infra.errors import AwsRefused, GpufleetError
+from gpufleet.infra.account import aws, checks, sweep
+from gpufleet.infra.account.leftovers import Left, look
+from gpufleet.infra.commands import stack
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused, GpufleetError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

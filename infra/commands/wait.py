@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 
-from infra.account import aws
-from infra.account.wait import WaitLoop
-from infra.commands import stack
-from infra.errors import GpufleetError
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.wait import WaitLoop
+from gpufleet.infra.commands import stack
+from gpufleet.infra.errors import GpufleetError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,20 +12,20 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from infra import text
-from infra.bill.bill import Bill
-from infra.bill.project import bill_basis, bill_of
-from infra.bill.record import quantiles
-from infra.bill.side import UNBOUND, Hazards
-from infra.bill.table import figures
-from infra.catalog import Catalog
-from infra.compare import ranking
-from infra.compare.rows import Row, filled
-from infra.definition.model import StackDefinition
-from infra.evidence.observations import observations
-from infra.review import policy
-from infra.risk.hazard import learn
-from job.text import counted
+from gpufleet.infra import text
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.project import bill_basis, bill_of
+from gpufleet.infra.bill.record import quantiles
+from gpufleet.infra.bill.side import UNBOUND, Hazards
+from gpufleet.infra.bill.table import figures
+from gpufleet.infra.catalog import Catalog
+from gpufleet.infra.compare import ranking
+from gpufleet.infra.compare.rows import Row, filled
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence.observations import observations
+from gpufleet.infra.review import policy
+from gpufleet.infra.risk.hazard import learn
+from gpufleet.job.text import counted
 
 SHOWN = 3
 REFINED = 6  # simulated more closely, so that noise neither names nor hides one

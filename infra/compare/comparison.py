@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from infra.bill.options import BillBasis
-from infra.bill.project import bill_basis
-from infra.catalog import load_catalog
-from infra.compare import deadline, ranking
-from infra.compare.rows import Row
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition, deadline_text
-from infra.definition.scenarios import chosen, scenarios
-from infra.errors import GpufleetError
-from infra.evidence import outcomes
-from infra.evidence.observations import observations
-from infra.risk.hazard import learn
+from gpufleet.infra.bill.options import BillBasis
+from gpufleet.infra.bill.project import bill_basis
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.compare import deadline, ranking
+from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition, deadline_text
+from gpufleet.infra.definition.scenarios import chosen, scenarios
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import outcomes
+from gpufleet.infra.evidence.observations import observations
+from gpufleet.infra.risk.hazard import learn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infra.risk.hazard import Floats
-from infra.risk.simulation import MINIMUM_H, Exposure, PlannedEnd, SimulatedRuns, quantiles, simulate
-from infra.text import hours
+from gpufleet.infra.risk.hazard import Floats
+from gpufleet.infra.risk.simulation import MINIMUM_H, Exposure, PlannedEnd, SimulatedRuns, quantiles, simulate
+from gpufleet.infra.text import hours
 
 ON_TIME = 0.95
 RUNS = 2_000

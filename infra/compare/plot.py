@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from infra.compare.rows import Row
+from gpufleet.infra.compare.rows import Row
 
 SHOWN = 40  # the cheapest; more cannot be told apart
 

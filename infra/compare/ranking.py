@@ -14,16 +14,16 @@ from dataclasses import asdict, replace
 from decimal import Decimal
 from typing import Any
 
-from infra import text
-from infra.bill import fit, options
-from infra.bill.options import BillBasis
-from infra.bill.side import Hazards
-from infra.catalog import Catalog
-from infra.compare import deadline
-from infra.compare.rows import Row, draft, filled, rate
-from infra.definition.model import Capacity, StackDefinition
-from infra.evidence.outcomes import dotted
-from infra.risk import simulation
+from gpufleet.infra import text
+from gpufleet.infra.bill import fit, options
+from gpufleet.infra.bill.options import BillBasis
+from gpufleet.infra.bill.side import Hazards
+from gpufleet.infra.catalog import Catalog
+from gpufleet.infra.compare import deadline
+from gpufleet.infra.compare.rows import Row, draft, filled, rate
+from gpufleet.infra.definition.model import Capacity, StackDefinition
+from gpufleet.infra.evidence.outcomes import dotted
+from gpufleet.infra.risk import simulation
 
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
 RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work

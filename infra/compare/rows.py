@@ -12,18 +12,18 @@ from decimal import Decimal
 from statistics import median
 from typing import Any
 
-from infra.bill import side
-from infra.bill.lines import CENT_100
-from infra.bill.options import BillBasis, TypeCost
-from infra.bill.runtime import Runtime
-from infra.bill.side import Prepared, Quantiles, Side
-from infra.catalog import Catalog, Instance
-from infra.definition.model import Capacity, Claim, Limits, StackDefinition
-from infra.evidence.outcomes import FinishedRun
-from infra.risk import simulation
-from infra.text import hours
-from job.spec import JobConfig
-from job.text import counted
+from gpufleet.infra.bill import side
+from gpufleet.infra.bill.lines import CENT_100
+from gpufleet.infra.bill.options import BillBasis, TypeCost
+from gpufleet.infra.bill.runtime import Runtime
+from gpufleet.infra.bill.side import Prepared, Quantiles, Side
+from gpufleet.infra.catalog import Catalog, Instance
+from gpufleet.infra.definition.model import Capacity, Claim, Limits, StackDefinition
+from gpufleet.infra.evidence.outcomes import FinishedRun
+from gpufleet.infra.risk import simulation
+from gpufleet.infra.text import hours
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.text import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

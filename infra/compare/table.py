@@ -13,16 +13,16 @@ from dataclasses import asdict
 from decimal import Decimal
 from typing import Any, Literal
 
-from infra.bill.record import quantiles
-from infra.bill.side import Quantiles
-from infra.catalog.regions import known_regions
-from infra.compare import deadline
-from infra.compare.deadline import DeadlinePlan
-from infra.compare.rows import Row
-from infra.definition.model import StackDefinition
-from infra.evidence.outcomes import FinishedRun
-from infra.text import hours, table, wrap
-from job.text import counted
+from gpufleet.infra.bill.record import quantiles
+from gpufleet.infra.bill.side import Quantiles
+from gpufleet.infra.catalog.regions import known_regions
+from gpufleet.infra.compare import deadline
+from gpufleet.infra.compare.deadline import DeadlinePlan
+from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence.outcomes import FinishedRun
+from gpufleet.infra.text import hours, table, wrap
+from gpufleet.job.text import counted
 
 Layout = Literal["one process", "replicated", "sharded"]
 

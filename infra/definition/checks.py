@@ -11,14 +11,14 @@ from datetime import datetime, timedelta
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from infra.definition.model import Account, Disk, Fleet, Limits, StackDefinition, Storage, days_to_keep
-from infra.definition.schema import Findings, nearest
-from infra.definition.type_checks import gpus_asked, instance_types
-from job.spec import JobConfig
-from job.text import counted, stamp
+from gpufleet.infra.definition.model import Account, Disk, Fleet, Limits, StackDefinition, Storage, days_to_keep
+from gpufleet.infra.definition.schema import Findings, nearest
+from gpufleet.infra.definition.type_checks import gpus_asked, instance_types
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.text import counted, stamp
 
 if TYPE_CHECKING:
-    from infra.catalog import Catalog
+    from gpufleet.infra.catalog import Catalog
 
 ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
 IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS

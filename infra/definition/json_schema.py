@@ -19,17 +19,17 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.catalog import load_catalog
-from infra.catalog.regions import known_regions
-from infra.definition.checks import INPUT_NAME, TAG_KEY
-from infra.definition.layers import MODELINE, MOST_SCENARIOS, OVERLAID, SCENARIO_NAME
-from infra.definition.model import Account, Fleet, Interruptions, Job, Storage, Variant
-from infra.definition.rules import REQUIRED
-from infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
-from job.spec import EXPERIMENTS, CommandConfig, command
-from job.spec.command import SECRET, VARIABLE
-from job.spec.convert import Rule, describe, unwrap
-from job.spec.convert import hints as hints_of
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.catalog.regions import known_regions
+from gpufleet.infra.definition.checks import INPUT_NAME, TAG_KEY
+from gpufleet.infra.definition.layers import MODELINE, MOST_SCENARIOS, OVERLAID, SCENARIO_NAME
+from gpufleet.infra.definition.model import Account, Fleet, Interruptions, Job, Storage, Variant
+from gpufleet.infra.definition.rules import REQUIRED
+from gpufleet.infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
+from gpufleet.job.spec import EXPERIMENTS, CommandConfig, command
+from gpufleet.job.spec.command import SECRET, VARIABLE
+from gpufleet.job.spec.convert import Rule, describe, unwrap
+from gpufleet.job.spec.convert import hints as hints_of
 
 FILE = Path(__file__).with_name("definition.schema.json")  # what `gpufleet schema` prints, for editors to find
 # As the loader takes it: a time with its zone, or `in 10 h`.

@@ -8,14 +8,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra.definition import checks
-from infra.definition.model import Interruptions, StackDefinition, Variant
-from infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of, job_keys
-from infra.definition.yaml_tree import Mapping, Node, Scalar, find_node, merge
-from infra.errors import Problem, of_form
+from gpufleet.infra.definition import checks
+from gpufleet.infra.definition.model import Interruptions, StackDefinition, Variant
+from gpufleet.infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of, job_keys
+from gpufleet.infra.definition.yaml_tree import Mapping, Node, Scalar, find_node, merge
+from gpufleet.infra.errors import Problem, of_form
 
 if TYPE_CHECKING:
-    from infra.catalog import Catalog
+    from gpufleet.infra.catalog import Catalog
 
 # What may be laid over; the run's identity is not among them.
 OVERLAID = ("job", "fleet", "storage", "limits", "account", "estimate")
@@ -53,7 +53,7 @@ def definition(
         **parts,
     )
     if catalog is None:
-        from infra.catalog import load_catalog  # here: reading tables costs time that `pin` need not spend
+        from gpufleet.infra.catalog import load_catalog  # here: reading tables costs time that `pin` need not spend
 
         catalog = load_catalog()
     checks.check(definition, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)

@@ -14,15 +14,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.definition import layers
-from infra.definition.checks import check_account
-from infra.definition.model import Account, StackDefinition
-from infra.definition.schema import Findings, build, nearest
-from infra.definition.yaml_tree import Mapping, Node, Scalar, dump, open_file
-from infra.errors import SHOWN, DefinitionError, GpufleetError, Problem, in_order, of_form
+from gpufleet.infra.definition import layers
+from gpufleet.infra.definition.checks import check_account
+from gpufleet.infra.definition.model import Account, StackDefinition
+from gpufleet.infra.definition.schema import Findings, build, nearest
+from gpufleet.infra.definition.yaml_tree import Mapping, Node, Scalar, dump, open_file
+from gpufleet.infra.errors import SHOWN, DefinitionError, GpufleetError, Problem, in_order, of_form
 
 if TYPE_CHECKING:
-    from infra.catalog import Catalog
+    from gpufleet.infra.catalog import Catalog
 
 STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
 

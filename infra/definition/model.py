@@ -13,10 +13,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
-from infra.definition.yaml_tree import Mapping, Scalar, find_node
-from infra.errors import Problem
-from job.spec import JobConfig
-from job.text import stamp
+from gpufleet.infra.definition.yaml_tree import Mapping, Scalar, find_node
+from gpufleet.infra.errors import Problem
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.text import stamp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

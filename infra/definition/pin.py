@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.definition.model import SUPERVISOR_IMAGE
-from infra.definition.yaml_tree import Mapping, Scalar, find_node, open_file, parse
-from infra.errors import DefinitionError, Problem
-from job import atomic
+from gpufleet.infra.definition.model import SUPERVISOR_IMAGE
+from gpufleet.infra.definition.yaml_tree import Mapping, Scalar, find_node, open_file, parse
+from gpufleet.infra.errors import DefinitionError, Problem
+from gpufleet.job import atomic
 
 _EXAMPLES = {
     "fleet.ami": "unpinned",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.definition.model import (
+from gpufleet.infra.definition.model import (
     Account,
     Claim,
     Disk,
@@ -21,8 +21,8 @@ from infra.definition.model import (
     Variant,
     Vpc,
 )
-from job.spec import EXPERIMENTS
-from job.spec.convert import Rule
+from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.spec.convert import Rule
 
 _IMAGE = Rule(
     # As docker tells a registry from a folder of Docker Hub's: by a dot or a port in its name.

@@ -7,12 +7,12 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from infra.definition.layers import apply_overlay, definition, variants
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.definition.schema import nearest
-from infra.definition.yaml_tree import Mapping, open_file
-from infra.errors import DefinitionError, GpufleetError, in_order, of_form
+from gpufleet.infra.definition.layers import apply_overlay, definition, variants
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.schema import nearest
+from gpufleet.infra.definition.yaml_tree import Mapping, open_file
+from gpufleet.infra.errors import DefinitionError, GpufleetError, in_order, of_form
 
 
 def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:

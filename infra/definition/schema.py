@@ -16,13 +16,13 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any, Literal
 
-from infra.definition.model import SUPERVISOR_IMAGE, Account, Estimate, Fleet, Job, Limits, Run, Storage
-from infra.definition.rules import REQUIRED, RULES
-from infra.definition.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, find_node
-from infra.errors import Problem
-from job.spec import EXPERIMENTS, CommandConfig, JobConfig, command
-from job.spec.convert import Rule, describe, rule_of, unwrap
-from job.spec.convert import hints as hints_of
+from gpufleet.infra.definition.model import SUPERVISOR_IMAGE, Account, Estimate, Fleet, Job, Limits, Run, Storage
+from gpufleet.infra.definition.rules import REQUIRED, RULES
+from gpufleet.infra.definition.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, find_node
+from gpufleet.infra.errors import Problem
+from gpufleet.job.spec import EXPERIMENTS, CommandConfig, JobConfig, command
+from gpufleet.job.spec.convert import Rule, describe, rule_of, unwrap
+from gpufleet.job.spec.convert import hints as hints_of
 
 SECTIONS: dict[str, type[Any]] = {
     "run": Run,

@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from infra.definition.loader import find, is_path, load
-from infra.definition.model import StackDefinition
-from infra.definition.scenarios import scenario as one_scenario
-from infra.errors import GpufleetError
+from gpufleet.infra.definition.loader import find, is_path, load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.scenarios import scenario as one_scenario
+from gpufleet.infra.errors import GpufleetError
 
 DEFINITION, SCENARIO = "definition", "scenario"
 

@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from infra.definition.model import Fleet
-from infra.definition.schema import Findings
-from job.spec import JobConfig
-from job.spec.common import DEVICE_RESERVE_GB
-from job.text import counted
+from gpufleet.infra.definition.model import Fleet
+from gpufleet.infra.definition.schema import Findings
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.spec.common import DEVICE_RESERVE_GB
+from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
-    from infra.catalog import Catalog, Instance
+    from gpufleet.infra.catalog import Catalog, Instance
 
 
 def instance_types(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from infra.errors import DefinitionError, GpufleetError, Problem, short
+from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem, short
 
 MAX_BYTES = 256 * 1024  # a definition is about 2 kB
 MAX_DEPTH = 12

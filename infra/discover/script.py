@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.errors import GpufleetError
-from infra.inputs.code import files_in
-from job.spec.command import STEP, FormatName
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs.code import files_in
+from gpufleet.job.spec.command import STEP, FormatName
 
 MOST_FILES, MOST_BYTES = 2_000, 1_000_000  # a repository's Python; larger files are data or generated
 _SKIPPED = {"node_modules", "site-packages", "build", "dist", ".tox"}

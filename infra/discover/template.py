@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from infra.discover.script import (
+from gpufleet.infra.discover.script import (
     BACKEND,
     COMPILE,
     DEVICE,
@@ -16,7 +16,7 @@ from infra.discover.script import (
     ScriptArgument,
     ScriptFacts,
 )
-from job.spec.command import FORMATS, SAVE_INTERVALS, STEP_COUNTS, setting
+from gpufleet.job.spec.command import FORMATS, SAVE_INTERVALS, STEP_COUNTS, setting
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 REHEARSED_STEPS, REHEARSED_EVERY = 60, 20

@@ -17,15 +17,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from infra.catalog import Instance
-from infra.definition.model import StackDefinition
-from infra.evidence import receipts
-from infra.inputs import code
-from job import atomic, measured
-from job.contract import reading
-from job.contract.reading import Fields
-from job.contract.receipt import parse as parse_receipt
-from job.spec import JobConfig
+from gpufleet.infra.catalog import Instance
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence import receipts
+from gpufleet.infra.inputs import code
+from gpufleet.job import atomic, measured
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.reading import Fields
+from gpufleet.job.contract.receipt import parse as parse_receipt
+from gpufleet.job.spec import JobConfig
 
 FOLDER = "calibrations"
 # Boards with EC2's chips but other clocks or memory, or parts of a GPU: no EC2 type has them.

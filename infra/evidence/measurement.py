@@ -15,22 +15,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from infra.catalog import load_catalog
-from infra.definition.model import StackDefinition
-from infra.errors import GpufleetError
-from infra.evidence import calibration
-from infra.inputs import code, folders
-from infra.inputs.readiness import command
-from job import atomic, measured, probe
-from job.command.places import own_environment
-from job.contract.environment import USER_PATH
-from job.contract.run import probe_document
-from job.contract.workdir import CODE, DATA, INPUTS, NAMED, RUN, USER
-from job.measured import WARM_UP
-from job.spec import JobConfig
-from job.spec.common import EVALUATIONS_PROBED
-from job.supervisor import machine
-from job.text import stamp
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import calibration
+from gpufleet.infra.inputs import code, folders
+from gpufleet.infra.inputs.readiness import command
+from gpufleet.job import atomic, measured, probe
+from gpufleet.job.command.places import own_environment
+from gpufleet.job.contract.environment import USER_PATH
+from gpufleet.job.contract.run import probe_document
+from gpufleet.job.contract.workdir import CODE, DATA, INPUTS, NAMED, RUN, USER
+from gpufleet.job.measured import WARM_UP
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.spec.common import EVALUATIONS_PROBED
+from gpufleet.job.supervisor import machine
+from gpufleet.job.text import stamp
 
 LINES = 10  # of metrics.jsonl per phase, at least: each is one figure of the spread
 CPU_INFO = Path("/proc/cpuinfo")

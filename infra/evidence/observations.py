@@ -7,8 +7,8 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.errors import GpufleetError
-from infra.evidence import receipts
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import receipts
 
 TRACES = "traces"
 
@@ -56,8 +56,8 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
     for path in sorted(path for path in folder.glob("[!.]*") if path.suffix in (".csv", ".json")):
         if path.resolve() in but:
             continue
-        from infra.catalog import load_catalog  # here: most projects have no traces, and these need numpy
-        from infra.evidence import traces
+        from gpufleet.infra.catalog import load_catalog  # here: most projects have no traces, and these need numpy
+        from gpufleet.infra.evidence import traces
 
         trace, catalog = traces.read(path), load_catalog(folder.parent)
         if not trace.type:

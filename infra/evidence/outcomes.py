@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from job.contract import metrics, reading
-from job.contract.done import FINISHED
-from job.contract.reading import Fields
-from job.contract.receipt import parse
-from job.contract.workdir import METRICS, RECEIPT, RUN
-from job.spec import from_json
+from gpufleet.job.contract import metrics, reading
+from gpufleet.job.contract.done import FINISHED
+from gpufleet.job.contract.reading import Fields
+from gpufleet.job.contract.receipt import parse
+from gpufleet.job.contract.workdir import METRICS, RECEIPT, RUN
+from gpufleet.job.spec import from_json
 
 FOLDER = "results"
 

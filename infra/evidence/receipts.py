@@ -14,11 +14,11 @@ from decimal import Decimal
 from pathlib import Path
 from statistics import median
 
-from job import atomic
-from job.contract import receipt as contract
-from job.contract.done import GRADED
-from job.contract.receipt import CAUSES, Receipt
-from job.text import counted
+from gpufleet.job import atomic
+from gpufleet.job.contract import receipt as contract
+from gpufleet.job.contract.done import GRADED
+from gpufleet.job.contract.receipt import CAUSES, Receipt
+from gpufleet.job.text import counted
 
 FOLDER = "receipts"
 TARGET = 0.8  # share of runs that should end between p10 and p90

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.errors import GpufleetError
-from infra.evidence.observations import Observation
-from job.contract import reading
-from job.contract.reading import DoubtError, Fields
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence.observations import Observation
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.reading import DoubtError, Fields
 
 LONGEST_H = 1e6  # of a trace
 

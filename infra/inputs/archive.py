@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from job import atomic
+from gpufleet.job import atomic
 
 FOLDER = ".gpufleet"  # of the project; git ignores it
 _LEFT_OUT = {"__pycache__", "tests"}

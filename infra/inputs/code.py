@@ -15,12 +15,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from infra.definition.model import StackDefinition
-from infra.errors import DefinitionError, GpufleetError, Problem
-from infra.inputs import archive
-from job import atomic
-from job.contract.bucket import CODE
-from job.spec.command import Code
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
+from gpufleet.infra.inputs import archive
+from gpufleet.job import atomic
+from gpufleet.job.contract.bucket import CODE
+from gpufleet.job.spec.command import Code
 
 MIB = 1024 * 1024
 LARGEST = 5  # files that are named where all together are too large

@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.definition.model import StackDefinition
-from infra.errors import GpufleetError
-from infra.inputs.archive import FOLDER
-from job import atomic
-from job.contract import inputs as listing
-from job.contract import reading
-from job.contract.bucket import INPUTS
-from job.contract.inputs import InputFile
-from job.contract.reading import DoubtError
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs.archive import FOLDER
+from gpufleet.job import atomic
+from gpufleet.job.contract import inputs as listing
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.bucket import INPUTS
+from gpufleet.job.contract.inputs import InputFile
+from gpufleet.job.contract.reading import DoubtError
 
 MOST_FILES = 1000  # of a local folder: each is a resource of the stack, and a billed request
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from infra.definition.model import StackDefinition
-from infra.errors import GpufleetError
-from infra.inputs import code, folders
-from infra.inputs.readiness import dataset_differs
-from job import atomic
-from job.dataset import prepare, weights
-from job.spec import JobConfig
-from job.spec.common import Given, Say
-from job.text import counted
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs import code, folders
+from gpufleet.infra.inputs.readiness import dataset_differs
+from gpufleet.job import atomic
+from gpufleet.job.dataset import prepare, weights
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.spec.common import Given, Say
+from gpufleet.job.text import counted
 
 OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretraining makes 8
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from infra.definition.model import StackDefinition
-from job.dataset.prepare import DatasetManifest, read_manifest
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.job.dataset.prepare import DatasetManifest, read_manifest
 
 
 def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.definition.model import StackDefinition
-from infra.errors import DefinitionError
-from infra.inputs import code, folders
-from job.contract.inputs import DATASET
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import DefinitionError
+from gpufleet.infra.inputs import code, folders
+from gpufleet.job.contract.inputs import DATASET
 
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
@@ -43,7 +43,7 @@ def command(definition: StackDefinition) -> str:
 
 def _unlisted(folder: Path) -> str:
     """Why these weights cannot be declared yet, or nothing."""
-    from job.dataset import weights  # here: most callers have none
+    from gpufleet.job.dataset import weights  # here: most callers have none
 
     if not (folder / weights.MANIFEST).is_file():
         return f"are not listed in {weights.MANIFEST}"
@@ -60,7 +60,7 @@ def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
     """
     if not (folder / DATASET).is_file():
         return "is not prepared"
-    from job.dataset.prepare import read_manifest  # here: most callers never have a local dataset
+    from gpufleet.job.dataset.prepare import read_manifest  # here: most callers never have a local dataset
 
     try:
         manifest = read_manifest(folder)
@@ -79,7 +79,7 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
     The node asks the same before it trains, when its set-up is paid for already. Raises ValueError for a folder that is
     no prepared dataset.
     """
-    from job.dataset.prepare import read_manifest
+    from gpufleet.job.dataset.prepare import read_manifest
 
     config = definition.job.parameters
     manifest = read_manifest(root / definition.storage.dataset)

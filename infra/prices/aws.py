@@ -9,7 +9,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import NoCredentialsError
 
-from infra.errors import GpufleetError
+from gpufleet.infra.errors import GpufleetError
 
 _AWS = (".amazonaws.com", ".api.aws")
 

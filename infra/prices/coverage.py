@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from typing import Any
 
-from infra.catalog import Catalog, Instance, Price, SpotPrice
-from infra.text import table, wrap
+from gpufleet.infra.catalog import Catalog, Instance, Price, SpotPrice
+from gpufleet.infra.text import table, wrap
 
 SCHEMA = 1
 SPREAD = 3  # dearest over cheapest zone from which it is said

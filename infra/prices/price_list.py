@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from infra.catalog.regions import known_regions
+from gpufleet.infra.catalog.regions import known_regions
 
 API_REGION = "us-east-1"  # the Price List answers for every region from here
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from botocore import exceptions
 
-from infra.catalog import SHIPPED, Catalog, files, project_prices
-from infra.catalog.files import Price, Prices, SpotPrice, cheapest_first
-from infra.errors import AwsRefused, GpufleetError
-from infra.prices import price_list, spot_history
-from infra.prices.price_list import NoFigure
+from gpufleet.infra.catalog import SHIPPED, Catalog, files, project_prices
+from gpufleet.infra.catalog.files import Price, Prices, SpotPrice, cheapest_first
+from gpufleet.infra.errors import AwsRefused, GpufleetError
+from gpufleet.infra.prices import price_list, spot_history
+from gpufleet.infra.prices.price_list import NoFigure
 
 JUMP = 3  # a price that grew or shrank more than this many times is shown
 PATIENCE = 5  # failed questions in a row, each after botocore's own retries, after which the rest is not asked

@@ -12,12 +12,12 @@ from typing import Any
 
 import pulumi
 
-from infra.bill.table import render
-from infra.evidence.receipts import score
-from infra.program.plan import Plan, make
-from infra.program.previous import previous, previous_of_component
-from infra.program.run_guard import Previous
-from job.text import printable
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.evidence.receipts import score
+from gpufleet.infra.program.plan import Plan, make
+from gpufleet.infra.program.previous import previous, previous_of_component
+from gpufleet.infra.program.run_guard import Previous
+from gpufleet.job.text import printable
 
 # Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire
 # by itself, which ends a run (Pulumi's change log).

@@ -13,28 +13,28 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import job
-from infra.bill import limits, record
-from infra.bill.bill import Bill
-from infra.bill.estimate import problems
-from infra.bill.project import bill_of
-from infra.catalog import load_catalog
-from infra.compare.cheaper import Cheaper, bill_and_cheaper
-from infra.definition.loader import find, tagged
-from infra.definition.model import StackDefinition
-from infra.definition.selected import Selected
-from infra.errors import DefinitionError, GpufleetError
-from infra.inputs import archive, code, folders
-from infra.inputs.prepared import prepared_dataset
-from infra.inputs.readiness import not_ready
-from infra.program import ecr
-from infra.program.boot import run_config, user_data
-from infra.program.run_guard import Previous, RunDecision, judge
-from infra.review import policy
-from job.contract import run as run_file
-from job.dataset.prepare import DatasetManifest, verify
-from job.dataset.weights import WeightsManifest
-from job.dataset.weights import read as read_weights
+from gpufleet import job
+from gpufleet.infra.bill import limits, record
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import problems
+from gpufleet.infra.bill.project import bill_of
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.compare.cheaper import Cheaper, bill_and_cheaper
+from gpufleet.infra.definition.loader import find, tagged
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.selected import Selected
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.inputs import archive, code, folders
+from gpufleet.infra.inputs.prepared import prepared_dataset
+from gpufleet.infra.inputs.readiness import not_ready
+from gpufleet.infra.program import ecr
+from gpufleet.infra.program.boot import run_config, user_data
+from gpufleet.infra.program.run_guard import Previous, RunDecision, judge
+from gpufleet.infra.review import policy
+from gpufleet.job.contract import run as run_file
+from gpufleet.job.dataset.prepare import DatasetManifest, verify
+from gpufleet.job.dataset.weights import WeightsManifest
+from gpufleet.job.dataset.weights import read as read_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infra.program.resources.tags import RUN_TAG, STACK_TAG
-from infra.program.run_guard import Previous
-from infra.review.policy import OBJECT
+from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
+from gpufleet.infra.program.run_guard import Previous
+from gpufleet.infra.review.policy import OBJECT
 
 TRIES = 20
 PAUSE_S = 0.25

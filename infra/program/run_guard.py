@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from infra.definition.model import Account, StackDefinition, days_to_keep
-from infra.errors import DefinitionError, Problem
-from job.contract.bucket import input_key
-from job.text import stamp
+from gpufleet.infra.definition.model import Account, StackDefinition, days_to_keep
+from gpufleet.infra.errors import DefinitionError, Problem
+from gpufleet.job.contract.bucket import input_key
+from gpufleet.job.text import stamp
 
 # Timer per boot: longer than the run's own limit, so that the job's meter, which ends cleanly, always comes first.
 TIMER_MARGIN = timedelta(minutes=30)

@@ -17,18 +17,18 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from infra.bill.bill import Bill
-from infra.bill.estimate import price, problems
-from infra.bill.limits import AS_COUNTED
-from infra.bill.side import Hazards, Quantiles
-from infra.bill.table import price_age
-from infra.catalog import Catalog
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.definition.yaml_tree import Items, Mapping, Node, Scalar, UnreadableError, decode, dump, read
-from infra.errors import DefinitionError, GpufleetError
-from infra.evidence.calibration import find_all
-from infra.review.policy import Broken, Policy, broken, facts
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price, problems
+from gpufleet.infra.bill.limits import AS_COUNTED
+from gpufleet.infra.bill.side import Hazards, Quantiles
+from gpufleet.infra.bill.table import price_age
+from gpufleet.infra.catalog import Catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, UnreadableError, decode, dump, read
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.evidence.calibration import find_all
+from gpufleet.infra.review.policy import Broken, Policy, broken, facts
 
 ASIDE = ("rehearsal", "scenarios")  # sections that no bill of the stack itself reads
 Path_ = tuple[str, ...]

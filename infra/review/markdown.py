@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 
-from infra.bill.limits import AS_COUNTED
-from infra.review.compare import Review, StackAtCommit, StackReview
+from gpufleet.infra.bill.limits import AS_COUNTED
+from gpufleet.infra.review.compare import Review, StackAtCommit, StackReview
 
 MARKER = "<!-- gpufleet-cost-review -->"  # a workflow finds its own comment by this line
 _LONGEST = 80  # characters of a value

@@ -16,13 +16,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra.definition.schema import Findings, build, nearest
-from infra.definition.yaml_tree import Items, Mapping, Scalar, UnreadableError, decode, read
-from infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.definition.schema import Findings, build, nearest
+from gpufleet.infra.definition.yaml_tree import Items, Mapping, Scalar, UnreadableError, decode, read
+from gpufleet.infra.errors import DefinitionError, GpufleetError
 
 if TYPE_CHECKING:
-    from infra.bill.bill import Bill
-    from infra.definition.model import StackDefinition
+    from gpufleet.infra.bill.bill import Bill
+    from gpufleet.infra.definition.model import StackDefinition
 
 OBJECT = "aws:s3/bucketObjectv2:BucketObjectv2"
 RUN_CONFIG = "run-config"  # the name of run.json's resource, or how it ends where a program declares several runs

@@ -13,14 +13,14 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.bill.side import Hazards
-from infra.catalog import SHIPPED, Catalog, files, load_catalog
-from infra.errors import GpufleetError
-from infra.evidence import calibration, receipts
-from infra.evidence.observations import TRACES, observations
-from infra.review import policy
-from infra.review.compare import Known, Review, compare
-from infra.risk.hazard import learn
+from gpufleet.infra.bill.side import Hazards
+from gpufleet.infra.catalog import SHIPPED, Catalog, files, load_catalog
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import calibration, receipts
+from gpufleet.infra.evidence.observations import TRACES, observations
+from gpufleet.infra.review import policy
+from gpufleet.infra.review.compare import Known, Review, compare
+from gpufleet.infra.risk.hazard import learn
 
 
 def review_commits(project: Path, base: str, head: str, rules: Path | None = None) -> Review:

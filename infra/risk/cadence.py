@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from infra.risk.closed_form import expected_hours
-from infra.risk.simulation import MAX_ATTEMPTS, Exposure, simulate_each
+from gpufleet.infra.risk.closed_form import expected_hours
+from gpufleet.infra.risk.simulation import MAX_ATTEMPTS, Exposure, simulate_each
 
 SHORTEST_S = 1.0
 LONGEST_S = 86_400.0  # as a run config allows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from infra.risk.simulation import NOTICE_H, Exposure
+from gpufleet.infra.risk.simulation import NOTICE_H, Exposure
 
 FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: that are told apart, that are looked at
 

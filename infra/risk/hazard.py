@@ -29,8 +29,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.evidence.observations import Observation
-from job.text import counted
+from gpufleet.infra.evidence.observations import Observation
+from gpufleet.job.text import counted
 
 # Nine zones of public spot traces (p3.2xlarge, 2023-02-15 to 2023-04): 0.10 to 1.39 losses per node-hour. A fixed 0.2
 # covers 42 % of replayed 24 h bills (bench/results/risk.md, which has what this covers). Median, sigma and ZONE_SIGMA

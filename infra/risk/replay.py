@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from infra.errors import GpufleetError
-from infra.evidence.traces import Trace
-from infra.risk import hazard
-from infra.risk.hazard import Floats, Hazard, Indices
-from infra.risk.simulation import SEED, Exposure, NextNode, SimulatedRuns, account, simulate
-from infra.text import hours, wrap
-from job.text import counted
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence.traces import Trace
+from gpufleet.infra.risk import hazard
+from gpufleet.infra.risk.hazard import Floats, Hazard, Indices
+from gpufleet.infra.risk.simulation import SEED, Exposure, NextNode, SimulatedRuns, account, simulate
+from gpufleet.infra.text import hours, wrap
+from gpufleet.job.text import counted
 
 STARTS = 2_000  # hours of a trace at which a run is begun, evenly spread
 SHARES = (0.1, 0.5, 0.9)

@@ -27,8 +27,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.risk.hazard import Floats, Hazard, Indices, of_node
-from job.contract.aws import FREE_S, MINIMUM_S
+from gpufleet.infra.risk.hazard import Floats, Hazard, Indices, of_node
+from gpufleet.job.contract.aws import FREE_S, MINIMUM_S
 
 NOTICE_MISSED = 0.05  # assumption
 CAPACITY_WAIT_MINUTES = 30.0  # assumption; outages of a zone in those traces lasted 0.8 to 3.6 h, more zones shorten it

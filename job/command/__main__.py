@@ -1,4 +1,4 @@
-"""`python -m job.command WORKDIR`: runs the command of WORKDIR/run.json, from WORKDIR/ckpt's newest checkpoint.
+"""`python -m gpufleet.job.command WORKDIR`: runs the command of WORKDIR/run.json, from WORKDIR/ckpt's newest checkpoint.
 
 With --wait it begins when start.json is there. --rung is of the ready-made jobs, and changes nothing here. The command
 runs in a container that the node starts where GPUFLEET_JOB_CONTAINER is set, else as processes of this machine.
@@ -14,21 +14,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from job.contract.codes import TrainerExit
-from job.contract.messages import Fatal
-from job.contract.run import Task
-from job.contract.workdir import START
-from job.train.requests import await_start
+from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.contract.messages import Fatal
+from gpufleet.job.contract.run import Task
+from gpufleet.job.contract.workdir import START
+from gpufleet.job.train.requests import await_start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One start of the host."""
-    parser = argparse.ArgumentParser(prog="python -m job.command", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m gpufleet.job.command", description=__doc__)
     parser.add_argument("workdir", type=Path)
     parser.add_argument("--rung", type=int, default=0, help="of no meaning here")
     parser.add_argument("--wait", action="store_true", help=f"for WORKDIR/{START}")
     args = parser.parse_args(argv)
-    from job.command.host import Host, say
+    from gpufleet.job.command.host import Host, say
 
     workdir: Path = args.workdir.resolve()
     if args.wait:

@@ -16,15 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from job import atomic
-from job.command.names import FoundCheckpoint, Names, torn
-from job.command.places import give_to_everybody
-from job.command.processes import File, written
-from job.contract import commit
-from job.contract.commit import COMMIT, Commit, Reason
-from job.contract.metrics import Save
-from job.contract.workdir import CHECKPOINTS, STEPS, step_folder
-from job.spec.command import PHASE, CommandConfig
+from gpufleet.job import atomic
+from gpufleet.job.command.names import FoundCheckpoint, Names, torn
+from gpufleet.job.command.places import give_to_everybody
+from gpufleet.job.command.processes import File, written
+from gpufleet.job.contract import commit
+from gpufleet.job.contract.commit import COMMIT, Commit, Reason
+from gpufleet.job.contract.metrics import Save
+from gpufleet.job.contract.workdir import CHECKPOINTS, STEPS, step_folder
+from gpufleet.job.spec.command import PHASE, CommandConfig
 
 FILES = "files"  # below a step's folder in ckpt/: names of the command's own meet none of gpufleet's
 LOOK_S = 1.0  # between two looks that must be equal

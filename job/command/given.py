@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from job.contract import environment
-from job.contract.workdir import CODE, KEPT, NAMED, OUTPUTS, STATE, STOP, USER
-from job.spec.command import CommandConfig, filled
+from gpufleet.job.contract import environment
+from gpufleet.job.contract.workdir import CODE, KEPT, NAMED, OUTPUTS, STATE, STOP, USER
+from gpufleet.job.spec.command import CommandConfig, filled
 
 PROGRESS = "progress.jsonl"  # below the user's folder, where the command names no file of its own
 HIDDEN = 8  # characters that a secret has at least, to be blanked in what is printed
@@ -126,7 +126,7 @@ def secrets(references: Mapping[str, str], ask: Callable[[str, str], str] | None
 def _asked(kind: str, place: str) -> str:
     from botocore.exceptions import ClientError
 
-    from job.supervisor.store import session
+    from gpufleet.job.supervisor.store import session
 
     try:
         if kind == "ssm":

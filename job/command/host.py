@@ -9,24 +9,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from job import atomic
-from job.command import processes
-from job.command.checkpoints import CommandCheckpoints, copy
-from job.command.endings import End, Verdict, judge
-from job.command.given import Folders, blanked, progress_file, secrets, variables
-from job.command.places import CommandNode, GoneError, GuardedProcesses, Place, Scripts, give_to_everybody
-from job.command.reader import Metrics, Output, StepReader
-from job.command.stopping import Leaving
-from job.command.watchdogs import Gpus, StartWatch
-from job.contract import environment
-from job.contract.codes import TrainerExit
-from job.contract.commit import Commit
-from job.contract.messages import CommandEnd, Fatal, Message, Spent, Stop
-from job.contract.run import Task
-from job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, SCALARS, STOP
-from job.spec.command import CommandConfig, filled
-from job.supervisor import machine
-from job.text import printable
+from gpufleet.job import atomic
+from gpufleet.job.command import processes
+from gpufleet.job.command.checkpoints import CommandCheckpoints, copy
+from gpufleet.job.command.endings import End, Verdict, judge
+from gpufleet.job.command.given import Folders, blanked, progress_file, secrets, variables
+from gpufleet.job.command.places import CommandNode, GoneError, GuardedProcesses, Place, Scripts, give_to_everybody
+from gpufleet.job.command.reader import Metrics, Output, StepReader
+from gpufleet.job.command.stopping import Leaving
+from gpufleet.job.command.watchdogs import Gpus, StartWatch
+from gpufleet.job.contract import environment
+from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.contract.messages import CommandEnd, Fatal, Message, Spent, Stop
+from gpufleet.job.contract.run import Task
+from gpufleet.job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, SCALARS, STOP
+from gpufleet.job.spec.command import CommandConfig, filled
+from gpufleet.job.supervisor import machine
+from gpufleet.job.text import printable
 
 TICK_S = 0.1
 CALM_S = 1.0  # between two looks at processes and watchdogs

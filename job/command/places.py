@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from job.command import processes
-from job.contract.environment import USER_PATH
-from job.contract.messages import Contained, Container
-from job.contract.workdir import CODE, CONTROL, FIRST, SCRIPTS, USER
+from gpufleet.job.command import processes
+from gpufleet.job.contract.environment import USER_PATH
+from gpufleet.job.contract.messages import Contained, Container
+from gpufleet.job.contract.workdir import CODE, CONTROL, FIRST, SCRIPTS, USER
 
 OUT, NEXT = "out", "next"  # pipes: what is printed, what to run
 FIRST_TEXT = """\

@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from job.contract import metrics
-from job.contract.metrics import Save
-from job.measured import WARM_UP
-from job.spec.command import PHASE
+from gpufleet.job.contract import metrics
+from gpufleet.job.contract.metrics import Save
+from gpufleet.job.measured import WARM_UP
+from gpufleet.job.spec.command import PHASE
 
 LAST = 20  # lines that an ending tells
 LONGEST = 32 * 1024  # a line is cut there

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, fields
 from decimal import Decimal
 from typing import Any
 
-from job.contract import environment, reading
-from job.contract.reading import DoubtError, Fields, epoch
+from gpufleet.job.contract import environment, reading
+from gpufleet.job.contract.reading import DoubtError, Fields, epoch
 
 Aside = Callable[[str], None]  # is told what is set aside
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from job.contract import workdir
+from gpufleet.job.contract import workdir
 
 # Below the run's prefix.
 DONE = "done.json"  # written last of all: the run is over

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TrainerExit:
-    """`python -m job.train`. Any other is a crash."""
+    """`python -m gpufleet.job.train`. Any other is a crash."""
 
     FINISHED = 0
     CRASHED = 1  # or another trainer at work in the folder; or torchrun's, where no rank has said how it ended
@@ -16,7 +16,7 @@ class TrainerExit:
 
 
 class AttemptExit:
-    """`python -m job`, and the `exit` of attempts/<instance>.json. Any other is a crash."""
+    """`python -m gpufleet.job`, and the `exit` of attempts/<instance>.json. Any other is a crash."""
 
     FINISHED = 0  # or at a limit of the run: done.json says which
     CRASHED = 1  # the next attempt goes on from the newest checkpoint

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from job import atomic
-from job.contract import inputs, reading
-from job.contract.bucket import manifest_key
-from job.contract.inputs import InputFile
-from job.contract.reading import DoubtError, Fields
-from job.contract.workdir import step_folder
+from gpufleet.job import atomic
+from gpufleet.job.contract import inputs, reading
+from gpufleet.job.contract.bucket import manifest_key
+from gpufleet.job.contract.inputs import InputFile
+from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.workdir import step_folder
 
 Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from job import atomic
+from gpufleet.job import atomic
 
 SCHEMA = 1
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from job import atomic
-from job.contract import reading
-from job.contract.reading import DoubtError, Fields
+from gpufleet.job import atomic
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.reading import DoubtError, Fields
 
 DATASET, WEIGHTS = "dataset.json", "weights.json"  # the list of the files, beside them
 

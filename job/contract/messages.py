@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from job import atomic
-from job.contract import reading, workdir
-from job.contract.reading import DoubtError, Fields
+from gpufleet.job import atomic
+from gpufleet.job.contract import reading, workdir
+from gpufleet.job.contract.reading import DoubtError, Fields
 
 
 @dataclass(frozen=True, kw_only=True)

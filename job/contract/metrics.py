@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from job.contract import reading
-from job.contract.commit import Reason
-from job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.commit import Reason
+from gpufleet.job.contract.reading import DoubtError, Fields
 
 # The order of the keys; None where a figure does not exist. Experiments add figures of their own.
 KEYS = (

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from job.contract import reading
-from job.contract.attempt import Exit
-from job.contract.reading import Fields
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.attempt import Exit
+from gpufleet.job.contract.reading import Fields
 
 SCHEMA = 1
 CENT_100 = Decimal("0.0001")

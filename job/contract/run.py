@@ -14,13 +14,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from job import atomic
-from job.contract import inputs as listing
-from job.contract import reading
-from job.contract.inputs import InputFile
-from job.contract.reading import DoubtError, Fields
-from job.contract.workdir import RUN
-from job.spec import JobConfig, from_json
+from gpufleet.job import atomic
+from gpufleet.job.contract import inputs as listing
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.inputs import InputFile
+from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.workdir import RUN
+from gpufleet.job.spec import JobConfig, from_json
 
 SCHEMA = 1
 LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter counts a line of the bill

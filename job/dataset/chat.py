@@ -17,9 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from job import atomic
-from job.dataset.encodings import foreign, not_utf8
-from job.text import counted
+from gpufleet.job import atomic
+from gpufleet.job.dataset.encodings import foreign, not_utf8
+from gpufleet.job.text import counted
 
 ROLES = ("system", "user", "assistant")
 LEARNED = ("weight", "train", "training")  # of the assistant's messages, as OpenAI and users of axolotl call it

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from job.dataset import prepare
-from job.dataset.chat import SHOWN, Chats, GeneratedPairs, JsonlChats
-from job.dataset.packing import Example, Packing, Split, held_out_of, order, pack
-from job.dataset.prepare import DatasetManifest
-from job.dataset.rendering import (
+from gpufleet.job.dataset import prepare
+from gpufleet.job.dataset.chat import SHOWN, Chats, GeneratedPairs, JsonlChats
+from gpufleet.job.dataset.packing import Example, Packing, Split, held_out_of, order, pack
+from gpufleet.job.dataset.prepare import DatasetManifest
+from gpufleet.job.dataset.rendering import (
     TEMPLATES,
     ChatTokenizer,
     FileTokenizer,
@@ -40,10 +40,10 @@ from job.dataset.rendering import (
     WordTokenizer,
     own_tokenizer,
 )
-from job.dataset.shards import write_payload
-from job.dataset.untrained import untrained
-from job.spec.sft import SftConfig
-from job.text import counted
+from gpufleet.job.dataset.shards import write_payload
+from gpufleet.job.dataset.untrained import untrained
+from gpufleet.job.spec.sft import SftConfig
+from gpufleet.job.text import counted
 
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
 BATCH = 1000  # conversations tokenised at once

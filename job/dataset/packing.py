@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from job.dataset.prepare import DatasetManifest
-from job.dataset.shards import HEADER, read_header
+from gpufleet.job.dataset.prepare import DatasetManifest
+from gpufleet.job.dataset.shards import HEADER, read_header
 
 MOST_EXAMPLES = (1 << 15) - 1  # in a row: what a mark can count to
 CROWDED, CROWDED_MEANS = 32, 3  # a row with more examples than this, and than so many times the mean, trades

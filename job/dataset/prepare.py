@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from job import atomic
-from job.contract import inputs, reading
-from job.contract.inputs import InputFile
-from job.contract.reading import DoubtError, Fields
-from job.dataset.shards import write_shard
-from job.dataset.sources import Source
-from job.dataset.tokenizer import Gpt2, Tokenizer, Words
+from gpufleet.job import atomic
+from gpufleet.job.contract import inputs, reading
+from gpufleet.job.contract.inputs import InputFile
+from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.dataset.shards import write_shard
+from gpufleet.job.dataset.sources import Source
+from gpufleet.job.dataset.tokenizer import Gpt2, Tokenizer, Words
 
 MANIFEST = inputs.DATASET
 Kind = Literal["windows", "packed", "characters", "ranking"]

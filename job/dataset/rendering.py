@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from job import atomic
-from job.dataset.chat import ROLES, Conversation
-from job.dataset.tokenizer import Words
+from gpufleet.job import atomic
+from gpufleet.job.dataset.chat import ROLES, Conversation
+from gpufleet.job.dataset.tokenizer import Words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from job.dataset import weights
-from job.dataset.rendering import FileTokenizer, Template
+from gpufleet.job.dataset import weights
+from gpufleet.job.dataset.rendering import FileTokenizer, Template
 
 # Both far from what training leaves, so that a warning is seldom wrong; a row that is merely odd passes. Chosen, not
 # measured on published weights.

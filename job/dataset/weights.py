@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from job import atomic
-from job.contract import inputs, reading
-from job.contract.inputs import InputFile
-from job.contract.reading import DoubtError, Fields
+from gpufleet.job import atomic
+from gpufleet.job.contract import inputs, reading
+from gpufleet.job.contract.inputs import InputFile
+from gpufleet.job.contract.reading import DoubtError, Fields
 
 MANIFEST = inputs.WEIGHTS
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

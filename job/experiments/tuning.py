@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from job import atomic
-from job.contract.workdir import FINAL
-from job.dataset.prepare import DatasetManifest
-from job.dataset.rendering import (
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import FINAL
+from gpufleet.job.dataset.prepare import DatasetManifest
+from gpufleet.job.dataset.rendering import (
     CHAT_TEMPLATE,
     TEMPLATES,
     FileTokenizer,
@@ -27,14 +27,14 @@ from job.dataset.rendering import (
     jinja,
     open_chat_tokenizer,
 )
-from job.models import decoder, hf
-from job.models.blocks import DTYPES
-from job.models.decoder import Decoder
-from job.spec.common import CosineAdamW
-from job.spec.kernel import KernelConfig
-from job.spec.sft import SftConfig
-from job.train import export, parallel
-from job.train.experiment import Session
+from gpufleet.job.models import decoder, hf
+from gpufleet.job.models.blocks import DTYPES
+from gpufleet.job.models.decoder import Decoder
+from gpufleet.job.spec.common import CosineAdamW
+from gpufleet.job.spec.kernel import KernelConfig
+from gpufleet.job.spec.sft import SftConfig
+from gpufleet.job.train import export, parallel
+from gpufleet.job.train.experiment import Session
 
 TOKENIZERS = ("tokenizer.json", "words.json")
 TRAINED_TEMPLATE = "trained_chat_template.jinja"

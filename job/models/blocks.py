@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from job.models.routing import Routing, grouped_experts, padded_experts
-from job.models.selective import keep_products
-from job.spec.growth import CAPACITY, Shape
+from gpufleet.job.models.routing import Routing, grouped_experts, padded_experts
+from gpufleet.job.models.selective import keep_products
+from gpufleet.job.spec.growth import CAPACITY, Shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the names of run configs
 NORM_EPS = 1e-5

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
-from job.models.blocks import Linear, at_least_fp32, rotate
-from job.models.hf_config import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW
-from job.models.linear_loss import chunk_loss, linear_loss
-from job.models.selective import Checkpointed, keep_products
-from job.spec.common import DecoderConfig as Shape
+from gpufleet.job.models.blocks import Linear, at_least_fp32, rotate
+from gpufleet.job.models.hf_config import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW
+from gpufleet.job.models.linear_loss import chunk_loss, linear_loss
+from gpufleet.job.models.selective import Checkpointed, keep_products
+from gpufleet.job.spec.common import DecoderConfig as Shape
 
 INIT_STD = 0.02
 

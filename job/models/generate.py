@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from job.models.blocks import any_length
-from job.models.decoder import Cache, Decoder
+from gpufleet.job.models.blocks import any_length
+from gpufleet.job.models.decoder import Cache, Decoder
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # SplitMix64 (Steele, Lea, Flood 2014)
 

@@ -16,12 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from job import atomic
-from job.models import lora
-from job.models.decoder import Decoder
-from job.models.hf_config import ADAPTER_CONFIG, CONFIG, check, config_tree, published
-from job.spec.common import DecoderConfig as Shape
-from job.spec.sft import Lora
+from gpufleet.job import atomic
+from gpufleet.job.models import lora
+from gpufleet.job.models.decoder import Decoder
+from gpufleet.job.models.hf_config import ADAPTER_CONFIG, CONFIG, check, config_tree, published
+from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.spec.sft import Lora
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"

@@ -13,11 +13,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from job import atomic
-from job.dataset import weights
-from job.dataset.weights import EMBED, HEAD, Stored
-from job.spec.common import DecoderConfig as Shape
-from job.text import counted
+from gpufleet.job import atomic
+from gpufleet.job.dataset import weights
+from gpufleet.job.dataset.weights import EMBED, HEAD, Stored
+from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.text import counted
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from job.models.blocks import Linear
-from job.models.decoder import Decoder, DecoderBlock, Table
-from job.spec.sft import Lora
+from gpufleet.job.models.blocks import Linear
+from gpufleet.job.models.decoder import Decoder, DecoderBlock, Table
+from gpufleet.job.spec.sft import Lora
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 Mode = Literal["base", "adapter", "merged"]

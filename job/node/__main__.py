@@ -18,16 +18,16 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import NoReturn
 
-from job import atomic
-from job.contract import done as ends
-from job.contract.attempt import AttemptRecord, Exit
-from job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
-from job.contract.bucket import ATTEMPTS, DONE, attempt_key, boot_log_key
-from job.contract.codes import AttemptExit
-from job.contract.workdir import RUN
-from job.node import attempts, container, disks
-from job.node.jobs import Jobs
-from job.node.outside import (
+from gpufleet.job import atomic
+from gpufleet.job.contract import done as ends
+from gpufleet.job.contract.attempt import AttemptRecord, Exit
+from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
+from gpufleet.job.contract.bucket import ATTEMPTS, DONE, attempt_key, boot_log_key
+from gpufleet.job.contract.codes import AttemptExit
+from gpufleet.job.contract.workdir import RUN
+from gpufleet.job.node import attempts, container, disks
+from gpufleet.job.node.jobs import Jobs
+from gpufleet.job.node.outside import (
     MetadataService,
     Objects,
     aws,
@@ -41,7 +41,7 @@ from job.node.outside import (
     tries,
     utc_now,
 )
-from job.node.settings import InstanceIdentity, Settings
+from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOG_LINES = 200  # of a job that crashed, in the boot log
 TIMER_STOP_S = 180  # a docker that hangs must not keep the machine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from job.contract.attempt import AttemptRecord
-from job.contract.bucket import MANIFEST_KEY
+from gpufleet.job.contract.attempt import AttemptRecord
+from gpufleet.job.contract.bucket import MANIFEST_KEY
 
 MOST_FUTILE = 3  # boots in a row that lead nowhere end the run
 

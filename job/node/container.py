@@ -9,10 +9,10 @@ import re
 import shutil
 from pathlib import Path
 
-from job.contract import environment
-from job.contract.workdir import RUN
-from job.node.outside import NOT_REACHED, ask, complaint
-from job.node.settings import InstanceIdentity, Settings
+from gpufleet.job.contract import environment
+from gpufleet.job.contract.workdir import RUN
+from gpufleet.job.node.outside import NOT_REACHED, ask, complaint
+from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 STOP_S = 115  # for the job to save and upload; EC2 gives 120
 PULL_S = 1800
@@ -127,5 +127,5 @@ def command(settings: Settings, machine: InstanceIdentity, scratch: Path) -> lis
         *(word for key, value in told.items() for word in ("-e", f"{key}={value}")),
         *("-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION", "-e", "AWS_METADATA_SERVICE_NUM_ATTEMPTS"),
         *options,
-        *(settings.image, "python", "-m", "job", f"/gpufleet/run/{RUN}"),
+        *(settings.image, "python", "-m", "gpufleet.job", f"/gpufleet/run/{RUN}"),
     ]

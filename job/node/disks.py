@@ -6,8 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from job import atomic
-from job.node.outside import answer, bounded, call, code, retry, say
+from gpufleet.job import atomic
+from gpufleet.job.node.outside import answer, bounded, call, code, retry, say
 
 INSTANCE_STORE = "Amazon EC2 NVMe Instance Storage"  # the model by which it is told from EBS, which is /dev/nvme* too
 NOTHING_THERE = 2  # exit code of blkid

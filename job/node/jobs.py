@@ -10,11 +10,11 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from job import atomic
-from job.contract.workdir import CONTAINED, CONTAINER, CONTROL, FIRST, SCRIPTS, USER
-from job.node import container
-from job.node.outside import ask, bounded, last_line, say
-from job.node.settings import InstanceIdentity, Settings
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import CONTAINED, CONTAINER, CONTROL, FIRST, SCRIPTS, USER
+from gpufleet.job.node import container
+from gpufleet.job.node.outside import ask, bounded, last_line, say
+from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S = 0.2
 REMOVE_S = 60

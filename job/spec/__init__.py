@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from job.spec import command, convert
-from job.spec.command import CommandConfig
-from job.spec.common import Checkpoint, Guard, Log, bounded
-from job.spec.growth import AdamW, Batch, Eval, GrowthConfig, GrowthModel, Precision, TextData
-from job.spec.job import JobConfig
-from job.spec.kernel import KernelConfig
-from job.spec.pretrain import PretrainConfig
-from job.spec.sft import SftConfig
-from job.spec.two_tower import TwoTowerConfig
+from gpufleet.job.spec import command, convert
+from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.spec.common import Checkpoint, Guard, Log, bounded
+from gpufleet.job.spec.growth import AdamW, Batch, Eval, GrowthConfig, GrowthModel, Precision, TextData
+from gpufleet.job.spec.job import JobConfig
+from gpufleet.job.spec.kernel import KernelConfig
+from gpufleet.job.spec.pretrain import PretrainConfig
+from gpufleet.job.spec.sft import SftConfig
+from gpufleet.job.spec.two_tower import TwoTowerConfig
 
 __all__ = [
     "EXPERIMENTS",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from job.spec.common import (
+from gpufleet.job.spec.common import (
     GB,
     Compute,
     Deliver,
@@ -29,10 +29,10 @@ from job.spec.common import (
     in_gb,
     one_or_more,
 )
-from job.spec.job import JobConfig
+from gpufleet.job.spec.job import JobConfig
 
 if TYPE_CHECKING:
-    from job.dataset.prepare import DatasetManifest
+    from gpufleet.job.dataset.prepare import DatasetManifest
 
 NAME = "command"  # in run.json, where ready-made jobs have the name of their experiment
 PHASE = "train"
@@ -193,7 +193,7 @@ class Own:
 class CommandConfig(JobConfig):
     """A script of the user's own."""
 
-    module: ClassVar[str] = "job.command"
+    module: ClassVar[str] = "gpufleet.job.command"
     path: ClassVar[str] = "job"
     trainer: ClassVar[str] = ""
     efficiency: ClassVar[float] = 1.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from job.text import counted
+from gpufleet.job.text import counted
 
 Say = Callable[[str], None]  # one line for who watches
 GB = 1e9

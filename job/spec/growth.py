@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from job.spec.common import (
+from gpufleet.job.spec.common import (
     BELOW_ONE,
     GB,
     Checkpoint,
@@ -28,10 +28,10 @@ from job.spec.common import (
     too_short,
     warmup_doubts,
 )
-from job.spec.job import JobConfig, remembered
+from gpufleet.job.spec.job import JobConfig, remembered
 
 if TYPE_CHECKING:
-    from job.dataset.prepare import DatasetManifest
+    from gpufleet.job.dataset.prepare import DatasetManifest
 
 CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
@@ -112,7 +112,7 @@ class Eval:
 class GrowthConfig(JobConfig):
     """tinystories-growth: train dense, upcycle to experts, grow width and depth; verified at each boundary."""
 
-    trainer: ClassVar[str] = "job.experiments.growth.run:TinystoriesGrowth"
+    trainer: ClassVar[str] = "gpufleet.job.experiments.growth.run:TinystoriesGrowth"
     efficiency: ClassVar[float] = 0.5  # its own targets are 0.52 to 0.56 of its limit
     dataset_kind: ClassVar[str] = "windows"
     leaves_speed: ClassVar[tuple[str, ...]] = (
@@ -249,7 +249,7 @@ class GrowthConfig(JobConfig):
         return replace(self, steps_per_phase=min(self.steps_per_phase, -(-steps // len(_PHASES))))
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from job.dataset import prepare, sources
+        from gpufleet.job.dataset import prepare, sources
 
         ids = sources.TextTokenizer(
             model_vocab=self.model.vocab, cache=folder.parent / "cache", file=given.tokenizer, say=given.say
@@ -264,7 +264,7 @@ class GrowthConfig(JobConfig):
         return prepare.prepare(folder, source, model_vocab=self.model.vocab, say=given.say)
 
     def is_own_data(self, made_from: str) -> bool:
-        from job.dataset.sources import OWN_TEXT
+        from gpufleet.job.dataset.sources import OWN_TEXT
 
         return self.data.source == "tinystories" and made_from.startswith(OWN_TEXT)
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
-from job.spec.common import (
+from gpufleet.job.spec.common import (
     DEVICE_RESERVE_GB,
     Checkpoint,
     Compute,
@@ -30,8 +30,8 @@ from job.spec.common import (
 )
 
 if TYPE_CHECKING:
-    from job.dataset.prepare import DatasetManifest
-    from job.spec.command import Code
+    from gpufleet.job.dataset.prepare import DatasetManifest
+    from gpufleet.job.spec.command import Code
 
 Self = TypeVar("Self", bound="JobConfig")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -67,7 +67,7 @@ class JobConfig(ABC):
     log: Log
     deliver: Deliver = "last"  # the weights of final/
 
-    module: ClassVar[str] = "job.train"  # of the trainer's process: `python -m MODULE WORKDIR`
+    module: ClassVar[str] = "gpufleet.job.train"  # of the trainer's process: `python -m MODULE WORKDIR`
     path: ClassVar[str] = "job.parameters"  # where a definition has them
     trainer: ClassVar[str]  # module:class, imported when a run asks for it
     # Share of the roofline that a step reaches. Anchors: llm-foundry 7B on 8 H100 46.4 % MFU, 13B 39.8 to 44.3 %;
@@ -296,7 +296,7 @@ class JobConfig(ABC):
 
     def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
         """Says what a dataset is that was prepared before."""
-        from job.dataset.prepare import describe
+        from gpufleet.job.dataset.prepare import describe
 
         say(f"{folder} is prepared already: {describe(manifest)}")
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from job.dataset.rendering import tokenizer_of
-from job.spec import tuning
-from job.spec.common import (
+from gpufleet.job.dataset.rendering import tokenizer_of
+from gpufleet.job.spec import tuning
+from gpufleet.job.spec.common import (
     GB,
     QWEN3_8B,
     Checkpoint,
@@ -35,11 +35,11 @@ from job.spec.common import (
     in_gb,
     warmup_doubts,
 )
-from job.spec.job import remembered
-from job.spec.tuning import TuningConfig
+from gpufleet.job.spec.job import remembered
+from gpufleet.job.spec.tuning import TuningConfig
 
 if TYPE_CHECKING:
-    from job.dataset.prepare import DatasetManifest
+    from gpufleet.job.dataset.prepare import DatasetManifest
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
@@ -101,7 +101,7 @@ class Funnel:
 class KernelConfig(TuningConfig):
     """kernel-sft: all weights of a 7-8 B code model, 20 tasks x 10 candidates, judged on the node's GPUs and CPUs."""
 
-    trainer: ClassVar[str] = "job.experiments.kernel.run:Kernel"
+    trainer: ClassVar[str] = "gpufleet.job.experiments.kernel.run:Kernel"
     efficiency: ClassVar[float] = 0.4
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
     # Untrusted candidates run in namespaces, which docker's default profile forbids.
@@ -236,7 +236,7 @@ class KernelConfig(TuningConfig):
         yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from job.experiments.kernel.pairs import prepare_kernels  # brings numpy
+        from gpufleet.job.experiments.kernel.pairs import prepare_kernels  # brings numpy
 
         return prepare_kernels(
             folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say

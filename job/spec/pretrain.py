@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from job.spec.common import (
+from gpufleet.job.spec.common import (
     BELOW_ONE,
     GB,
     Checkpoint,
@@ -29,10 +29,10 @@ from job.spec.common import (
     too_short,
     warmup_doubts,
 )
-from job.spec.job import JobConfig, remembered
+from gpufleet.job.spec.job import JobConfig, remembered
 
 if TYPE_CHECKING:
-    from job.dataset.prepare import DatasetManifest
+    from gpufleet.job.dataset.prepare import DatasetManifest
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
@@ -115,7 +115,7 @@ class CharEval:
 class PretrainConfig(JobConfig):
     """pretrain-d64: as deep as the budget allows, stopped when validation stops improving, then served."""
 
-    trainer: ClassVar[str] = "job.experiments.pretrain.run:Pretrain"
+    trainer: ClassVar[str] = "gpufleet.job.experiments.pretrain.run:Pretrain"
     efficiency: ClassVar[float] = 0.45
     dataset_kind: ClassVar[str] = "characters"
     file_arguments: ClassVar[dict[str, str]] = {"text": "FILE.txt"}
@@ -248,7 +248,7 @@ class PretrainConfig(JobConfig):
         return replace(self, steps=min(self.steps, steps), early_stop=stop)
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from job.experiments.pretrain.characters import prepare_characters
+        from gpufleet.job.experiments.pretrain.characters import prepare_characters
 
         return prepare_characters(folder, self.data, seed=self.seed, text=given.text, say=given.say)
 

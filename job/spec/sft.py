@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from job.dataset.rendering import TEMPLATES, FileTokenizer, tokenizer_of
-from job.spec import tuning
-from job.spec.common import (
+from gpufleet.job.dataset.rendering import TEMPLATES, FileTokenizer, tokenizer_of
+from gpufleet.job.spec import tuning
+from gpufleet.job.spec.common import (
     Checkpoint,
     Compute,
     CosineAdamW,
@@ -34,12 +34,12 @@ from job.spec.common import (
     rate_in_words,
     warmup_doubts,
 )
-from job.spec.job import remembered
-from job.spec.tuning import TuningConfig
-from job.text import counted
+from gpufleet.job.spec.job import remembered
+from gpufleet.job.spec.tuning import TuningConfig
+from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
-    from job.dataset.prepare import DatasetManifest
+    from gpufleet.job.dataset.prepare import DatasetManifest
 
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
@@ -97,7 +97,7 @@ class Measures:
 class SftConfig(TuningConfig):
     """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated five ways."""
 
-    trainer: ClassVar[str] = "job.experiments.sft.run:Sft"
+    trainer: ClassVar[str] = "gpufleet.job.experiments.sft.run:Sft"
     efficiency: ClassVar[float] = 0.45
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "data.examples", "data.held_out", "lora.alpha")
 
@@ -242,7 +242,7 @@ class SftConfig(TuningConfig):
         return facts if self.measures.pretokenised else {**facts, "texts": True}
 
     def facts_differ(self, manifest: DatasetManifest) -> Iterator[str]:
-        from job.dataset.packing import held_out_of  # brings numpy
+        from gpufleet.job.dataset.packing import held_out_of  # brings numpy
 
         yield from super(SftConfig, self).facts_differ(manifest)
         if held := manifest.facts.get("held_out_examples", 0):
@@ -251,14 +251,14 @@ class SftConfig(TuningConfig):
                 yield f"{counted(f'{held:,}', 'example')} held out, data.held_out in the file says {share:,}"
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from job.dataset.packed import prepare_sft  # brings numpy
+        from gpufleet.job.dataset.packed import prepare_sft  # brings numpy
 
         return prepare_sft(
             folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say
         )
 
     def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
-        from job.dataset.packed import warn_of_untrained  # brings numpy
+        from gpufleet.job.dataset.packed import warn_of_untrained  # brings numpy
 
         super(SftConfig, self).report_found(folder, manifest, weights, say)
         if (own := tokenizer_of(weights)) is not None:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from job.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
-from job.spec.common import DecoderConfig, Say, TokenBatch
-from job.spec.job import JobConfig
+from gpufleet.job.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
+from gpufleet.job.spec.common import DecoderConfig, Say, TokenBatch
+from gpufleet.job.spec.job import JobConfig
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
@@ -133,7 +133,7 @@ def steps(tokens: float, per_step: float) -> int:
 
 
 if TYPE_CHECKING:
-    from job.dataset.prepare import DatasetManifest
+    from gpufleet.job.dataset.prepare import DatasetManifest
 
 _KEYS = {  # of the parameters, by the fact of packed rows
     "row": "data.row",
@@ -195,13 +195,13 @@ class TuningConfig(JobConfig):
                 yield f"{_KEYS[fact]} {_yaml(there)}, the file says {_yaml(wanted)}"
 
     def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
-        from job.dataset.packed import report  # brings numpy
+        from gpufleet.job.dataset.packed import report  # brings numpy
 
         say(f"{folder} is prepared already")
         report(manifest, say)
 
     def weights_differ(self, folder: Path) -> str:
-        from job.models import hf_config
+        from gpufleet.job.models import hf_config
 
         try:
             found = hf_config.read_shape(folder)
@@ -217,7 +217,7 @@ class TuningConfig(JobConfig):
 
     def check_weights(self, folder: Path, say: Say) -> None:
         """Warns of weights that were tuned on other turns."""
-        from job.models import hf_config
+        from gpufleet.job.models import hf_config
 
         hf_config.check(folder, self.model)
         if self.longest() > (most := hf_config.positions(folder)):

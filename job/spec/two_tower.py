@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from job.spec.common import (
+from gpufleet.job.spec.common import (
     EVALUATIONS_PROBED,
     GB,
     Checkpoint,
@@ -29,10 +29,10 @@ from job.spec.common import (
     bounded,
     cuts,
 )
-from job.spec.job import JobConfig, remembered
+from gpufleet.job.spec.job import JobConfig, remembered
 
 if TYPE_CHECKING:
-    from job.dataset.prepare import DatasetManifest
+    from gpufleet.job.dataset.prepare import DatasetManifest
 
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
@@ -111,7 +111,7 @@ class Sampled:
 class TwoTowerConfig(JobConfig):
     """two-tower: rank models for a query; cross-validation that never looks at its own test fold."""
 
-    trainer: ClassVar[str] = "job.experiments.two_tower.run:TwoTower"
+    trainer: ClassVar[str] = "gpufleet.job.experiments.two_tower.run:TwoTower"
     efficiency: ClassVar[float] = 0.5
     dataset_kind: ClassVar[str] = "ranking"
     file_arguments: ClassVar[dict[str, str]] = {"million-llms": "FOLDER"}
@@ -222,12 +222,12 @@ class TwoTowerConfig(JobConfig):
         return replace(self, epochs=min(self.epochs, EVALUATIONS_PROBED), steps_per_epoch=each)  # each is evaluated
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from job.experiments.two_tower.ranking import prepare_ranking  # brings numpy
+        from gpufleet.job.experiments.two_tower.ranking import prepare_ranking  # brings numpy
 
         return prepare_ranking(folder, self, text=given.text, say=given.say)
 
     def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        from job.experiments.two_tower.ranking import mismatches
+        from gpufleet.job.experiments.two_tower.ranking import mismatches
 
         queries, models, width = (int(manifest.facts.get(fact, 0)) for fact in ("queries", "models", "width"))
         problems = mismatches(self, (queries, width), (queries, models))
@@ -235,8 +235,8 @@ class TwoTowerConfig(JobConfig):
 
     def check_dataset(self, folder: Path, say: Say) -> None:
         """Says which folds can choose no epoch."""
-        from job.experiments.two_tower.data import members, require_relevant, without_relevant
-        from job.experiments.two_tower.ranking import read  # brings numpy
+        from gpufleet.job.experiments.two_tower.data import members, require_relevant, without_relevant
+        from gpufleet.job.experiments.two_tower.ranking import read  # brings numpy
 
         labels = read(folder).labels
         for member in members(self):

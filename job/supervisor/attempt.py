@@ -15,13 +15,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
-from job import atomic
-from job.contract import bucket
-from job.contract import done as ends
-from job.contract.attempt import Beat, Exit, Node
-from job.contract.codes import AttemptExit, TrainerExit
-from job.contract.commit import BEST, Published
-from job.contract.messages import (
+from gpufleet.job import atomic
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract import done as ends
+from gpufleet.job.contract.attempt import Beat, Exit, Node
+from gpufleet.job.contract.codes import AttemptExit, TrainerExit
+from gpufleet.job.contract.commit import BEST, Published
+from gpufleet.job.contract.messages import (
     Accept,
     CommandEnd,
     Fatal,
@@ -33,18 +33,18 @@ from job.contract.messages import (
     Unreadable,
     UsedRung,
 )
-from job.contract.reading import iso
-from job.contract.run import RunFile
-from job.contract.workdir import CHECKPOINTS, COMPILED, LOG, METRICS, PREFLIGHT, RECEIPT, RUNG, STAGES
-from job.supervisor import attempts, machine, receipt, staging
-from job.supervisor.child import FIRST_SIGN_S, MetricsFollower
-from job.supervisor.compile_cache import GraphMirror
-from job.supervisor.forecast import RESERVE_S, Forecast
-from job.supervisor.meter import Meter
-from job.supervisor.publish import Publisher, commits
-from job.supervisor.store import StoreError
-from job.supervisor.uploads import Pulse, Uploader
-from job.supervisor.world import Cause, Outside, Trainer
+from gpufleet.job.contract.reading import iso
+from gpufleet.job.contract.run import RunFile
+from gpufleet.job.contract.workdir import CHECKPOINTS, COMPILED, LOG, METRICS, PREFLIGHT, RECEIPT, RUNG, STAGES
+from gpufleet.job.supervisor import attempts, machine, receipt, staging
+from gpufleet.job.supervisor.child import FIRST_SIGN_S, MetricsFollower
+from gpufleet.job.supervisor.compile_cache import GraphMirror
+from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
+from gpufleet.job.supervisor.meter import Meter
+from gpufleet.job.supervisor.publish import Publisher, commits
+from gpufleet.job.supervisor.store import StoreError
+from gpufleet.job.supervisor.uploads import Pulse, Uploader
+from gpufleet.job.supervisor.world import Cause, Outside, Trainer
 
 TICK_S = 0.25
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show

@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from job.contract import attempt, bucket, reading
-from job.contract.attempt import Aside, AttemptRecord, Beat, Exit, Node
-from job.contract.aws import FREE_S
-from job.contract.codes import AttemptExit
-from job.contract.done import Done
-from job.contract.reading import epoch, iso
-from job.contract.receipt import CENT_100, AttemptCost
-from job.contract.run import RunFile
-from job.supervisor import fleet
-from job.supervisor.meter import MINIMUM_S, hours
-from job.supervisor.store import Store, StoreError
-from job.supervisor.world import Cause
+from gpufleet.job.contract import attempt, bucket, reading
+from gpufleet.job.contract.attempt import Aside, AttemptRecord, Beat, Exit, Node
+from gpufleet.job.contract.aws import FREE_S
+from gpufleet.job.contract.codes import AttemptExit
+from gpufleet.job.contract.done import Done
+from gpufleet.job.contract.reading import epoch, iso
+from gpufleet.job.contract.receipt import CENT_100, AttemptCost
+from gpufleet.job.contract.run import RunFile
+from gpufleet.job.supervisor import fleet
+from gpufleet.job.supervisor.meter import MINIMUM_S, hours
+from gpufleet.job.supervisor.store import Store, StoreError
+from gpufleet.job.supervisor.world import Cause
 
 LOST_BOOT_S = 480.0  # what the bills take for a small node's set-up, about half of a large one's
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it

@@ -37,7 +37,7 @@ def ensure(folder: Path, requirements: Path) -> None:
     install(lacking, folder)
     os.environ[MARK] = str(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder))))
-    os.execv(sys.executable, [sys.executable, "-m", "job", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "gpufleet.job", *sys.argv[1:]])
 
 
 def missing(requirements: str, version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:

@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
-from job.contract import metrics
-from job.contract.codes import TrainerExit
-from job.contract.messages import Ended, Start
-from job.spec import JobConfig
-from job.text import printable
+from gpufleet.job.contract import metrics
+from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.contract.messages import Ended, Start
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.text import printable
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
@@ -132,7 +132,7 @@ def trainer(workdir: Path, rung: int | None, ranks: int = 1, module: str = JobCo
     """The command line of a job's `module`: one process, or torchrun with one for each rank. Without a rung it waits
     for one.
     """
-    leash = ["-m", "job.supervisor.leash"]
+    leash = ["-m", "gpufleet.job.supervisor.leash"]
     train = ["-m", module, str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
     alone = [sys.executable, *leash, str(os.getpid())]
     if ranks == 1:

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from job import measured
-from job.contract import bucket
-from job.contract.run import RunFile
-from job.contract.workdir import GRAPHS
-from job.supervisor.store import GivenUpError, Store, open_store, parent
+from gpufleet.job import measured
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract.run import RunFile
+from gpufleet.job.contract.workdir import GRAPHS
+from gpufleet.job.supervisor.store import GivenUpError, Store, open_store, parent
 
 MOST_BYTES = 512 * 1024 * 1024  # of one node, in and out: a damaged or foreign folder must not cost minutes
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from job.contract.aws import FLEET_TAG
-from job.supervisor import store
+from gpufleet.job.contract.aws import FLEET_TAG
+from gpufleet.job.supervisor import store
 
 KEPT_S = 48 * 3600  # AWS keeps a fleet's events so long (EC2 API reference, DescribeFleetHistory)
 # EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, its sub-type in one.

@@ -1,4 +1,4 @@
-"""Starts a Python module that dies with its parent: `python -m job.supervisor.leash PARENT -m MODULE ARG...`.
+"""Starts a Python module that dies with its parent: `python -m gpufleet.job.supervisor.leash PARENT -m MODULE ARG...`.
 
 The trainer is in a process group of its own, so a SIGKILL that ends the supervisor would leave it running; and torchrun
 gives each rank a session of its own, out of reach of a kill of the group. So torchrun runs on a leash, and each rank on

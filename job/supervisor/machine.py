@@ -8,7 +8,7 @@ import platform
 import subprocess
 from dataclasses import dataclass
 
-from job.contract.attempt import Hardware
+from gpufleet.job.contract.attempt import Hardware
 
 MIB = 1024 * 1024
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "boto3")

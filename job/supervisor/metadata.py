@@ -15,8 +15,8 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-from job.contract import aws
-from job.contract.reading import epoch
+from gpufleet.job.contract import aws
+from gpufleet.job.contract.reading import epoch
 
 DEFAULT_BASE = "http://169.254.169.254"
 TOKEN_S = 21600  # the time to live that AWS's own samples ask for (EC2 User Guide, spot instance termination notices)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from job.contract import aws
-from job.contract import done as ends
-from job.contract.receipt import CENT_100
-from job.contract.run import Rates, RunLimits
-from job.supervisor.store import ec2
+from gpufleet.job.contract import aws
+from gpufleet.job.contract import done as ends
+from gpufleet.job.contract.receipt import CENT_100
+from gpufleet.job.contract.run import Rates, RunLimits
+from gpufleet.job.supervisor.store import ec2
 
 MINIMUM_S = Decimal(aws.MINIMUM_S)
 HOUR_S = 3600

@@ -19,14 +19,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from job import atomic
-from job.contract import bucket
-from job.contract.bucket import manifest_key
-from job.contract.commit import BEST, HELD, Best, Commit, Manifest, Published
-from job.contract.commit import read as read_commit
-from job.contract.inputs import InputFile
-from job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS, STAGES, STEPS, step_of
-from job.supervisor.store import GivenUpError, Store, StoreError
+from gpufleet.job import atomic
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract.bucket import manifest_key
+from gpufleet.job.contract.commit import BEST, HELD, Best, Commit, Manifest, Published
+from gpufleet.job.contract.commit import read as read_commit
+from gpufleet.job.contract.inputs import InputFile
+from gpufleet.job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS, STAGES, STEPS, step_of
+from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
 
 def commits(workdir: Path) -> list[Commit]:

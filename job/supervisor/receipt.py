@@ -20,16 +20,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from job import measured
-from job.contract import metrics
-from job.contract.attempt import AttemptRecord, Hardware
-from job.contract.aws import FREE_S
-from job.contract.done import Done
-from job.contract.receipt import CAUSES, CENT_100, AttemptCost, Receipt, ReceiptLine, money, seconds
-from job.contract.run import RunFile
-from job.contract.workdir import METRICS
-from job.supervisor.attempts import Attempt
-from job.supervisor.meter import MINIMUM_S, hours
+from gpufleet.job import measured
+from gpufleet.job.contract import metrics
+from gpufleet.job.contract.attempt import AttemptRecord, Hardware
+from gpufleet.job.contract.aws import FREE_S
+from gpufleet.job.contract.done import Done
+from gpufleet.job.contract.receipt import CAUSES, CENT_100, AttemptCost, Receipt, ReceiptLine, money, seconds
+from gpufleet.job.contract.run import RunFile
+from gpufleet.job.contract.workdir import METRICS
+from gpufleet.job.supervisor.attempts import Attempt
+from gpufleet.job.supervisor.meter import MINIMUM_S, hours
 
 
 def build(

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from job import atomic
-from job.contract import bucket, reading
-from job.contract import inputs as listing
-from job.contract.bucket import manifest_key
-from job.contract.commit import BEST, COMMIT, Best, Manifest
-from job.contract.inputs import DATASET, WEIGHTS, InputFile
-from job.contract.reading import DoubtError, Fields
-from job.contract.run import InputData, RunFile
-from job.contract.workdir import CHECKPOINTS, CODE, DATA, EXPORTS, FINAL, INPUTS, NAMED, RUN, USER
-from job.supervisor.store import Entry, GivenUpError, MissingError, Store, StoreError, open_store, parent
+from gpufleet.job import atomic
+from gpufleet.job.contract import bucket, reading
+from gpufleet.job.contract import inputs as listing
+from gpufleet.job.contract.bucket import manifest_key
+from gpufleet.job.contract.commit import BEST, COMMIT, Best, Manifest
+from gpufleet.job.contract.inputs import DATASET, WEIGHTS, InputFile
+from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.run import InputData, RunFile
+from gpufleet.job.contract.workdir import CHECKPOINTS, CODE, DATA, EXPORTS, FINAL, INPUTS, NAMED, RUN, USER
+from gpufleet.job.supervisor.store import Entry, GivenUpError, MissingError, Store, StoreError, open_store, parent
 
 UNFIT = (DoubtError, MissingError)  # a checkpoint that must not be resumed from
 T = TypeVar("T")

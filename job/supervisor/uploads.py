@@ -10,12 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from job.contract import bucket
-from job.contract.attempt import Beat
-from job.contract.commit import Commit
-from job.contract.workdir import LOG
-from job.supervisor.publish import Publisher
-from job.supervisor.store import GivenUpError, Store, StoreError
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract.attempt import Beat
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.contract.workdir import LOG
+from gpufleet.job.supervisor.publish import Publisher
+from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
 BACKOFF_S = (2.0, 60.0)  # first and longest pause after a failure
 

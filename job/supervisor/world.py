@@ -8,12 +8,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
-from job.supervisor import machine
-from job.supervisor.child import JobLog
-from job.supervisor.fleet import Changes
-from job.supervisor.metadata import Metadata
-from job.supervisor.meter import SpotPrice
-from job.supervisor.store import Store
+from gpufleet.job.supervisor import machine
+from gpufleet.job.supervisor.child import JobLog
+from gpufleet.job.supervisor.fleet import Changes
+from gpufleet.job.supervisor.metadata import Metadata
+from gpufleet.job.supervisor.meter import SpotPrice
+from gpufleet.job.supervisor.store import Store
 
 
 class Trainer(Protocol):

@@ -1,4 +1,4 @@
-"""`python -m job.train WORKDIR --rung N`: trains what WORKDIR/run.json says, from WORKDIR/ckpt's newest checkpoint.
+"""`python -m gpufleet.job.train WORKDIR --rung N`: trains what WORKDIR/run.json says, from WORKDIR/ckpt's newest checkpoint.
 
 With --wait it imports what that takes, and begins when start.json is there, which names the rung.
 
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from job.contract.codes import TrainerExit
-from job.contract.messages import Ended, Fatal, Message, Preflight, Unreadable
-from job.contract.run import Task
-from job.contract.workdir import (
+from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.contract.messages import Ended, Fatal, Message, Preflight, Unreadable
+from gpufleet.job.contract.run import Task
+from gpufleet.job.contract.workdir import (
     ACCEPT,
     CHECKPOINTS,
     DATA,
@@ -37,17 +37,17 @@ from job.contract.workdir import (
     METRICS,
     START,
 )
-from job.dataset.prepare import describe, read_manifest
-from job.spec import EXPERIMENTS
-from job.spec.common import PhaseSize
-from job.text import printable
-from job.train import device, parallel, preflight
-from job.train.checkpoint import CheckpointDamagedError, Checkpoints
-from job.train.experiment import Experiment, Session, Stopped
-from job.train.loop import Loop
-from job.train.metrics import MetricsFile
-from job.train.parallel import World
-from job.train.requests import Requests, await_start
+from gpufleet.job.dataset.prepare import describe, read_manifest
+from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.spec.common import PhaseSize
+from gpufleet.job.text import printable
+from gpufleet.job.train import device, parallel, preflight
+from gpufleet.job.train.checkpoint import CheckpointDamagedError, Checkpoints
+from gpufleet.job.train.experiment import Experiment, Session, Stopped
+from gpufleet.job.train.loop import Loop
+from gpufleet.job.train.metrics import MetricsFile
+from gpufleet.job.train.parallel import World
+from gpufleet.job.train.requests import Requests, await_start
 
 SHORT_OF_MEMORY = (  # parts of what others say, in small letters
     ("cuda", "out of memory"),  # the driver, Triton
@@ -61,7 +61,7 @@ SHORT_OF_MEMORY = (  # parts of what others say, in small letters
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One start of the trainer."""
-    parser = argparse.ArgumentParser(prog="python -m job.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m gpufleet.job.train", description=__doc__)
     parser.add_argument("workdir", type=Path)
     parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/spec)")
     parser.add_argument("--wait", action="store_true", help=f"for WORKDIR/{START}")

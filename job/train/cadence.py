@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from job.contract.commit import Reason
-from job.train.experiment import Session
+from gpufleet.job.contract.commit import Reason
+from gpufleet.job.train.experiment import Session
 
 
 class Stall:

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from job.contract.commit import Commit, Reason
-from job.train.committed import Committed, Found
-from job.train.parallel import World, local, on_host
+from gpufleet.job.contract.commit import Commit, Reason
+from gpufleet.job.train.committed import Committed, Found
+from gpufleet.job.train.parallel import World, local, on_host
 
 State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) -> parameter name -> tensor
 FREE_FACTOR = 1.2  # free space before a save, in sizes of the save

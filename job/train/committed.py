@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from job import atomic
-from job.contract import commit as commits
-from job.contract.commit import COMMIT, HELD, Commit, Retry
-from job.contract.workdir import STEPS
+from gpufleet.job import atomic
+from gpufleet.job.contract import commit as commits
+from gpufleet.job.contract.commit import COMMIT, HELD, Commit, Retry
+from gpufleet.job.contract.workdir import STEPS
 
 PROGRESS = "progress.json"
 DAMAGED = "damaged.json"  # what commit.json becomes where the tensors cannot be read

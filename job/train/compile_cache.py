@@ -22,10 +22,10 @@ from collections import Counter
 import torch
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
 
-from job import atomic
-from job.contract.workdir import COMPILED, GRAPHS
-from job.spec.common import Rung
-from job.train.experiment import Phase, Session
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import COMPILED, GRAPHS
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.train.experiment import Phase, Session
 
 SHA256_BYTES = 32
 HIT, MISS, UNCACHEABLE = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass"

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from job.dataset.packing import GOLDEN, mix64
-from job.dataset.prepare import DatasetManifest, read_manifest
-from job.dataset.shards import HEADER, read_header
-from job.dataset.tokenizer import Tokenizer, open_tokenizer
-from job.models.linear_loss import IGNORED
-from job.train.experiment import Micro, Work
-from job.train.parallel import World
+from gpufleet.job.dataset.packing import GOLDEN, mix64
+from gpufleet.job.dataset.prepare import DatasetManifest, read_manifest
+from gpufleet.job.dataset.shards import HEADER, read_header
+from gpufleet.job.dataset.tokenizer import Tokenizer, open_tokenizer
+from gpufleet.job.models.linear_loss import IGNORED
+from gpufleet.job.train.experiment import Micro, Work
+from gpufleet.job.train.parallel import World
 
 Ids = NDArray[np.int64]
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job.spec import JobConfig
-from job.spec.common import PhaseSize, Rung
-from job.train import optimizer
-from job.train.checkpoint import Checkpoints
-from job.train.device import Device
-from job.train.metrics import MetricsFile
-from job.train.parallel import World
-from job.train.requests import Requests
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.spec.common import PhaseSize, Rung
+from gpufleet.job.train import optimizer
+from gpufleet.job.train.checkpoint import Checkpoints
+from gpufleet.job.train.device import Device
+from gpufleet.job.train.metrics import MetricsFile
+from gpufleet.job.train.parallel import World
+from gpufleet.job.train.requests import Requests
 
 SPOKEN_S = 60.0  # between two lines of an evaluation: a trainer that says nothing for long is taken for a stuck one
 

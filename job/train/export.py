@@ -15,8 +15,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import nn
 
-from job import atomic
-from job.train.experiment import Experiment, Phase, Weights
+from gpufleet.job import atomic
+from gpufleet.job.train.experiment import Experiment, Phase, Weights
 
 WEIGHTS, META = "model.safetensors", "meta.json"
 

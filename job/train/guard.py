@@ -10,9 +10,9 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from job.spec import Guard
-from job.train.device import Device
-from job.train.experiment import LostError
+from gpufleet.job.spec import Guard
+from gpufleet.job.train.device import Device
+from gpufleet.job.train.experiment import LostError
 
 # The level is the upper tenth of a window, the lowest that any had: a step in ten may hold a hard row (2 % of rows,
 # four a step), and it is still that of the others. Ten in a row far above it hardly ever happen in 20,000 healthy steps

@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from job.contract.messages import Spent
-from job.contract.metrics import Save
-from job.contract.workdir import METRICS, SCALARS
-from job.train import metrics
-from job.train.device import Utilization
-from job.train.experiment import Phase, Session
-from job.train.guard import Thresholds
+from gpufleet.job.contract.messages import Spent
+from gpufleet.job.contract.metrics import Save
+from gpufleet.job.contract.workdir import METRICS, SCALARS
+from gpufleet.job.train import metrics
+from gpufleet.job.train.device import Utilization
+from gpufleet.job.train.experiment import Phase, Session
+from gpufleet.job.train.guard import Thresholds
 
 FIGURES = (
     ("step_ms", ".1f", "ms"),

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from job.contract.commit import Commit, Reason, Retry
-from job.contract.metrics import Save
-from job.dataset.prepare import read_manifest
-from job.spec.common import Rung
-from job.train import committed, device, export, metrics, optimizer, rungs, step
-from job.train.cadence import Cadence
-from job.train.checkpoint import Saved, State, all_finite
-from job.train.committed import Found
-from job.train.compile_cache import CompileCache
-from job.train.experiment import Experiment, LossNotFiniteError, LostError, Phase, Session, Stopped, Weights
-from job.train.guard import SpikeGuard
-from job.train.journal import Journal
+from gpufleet.job.contract.commit import Commit, Reason, Retry
+from gpufleet.job.contract.metrics import Save
+from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.train import committed, device, export, metrics, optimizer, rungs, step
+from gpufleet.job.train.cadence import Cadence
+from gpufleet.job.train.checkpoint import Saved, State, all_finite
+from gpufleet.job.train.committed import Found
+from gpufleet.job.train.compile_cache import CompileCache
+from gpufleet.job.train.experiment import Experiment, LossNotFiniteError, LostError, Phase, Session, Stopped, Weights
+from gpufleet.job.train.guard import SpikeGuard
+from gpufleet.job.train.journal import Journal
 
 
 class Loop:

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from job import atomic
-from job.contract import metrics as lines_of
-from job.measured import WARM_UP, step_times
+from gpufleet.job import atomic
+from gpufleet.job.contract import metrics as lines_of
+from gpufleet.job.measured import WARM_UP, step_times
 
 
 class StepClock:

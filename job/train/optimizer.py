@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job.spec import AdamW
-from job.spec.common import CosineAdamW
-from job.train import parallel
+from gpufleet.job.spec import AdamW
+from gpufleet.job.spec.common import CosineAdamW
+from gpufleet.job.train import parallel
 
 KEYS = (1 << 62) - 1  # with an element's number added it still fits int64
 Tensors = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, first and second moments
@@ -139,7 +139,7 @@ class NarrowAdamW(Optimizer):
 def _updater(tensors: Tensors) -> Callable[..., None]:
     """One update of all of them."""
     if tensors[0][0].device.type == "cuda":
-        from job.train.narrow_kernel import Launch  # Triton is there for Linux alone
+        from gpufleet.job.train.narrow_kernel import Launch  # Triton is there for Linux alone
 
         return Launch(*tensors)
     return functools.partial(update_plainly, tensors)

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from job.dataset.chat import Turn
-from job.dataset.packed import TEXTS, cut
-from job.dataset.packing import PackedRows, Split, order
-from job.dataset.prepare import DatasetManifest
-from job.dataset.rendering import Renderer
-from job.models.linear_loss import IGNORED
-from job.train.data import Ids, Part, in_epochs, split
-from job.train.experiment import Micro, Work
-from job.train.parallel import World
+from gpufleet.job.dataset.chat import Turn
+from gpufleet.job.dataset.packed import TEXTS, cut
+from gpufleet.job.dataset.packing import PackedRows, Split, order
+from gpufleet.job.dataset.prepare import DatasetManifest
+from gpufleet.job.dataset.rendering import Renderer
+from gpufleet.job.models.linear_loss import IGNORED
+from gpufleet.job.train.data import Ids, Part, in_epochs, split
+from gpufleet.job.train.experiment import Micro, Work
+from gpufleet.job.train.parallel import World
 
 
 class PackedBatches:

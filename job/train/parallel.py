@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from job.train.device import require_cuda
+from gpufleet.job.train.device import require_cuda
 
 MESSAGE_BYTES, LENGTH_BYTES = 512, 4  # of a decision: one broadcast of a fixed size, which begins with its length
 PATIENCE = timedelta(minutes=60)  # one rank may read or write gigabytes while the others wait for its tensors

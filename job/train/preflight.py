@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from job.contract.messages import Preflight
-from job.contract.workdir import ACCEPT, PREFLIGHT
-from job.train.device import Device, NodeRefusedError, bandwidth_gb_s
-from job.train.parallel import World
+from gpufleet.job.contract.messages import Preflight
+from gpufleet.job.contract.workdir import ACCEPT, PREFLIGHT
+from gpufleet.job.train.device import Device, NodeRefusedError, bandwidth_gb_s
+from gpufleet.job.train.parallel import World
 
 # Refused below these. A sound GPU reaches 60 to 90 % of either data sheet figure in a plain product or copy; one that
 # has lost its clocks or a memory stack stays far below. Estimates, 2026-11. An L4 at its 72 W falls to its base clock,

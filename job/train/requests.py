@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from job.contract.messages import Start, Stop
-from job.contract.workdir import SAVE, STOP
+from gpufleet.job.contract.messages import Start, Stop
+from gpufleet.job.contract.workdir import SAVE, STOP
 
 LOOK_S = 0.05  # between two looks for start.json
 

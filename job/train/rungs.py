@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from job.contract.messages import UsedRung
-from job.contract.workdir import RUNG
-from job.dataset.prepare import read_manifest
-from job.spec.common import Rung
-from job.train.experiment import Phase, Session
+from gpufleet.job.contract.messages import UsedRung
+from gpufleet.job.contract.workdir import RUNG
+from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.train.experiment import Phase, Session
 
 
 def choose(session: Session, phase: Phase) -> Rung:

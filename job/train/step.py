@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job.train import optimizer, parallel
-from job.train.data import mix
-from job.train.experiment import Experiment, ForwardOutput, Work
+from gpufleet.job.train import optimizer, parallel
+from gpufleet.job.train.data import mix
+from gpufleet.job.train.experiment import Experiment, ForwardOutput, Work
 
 GRAPHS = 16  # of one phase's block, one more is an error: sizes of micro-batches, training and evaluation, take up to 8
 

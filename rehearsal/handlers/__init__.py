@@ -1,7 +1,7 @@
 """Every resource type our program declares, over boto3. A type that is not in this table is an error, not a success."""
 
-from rehearsal.handlers import compute, identity, network, storage
-from rehearsal.handlers.table import ResourceHandler, UnsupportedError
+from gpufleet.rehearsal.handlers import compute, identity, network, storage
+from gpufleet.rehearsal.handlers.table import ResourceHandler, UnsupportedError
 
 HANDLERS: dict[str, ResourceHandler] = {
     **network.HANDLERS,

@@ -10,9 +10,9 @@ import time
 from datetime import datetime
 from typing import Any
 
-from job.text import stamp
-from rehearsal.handlers.network import retag, tag_specification
-from rehearsal.handlers.table import (
+from gpufleet.job.text import stamp
+from gpufleet.rehearsal.handlers.network import retag, tag_specification
+from gpufleet.rehearsal.handlers.table import (
     Aws,
     Properties,
     ResourceHandler,

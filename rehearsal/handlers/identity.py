@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rehearsal.handlers.table import Aws, Properties, ResourceHandler, absent, fields, tag_diff, tag_list, tagged
+from gpufleet.rehearsal.handlers.table import (
+    Aws,
+    Properties,
+    ResourceHandler,
+    absent,
+    fields,
+    tag_diff,
+    tag_list,
+    tagged,
+)
 
 
 def _create_role(aws: Aws, inputs: Properties) -> str:

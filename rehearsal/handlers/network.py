@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rehearsal.handlers.table import (
+from gpufleet.rehearsal.handlers.table import (
     Aws,
     Properties,
     ResourceHandler,

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
 
-from rehearsal.handlers.table import (
+from gpufleet.rehearsal.handlers.table import (
     Aws,
     Properties,
     ResourceHandler,

@@ -25,8 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from job.command import processes
-from job.contract.environment import SECRET, USER_PATH
+from gpufleet.job.command import processes
+from gpufleet.job.contract.environment import SECRET, USER_PATH
 
 ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"

@@ -17,8 +17,8 @@ from receipt_tree import place, receipt
 from repository import ROOT
 
 import gpufleet
-from infra.bill import record
-from infra.cli import main
+from gpufleet.infra.bill import record
+from gpufleet.infra.cli import main
 
 SMALL: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "program" / "training.yaml").read_text())
 SMALL["job"]["code"] = None

@@ -16,13 +16,13 @@ import yaml
 from engine_world import AMI, IMAGE, edit
 from repository import ROOT
 
-from infra.definition.pin import pin
-from infra.review import policy
-from rehearsal import provider
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.engine import Pulumi, Result, settings
-from rehearsal.environment import scratch
+from gpufleet.infra.definition.pin import pin
+from gpufleet.infra.review import policy
+from gpufleet.rehearsal import provider
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Pulumi, Result, settings
+from gpufleet.rehearsal.environment import scratch
 
 EXAMPLE = ROOT / "examples" / "program"
 
@@ -218,7 +218,7 @@ def test_two_runs_of_a_program_live_beside_its_resources_and_one_goes_alone(tmp_
             fleets = {name: outputs[name]["fleet"] for name in ("training", "faster")}
             assert len({each for each in fleets.values() if each.startswith("fleet-")}) == 2
             for name, path in (("training", "training.yaml"), ("faster", ".gpufleet/definitions/faster.yaml")):
-                asked = [sys.executable, "-m", "infra.cli", "status", path]
+                asked = [sys.executable, "-m", "gpufleet.infra.cli", "status", path]
                 told = subprocess.run(asked, cwd=folder, env=scratch(environment), capture_output=True, text=True)
                 assert fleets[name] in told.stdout, told
             again = engine.up()

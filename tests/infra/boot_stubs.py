@@ -22,9 +22,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import job
-from infra.inputs import archive
-from infra.program.boot import user_data
+from gpufleet import job
+from gpufleet.infra.inputs import archive
+from gpufleet.infra.program.boot import user_data
 
 JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
@@ -121,7 +121,7 @@ def sleep(seconds):
 
 time.sleep = sleep
 sys.path.insert(0, "")
-runpy.run_module("job.node", run_name="__main__")
+runpy.run_module("gpufleet.job.node", run_name="__main__")
 """
 _RECORDED = r"""
 echo "{name} $*" >>"$WORLD/calls"

@@ -9,11 +9,11 @@ from typing import Any
 
 from cost_definitions import definition
 
-from infra.catalog import load_catalog
-from infra.definition.model import StackDefinition
-from infra.evidence import calibration
-from job import measured
-from job.spec import GrowthConfig
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence import calibration
+from gpufleet.job import measured
+from gpufleet.job.spec import GrowthConfig
 
 PHASES = ("dense", "moe", "grown")
 

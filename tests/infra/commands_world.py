@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.definition.pin import pin
-from rehearsal.account import AMI_PARAMETERS, ami_id
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.registry import digest
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.pin import pin
+from gpufleet.rehearsal.account import AMI_PARAMETERS, ami_id
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.registry import digest
 
 NAME, RUN = "small-growth", "r1"
 TAGS = {"gpufleet:stack": NAME, "gpufleet:run": RUN, "gpufleet:owner": "you"}

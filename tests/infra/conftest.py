@@ -10,8 +10,8 @@ import review_world
 from commands_world import account, definition
 from commands_world import project as stack_project
 
-from infra.definition.model import StackDefinition
-from rehearsal.cloud import Cloud
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.rehearsal.cloud import Cloud
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from infra.definition.model import Disk, Estimate, Fleet, Job, Keep, Limits, Run, StackDefinition, Storage
-from job.spec import GrowthConfig
+from gpufleet.infra.definition.model import Disk, Estimate, Fleet, Job, Keep, Limits, Run, StackDefinition, Storage
+from gpufleet.job.spec import GrowthConfig
 
 
 def definition(

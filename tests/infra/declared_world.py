@@ -8,8 +8,8 @@ from typing import Any
 
 import forked
 
-from rehearsal import scratch
-from rehearsal.engine import InProcess, Result
+from gpufleet.rehearsal import scratch
+from gpufleet.rehearsal.engine import InProcess, Result
 
 
 @dataclass(frozen=True)

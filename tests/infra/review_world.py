@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infra.commands import diff
+from gpufleet.infra.commands import diff
 
 STACK = """# growth: a small run, for reviews.
 run:

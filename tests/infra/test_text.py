@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from infra.text import hours
-from job.text import counted
+from gpufleet.infra.text import hours
+from gpufleet.job.text import counted
 
 
 def test_hours_keep_the_digits_that_tell_them_apart() -> None:

@@ -6,7 +6,7 @@ from datetime import date
 
 import numpy as np
 
-from infra.evidence.traces import Trace
+from gpufleet.infra.evidence.traces import Trace
 
 GAP_H = 0.05
 

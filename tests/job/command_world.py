@@ -21,13 +21,13 @@ from typing import Any
 import runs
 from repository import ROOT
 
-from job import atomic
-from job.contract import commit
-from job.contract.commit import Commit
-from job.contract.messages import Message
-from job.contract.run import config_digest
-from job.spec import convert
-from job.spec.command import CommandConfig
+from gpufleet.job import atomic
+from gpufleet.job.contract import commit
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.contract.messages import Message
+from gpufleet.job.contract.run import config_digest
+from gpufleet.job.spec import convert
+from gpufleet.job.spec.command import CommandConfig
 
 OWN_CODE = Path(__file__).parent / "own_code"
 PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
@@ -89,7 +89,7 @@ class CommandJob:
         """The host, its output in host.log."""
         with (self.workdir / "host.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "job.command", str(self.workdir)],
+                [sys.executable, "-m", "gpufleet.job.command", str(self.workdir)],
                 cwd=ROOT,
                 env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from job.experiments.kernel.judge.worker import Workers
+    from gpufleet.job.experiments.kernel.judge.worker import Workers
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _same_draws() -> None:
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     """The kernel funnel's servers on a CPU, started once for all files: each has torch and Triton to import."""
-    from job.experiments.kernel.judge.worker import Workers  # brings torch, which not every file here needs
+    from gpufleet.job.experiments.kernel.judge.worker import Workers  # brings torch, which not every file here needs
 
     with Workers(tmp_path_factory.mktemp("judge") / "scratch", gpus=False) as made:
         yield made
@@ -32,7 +32,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 @pytest.fixture(scope="module")
 def one_judge(workers: Workers) -> Iterator[None]:
     """kernel-sft runs of this process use those servers; ranks of their own start their own."""
-    from job.experiments.kernel import stages
+    from gpufleet.job.experiments.kernel import stages
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "_workers", lambda kernel: contextlib.nullcontext(workers))

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from job.models.decoder import GROUPS, Decoder, build
-from job.models.linear_loss import IGNORED
-from job.spec.common import DecoderConfig as Shape
+from gpufleet.job.models.decoder import GROUPS, Decoder, build
+from gpufleet.job.models.linear_loss import IGNORED
+from gpufleet.job.spec.common import DecoderConfig as Shape
 
 FAMILIES: dict[str, Shape] = {
     "llama": Shape(

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from job.experiments.kernel.judge import planted, wire
-from job.experiments.kernel.judge.catalog import BY_NAME
-from job.experiments.kernel.judge.funnel import Judge
-from job.experiments.kernel.judge.planted import Candidate
-from job.experiments.kernel.judge.verdict import Switches, Verdict
-from job.experiments.kernel.judge.worker import Process, Workers
-from job.spec.kernel import Funnel
+from gpufleet.job.experiments.kernel.judge import planted, wire
+from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
+from gpufleet.job.experiments.kernel.judge.funnel import Judge
+from gpufleet.job.experiments.kernel.judge.planted import Candidate
+from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
+from gpufleet.job.spec.kernel import Funnel
 
 LIMITS = Funnel(candidate_s=30.0, trials=2, memory_gb=2.0, workers=2)
 SEED = 1337

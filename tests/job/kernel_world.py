@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from job.experiments.kernel.pairs import prepare_kernels
-from job.spec import from_json
-from job.spec.kernel import KernelConfig
+from gpufleet.job.experiments.kernel.pairs import prepare_kernels
+from gpufleet.job.spec import from_json
+from gpufleet.job.spec.kernel import KernelConfig
 
 PARAMETERS: dict[str, Any] = {
     "epochs": 1,

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from job.experiments.pretrain.characters import prepare_characters
-from job.spec import from_json
-from job.spec.pretrain import PretrainConfig
+from gpufleet.job.experiments.pretrain.characters import prepare_characters
+from gpufleet.job.spec import from_json
+from gpufleet.job.spec.pretrain import PretrainConfig
 
 PARAMETERS: dict[str, Any] = {
     "steps": 12,

@@ -25,20 +25,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from train_world import StopAt
 
-from job import atomic
-from job.dataset.prepare import publish
-from job.spec import EXPERIMENTS, AdamW, PretrainConfig
-from job.spec.common import Rung
-from job.train import __main__ as trainer
-from job.train import export, optimizer, parallel
-from job.train.data import draw, split
-from job.train.experiment import Experiment, Micro, Phase, Session, Weights, Work
+from gpufleet.job import atomic
+from gpufleet.job.dataset.prepare import publish
+from gpufleet.job.spec import EXPERIMENTS, AdamW, PretrainConfig
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.train import __main__ as trainer
+from gpufleet.job.train import export, optimizer, parallel
+from gpufleet.job.train.data import draw, split
+from gpufleet.job.train.experiment import Experiment, Micro, Phase, Session, Weights, Work
 
 STEPS, ROWS, LENGTH, VOCAB = 12, 16, 9, 37
 WORLDS = 8  # that the processes of one launch form, one after another, at most
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "job.train.__main__"]
+    ["torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "gpufleet.job.train.__main__"]
 )
 PARAMETERS: dict[str, Any] = {
     "steps": STEPS,
@@ -270,7 +270,7 @@ def one(
         shutil.rmtree = slow_clear if rank == 0 else clear  # type: ignore[assignment]
         FileSystem.mkdir = slow_make  # type: ignore[method-assign]
     if broken == "compiled":
-        from job.train import step
+        from gpufleet.job.train import step
 
         warnings.simplefilter("default")  # dynamo looks at .grad of what is no leaf
         real = torch.compile

@@ -14,10 +14,10 @@ from typing import Any
 
 from repository import ROOT
 
-from job.contract.reading import iso
-from job.dataset.prepare import prepare, read_manifest
-from job.dataset.sources import Generated
-from job.spec import Batch, Checkpoint, Eval, GrowthConfig, GrowthModel, Log, Precision, TextData
+from gpufleet.job.contract.reading import iso
+from gpufleet.job.dataset.prepare import prepare, read_manifest
+from gpufleet.job.dataset.sources import Generated
+from gpufleet.job.spec import Batch, Checkpoint, Eval, GrowthConfig, GrowthModel, Log, Precision, TextData
 
 LAUNCHED = 1_800_000_000.0
 
@@ -134,9 +134,9 @@ def with_stories(run: dict[str, Any], bucket: Path) -> dict[str, Any]:
 
 
 def start(run_json: Path, bucket: Path, instance: str, **environment: str) -> subprocess.Popen[bytes]:
-    """`python -m job run.json` as the container would, in a process group of its own, one thread per operation."""
+    """`python -m gpufleet.job run.json` as the container would, in a process group of its own, one thread per operation."""
     return subprocess.Popen(
-        [sys.executable, "-m", "job", str(run_json)],
+        [sys.executable, "-m", "gpufleet.job", str(run_json)],
         cwd=ROOT,
         env=environment_of(bucket, instance, **environment),
         stdout=subprocess.PIPE,

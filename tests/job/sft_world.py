@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from job import atomic
-from job.dataset.packed import prepare_sft
-from job.spec import from_json
-from job.spec.sft import SftConfig
+from gpufleet.job import atomic
+from gpufleet.job.dataset.packed import prepare_sft
+from gpufleet.job.spec import from_json
+from gpufleet.job.spec.sft import SftConfig
 
 PARAMETERS: dict[str, Any] = {
     "epochs": 1,

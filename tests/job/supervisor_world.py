@@ -14,18 +14,18 @@ from typing import Any
 
 import runs
 
-from job import atomic
-from job.contract.attempt import Node
-from job.contract.commit import Published
-from job.contract.reading import iso
-from job.contract.run import config_digest, load
-from job.spec import Checkpoint
-from job.supervisor.attempt import Supervisor
-from job.supervisor.child import JobLog
-from job.supervisor.metadata import Metadata
-from job.supervisor.publish import Publisher, commits
-from job.supervisor.store import FolderStore, Store, StoreError
-from job.supervisor.world import Outside
+from gpufleet.job import atomic
+from gpufleet.job.contract.attempt import Node
+from gpufleet.job.contract.commit import Published
+from gpufleet.job.contract.reading import iso
+from gpufleet.job.contract.run import config_digest, load
+from gpufleet.job.spec import Checkpoint
+from gpufleet.job.supervisor.attempt import Supervisor
+from gpufleet.job.supervisor.child import JobLog
+from gpufleet.job.supervisor.metadata import Metadata
+from gpufleet.job.supervisor.publish import Publisher, commits
+from gpufleet.job.supervisor.store import FolderStore, Store, StoreError
+from gpufleet.job.supervisor.world import Outside
 
 STEPS = 12  # of runs.TINY
 

@@ -25,8 +25,8 @@ import pytest
 import rank_world
 import runs
 
-from job.spec import Batch, Checkpoint, TextData
-from rehearsal.imds import Imds
+from gpufleet.job.spec import Batch, Checkpoint, TextData
+from gpufleet.rehearsal.imds import Imds
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -1,4 +1,4 @@
-"""`python -m job`: its help, what is no run config, and the trainer that waits while it looks and downloads."""
+"""`python -m gpufleet.job`: its help, what is no run config, and the trainer that waits while it looks and downloads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import runs
 
-from job.__main__ import main, supervise
-from job.contract.codes import AttemptExit
-from job.node.container import command
-from job.node.settings import InstanceIdentity, Settings
+from gpufleet.job.__main__ import main, supervise
+from gpufleet.job.contract.codes import AttemptExit
+from gpufleet.job.node.container import command
+from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 SETTINGS = Settings(
     **dict.fromkeys(["stack", "run", "region", "image", "bucket", "log_group", "run_config_sha256"], "x"),
@@ -38,7 +38,7 @@ def test_help_names_what_it_reads(said: str) -> None:
     given = set(re.findall(r"GPUFLEET_[A-Z_]+(?==)", " ".join(command(SETTINGS, MACHINE, Path("/scratch")))))
     assert len(given) == 5
     assert given <= set(re.findall(r"GPUFLEET_[A-Z_]+", said))
-    assert said.startswith("usage: python -m job [-h] RUN_JSON\n")
+    assert said.startswith("usage: python -m gpufleet.job [-h] RUN_JSON\n")
 
 
 def test_help_explains_every_exit_code_that_the_node_script_is_given(said: str) -> None:
@@ -114,8 +114,8 @@ def test_a_trainer_that_died_while_it_waited_is_started_anew_and_one_not_needed_
     def attempt(run: object, node: object, workdir: Path, world: Any) -> SimpleNamespace:
         return SimpleNamespace(run=lambda: 0 if trains and world.start(2) else 75)
 
-    monkeypatch.setattr("job.supervisor.child.Child", Waiting)
-    monkeypatch.setattr("job.supervisor.attempt.Supervisor", attempt)
+    monkeypatch.setattr("gpufleet.job.supervisor.child.Child", Waiting)
+    monkeypatch.setattr("gpufleet.job.supervisor.attempt.Supervisor", attempt)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:9")
     assert supervise(runs.place(tmp_path, runs.tree())) == (0 if trains else 75)

@@ -8,11 +8,11 @@ from typing import cast
 
 import pytest
 
-from job import ledger
-from job.experiments.sft.merge import FinishedVariants
-from job.ledger import Ledger
-from job.train.experiment import Session
-from job.train.parallel import World
+from gpufleet.job import ledger
+from gpufleet.job.experiments.sft.merge import FinishedVariants
+from gpufleet.job.ledger import Ledger
+from gpufleet.job.train.experiment import Session
+from gpufleet.job.train.parallel import World
 
 ENTRIES = [{"name": "a\u2028b\u2029c\u0085d", "value": "Z\u00fcrich"}, {"name": "b"}]
 

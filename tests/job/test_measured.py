@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from job import measured
-from job.spec import EXPERIMENTS, GrowthConfig
+from gpufleet.job import measured
+from gpufleet.job.spec import EXPERIMENTS, GrowthConfig
 
 
 def line(phase: str, step: int, ts: float, step_ms: float | None, **more: Any) -> dict[str, Any]:

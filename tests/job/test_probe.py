@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import train_world
 
-from job import atomic, probe
-from job.contract.codes import TrainerExit
-from job.contract.messages import Stop
-from job.train.requests import Requests
+from gpufleet.job import atomic, probe
+from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.contract.messages import Stop
+from gpufleet.job.train.requests import Requests
 
 
 class Fake:

@@ -8,14 +8,14 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from job import atomic
-from job.contract.messages import Stop
-from job.contract.run import Task
-from job.dataset import prepare, sources
-from job.train import __main__ as trainer
-from job.train.experiment import Experiment
-from job.train.parallel import World
-from job.train.requests import Requests
+from gpufleet.job import atomic
+from gpufleet.job.contract.messages import Stop
+from gpufleet.job.contract.run import Task
+from gpufleet.job.dataset import prepare, sources
+from gpufleet.job.train import __main__ as trainer
+from gpufleet.job.train.experiment import Experiment
+from gpufleet.job.train.parallel import World
+from gpufleet.job.train.requests import Requests
 
 STEPS = 4  # per phase
 PARAMETERS: dict[str, Any] = {

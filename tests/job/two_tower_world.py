@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from job.experiments.two_tower.data import Indices
-from job.experiments.two_tower.ranking import Tables, generate, prepare_ranking
-from job.spec import TwoTowerConfig, from_json
+from gpufleet.job.experiments.two_tower.data import Indices
+from gpufleet.job.experiments.two_tower.ranking import Tables, generate, prepare_ranking
+from gpufleet.job.spec import TwoTowerConfig, from_json
 
 REHEARSAL: dict[str, Any] = {
     "epochs": 15,

@@ -9,9 +9,9 @@ from typing import Any
 
 import boto3
 
-from rehearsal.account import AMI_PARAMETERS, ami_id
-from rehearsal.cloud import Cloud
-from rehearsal.gate import NODE_KEY, SECRET
+from gpufleet.rehearsal.account import AMI_PARAMETERS, ami_id
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.gate import NODE_KEY, SECRET
 
 AMI = next(iter(AMI_PARAMETERS))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.definition.loader import load, rehearsal_text
-from infra.definition.pin import pin
-from infra.inputs.prepare import prepared
-from rehearsal import engine, scratch
-from rehearsal.account import AMI_PARAMETERS, ami_id
+from gpufleet.infra.definition.loader import load, rehearsal_text
+from gpufleet.infra.definition.pin import pin
+from gpufleet.infra.inputs.prepare import prepared
+from gpufleet.rehearsal import engine, scratch
+from gpufleet.rehearsal.account import AMI_PARAMETERS, ami_id
 
 STACK = "tinystories-growth"
 DEFINITION = engine.REPOSITORY / "stacks" / f"{STACK}.yaml"

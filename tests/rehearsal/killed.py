@@ -14,10 +14,10 @@ from typing import Any
 import forked
 from engine_world import STACK
 
-from rehearsal import gate, provider
-from rehearsal.cloud import Cloud
-from rehearsal.engine import Pulumi, settings
-from rehearsal.environment import scratch
+from gpufleet.rehearsal import gate, provider
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Pulumi, settings
+from gpufleet.rehearsal.environment import scratch
 
 READS = ("Describe", "Get", "List", "Head")
 WRITES = 39  # of an `up` from nothing, which a test counts
@@ -70,7 +70,7 @@ def killed_standin(cloud: Cloud, project: Path, at: int | str) -> list[str]:
     def begun(process: int) -> None:
         killer.kill = lambda: os.kill(process, signal.SIGKILL)
 
-    up = ["rehearsal.inprocess", "up", str(project), STACK, os.devnull]
+    up = ["gpufleet.rehearsal.inprocess", "up", str(project), STACK, os.devnull]
     forked.run(up, scratch(cloud.environment()), project / "printed.txt", begun=begun)
     return _end_kill(cloud, killer)
 

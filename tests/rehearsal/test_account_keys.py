@@ -14,10 +14,10 @@ from botocore.exceptions import ClientError
 from declared import as_node
 from engine_world import STACK, pinned, project
 
-from infra.definition.loader import load
-from rehearsal.cloud import Cloud
-from rehearsal.engine import Engine, InProcess
-from rehearsal.handlers import handler, table
+from gpufleet.infra.definition.loader import load
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Engine, InProcess
+from gpufleet.rehearsal.handlers import handler, table
 
 KEY = "arn:aws:kms:us-east-2:111122223333:key/0a1b"
 OTHER_KEY = KEY.replace("0a1b", "2c3d")

@@ -14,9 +14,9 @@ import pytest
 from botocore.exceptions import ClientError
 from declared import AMI, as_node, fleet, living, role, template
 
-from rehearsal import registry
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
+from gpufleet.rehearsal import registry
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def cloud(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     shutil.copy(ROOT / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
     (tmp_path / "stacks" / "latin.yaml").write_bytes(b"# caf\xe9\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "infra.cli", "cloud", "--timeout", "60"],
+        [sys.executable, "-m", "gpufleet.infra.cli", "cloud", "--timeout", "60"],
         cwd=tmp_path,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

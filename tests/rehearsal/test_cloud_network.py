@@ -11,8 +11,8 @@ import pytest
 from botocore.exceptions import ClientError
 from declared import describe, fleet, template
 
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
 
 
 @pytest.fixture

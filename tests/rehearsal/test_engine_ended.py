@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rehearsal.engine import streamed
+from gpufleet.rehearsal.engine import streamed
 
 
 def started(script: str) -> list[int]:
@@ -41,7 +41,7 @@ def test_it_is_asked_so_that_it_can_end_its_plugins() -> None:
 
 
 def test_it_is_killed_with_its_group_when_it_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rehearsal.engine.END_S", 0.2)
+    monkeypatch.setattr("gpufleet.rehearsal.engine.END_S", 0.2)
     engine, child = started("trap '' INT; sleep 600 & echo $$ $!; wait")
     assert process_ended(engine)
     assert process_ended(child)

@@ -14,10 +14,10 @@ import pytest
 from declared import fleet
 from engine_world import DEFINITION, STACK, pinned, project
 
-from infra.definition.loader import load
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.engine import Engine, InProcess, Result
+from gpufleet.infra.definition.loader import load
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Engine, InProcess, Result
 
 DEFINITION_DAYS = load(DEFINITION, now=datetime.now(UTC)).storage.keep.days
 

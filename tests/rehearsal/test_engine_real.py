@@ -15,9 +15,9 @@ import pytest
 from engine_world import STACK, edit, pinned, project
 from repository import ROOT
 
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.engine import Engine, Pulumi, Result
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Engine, Pulumi, Result
 
 pytestmark = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 FLEET, RIGHTS = "aws:ec2/fleet:Fleet", "aws:iam/rolePolicy:RolePolicy"

@@ -10,10 +10,10 @@ import pytest
 from botocore.exceptions import ClientError
 from declared import describe, events, fleet, living, subnets, template
 
-from job.text import stamp
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.launch import FLEET_ROLE
+from gpufleet.job.text import stamp
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.launch import FLEET_ROLE
 
 RUN = {"gpufleet:run": "r1"}
 

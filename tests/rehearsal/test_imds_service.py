@@ -15,10 +15,10 @@ from botocore.credentials import InstanceMetadataFetcher, InstanceMetadataProvid
 from botocore.utils import IMDSFetcher
 from declared import fleet
 
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.gate import NODE_KEY
-from rehearsal.imds import Fault, Imds
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.gate import NODE_KEY
+from gpufleet.rehearsal.imds import Fault, Imds
 
 ACTION = "meta-data/spot/instance-action"
 REBALANCE = "meta-data/events/recommendations/rebalance"

@@ -12,10 +12,10 @@ import pytest
 from engine_world import STACK, pinned, project
 from killed import WRITES, killed_engine, killed_standin, seeded
 
-from infra.cli import main
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.engine import Engine, Pulumi
+from gpufleet.infra.cli import main
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Engine, Pulumi
 
 SEEDS = range(60)
 SLOW = [pytest.param(seeded(seed), marks=pytest.mark.slow, id=f"seed{seed}") for seed in SEEDS]

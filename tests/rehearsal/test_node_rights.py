@@ -14,18 +14,18 @@ from botocore.exceptions import ClientError
 from declared import as_node, fleet, living, role, template
 from repository import ROOT
 
-from infra.account.iam_policy import AccessRequest
-from infra.definition.loader import load
-from infra.definition.model import Account, StackDefinition
-from infra.program.resources.identity import node_statements
-from infra.program.resources.tags import tags
-from job.spec import CommandConfig
-from job.supervisor.fleet import changes, of_node
-from job.supervisor.store import MissingError, RefusedError, S3Store
-from rehearsal import gate
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.fleet import Event
+from gpufleet.infra.account.iam_policy import AccessRequest
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import Account, StackDefinition
+from gpufleet.infra.program.resources.identity import node_statements
+from gpufleet.infra.program.resources.tags import tags
+from gpufleet.job.spec import CommandConfig
+from gpufleet.job.supervisor.fleet import changes, of_node
+from gpufleet.job.supervisor.store import MissingError, RefusedError, S3Store
+from gpufleet.rehearsal import gate
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.fleet import Event
 
 RUN = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 21, tzinfo=UTC))
 BUCKET, GROUP = "own", "gpufleet-logs"

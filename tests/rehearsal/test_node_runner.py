@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from declared import fleet, living, template
 
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.gate import NODE_KEY
-from rehearsal.node import STANDINS, NodeRunner, RehearsalNode
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.gate import NODE_KEY
+from gpufleet.rehearsal.node import STANDINS, NodeRunner, RehearsalNode
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from infra.definition.loader import load, rehearsal_text
-from infra.definition.model import StackDefinition
-from infra.errors import GpufleetError
-from infra.inputs.code import programs
-from job.contract import environment
-from rehearsal import evidence, own, plumbing
-from rehearsal.evidence import Resumption
+from gpufleet.infra.definition.loader import load, rehearsal_text
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs.code import programs
+from gpufleet.job.contract import environment
+from gpufleet.rehearsal import evidence, own, plumbing
+from gpufleet.rehearsal.evidence import Resumption
 
 TEXT = """
 run: {id: r1, owner: you}

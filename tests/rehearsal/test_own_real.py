@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from infra import cli
-from rehearsal.rehearse import rehearse
+from gpufleet.infra import cli
+from gpufleet.rehearsal.rehearse import rehearse
 
 pytestmark = [pytest.mark.optional, pytest.mark.timeout(900)]
 SCRIPTS = Path(__file__).parent / "scripts"

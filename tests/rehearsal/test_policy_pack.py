@@ -9,8 +9,8 @@ import pytest
 from engine_world import STACK, pinned, project
 from repository import ROOT
 
-from rehearsal.cloud import Cloud
-from rehearsal.engine import Engine, Pulumi
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Engine, Pulumi
 
 PACK = ROOT / "policy"
 

@@ -12,10 +12,10 @@ import pytest
 from declared import subnets, template
 from moto.s3.models import s3_backends
 
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.handlers import HANDLERS, handler, table
-from rehearsal.handlers.table import UNKNOWN, Aws, UnsupportedError
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.handlers import HANDLERS, handler, table
+from gpufleet.rehearsal.handlers.table import UNKNOWN, Aws, UnsupportedError
 
 TRUST = json.dumps(
     {

@@ -10,9 +10,9 @@ import pytest
 from google.protobuf import empty_pb2
 from pulumi.runtime.proto import provider_pb2, provider_pb2_grpc
 
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.provider import plain, serve, struct
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.provider import plain, serve, struct
 
 URN = "urn:pulumi:s::gpufleet::gpufleet:infra:Network$aws:ec2/vpc:Vpc::network-vpc"
 

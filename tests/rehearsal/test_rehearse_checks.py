@@ -13,11 +13,11 @@ import pytest
 from receipt_tree import node, receipt
 from repository import ROOT
 
-from infra.definition.loader import load
-from infra.errors import GpufleetError
-from rehearsal import evidence
-from rehearsal.evidence import Evidence
-from rehearsal.watch import Planned
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.rehearsal import evidence
+from gpufleet.rehearsal.evidence import Evidence
+from gpufleet.rehearsal.watch import Planned
 
 STACK = ROOT / "stacks" / "tinystories-growth.yaml"
 NODES = ("i-1", "i-2", "i-3")

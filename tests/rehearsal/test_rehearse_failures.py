@@ -16,16 +16,16 @@ import pytest
 from declared import fleet, template
 from repository import ROOT
 
-from infra.cli import main
-from infra.commands import rehearse as command
-from infra.errors import GpufleetError
-from rehearsal import environment, scratch
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.node import NodeRunner
-from rehearsal.rehearse import rehearse, unchanged
-from rehearsal.timeline import Timeline
-from rehearsal.watch import Planned, RunFailedError, Watch
+from gpufleet.infra.cli import main
+from gpufleet.infra.commands import rehearse as command
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.rehearsal import environment, scratch
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.node import NodeRunner
+from gpufleet.rehearsal.rehearse import rehearse, unchanged
+from gpufleet.rehearsal.timeline import Timeline
+from gpufleet.rehearsal.watch import Planned, RunFailedError, Watch
 
 Watching = Callable[..., Watch]
 
@@ -59,7 +59,7 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rehearsal.report.save_bucket", full)  # which must not stand for the step
+    monkeypatch.setattr("gpufleet.rehearsal.report.save_bucket", full)  # which must not stand for the step
     (tmp_path / "stacks").mkdir()
     text = (ROOT / "stacks" / "tinystories-growth.yaml").read_text()
     assert "vocab: 512" in text
@@ -109,7 +109,7 @@ def test_a_rehearsal_that_has_held_replaces_the_one_before(root: Path, monkeypat
         (folder / "receipt.json").write_text("{}")
         return 0
 
-    monkeypatch.setattr("rehearsal.rehearse._attempt", successful_rehearsal)
+    monkeypatch.setattr("gpufleet.rehearsal.rehearse._attempt", successful_rehearsal)
     assert rehearse("tinystories-growth", root=root) == 0
     assert [path.name for path in finished.iterdir()] == ["receipt.json"]
     assert sorted(path.name for path in finished.parent.iterdir()) == [".lock", "r1"]
@@ -141,7 +141,7 @@ def test_a_place_where_nothing_can_be_written_is_named(root: Path) -> None:
 
 def test_ctrl_c_leaves_no_process_and_no_scratch(root: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "infra.cli", "rehearse", "tinystories-growth"],
+        [sys.executable, "-m", "gpufleet.infra.cli", "rehearse", "tinystories-growth"],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -168,7 +168,7 @@ def test_a_closed_terminal_ends_a_rehearsal_as_ctrl_c_does(nohup: bool, monkeypa
         signal.raise_signal(signal.SIGHUP)
         return 0
 
-    monkeypatch.setattr("rehearsal.rehearse.rehearse", hangs_up)
+    monkeypatch.setattr("gpufleet.rehearsal.rehearse.rehearse", hangs_up)
     monkeypatch.setattr(environment, "forget_account", lambda: None)
     kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
     signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
@@ -181,9 +181,7 @@ def test_a_closed_terminal_ends_a_rehearsal_as_ctrl_c_does(nohup: bool, monkeypa
 
 @pytest.mark.parametrize("word", ["typo", "./typo.yaml"])
 def test_a_misspelled_stack_is_said_before_the_embedded_aws_is_imported(word: str) -> None:
-    program = (
-        "import sys; from infra.cli import main; c = main(sys.argv[1:]); sys.exit('moto' in sys.modules and 9 or c)"
-    )
+    program = "import sys; from gpufleet.infra.cli import main; c = main(sys.argv[1:]); sys.exit('moto' in sys.modules and 9 or c)"
     done = subprocess.run([sys.executable, "-c", program, "rehearse", word], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("gpufleet: there is no ")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from infra.definition.loader import load
-from infra.definition.model import Interruptions
-from rehearsal import environment, scratch
-from rehearsal.timeline import Timeline, clock
-from rehearsal.watch import plan, possible
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import Interruptions
+from gpufleet.rehearsal import environment, scratch
+from gpufleet.rehearsal.timeline import Timeline, clock
+from gpufleet.rehearsal.watch import plan, possible
 
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
 

@@ -13,11 +13,11 @@ import pytest
 from receipt_tree import receipt
 from repository import ROOT
 
-from infra.definition.loader import load
-from infra.errors import GpufleetError
-from rehearsal import picture, rehearse, report
-from rehearsal.evidence import Evidence, Promise
-from rehearsal.timeline import Timeline
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.rehearsal import picture, rehearse, report
+from gpufleet.rehearsal.evidence import Evidence, Promise
+from gpufleet.rehearsal.timeline import Timeline
 
 STACKS = ROOT / "stacks"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from job.spec.common import (
+from gpufleet.job.spec.common import (
     GB,
     Checkpoint,
     Compute,
@@ -22,10 +22,10 @@ from job.spec.common import (
     cuts,
     in_gb,
 )
-from job.spec.job import JobConfig
+from gpufleet.job.spec.job import JobConfig
 
 if TYPE_CHECKING:
-    from job.dataset.prepare import DatasetManifest
+    from gpufleet.job.dataset.prepare import DatasetManifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class ToyEval:
 class ToyConfig(JobConfig):
     """toy: an embedding and a head."""
 
-    trainer: ClassVar[str] = "job.experiments.toy.run:Toy"
+    trainer: ClassVar[str] = "gpufleet.job.experiments.toy.run:Toy"
     dataset_kind: ClassVar[str] = "windows"
     efficiency: ClassVar[float] = 0.3
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps",)
@@ -115,7 +115,7 @@ class ToyConfig(JobConfig):
         return self.changed(steps=min(self.steps, steps))
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from job.dataset import prepare, sources
+        from gpufleet.job.dataset import prepare, sources
 
         stories = sources.Generated(count=self.data.stories, seed=self.seed)
         return prepare.prepare(folder, stories, model_vocab=self.vocab, say=given.say)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from job.spec.toy import ToyConfig
+from gpufleet.job.spec.toy import ToyConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job import atomic
-from job.contract.workdir import FINAL, RESULTS
-from job.spec.common import Rung
-from job.train import export, optimizer
-from job.train.data import Dataset
-from job.train.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import FINAL, RESULTS
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.train import export, optimizer
+from gpufleet.job.train.data import Dataset
+from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
 
 
 class Answer(NamedTuple):

@@ -63,7 +63,7 @@ trap 'ENDED=yes; shutdown -h now; exit 143' TERM
 cp "$0" "$PER_BOOT/gpufleet" # a rebooted machine runs this alone, and ends itself
 IDENTITY=$(retry 10 imds dynamic/instance-identity/document) || give_up "the metadata service does not answer"
 retry 4 fetch && tar -xzf "$DIR/job.tar.gz" -C "$DIR/app" || give_up "the job archive cannot be had as declared"
-(cd "$DIR/app" && limited $((TIMER_SECONDS + 600)) python3 -B -m job.node) & # which ends itself after TIMER_SECONDS
+(cd "$DIR/app" && limited $((TIMER_SECONDS + 600)) python3 -B -m gpufleet.job.node) & # which ends itself after TIMER_SECONDS
 NODE=$!
 trap 'kill -TERM "$NODE"' TERM
 while kill -0 "$NODE" 2>/dev/null; do wait "$NODE"; done # SIGTERM interrupts wait, not the node

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from infra.bill import record
-from infra.bill.bill import Bill
-from infra.definition.model import StackDefinition
-from job.contract import run
+from gpufleet.infra.bill import record
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.job.contract import run
 
 
 def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any], *, expires: str) -> dict[str, Any]:

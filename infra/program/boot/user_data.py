@@ -11,8 +11,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from infra.definition.model import StackDefinition
-from infra.program.run_guard import timer_seconds
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.run_guard import timer_seconds
 
 ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux 2023 AMIs, the Deep Learning Base AMI among them
 DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL2023 links it to its /dev/nvme* name

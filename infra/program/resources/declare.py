@@ -8,13 +8,13 @@ from pathlib import Path
 import pulumi
 import pulumi_aws as aws
 
-from infra.program.plan import Plan
-from infra.program.resources.fleet import FleetComponent
-from infra.program.resources.identity import Identity
-from infra.program.resources.network import GivenVpc, Network
-from infra.program.resources.storage import StorageComponent, Upload
-from job.contract.bucket import ARCHIVE, CODE, input_key
-from job.contract.workdir import RUN
+from gpufleet.infra.program.plan import Plan
+from gpufleet.infra.program.resources.fleet import FleetComponent
+from gpufleet.infra.program.resources.identity import Identity
+from gpufleet.infra.program.resources.network import GivenVpc, Network
+from gpufleet.infra.program.resources.storage import StorageComponent, Upload
+from gpufleet.job.contract.bucket import ARCHIVE, CODE, input_key
+from gpufleet.job.contract.workdir import RUN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

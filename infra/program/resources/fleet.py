@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import pulumi
 import pulumi_aws as aws
 
-from infra.definition.model import Disk, StackDefinition
-from infra.program.boot.user_data import DATA_DEVICE, ROOT_DEVICE
-from infra.program.resources.tags import named, tags
+from gpufleet.infra.definition.model import Disk, StackDefinition
+from gpufleet.infra.program.boot.user_data import DATA_DEVICE, ROOT_DEVICE
+from gpufleet.infra.program.resources.tags import named, tags
 
 DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted`; its default of 10 is too short
 

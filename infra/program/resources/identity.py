@@ -17,11 +17,11 @@ from typing import Any
 import pulumi
 import pulumi_aws as aws
 
-from infra.definition.model import StackDefinition
-from infra.program import ecr
-from infra.program.resources.tags import own_tags, tags
-from job.contract import bucket
-from job.contract.workdir import RUN
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program import ecr
+from gpufleet.infra.program.resources.tags import own_tags, tags
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract.workdir import RUN
 
 EC2_MAY_ASSUME = json.dumps(
     {

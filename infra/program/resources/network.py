@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import pulumi
 import pulumi_aws as aws
 
-from infra.definition.model import StackDefinition
-from infra.program.resources.tags import named, tags
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.tags import named, tags
 
 VPC_CIDR = ipaddress.ip_network("10.0.0.0/16")
 # Gateway endpoints allow everything by default. Stated: image layers and packages come from other people's buckets too.

@@ -13,9 +13,9 @@ from pathlib import Path
 import pulumi
 import pulumi_aws as aws
 
-from infra.definition.model import StackDefinition
-from infra.program.resources.tags import tags
-from job.contract import bucket
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.tags import tags
+from gpufleet.job.contract import bucket
 
 # Parts of an upload that died are invisible in listings and billed like objects.
 ABORT_UPLOADS_AFTER_DAYS = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infra.definition.model import StackDefinition
+from gpufleet.infra.definition.model import StackDefinition
 
 STACK_TAG, RUN_TAG, OWNER_TAG = "gpufleet:stack", "gpufleet:run", "gpufleet:owner"
 

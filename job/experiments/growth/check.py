@@ -27,10 +27,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from job.experiments.growth.model import Growth, load, state_dtype
-from job.experiments.growth.routing import flipped, routed, tied
-from job.models.blocks import Experts, at_least_fp32
-from job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.model import Growth, load, state_dtype
+from gpufleet.job.experiments.growth.routing import flipped, routed, tied
+from gpufleet.job.models.blocks import Experts, at_least_fp32
+from gpufleet.job.spec import GrowthConfig
 
 PASS = {torch.float32: 3e-5, torch.float64: 1e-12}  # x max(1, largest logit)
 FAIL = {torch.float32: 1e-2, torch.float64: 1e-9}

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from job.experiments.growth.model import initial_std
-from job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.model import initial_std
+from gpufleet.job.spec import GrowthConfig
 
 State = dict[str, Tensor]
 

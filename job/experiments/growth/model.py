@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from job.models.blocks import DTYPES, Block, Dispatch, Experts, Norm, at_least_fp32, rotations
-from job.models.routing import Routing
-from job.models.selective import Checkpointed
-from job.spec import GrowthConfig
-from job.spec.growth import CAPACITY, shape
+from gpufleet.job.models.blocks import DTYPES, Block, Dispatch, Experts, Norm, at_least_fp32, rotations
+from gpufleet.job.models.routing import Routing
+from gpufleet.job.models.selective import Checkpointed
+from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.spec.growth import CAPACITY, shape
 
 INIT_STD = 0.02
 

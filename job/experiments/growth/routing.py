@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from job.experiments.growth.model import Growth
-from job.models.blocks import Experts
+from gpufleet.job.experiments.growth.model import Growth
+from gpufleet.job.models.blocks import Experts
 
 
 class ExpertChoice(NamedTuple):

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job import atomic
-from job.contract.workdir import EXPORTS, FINAL, RESULTS
-from job.experiments.growth import model as growth
-from job.experiments.growth.check import GrowthCheckFailed, check_boundary, expert_load, halves_difference
-from job.experiments.growth.growing import grow
-from job.models.blocks import any_length
-from job.spec import GrowthConfig
-from job.spec.common import Rung
-from job.train import export, metrics, optimizer
-from job.train.data import Dataset
-from job.train.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import EXPORTS, FINAL, RESULTS
+from gpufleet.job.experiments.growth import model as growth
+from gpufleet.job.experiments.growth.check import GrowthCheckFailed, check_boundary, expert_load, halves_difference
+from gpufleet.job.experiments.growth.growing import grow
+from gpufleet.job.models.blocks import any_length
+from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.train import export, metrics, optimizer
+from gpufleet.job.train.data import Dataset
+from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
 
 PROBE = 8  # windows of held-out text on which old and new model must agree
 

@@ -7,13 +7,13 @@ from statistics import fmean
 
 import torch
 
-from job import atomic
-from job.contract.workdir import RESULTS
-from job.experiments.kernel.judge import ablation
-from job.experiments.kernel.judge.verdict import STAGES, Verdict
-from job.experiments.kernel.stages import KernelRun
-from job.spec.kernel import per_candidate
-from job.train import metrics
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import RESULTS
+from gpufleet.job.experiments.kernel.judge import ablation
+from gpufleet.job.experiments.kernel.judge.verdict import STAGES, Verdict
+from gpufleet.job.experiments.kernel.stages import KernelRun
+from gpufleet.job.spec.kernel import per_candidate
+from gpufleet.job.train import metrics
 
 
 def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> None:

@@ -18,23 +18,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from job import atomic
-from job.contract.workdir import FINAL
-from job.dataset.packing import order
-from job.dataset.prepare import read_manifest
-from job.experiments import tuning
-from job.experiments.kernel import results, stages
-from job.experiments.kernel.judge import curriculum
-from job.experiments.kernel.judge.catalog import TASKS
-from job.models import decoder
-from job.models.decoder import Decoder
-from job.spec.common import Rung
-from job.spec.kernel import KernelConfig
-from job.train import optimizer
-from job.train.data import Ids, in_epochs
-from job.train.experiment import Experiment, Phase, Session, Weights, Work
-from job.train.export import META
-from job.train.packed_rows import PackedBatches
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import FINAL
+from gpufleet.job.dataset.packing import order
+from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.experiments import tuning
+from gpufleet.job.experiments.kernel import results, stages
+from gpufleet.job.experiments.kernel.judge import curriculum
+from gpufleet.job.experiments.kernel.judge.catalog import TASKS
+from gpufleet.job.models import decoder
+from gpufleet.job.models.decoder import Decoder
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.spec.kernel import KernelConfig
+from gpufleet.job.train import optimizer
+from gpufleet.job.train.data import Ids, in_epochs
+from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job.train.export import META
+from gpufleet.job.train.packed_rows import PackedBatches
 
 
 class Kernel(Experiment):

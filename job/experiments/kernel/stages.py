@@ -25,28 +25,28 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from job.contract import reading
-from job.contract.reading import DoubtError, Fields
-from job.contract.workdir import STAGES
-from job.dataset.chat import Turn
-from job.dataset.prepare import DatasetManifest
-from job.dataset.rendering import Renderer
-from job.experiments import tuning
-from job.experiments.kernel.judge import ablation, adversarial, answers, planted
-from job.experiments.kernel.judge.catalog import BY_NAME, TASKS, KernelTask
-from job.experiments.kernel.judge.funnel import Judge
-from job.experiments.kernel.judge.planted import Candidate
-from job.experiments.kernel.judge.verdict import Verdict
-from job.experiments.kernel.judge.worker import NoDeviceError, Workers
-from job.ledger import Ledger
-from job.models import decoder
-from job.models.blocks import DTYPES
-from job.models.decoder import Decoder
-from job.models.generate import generate
-from job.spec.kernel import AT_ONCE, TRIED, KernelConfig
-from job.train import parallel
-from job.train.device import NodeRefusedError
-from job.train.experiment import Phase, Session, Stopped
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.workdir import STAGES
+from gpufleet.job.dataset.chat import Turn
+from gpufleet.job.dataset.prepare import DatasetManifest
+from gpufleet.job.dataset.rendering import Renderer
+from gpufleet.job.experiments import tuning
+from gpufleet.job.experiments.kernel.judge import ablation, adversarial, answers, planted
+from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME, TASKS, KernelTask
+from gpufleet.job.experiments.kernel.judge.funnel import Judge
+from gpufleet.job.experiments.kernel.judge.planted import Candidate
+from gpufleet.job.experiments.kernel.judge.verdict import Verdict
+from gpufleet.job.experiments.kernel.judge.worker import NoDeviceError, Workers
+from gpufleet.job.ledger import Ledger
+from gpufleet.job.models import decoder
+from gpufleet.job.models.blocks import DTYPES
+from gpufleet.job.models.decoder import Decoder
+from gpufleet.job.models.generate import generate
+from gpufleet.job.spec.kernel import AT_ONCE, TRIED, KernelConfig
+from gpufleet.job.train import parallel
+from gpufleet.job.train.device import NodeRefusedError
+from gpufleet.job.train.experiment import Phase, Session, Stopped
 
 SILENT_S = 60.0  # between two lines within a batch
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from job.dataset import prepare
-from job.dataset.shards import read_header, write_payload
-from job.spec.pretrain import SYMBOLS, CharData
+from gpufleet.job.dataset import prepare
+from gpufleet.job.dataset.shards import read_header, write_payload
+from gpufleet.job.spec.pretrain import SYMBOLS, CharData
 
 BOS = len(SYMBOLS)  # <|bos|>, never in a text
 VOCAB = BOS + 1

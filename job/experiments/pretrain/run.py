@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job import atomic
-from job.contract.workdir import FINAL, RESULTS
-from job.dataset.prepare import read_manifest
-from job.experiments.pretrain import characters, muon
-from job.experiments.pretrain.model import CharGpt, generate, initial
-from job.experiments.pretrain.rows import Rows
-from job.models.blocks import DTYPES
-from job.spec import PretrainConfig
-from job.spec.common import Rung
-from job.spec.pretrain import SYMBOLS, EarlyStop, MuonAdamW
-from job.train import export, metrics, parallel
-from job.train.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import FINAL, RESULTS
+from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.experiments.pretrain import characters, muon
+from gpufleet.job.experiments.pretrain.model import CharGpt, generate, initial
+from gpufleet.job.experiments.pretrain.rows import Rows
+from gpufleet.job.models.blocks import DTYPES
+from gpufleet.job.spec import PretrainConfig
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.spec.pretrain import SYMBOLS, EarlyStop, MuonAdamW
+from gpufleet.job.train import export, metrics, parallel
+from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
 
 EXPERIMENT = "pretrain-d64"
 

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job import atomic
-from job.contract.workdir import RESULTS
-from job.dataset.prepare import read_manifest
-from job.experiments import tuning
-from job.experiments.sft import merge
-from job.models import decoder, lora
-from job.models.decoder import Decoder
-from job.spec.common import Rung
-from job.spec.sft import SftConfig
-from job.text import counted
-from job.train import metrics, optimizer, parallel
-from job.train.experiment import Experiment, Phase, Session, Weights, Work
-from job.train.packed_rows import PackedBatches
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import RESULTS
+from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.experiments import tuning
+from gpufleet.job.experiments.sft import merge
+from gpufleet.job.models import decoder, lora
+from gpufleet.job.models.decoder import Decoder
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.spec.sft import SftConfig
+from gpufleet.job.text import counted
+from gpufleet.job.train import metrics, optimizer, parallel
+from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job.train.packed_rows import PackedBatches
 
 EXPERIMENT = "sft-h100"
 

@@ -21,9 +21,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from job.experiments.two_tower.arrays import Floats, Labels
-from job.experiments.two_tower.ranking import GAINS, Tables
-from job.spec.two_tower import TwoTowerConfig, Weak
+from gpufleet.job.experiments.two_tower.arrays import Floats, Labels
+from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
+from gpufleet.job.spec.two_tower import TwoTowerConfig, Weak
 
 Protocol = Literal["honest", "optimistic", "refit"]
 Indices = NDArray[np.int64]

@@ -10,9 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from job.experiments.two_tower.model import Noise, Stack, Towered, TwoTowerModel, diversity, initialise, softmax_loss
-from job.spec.two_tower import Sampled, TwoTowerConfig
-from job.train.data import mix
+from gpufleet.job.experiments.two_tower.model import (
+    Noise,
+    Stack,
+    Towered,
+    TwoTowerModel,
+    diversity,
+    initialise,
+    softmax_loss,
+)
+from gpufleet.job.spec.two_tower import Sampled, TwoTowerConfig
+from gpufleet.job.train.data import mix
 
 HARD_POOL = 50  # a hard negative is one of this many best-scored irrelevant models: ours, the record does not say
 

@@ -19,22 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job import atomic
-from job.contract.workdir import FINAL
-from job.dataset.prepare import read_manifest
-from job.experiments.two_tower import baselines, ranking, results
-from job.experiments.two_tower.batches import Batches
-from job.experiments.two_tower.data import Member, members, refit_member
-from job.experiments.two_tower.members import Members, clip_each
-from job.experiments.two_tower.model import TwoTowerModel as Towers
-from job.experiments.two_tower.model import decays
-from job.experiments.two_tower.tables import spread
-from job.models.blocks import DTYPES
-from job.spec.common import CosineAdamW, Rung
-from job.spec.two_tower import REFIT, TwoTowerConfig, parameters, variants
-from job.text import counted
-from job.train import export, optimizer
-from job.train.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import FINAL
+from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.experiments.two_tower import baselines, ranking, results
+from gpufleet.job.experiments.two_tower.batches import Batches
+from gpufleet.job.experiments.two_tower.data import Member, members, refit_member
+from gpufleet.job.experiments.two_tower.members import Members, clip_each
+from gpufleet.job.experiments.two_tower.model import TwoTowerModel as Towers
+from gpufleet.job.experiments.two_tower.model import decays
+from gpufleet.job.experiments.two_tower.tables import spread
+from gpufleet.job.models.blocks import DTYPES
+from gpufleet.job.spec.common import CosineAdamW, Rung
+from gpufleet.job.spec.two_tower import REFIT, TwoTowerConfig, parameters, variants
+from gpufleet.job.text import counted
+from gpufleet.job.train import export, optimizer
+from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none
 FLOOR = 0.1  # of the learning rate, where the cosine ends

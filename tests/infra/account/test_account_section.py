@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from commands_world import account, definition, project
 
-from infra.account import organisation, quotas
-from infra.bill.project import bill_of
-from infra.catalog import load_catalog
-from infra.definition.model import Account, StackDefinition, Vpc
-from infra.errors import DefinitionError
-from infra.program.resources.tags import own_tags, tags
-from infra.program.run_guard import creation_digest
-from rehearsal.cloud import Cloud
+from gpufleet.infra.account import organisation, quotas
+from gpufleet.infra.bill.project import bill_of
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import Account, StackDefinition, Vpc
+from gpufleet.infra.errors import DefinitionError
+from gpufleet.infra.program.resources.tags import own_tags, tags
+from gpufleet.infra.program.run_guard import creation_digest
+from gpufleet.rehearsal.cloud import Cloud
 
 VPC = "vpc-0123456789abcdef0"
 SUBNETS = {"us-east-2a": "subnet-0123456789abcdef0", "us-east-2b": "subnet-0123456789abcdef1"}

@@ -13,9 +13,9 @@ from botocore.exceptions import ClientError
 from botocore.stub import Stubber
 from commands_world import definition
 
-from infra.account import checks
-from infra.account.checks import Check
-from infra.definition.model import Account, StackDefinition
+from gpufleet.infra.account import checks
+from gpufleet.infra.account.checks import Check
+from gpufleet.infra.definition.model import Account, StackDefinition
 
 
 class AccountAnswers:

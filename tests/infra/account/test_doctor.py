@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from commands_world import AMI, account, definition, pinned, project
 
-from infra.account import doctor, quotas
-from infra.cli import main
-from infra.definition.model import Fleet
-from rehearsal.account import ami_id
-from rehearsal.cloud import Cloud
+from gpufleet.infra.account import doctor, quotas
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.model import Fleet
+from gpufleet.rehearsal.account import ami_id
+from gpufleet.rehearsal.cloud import Cloud
 
 MEDIA = "application/vnd.docker.distribution.manifest.v2+json"
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"

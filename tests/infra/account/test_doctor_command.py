@@ -9,8 +9,8 @@ import pytest
 from command_files import IMAGE, command_file
 from commands_world import account
 
-from infra.cli import main
-from rehearsal.cloud import Cloud
+from gpufleet.infra.cli import main
+from gpufleet.rehearsal.cloud import Cloud
 
 SECRETS = {"HF_TOKEN": "ssm:/team/hf", "WANDB_API_KEY": "secretsmanager:team/wandb"}
 

@@ -12,17 +12,17 @@ import pytest
 from botocore.exceptions import ClientError
 from commands_world import EXPIRES, advance, declare_bucket, declare_fleet, put
 
-from infra.account import results
-from infra.account.fleet import nodes_of
-from infra.account.results import cut_off
-from infra.bill.estimate import price
-from infra.catalog import load_catalog
-from infra.cli import main
-from infra.definition.model import StackDefinition
-from infra.evidence import receipts
-from infra.program.boot.run_config import run_config
-from job.contract.run import encode
-from rehearsal.cloud import Cloud
+from gpufleet.infra.account import results
+from gpufleet.infra.account.fleet import nodes_of
+from gpufleet.infra.account.results import cut_off
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence import receipts
+from gpufleet.infra.program.boot.run_config import run_config
+from gpufleet.job.contract.run import encode
+from gpufleet.rehearsal.cloud import Cloud
 
 
 def boot_loop(cloud: Cloud, stack: StackDefinition, *, notice: bool = False) -> str:
@@ -72,7 +72,7 @@ def test_such_a_receipt_asks_the_fleet_who_took_its_nodes(
     known: list[list[bool | None]] = []
     for days, to in ((0, "here"), (3, "here"), (3, "there")):  # AWS forgets, a receipt that was made does not
         at = cloud.clock.now().timestamp() + days * 86_400
-        monkeypatch.setattr("infra.account.results.time", SimpleNamespace(time=lambda at=at: at))
+        monkeypatch.setattr("gpufleet.infra.account.results.time", SimpleNamespace(time=lambda at=at: at))
         main(["results", "small-growth", "--to", str(path.parents[1] / to)])
         receipt = json.loads((path.parents[1] / to / "receipt.json").read_text())
         known.append([each["reclaimed"] for each in receipt["attempts"]])
@@ -118,7 +118,7 @@ def test_a_run_whose_fleet_is_gone_before_its_end_leaves_a_receipt(
         (node,) = nodes_of(ec2, stack)
         ec2.modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
         ec2.terminate_instances(InstanceIds=[node["InstanceId"]])
-        monkeypatch.setattr("infra.account.results.datetime", SimpleNamespace(now=lambda _: EXPIRES))
+        monkeypatch.setattr("gpufleet.infra.account.results.datetime", SimpleNamespace(now=lambda _: EXPIRES))
     cloud.tick()
     advance(cloud, 600)
     declare_fleet(cloud, owner="bob")  # whose run has the same id, and a bucket of its own

@@ -12,11 +12,11 @@ import pytest
 from botocore.exceptions import ClientError
 from commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, finished
 
-from infra.account import aws, leftovers, run_folder, sweep
-from infra.cli import main
-from infra.definition.model import StackDefinition
-from infra.errors import AwsRefused
-from rehearsal.cloud import Cloud
+from gpufleet.infra.account import aws, leftovers, run_folder, sweep
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.rehearsal.cloud import Cloud
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from commands_world import TAGS, advance, declare_bucket, declare_fleet, put
 
-from infra.account import aws, run_folder
-from infra.account import logs as logs_module
-from infra.account.logs import Reader
-from infra.account.run_folder import RunFolder
-from infra.cli import main
-from infra.definition.model import StackDefinition
-from rehearsal.cloud import Cloud
+from gpufleet.infra.account import aws, run_folder
+from gpufleet.infra.account import logs as logs_module
+from gpufleet.infra.account.logs import Reader
+from gpufleet.infra.account.run_folder import RunFolder
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.rehearsal.cloud import Cloud
 
 
 def log_group(cloud: Cloud, stream: str, *messages: str) -> None:

@@ -9,8 +9,8 @@ import botocore.exceptions
 import botocore.parsers
 import pytest
 
-from infra.account import refusals
-from infra.errors import AwsRefused
+from gpufleet.infra.account import refusals
+from gpufleet.infra.errors import AwsRefused
 
 
 def client_error(code: str, message: str = "the message.") -> botocore.exceptions.ClientError:

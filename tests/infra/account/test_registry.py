@@ -8,9 +8,9 @@ from urllib.error import HTTPError
 
 import pytest
 
-from infra.account import registry
-from infra.errors import AwsRefused
-from rehearsal.cloud import Cloud
+from gpufleet.infra.account import registry
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.rehearsal.cloud import Cloud
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 

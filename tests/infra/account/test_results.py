@@ -14,9 +14,9 @@ import pytest
 from command_files import command_file
 from commands_world import declare_bucket, finished, put
 
-from infra.account import results, run_folder
-from infra.cli import main
-from rehearsal.cloud import Cloud
+from gpufleet.infra.account import results, run_folder
+from gpufleet.infra.cli import main
+from gpufleet.rehearsal.cloud import Cloud
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 

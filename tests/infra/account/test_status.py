@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from commands_world import EXPIRES, declare_bucket, declare_fleet, put
 
-from infra.account import aws, status
-from infra.cli import main
-from infra.definition.model import StackDefinition
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
+from gpufleet.infra.account import aws, status
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 BEAT = b'{"ts":"2026-11-21T12:00:00Z","step":1}\n' * 200 + (

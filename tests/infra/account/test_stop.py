@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 import pytest
 from commands_world import declare_bucket, declare_fleet, put
 
-from infra.account import aws, run_folder, status, stop
-from infra.definition.model import StackDefinition
-from infra.errors import AwsRefused
-from rehearsal.cloud import Cloud
+from gpufleet.infra.account import aws, run_folder, status, stop
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.rehearsal.cloud import Cloud
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 

@@ -11,11 +11,11 @@ import pytest
 from botocore.exceptions import ClientError
 from commands_world import TAGS, declare_bucket, declare_fleet, put
 
-from infra.account import aws, leftovers, removal, sweep
-from infra.account.leftovers import Left
-from infra.cli import main
-from infra.definition.model import StackDefinition
-from rehearsal.cloud import Cloud
+from gpufleet.infra.account import aws, leftovers, removal, sweep
+from gpufleet.infra.account.leftovers import Left
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.rehearsal.cloud import Cloud
 
 
 def list_leftovers(cloud: Cloud, stack: StackDefinition) -> list[Left]:

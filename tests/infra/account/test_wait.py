@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from commands_world import AMI, EXPIRES, advance, declare_bucket, declare_fleet, put
 
-from infra.account import aws
-from infra.account import wait as wait_module
-from infra.account.fleet import find_instances
-from infra.account.wait import WaitLoop, explain
-from infra.definition.model import StackDefinition
-from infra.errors import AwsRefused
-from rehearsal.account import ami_id
-from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud
-from rehearsal.fleet import Event
+from gpufleet.infra.account import aws
+from gpufleet.infra.account import wait as wait_module
+from gpufleet.infra.account.fleet import find_instances
+from gpufleet.infra.account.wait import WaitLoop, explain
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.rehearsal.account import ami_id
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.fleet import Event
 
 
 def waited(

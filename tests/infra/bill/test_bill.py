@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from cost_definitions import definition, growth
 
-from infra.bill import record
-from infra.bill.bill import Bill
-from infra.bill.estimate import price
-from infra.catalog import load_catalog
-from infra.definition.model import Disk, Job, Keep, Variant
-from job.spec import SftConfig
+from gpufleet.infra.bill import record
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import Disk, Job, Keep, Variant
+from gpufleet.job.spec import SftConfig
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes

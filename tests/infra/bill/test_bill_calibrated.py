@@ -17,19 +17,19 @@ from cost_definitions import definition, growth
 from receipt_tree import place as keep
 from receipt_tree import receipt
 
-from infra.bill import record, runtime
-from infra.bill.bill import Bill
-from infra.bill.estimate import price
-from infra.bill.table import render
-from infra.catalog import load_catalog
-from infra.cli import main
-from infra.definition.model import Disk, Estimate
-from infra.evidence import calibration
-from infra.evidence.calibration import RefusedCalibration
-from infra.program.plan import make
-from infra.program.run_guard import Previous
-from job import measured
-from job.spec import GrowthConfig, SftConfig
+from gpufleet.infra.bill import record, runtime
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.model import Disk, Estimate
+from gpufleet.infra.evidence import calibration
+from gpufleet.infra.evidence.calibration import RefusedCalibration
+from gpufleet.infra.program.plan import make
+from gpufleet.infra.program.run_guard import Previous
+from gpufleet.job import measured
+from gpufleet.job.spec import GrowthConfig, SftConfig
 
 CATALOG = load_catalog()
 ROOT = Disk(size_gib=100)

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from infra.bill.bill import Bill
-from infra.bill.estimate import price, problems
-from infra.bill.record import to_json
-from infra.bill.table import render
-from infra.catalog import load_catalog
-from infra.definition.loader import load
-from infra.definition.model import Limits, StackDefinition
-from infra.errors import DefinitionError
-from job.spec.command import (
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price, problems
+from gpufleet.infra.bill.record import to_json
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import Limits, StackDefinition
+from gpufleet.infra.errors import DefinitionError
+from gpufleet.job.spec.command import (
     CommandCheckpoint,
     CommandConfig,
     CommandWork,
@@ -123,7 +123,7 @@ def test_memory_is_held_against_the_gpu_only_where_it_is_declared() -> None:
 
 
 def test_hours_declared_for_the_listed_types_are_no_word_about_others() -> None:
-    from infra.bill.options import type_cost
+    from gpufleet.infra.bill.options import type_cost
 
     hours = definition(CommandWork(hours=Hours(low=4, likely=6, high=10)))
     assert type_cost(hours, CATALOG, "g5.2xlarge").runtime is not None

@@ -7,13 +7,13 @@ import re
 from cost_definitions import definition
 from repository import ROOT
 
-from infra.bill import record
-from infra.bill.estimate import price
-from infra.catalog import load_catalog
-from infra.compare import deadline, ranking
-from infra.compare.cheaper import cheaper
-from infra.compare.table import record_row
-from job.contract.metrics import KEYS
+from gpufleet.infra.bill import record
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.compare import deadline, ranking
+from gpufleet.infra.compare.cheaper import cheaper
+from gpufleet.infra.compare.table import record_row
+from gpufleet.job.contract.metrics import KEYS
 
 CATALOG = load_catalog()
 

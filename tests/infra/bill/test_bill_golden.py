@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from cost_definitions import definition
 
-from infra.bill.bill import Bill
-from infra.bill.estimate import price
-from infra.bill.table import render
-from infra.catalog import load_catalog
-from infra.definition.model import Disk, Estimate, Keep, Limits, StackDefinition, Variant
-from job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import Disk, Estimate, Keep, Limits, StackDefinition, Variant
+from gpufleet.job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 PART = 64 * 1024 * 1024  # bytes of one upload request

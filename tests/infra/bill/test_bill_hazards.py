@@ -14,15 +14,15 @@ import pytest
 from cost_definitions import definition, growth
 from receipt_tree import node, place, receipt
 
-from infra.bill import record
-from infra.bill.bill import Bill
-from infra.bill.estimate import price
-from infra.bill.table import render
-from infra.catalog import load_catalog
-from infra.catalog.reclaim import Reclaimed, reclaimed
-from infra.definition.model import StackDefinition, Variant
-from infra.evidence.observations import Observation, observations
-from infra.risk.hazard import Hazard, Key, learn
+from gpufleet.infra.bill import record
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.catalog.reclaim import Reclaimed, reclaimed
+from gpufleet.infra.definition.model import StackDefinition, Variant
+from gpufleet.infra.evidence.observations import Observation, observations
+from gpufleet.infra.risk.hazard import Hazard, Key, learn
 
 CATALOG = load_catalog()
 CALM = learn(
@@ -160,7 +160,7 @@ def test_every_band_is_of_a_type_and_a_region_of_the_catalog() -> None:
 def test_awss_band_is_shown_and_changes_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = bill()
     assert "AWS reclaimed 15-20 % of such instances a month (2025-06); never converted." in flat(shown)
-    monkeypatch.setattr("infra.bill.estimate.reclaimed", lambda *_: None)
+    monkeypatch.setattr("gpufleet.infra.bill.estimate.reclaimed", lambda *_: None)
     without = bill()
     trees = [record.to_json(found) for found in (shown, without)]
     assert trees[0].pop("reclaimed_a_month") == {

@@ -13,17 +13,17 @@ from cost_definitions import definition
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from infra.bill import lines, options, record
-from infra.bill.estimate import price
-from infra.bill.lines import Line
-from infra.bill.runtime import Runtime
-from infra.bill.side import Prepared, prepare
-from infra.catalog import load_catalog
-from infra.definition.model import Disk, Keep, Limits, StackDefinition, Variant
-from infra.errors import PriceMissing
-from infra.risk.hazard import Hazard
-from infra.risk.simulation import ATTEMPTS_IN_STEP, Exposure, simulate, simulate_each
-from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from gpufleet.infra.bill import lines, options, record
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.lines import Line
+from gpufleet.infra.bill.runtime import Runtime
+from gpufleet.infra.bill.side import Prepared, prepare
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import Disk, Keep, Limits, StackDefinition, Variant
+from gpufleet.infra.errors import PriceMissing
+from gpufleet.infra.risk.hazard import Hazard
+from gpufleet.infra.risk.simulation import ATTEMPTS_IN_STEP, Exposure, simulate, simulate_each
+from gpufleet.job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 settings.register_profile(
     "bill",

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from cost_definitions import definition, growth
 
-from infra.bill import record
-from infra.bill.bill import Bill
-from infra.bill.estimate import price, problems
-from infra.bill.table import render
-from infra.catalog import load_catalog
-from infra.definition.model import StackDefinition, Variant
-from infra.errors import DefinitionError, GpufleetError
-from infra.risk.closed_form import expected_hours
-from job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from gpufleet.infra.bill import record
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price, problems
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import StackDefinition, Variant
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.risk.closed_form import expected_hours
+from gpufleet.job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 CATALOG = load_catalog()
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from cost_definitions import definition, growth
 
-from infra.bill import doubts, fit, record
-from infra.bill.bill import Bill
-from infra.bill.estimate import price, problems
-from infra.bill.limits import enough
-from infra.catalog import load_catalog
-from infra.definition.model import Disk, Keep, Variant
-from infra.errors import DefinitionError, GpufleetError
-from job.spec import SftConfig
-from job.spec.pretrain import CharData, CharModel, PretrainConfig, RowBatch
+from gpufleet.infra.bill import doubts, fit, record
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price, problems
+from gpufleet.infra.bill.limits import enough
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import Disk, Keep, Variant
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.job.spec import SftConfig
+from gpufleet.job.spec.pretrain import CharData, CharModel, PretrainConfig, RowBatch
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes

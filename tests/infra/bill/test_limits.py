@@ -14,24 +14,24 @@ import pytest
 from cost_definitions import definition, growth
 from repository import ROOT
 
-from infra.bill import side
-from infra.bill.bill import Bill
-from infra.bill.estimate import price, problems
-from infra.bill.fit import cheapest_holder
-from infra.bill.limits import deadline_problems, deadline_warnings, enough, slowest
-from infra.bill.record import to_json
-from infra.bill.table import render
-from infra.catalog import load_catalog
-from infra.definition.loader import load
-from infra.definition.model import Disk, Keep, StackDefinition
-from infra.definition.scenarios import scenario
-from infra.risk import simulation
-from job.contract import run as run_file
-from job.contract.reading import Fields
-from job.contract.run import Rates
-from job.spec import SftConfig
-from job.supervisor.forecast import RESERVE_S, Forecast
-from job.supervisor.meter import Meter
+from gpufleet.infra.bill import side
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price, problems
+from gpufleet.infra.bill.fit import cheapest_holder
+from gpufleet.infra.bill.limits import deadline_problems, deadline_warnings, enough, slowest
+from gpufleet.infra.bill.record import to_json
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import Disk, Keep, StackDefinition
+from gpufleet.infra.definition.scenarios import scenario
+from gpufleet.infra.risk import simulation
+from gpufleet.job.contract import run as run_file
+from gpufleet.job.contract.reading import Fields
+from gpufleet.job.contract.run import Rates
+from gpufleet.job.spec import SftConfig
+from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
+from gpufleet.job.supervisor.meter import Meter
 
 CATALOG = load_catalog()
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from cost_definitions import growth
 
-from infra.bill import runtime
-from infra.catalog import Instance, load_catalog
-from infra.definition.model import Disk, Estimate
-from infra.errors import GpufleetError
-from job.spec import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from gpufleet.infra.bill import runtime
+from gpufleet.infra.catalog import Instance, load_catalog
+from gpufleet.infra.definition.model import Disk, Estimate
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.spec import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 ROOT = Disk(size_gib=100)
 

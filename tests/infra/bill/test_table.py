@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from cost_definitions import definition, growth
 
-from infra.bill.estimate import price
-from infra.bill.table import render
-from infra.catalog import load_catalog
-from infra.definition.model import Disk, Keep, Variant
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import Disk, Keep, Variant
 
 GOLDEN = Path(__file__).parent / "golden" / "bill.txt"
 

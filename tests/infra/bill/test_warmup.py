@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from infra.bill.estimate import price
-from infra.bill.prediction import predict
-from infra.catalog import load_catalog
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.prediction import predict
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SHIPPED = ROOT / "stacks"

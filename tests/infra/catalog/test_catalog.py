@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import infra.catalog
-from infra.catalog import SHIPPED, load_catalog, read_catalog
-from infra.errors import GpufleetError, PriceMissing
+from gpufleet.infra.catalog import SHIPPED, load_catalog, read_catalog
+from gpufleet.infra.errors import GpufleetError, PriceMissing
 
 FILES = sorted(Path(infra.catalog.__file__).parent.glob("*.csv"))
 CATALOG = load_catalog()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog
-from infra.errors import GpufleetError
-from infra.program.plan import make
-from infra.program.run_guard import Previous
-from rehearsal import scratch
+from gpufleet.infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program.plan import make
+from gpufleet.infra.program.run_guard import Previous
+from gpufleet.rehearsal import scratch
 
 KEY = ("g5.2xlarge", "us-east-2")
 

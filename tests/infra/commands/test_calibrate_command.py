@@ -16,16 +16,16 @@ import pytest
 from commands_world import definition, project
 from cost_definitions import growth
 
-from infra.catalog import load_catalog
-from infra.cli import main
-from infra.commands import calibrate
-from infra.definition.loader import load, project_root
-from infra.errors import GpufleetError
-from infra.evidence import calibration, measurement
-from job import measured, probe
-from job.spec import EXPERIMENTS, JobConfig, from_json
-from job.supervisor import machine
-from job.supervisor.machine import DriverGpu
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.cli import main
+from gpufleet.infra.commands import calibrate
+from gpufleet.infra.definition.loader import load, project_root
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import calibration, measurement
+from gpufleet.job import measured, probe
+from gpufleet.job.spec import EXPERIMENTS, JobConfig, from_json
+from gpufleet.job.supervisor import machine
+from gpufleet.job.supervisor.machine import DriverGpu
 
 A10G = (DriverGpu(name="NVIDIA A10G", memory_gb=24.1, driver="580.1"),)
 STEP = {"median": 50.0, "q1": 49.0, "q3": 51.0}

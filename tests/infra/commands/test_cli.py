@@ -15,9 +15,9 @@ import pytest
 from botocore.config import Config
 from repository import ROOT
 
-from infra import cli
-from infra.account import aws
-from infra.commands import prices
+from gpufleet.infra import cli
+from gpufleet.infra.account import aws
+from gpufleet.infra.commands import prices
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +35,7 @@ def test_every_command_exists_and_has_help(name: str, capsys: pytest.CaptureFixt
         cli.main([name, "--help"])
     assert ended.value.code == 0
     assert f"usage: gpufleet {name}" in capsys.readouterr().out
-    assert callable(importlib.import_module(f"infra.commands.{name}").run)
+    assert callable(importlib.import_module(f"gpufleet.infra.commands.{name}").run)
 
 
 def test_no_command_at_all_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +209,7 @@ def test_an_error_that_cannot_be_written_is_still_exit_code_2() -> None:
     """As in `>log 2>&1` on a full disk, or `2>&1 | head`: 1 would say that the answer is no."""
     reader, writer = os.pipe()
     os.close(reader)
-    program = [sys.executable, "-m", "infra.cli", "cost", "no-such-stack"]
+    program = [sys.executable, "-m", "gpufleet.infra.cli", "cost", "no-such-stack"]
     assert subprocess.run(program, stderr=writer, cwd=ROOT).returncode == 2
     os.close(writer)
 
@@ -218,7 +218,7 @@ def test_a_command_whose_reader_leaves_is_not_done() -> None:
     """As in `gpufleet doctor STACK | head -1 && pulumi up`, with pipefail."""
     reader, writer = os.pipe()
     os.close(reader)
-    program = [sys.executable, "-m", "infra.cli", "prices"]
+    program = [sys.executable, "-m", "gpufleet.infra.cli", "prices"]
     done = subprocess.run(program, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli import main
-from infra.commands import cloud
+from gpufleet.infra.cli import main
+from gpufleet.infra.commands import cloud
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from commands_world import account
 from receipt_tree import place, receipt
 from traces import GAP_H, markov
 
-from infra.cli import main
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.evidence.calibration import code_now
-from job import measured
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence.calibration import code_now
+from gpufleet.job import measured
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 JOB: dict[str, Any] = {

@@ -13,13 +13,13 @@ import pytest
 from receipt_tree import node, receipt
 from repository import ROOT
 
-from infra.cli import main
-from infra.commands import compare as compare_command
-from infra.compare import ranking
-from infra.compare.rows import Row
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.definition.scenarios import scenarios
+from gpufleet.infra.cli import main
+from gpufleet.infra.commands import compare as compare_command
+from gpufleet.infra.compare import ranking
+from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.scenarios import scenarios
 
 EXAMPLES = 60_000  # a tenth of what sft-h100 expects
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from infra.commands import compare, cost
-from infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.commands import compare, cost
+from gpufleet.infra.errors import DefinitionError, GpufleetError
 
 STACK = "tinystories-growth"
 

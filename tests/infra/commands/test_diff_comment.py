@@ -11,9 +11,9 @@ import review_world
 from repository import ROOT
 from review_world import Project, reviewed, run
 
-from infra.commands import diff
-from infra.errors import GpufleetError
-from infra.review.markdown import MARKER
+from gpufleet.infra.commands import diff
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.review.markdown import MARKER
 
 
 def test_the_comment_begins_with_its_marker_and_repeats_byte_for_byte(

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.errors import GpufleetError
-from infra.inputs.prepare import prepared
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs.prepare import prepared
 
 STACK = ROOT / "stacks/pretrain-d64.yaml"
 

@@ -18,21 +18,21 @@ import yaml
 from repository import ROOT
 from safetensors.numpy import save_file
 
-from infra.bill import prediction
-from infra.bill import project as known
-from infra.bill.estimate import price
-from infra.catalog import load_catalog
-from infra.cli import main
-from infra.definition.loader import load, rehearsal_text
-from infra.evidence.observations import Observation
-from infra.inputs import prepare as inputs
-from job.dataset import weights
-from job.dataset.prepare import read_manifest
-from job.dataset.rendering import TEMPLATES
-from job.experiments.kernel.pairs import byte_tokenizer
-from job.experiments.two_tower.data import fold_of
-from job.models import hf_config
-from job.spec.common import DecoderConfig
+from gpufleet.infra.bill import prediction
+from gpufleet.infra.bill import project as known
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.loader import load, rehearsal_text
+from gpufleet.infra.evidence.observations import Observation
+from gpufleet.infra.inputs import prepare as inputs
+from gpufleet.job.dataset import weights
+from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.dataset.rendering import TEMPLATES
+from gpufleet.job.experiments.kernel.pairs import byte_tokenizer
+from gpufleet.job.experiments.two_tower.data import fold_of
+from gpufleet.job.models import hf_config
+from gpufleet.job.spec.common import DecoderConfig
 
 STACK = "tinystories-growth"
 SMALL: dict[str, Any] = {"vocab": 32, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 8}

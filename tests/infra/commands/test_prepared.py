@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from infra.definition.loader import load, rehearsal_text
-from infra.inputs.prepare import prepared
-from infra.inputs.readiness import not_ready
-from job.dataset import weights
-from job.models import hf_config
-from job.spec import SftConfig
-from job.spec.common import DecoderConfig
+from gpufleet.infra.definition.loader import load, rehearsal_text
+from gpufleet.infra.inputs.prepare import prepared
+from gpufleet.infra.inputs.readiness import not_ready
+from gpufleet.job.dataset import weights
+from gpufleet.job.models import hf_config
+from gpufleet.job.spec import SftConfig
+from gpufleet.job.spec.common import DecoderConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 SHIPPED = ROOT / "stacks"

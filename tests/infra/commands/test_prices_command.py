@@ -15,12 +15,12 @@ import pytest
 from aws_prices import Ec2, PriceList, refused
 from repository import ROOT
 
-from infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog, regions
-from infra.cli import main
-from infra.commands import prices
-from infra.errors import AwsRefused, GpufleetError
-from infra.prices import aws, coverage
-from infra.prices.refresh import renew
+from gpufleet.infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog, regions
+from gpufleet.infra.cli import main
+from gpufleet.infra.commands import prices
+from gpufleet.infra.errors import AwsRefused, GpufleetError
+from gpufleet.infra.prices import aws, coverage
+from gpufleet.infra.prices.refresh import renew
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 TODAY = NOW.date()

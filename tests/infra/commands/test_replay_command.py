@@ -10,8 +10,8 @@ from receipt_tree import node, place, receipt
 from repository import ROOT
 from traces import GAP_H, markov
 
-from infra.cli import main
-from infra.evidence.traces import Trace
+from gpufleet.infra.cli import main
+from gpufleet.infra.evidence.traces import Trace
 
 STACK = str(ROOT / "stacks" / "tinystories-growth.yaml")
 

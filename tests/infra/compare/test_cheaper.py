@@ -12,17 +12,17 @@ import pytest
 from cost_definitions import definition
 from repository import ROOT
 
-from infra.bill.bill import Bill
-from infra.bill.estimate import price, problems
-from infra.bill.table import render
-from infra.catalog import load_catalog
-from infra.compare import ranking
-from infra.compare.cheaper import LEAST, SHOWN, Cheaper, bill_and_cheaper, cheaper
-from infra.definition.loader import load
-from infra.definition.model import Limits, StackDefinition, Variant
-from infra.definition.scenarios import scenarios
-from infra.review.policy import Policy
-from job.spec import EXPERIMENTS
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price, problems
+from gpufleet.infra.bill.table import render
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.compare import ranking
+from gpufleet.infra.compare.cheaper import LEAST, SHOWN, Cheaper, bill_and_cheaper, cheaper
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import Limits, StackDefinition, Variant
+from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.infra.review.policy import Policy
+from gpufleet.job.spec import EXPERIMENTS
 
 NOW = datetime(2026, 11, 25, tzinfo=UTC)
 CATALOG = load_catalog()

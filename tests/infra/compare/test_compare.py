@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from infra.bill.estimate import price
-from infra.bill.options import type_cost
-from infra.bill.side import UNBOUND
-from infra.catalog import load_catalog
-from infra.compare import ranking
-from infra.compare import rows as compare_rows
-from infra.compare import table as compare_table
-from infra.compare.rows import Row
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.definition.scenarios import scenarios
-from infra.risk import simulation
-from infra.risk.hazard import Hazard, Key
-from job.spec import PretrainConfig
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.options import type_cost
+from gpufleet.infra.bill.side import UNBOUND
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.compare import ranking
+from gpufleet.infra.compare import rows as compare_rows
+from gpufleet.infra.compare import table as compare_table
+from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.infra.risk import simulation
+from gpufleet.infra.risk.hazard import Hazard, Key
+from gpufleet.job.spec import PretrainConfig
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 E1, E2, W2 = "us-east-1", "us-east-2", "us-west-2"

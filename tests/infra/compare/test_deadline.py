@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from infra.compare.deadline import switch
-from infra.risk.simulation import Exposure, PlannedEnd, simulate
+from gpufleet.infra.compare.deadline import switch
+from gpufleet.infra.risk.simulation import Exposure, PlannedEnd, simulate
 
 SPOT = Exposure(
     setup_h=0.25,

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from command_files import FLEET, IMAGE, command_file
 
-from infra.definition.loader import load, rehearsal_text
-from infra.definition.model import SUPERVISOR_IMAGE
-from infra.definition.pin import pin
-from infra.definition.scenarios import scenarios
-from infra.errors import DefinitionError
-from infra.program.resources.identity import node_statements
-from infra.program.run_guard import creation_digest
-from job.spec import CommandConfig
+from gpufleet.infra.definition.loader import load, rehearsal_text
+from gpufleet.infra.definition.model import SUPERVISOR_IMAGE
+from gpufleet.infra.definition.pin import pin
+from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.infra.errors import DefinitionError
+from gpufleet.infra.program.resources.identity import node_statements
+from gpufleet.infra.program.run_guard import creation_digest
+from gpufleet.job.spec import CommandConfig
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 SAVES = {"format": "hf-trainer", "every": {"steps": 10}, "size_gb": 1}

@@ -16,11 +16,11 @@ from jsonschema import Draft7Validator
 from repository import ROOT
 from test_stacks import FIRST, documented
 
-from infra.cli import main
-from infra.definition import json_schema
-from infra.definition.layers import MODELINE, purpose
-from infra.definition.schema import SECTIONS
-from job.spec import EXPERIMENTS
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition import json_schema
+from gpufleet.infra.definition.layers import MODELINE, purpose
+from gpufleet.infra.definition.schema import SECTIONS
+from gpufleet.job.spec import EXPERIMENTS
 
 SCHEMA = json.loads(json_schema.FILE.read_text())
 VALIDATOR = Draft7Validator(SCHEMA)

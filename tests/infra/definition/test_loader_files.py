@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from infra.definition.loader import find, load, names_of, project_root, rehearsal_text
-from infra.definition.pin import pin
-from infra.errors import DefinitionError, GpufleetError
-from infra.inputs.readiness import not_ready
-from job.spec import GrowthConfig
+from gpufleet.infra.definition.loader import find, load, names_of, project_root, rehearsal_text
+from gpufleet.infra.definition.pin import pin
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.inputs.readiness import not_ready
+from gpufleet.job.spec import GrowthConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 SHIPPED = ROOT / "stacks" / "tinystories-growth.yaml"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.definition.loader import load
-from infra.errors import DefinitionError, Problem
-from job.spec import GrowthConfig
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.errors import DefinitionError, Problem
+from gpufleet.job.spec import GrowthConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 MINIMAL = """\

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from infra.definition.loader import load, rehearsal_text
-from infra.definition.scenarios import scenario as one
-from infra.definition.scenarios import scenarios
-from infra.errors import DefinitionError, GpufleetError
-from infra.program.run_guard import creation_digest
-from job.spec import GrowthConfig
+from gpufleet.infra.definition.loader import load, rehearsal_text
+from gpufleet.infra.definition.scenarios import scenario as one
+from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.program.run_guard import creation_digest
+from gpufleet.job.spec import GrowthConfig
 
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.definition import yaml_tree
-from infra.definition.schema import Findings, build
-from job.spec import EXPERIMENTS, from_json
+from gpufleet.infra.definition import yaml_tree
+from gpufleet.infra.definition.schema import Findings, build
+from gpufleet.job.spec import EXPERIMENTS, from_json
 
 
 def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from commands_world import NAME, declare_bucket, project, put
 
-from infra.cli import main
-from infra.commands import stack
-from infra.definition.selected import selected
-from infra.errors import GpufleetError
-from infra.program.plan import make
-from infra.program.run_guard import Previous
-from rehearsal.cloud import Cloud
+from gpufleet.infra.cli import main
+from gpufleet.infra.commands import stack
+from gpufleet.infra.definition.selected import selected
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program.plan import make
+from gpufleet.infra.program.run_guard import Previous
+from gpufleet.rehearsal.cloud import Cloud
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SCENARIOS = """

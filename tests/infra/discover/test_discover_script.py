@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from infra import cli
-from infra.discover.script import OUT, RESUME, look
-from infra.discover.template import draft
-from infra.errors import GpufleetError
-from job.spec.command import SAVE_INTERVALS, STEP_COUNTS
+from gpufleet.infra import cli
+from gpufleet.infra.discover.script import OUT, RESUME, look
+from gpufleet.infra.discover.template import draft
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.spec.command import SAVE_INTERVALS, STEP_COUNTS
 
 GLOBALS = """
 import os, torch

@@ -12,11 +12,11 @@ from calibration_world import find, measurement, place
 from cost_definitions import definition, growth
 from receipt_tree import receipt
 
-from infra.catalog import load_catalog
-from infra.definition.model import Job, StackDefinition
-from infra.evidence import calibration
-from infra.evidence.calibration import Calibration, RefusedCalibration
-from job.spec import GrowthConfig, KernelConfig
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import Job, StackDefinition
+from gpufleet.infra.evidence import calibration
+from gpufleet.infra.evidence.calibration import Calibration, RefusedCalibration
+from gpufleet.job.spec import GrowthConfig, KernelConfig
 
 A10G = load_catalog().instances["g5.2xlarge"]
 

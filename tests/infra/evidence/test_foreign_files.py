@@ -11,12 +11,12 @@ import pytest
 from calibration_world import find, measurement
 from receipt_tree import receipt
 
-from infra.account import results
-from infra.commands.receipts import table
-from infra.errors import GpufleetError
-from infra.evidence import calibration, observations, outcomes, receipts, traces
-from infra.risk import hazard
-from job.contract import metrics
+from gpufleet.infra.account import results
+from gpufleet.infra.commands.receipts import table
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import calibration, observations, outcomes, receipts, traces
+from gpufleet.infra.risk import hazard
+from gpufleet.job.contract import metrics
 
 RUN = {
     "run": {"id": "r1"},

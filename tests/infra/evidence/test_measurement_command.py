@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from command_files import command_file
 
-from infra.cli import main
-from infra.definition.loader import load
-from infra.errors import GpufleetError
-from infra.evidence import measurement
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import measurement
 
 # A save each 40 steps stops it for 0.3 s; it writes beside its inputs and its code.
 SCRIPT = """

@@ -12,15 +12,15 @@ import pytest
 from receipt_tree import node, receipt
 from repository import ROOT
 
-from infra.catalog import load_catalog
-from infra.compare import ranking
-from infra.compare import table as compare_table
-from infra.compare.rows import Row
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.definition.scenarios import scenarios
-from infra.evidence import outcomes
-from job.contract import metrics
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.compare import ranking
+from gpufleet.infra.compare import table as compare_table
+from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.infra.evidence import outcomes
+from gpufleet.job.contract import metrics
 
 STACK = ROOT / "stacks" / "sft-h100.yaml"
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

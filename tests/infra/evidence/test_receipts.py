@@ -12,13 +12,13 @@ import pytest
 from commands_world import definition, project
 from receipt_tree import node, place, receipt
 
-from infra.account import results
-from infra.cli import main
-from infra.commands.receipts import summary, table
-from infra.errors import GpufleetError
-from infra.evidence import receipts
-from infra.evidence.observations import observations
-from job.contract.receipt import CAUSES
+from gpufleet.infra.account import results
+from gpufleet.infra.cli import main
+from gpufleet.infra.commands.receipts import summary, table
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import receipts
+from gpufleet.infra.evidence.observations import observations
+from gpufleet.job.contract.receipt import CAUSES
 
 
 def test_the_score_is_median_error_bias_share_inside_and_the_causes(tmp_path: Path) -> None:

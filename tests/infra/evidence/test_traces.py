@@ -9,8 +9,8 @@ import pytest
 from repository import ROOT
 from traces import stretches
 
-from infra.errors import GpufleetError
-from infra.evidence.traces import read
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence.traces import read
 
 
 def test_a_trace_shows_its_hazard_and_the_end_of_the_trace_is_no_interruption() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from command_files import command_file
 
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.errors import DefinitionError
-from infra.inputs import code
-from infra.inputs.readiness import not_ready
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import DefinitionError
+from gpufleet.infra.inputs import code
+from gpufleet.infra.inputs.readiness import not_ready
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from command_files import IMAGE, command_file
 
-from infra.bill.project import bill_basis
-from infra.catalog import load_catalog
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.definition.pin import pin
-from infra.errors import DefinitionError, GpufleetError
-from infra.inputs import folders
-from infra.program.plan import Plan, make
-from infra.program.resources.declare import uploads
-from infra.program.run_guard import Previous
-from job import atomic
-from job.contract.run import load as read_run
+from gpufleet.infra.bill.project import bill_basis
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.pin import pin
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.inputs import folders
+from gpufleet.infra.program.plan import Plan, make
+from gpufleet.infra.program.resources.declare import uploads
+from gpufleet.infra.program.run_guard import Previous
+from gpufleet.job import atomic
+from gpufleet.job.contract.run import load as read_run
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 DIGEST = "sha256:" + "5" * 64

@@ -11,9 +11,9 @@ from aws_prices import node, product
 from botocore.exceptions import ClientError
 from botocore.stub import Stubber
 
-from infra.catalog import load_catalog
-from infra.prices import price_list
-from infra.prices.price_list import NoFigure
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.prices import price_list
+from gpufleet.infra.prices.price_list import NoFigure
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from aws_prices import Ec2, PriceList, refused
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 
-from infra.catalog import SHIPPED, files
-from infra.catalog.files import Prices
-from infra.prices import price_list
-from infra.prices.refresh import PATIENCE, Refreshed, refresh
+from gpufleet.infra.catalog import SHIPPED, files
+from gpufleet.infra.catalog.files import Prices
+from gpufleet.infra.prices import price_list
+from gpufleet.infra.prices.refresh import PATIENCE, Refreshed, refresh
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 OLD = files.read(SHIPPED)

@@ -12,7 +12,7 @@ from aws_prices import Ec2, refused
 from botocore.exceptions import ClientError
 from botocore.stub import ANY, Stubber
 
-from infra.prices import spot_history
+from gpufleet.infra.prices import spot_history
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 START = NOW - timedelta(days=7)

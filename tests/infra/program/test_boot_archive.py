@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import job
-from infra.inputs import archive
+from gpufleet import job
+from gpufleet.infra.inputs import archive
 
 
 def package(folder: Path, *, backwards: bool = False, size: int = 100_000) -> Path:

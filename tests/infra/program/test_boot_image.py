@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import job
+from gpufleet import job
 
 JOB = Path(job.__file__).parent
 STACKS = sorted((JOB.parent / "stacks").glob("*.yaml"))

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from infra.definition.loader import load, rehearsal_text
-from infra.definition.pin import pin
-from infra.errors import DefinitionError, GpufleetError
-from infra.inputs.prepare import prepared
-from infra.program.plan import Plan, make
-from infra.program.run_guard import Previous
+from gpufleet.infra.definition.loader import load, rehearsal_text
+from gpufleet.infra.definition.pin import pin
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.inputs.prepare import prepared
+from gpufleet.infra.program.plan import Plan, make
+from gpufleet.infra.program.run_guard import Previous
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 NAME = "tinystories-growth"
@@ -126,7 +126,9 @@ def test_limits_below_the_bill_stop_a_new_run(project: Path) -> None:
 
 def test_a_run_that_has_begun_is_not_stopped_by_new_prices(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     previous = begun(make(project, NAME, now=NOW, previous=NEW, preview=True))
-    monkeypatch.setattr("infra.program.plan.problems", lambda definition, bill: ["limits.max_usd is below the new p50"])
+    monkeypatch.setattr(
+        "gpufleet.infra.program.plan.problems", lambda definition, bill: ["limits.max_usd is below the new p50"]
+    )
     plan = make(project, NAME, now=NOW, previous=previous, preview=False)
     assert plan.verdict.continues
     assert plan.cheaper is None  # where it is, it stays

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from infra.program import previous
-from infra.program.run_guard import Previous
+from gpufleet.infra.program import previous
+from gpufleet.infra.program.run_guard import Previous
 
 ANSWERS: dict[str, Mapping[str, Any]] = {
     "pulumi:pulumi:readStackOutputs": {"outputs": {"run": {"id": "r1"}}},

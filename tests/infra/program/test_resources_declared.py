@@ -12,9 +12,9 @@ from command_files import command_file
 from declared_world import Declared, declare
 from repository import ROOT
 
-from infra.definition.loader import load, rehearsal_text
-from infra.program.resources.identity import node_statements
-from rehearsal.handlers.table import UNKNOWN
+from gpufleet.infra.definition.loader import load, rehearsal_text
+from gpufleet.infra.program.resources.identity import node_statements
+from gpufleet.rehearsal.handlers.table import UNKNOWN
 
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
 TEMPLATE, FLEET = "aws:ec2/launchTemplate:LaunchTemplate", "aws:ec2/fleet:Fleet"

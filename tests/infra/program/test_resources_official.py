@@ -19,8 +19,8 @@ from declared_world import Declared, declare
 from pulumi._types import input_type_py_to_pulumi_names
 from repository import ROOT
 
-from rehearsal.handlers import HANDLERS
-from rehearsal.handlers.table import UNKNOWN
+from gpufleet.rehearsal.handlers import HANDLERS
+from gpufleet.rehearsal.handlers.table import UNKNOWN
 
 # The SDK warns about resources that it has renamed when their package is imported, ours among them or not.
 pytestmark = pytest.mark.filterwarnings("ignore:.* has been deprecated in favor of:DeprecationWarning")

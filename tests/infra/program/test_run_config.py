@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from infra.bill.bill import Bill
-from infra.bill.estimate import price
-from infra.catalog import load_catalog
-from infra.definition.loader import load
-from infra.definition.model import StackDefinition
-from infra.program.boot.run_config import run_config
-from job.contract.run import encode
-from job.spec import from_json
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.boot.run_config import run_config
+from gpufleet.job.contract.run import encode
+from gpufleet.job.spec import from_json
 
 INPUTS: dict[str, Any] = {
     "archive": {"sha256": "a" * 64, "bytes": 1000},

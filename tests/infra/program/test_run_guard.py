@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from infra.definition.loader import load
-from infra.definition.model import Disk, StackDefinition
-from infra.errors import DefinitionError
-from infra.program.run_guard import Previous, RunDecision, judge, timer_seconds
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import Disk, StackDefinition
+from gpufleet.infra.errors import DefinitionError
+from gpufleet.infra.program.run_guard import Previous, RunDecision, judge, timer_seconds
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, 250_000, tzinfo=UTC)
 DEFINITION = load(ROOT / "stacks" / "tinystories-growth.yaml", now=NOW)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from infra.definition.loader import STACK_NAME
-from infra.definition.model import Job, Run
-from infra.definition.rules import RULES
-from infra.program.boot import user_data
-from job.node.settings import Settings
+from gpufleet.infra.definition.loader import STACK_NAME
+from gpufleet.infra.definition.model import Job, Run
+from gpufleet.infra.definition.rules import RULES
+from gpufleet.infra.program.boot import user_data
+from gpufleet.job.node.settings import Settings
 
 KNOWN: dict[str, Any] = {
     "stack": "tinystories-growth",

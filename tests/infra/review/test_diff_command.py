@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from review_world import STACK, Project, changed, reviewed, run
 
-from infra.bill.estimate import price
-from infra.catalog import SHIPPED, files, read_catalog
-from infra.definition.loader import load
-from infra.errors import GpufleetError
-from infra.review.review import review_commits
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.catalog import SHIPPED, files, read_catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.review.review import review_commits
 
 KEY = ("g5.2xlarge", "us-east-2")
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -10,11 +10,11 @@ from calibration_world import measurement
 from receipt_tree import node, receipt
 from review_world import STACK, Project, reviewed, run
 
-from infra.catalog import SHIPPED
-from infra.errors import GpufleetError
-from infra.review.markdown import LIMIT, MARKER
-from infra.review.review import review_commits
-from infra.risk.hazard import Hazard
+from gpufleet.infra.catalog import SHIPPED
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.review.markdown import LIMIT, MARKER
+from gpufleet.infra.review.review import review_commits
+from gpufleet.infra.risk.hazard import Hazard
 
 
 def calibration(step_ms: float) -> str:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from cost_definitions import definition
 
-from infra.bill.estimate import price
-from infra.catalog import load_catalog
-from infra.errors import DefinitionError, GpufleetError
-from infra.review import policy
-from infra.review.policy import Facts, Policy, broken, facts, parse
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.review import policy
+from gpufleet.infra.review.policy import Facts, Policy, broken, facts, parse
 
 RUN = Facts(
     region="us-east-2",

@@ -17,13 +17,13 @@ import pytest
 from cost_definitions import definition
 from repository import ROOT
 
-from infra.bill.estimate import price
-from infra.catalog import load_catalog
-from infra.definition.model import StackDefinition
-from infra.errors import DefinitionError
-from infra.program.boot import run_config
-from infra.review import policy
-from job.contract import run as run_file
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import DefinitionError
+from gpufleet.infra.program.boot import run_config
+from gpufleet.infra.review import policy
+from gpufleet.job.contract import run as run_file
 
 PACK = ROOT / "policy"
 INPUTS: dict[str, Any] = {

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from infra.risk.cadence import optimal
-from infra.risk.hazard import Hazard
-from infra.risk.simulation import Exposure, simulate
+from gpufleet.infra.risk.cadence import optimal
+from gpufleet.infra.risk.hazard import Hazard
+from gpufleet.infra.risk.simulation import Exposure, simulate
 
 RUN = Exposure(
     setup_h=0.2,

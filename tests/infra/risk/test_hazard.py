@@ -8,8 +8,8 @@ from datetime import date
 import numpy as np
 import pytest
 
-from infra.evidence.observations import Observation
-from infra.risk.hazard import DRIFT, HAZARD_MEDIAN, HAZARD_SIGMA, Hazard, Key, find, learn, of_node, word
+from gpufleet.infra.evidence.observations import Observation
+from gpufleet.infra.risk.hazard import DRIFT, HAZARD_MEDIAN, HAZARD_SIGMA, Hazard, Key, find, learn, of_node, word
 
 DAY = date(2026, 11, 1)
 NORMALS = np.random.default_rng(3).standard_normal(200_000)

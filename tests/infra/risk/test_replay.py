@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from traces import markov, stretches
 
-from infra.errors import GpufleetError
-from infra.risk import replay
-from infra.risk.hazard import Hazard, Key, learn
-from infra.risk.simulation import Exposure, simulate
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.risk import replay
+from gpufleet.infra.risk.hazard import Hazard, Key, learn
+from gpufleet.infra.risk.simulation import Exposure, simulate
 
 # A quarter of an hour of set-up and 2 hours of work at 1 USD/h and 0.10 for the disk; every notice is handled.
 RUN = Exposure(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from traces import markov
 
-from infra.evidence.traces import Trace
-from infra.risk import replay
-from infra.risk.simulation import Exposure
+from gpufleet.infra.evidence.traces import Trace
+from gpufleet.infra.risk import replay
+from gpufleet.infra.risk.simulation import Exposure
 
 MINUTE_H = 1 / 60
 RUN = Exposure(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from infra.risk.closed_form import break_even, expected_hours
-from infra.risk.hazard import Hazard
-from infra.risk.simulation import Exposure, SimulatedRuns, quantiles, simulate
+from gpufleet.infra.risk.closed_form import break_even, expected_hours
+from gpufleet.infra.risk.hazard import Hazard
+from gpufleet.infra.risk.simulation import Exposure, SimulatedRuns, quantiles, simulate
 
 # Half an hour of set-up and 4 hours of work at 2 USD/h; nothing else costs anything.
 RUN = Exposure(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from infra.risk.simulation import Exposure, quantiles, simulate
+from gpufleet.infra.risk.simulation import Exposure, quantiles, simulate
 
 NOTICE_H, MINUTE_H = 2 / 60, 1 / 60
 BASE = Exposure(

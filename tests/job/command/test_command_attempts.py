@@ -20,8 +20,8 @@ from command_world import FORMATS, OWN_CODE, STEP_LINE, of_format, parameters, w
 from command_world import PYTHON as OWN_PYTHON
 from repository import ROOT
 
-from job import atomic
-from rehearsal.imds import Imds
+from gpufleet.job import atomic
+from gpufleet.rehearsal.imds import Imds
 
 NAMES = ("hf-trainer",)
 
@@ -35,7 +35,7 @@ class SupervisedNode:
         (self.workdir / "user" / "code").symlink_to(OWN_CODE)
         run_json = runs.place(self.workdir, run)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "job", str(run_json)],
+            [sys.executable, "-m", "gpufleet.job", str(run_json)],
             cwd=ROOT,
             env=runs.environment_of(self.bucket, instance, **environment),
             stdout=subprocess.DEVNULL,

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from job.command import checkpoints as module
-from job.command.checkpoints import CommandCheckpoints
-from job.command.names import Names, torn
-from job.contract import commit
-from job.contract.metrics import Save
-from job.spec import convert
-from job.spec.command import CommandConfig
+from gpufleet.job.command import checkpoints as module
+from gpufleet.job.command.checkpoints import CommandCheckpoints
+from gpufleet.job.command.names import Names, torn
+from gpufleet.job.contract import commit
+from gpufleet.job.contract.metrics import Save
+from gpufleet.job.spec import convert
+from gpufleet.job.spec.command import CommandConfig
 
 
 def config(**checkpoint: Any) -> CommandConfig:

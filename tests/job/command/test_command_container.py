@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from command_world import PYTHON, CommandJob, of_format, parameters
 
-from job.contract.environment import JOB_CONTAINER
-from job.node.jobs import Jobs
-from job.node.settings import InstanceIdentity, Settings
-from rehearsal.node import STANDINS
+from gpufleet.job.contract.environment import JOB_CONTAINER
+from gpufleet.job.node.jobs import Jobs
+from gpufleet.job.node.settings import InstanceIdentity, Settings
+from gpufleet.rehearsal.node import STANDINS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what a container keeps together, Linux alone can show")
 IDENTITY = InstanceIdentity(instance="i-1", type="g5.2xlarge", zone="us-east-2a", launched_at="")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from command_world import PYTHON, CommandJob, kill, of_format, parameters
 
-from job.command.endings import End, judge
-from job.contract.messages import CommandEnd, Fatal, Stop
-from job.spec import convert
-from job.spec.command import CommandConfig
+from gpufleet.job.command.endings import End, judge
+from gpufleet.job.contract.messages import CommandEnd, Fatal, Stop
+from gpufleet.job.spec import convert
+from gpufleet.job.spec.command import CommandConfig
 
 Z = ("bye",)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_world import CommandJob, parameters
 
-from job.command.given import Folders, secrets
+from gpufleet.job.command.given import Folders, secrets
 
 VALUE = "s3cr3t-value-of-a-token"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from command_world import FORMATS, CommandJob, kill, of_format, wrong
 
-from job.command import processes
+from gpufleet.job.command import processes
 
 SEED = 11
 # Saves take most of the time; one file that is written over and over is left alone for a second, to be seen at all.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_world import PYTHON, CommandJob, of_format, parameters, wrong
 
-from job.contract.messages import SaveRequest, Stop
+from gpufleet.job.contract.messages import SaveRequest, Stop
 
 
 def stopped(job: CommandJob, *, seen: str, reason: str = "notice") -> int:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from job import measured
-from job.command import reader
-from job.command.reader import Metrics, StepReader
-from job.contract import metrics
-from job.contract.metrics import Save
+from gpufleet.job import measured
+from gpufleet.job.command import reader
+from gpufleet.job.command.reader import Metrics, StepReader
+from gpufleet.job.contract import metrics
+from gpufleet.job.contract.metrics import Save
 
 LINE = r"^step (?P<step>\d+)( took (?P<step_ms>\d+))?( val (?P<val>[\d.]+))?"
 

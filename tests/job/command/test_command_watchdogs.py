@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from job.command.watchdogs import Gpus, StartWatch
+from gpufleet.job.command.watchdogs import Gpus, StartWatch
 
 
 class WatchedStart:
     """A start that is watched on a clock of its own, at one dollar an hour."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, every_s: float | None = 600.0) -> None:
-        monkeypatch.setattr("job.command.watchdogs.asked", lambda: 50.0)
+        monkeypatch.setattr("gpufleet.job.command.watchdogs.asked", lambda: 50.0)
         self.now, self.said = 1_000_000.0, list[str]()
         self.gpus = Gpus(lambda: self.now)
         self.gpus.close()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from job.contract import messages
-from job.contract.messages import Message
+from gpufleet.job.contract import messages
+from gpufleet.job.contract.messages import Message
 
 WRITTEN = [
     messages.Start(rung=2),

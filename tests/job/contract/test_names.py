@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from job.contract import attempt, bucket, codes, commit, done, environment, inputs, receipt, workdir
+from gpufleet.job.contract import attempt, bucket, codes, commit, done, environment, inputs, receipt, workdir
 
 OWNERS = (bucket, codes, commit, environment, inputs, workdir)
 SOURCES = [path for folder in ("job", "infra", "rehearsal") for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sft_world import jsonl
 
-from job.dataset.chat import JsonlChats, Turn
+from gpufleet.job.dataset.chat import JsonlChats, Turn
 
 ROWS = json.dumps({"instruction": "a", "response": "b"}).encode() * 9
 

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from sft_world import CHATML, LLAMA, bpe, jsonl
 
-from job.dataset import packed
-from job.dataset.chat import GeneratedPairs, JsonlChats
-from job.dataset.packing import PackedRows, Packing, evened, first_fit_decreasing, order
-from job.dataset.prepare import DatasetManifest, read_manifest
-from job.dataset.rendering import (
+from gpufleet.job.dataset import packed
+from gpufleet.job.dataset.chat import GeneratedPairs, JsonlChats
+from gpufleet.job.dataset.packing import PackedRows, Packing, evened, first_fit_decreasing, order
+from gpufleet.job.dataset.prepare import DatasetManifest, read_manifest
+from gpufleet.job.dataset.rendering import (
     TEMPLATES,
     FileTokenizer,
     Renderer,
     WordTokenizer,
     open_chat_tokenizer,
 )
-from job.spec.common import DecoderConfig
-from job.spec.sft import ChatData, RowEval, SftConfig
+from gpufleet.job.spec.common import DecoderConfig
+from gpufleet.job.spec.sft import ChatData, RowEval, SftConfig
 
 CONFIG = SftConfig(
     model=DecoderConfig(vocab=512, layers=2, width=64, heads=4, kv_heads=2, head_dim=16, ffn=176),

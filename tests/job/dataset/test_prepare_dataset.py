@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from job.dataset import prepare, sources
-from job.dataset.prepare import existing_dataset, read_manifest
-from job.dataset.shards import HEADER, read_header
-from job.dataset.sources import Generated, TextFile, TextTokenizer
-from job.dataset.tokenizer import Bytes, Words, open_tokenizer
+from gpufleet.job.dataset import prepare, sources
+from gpufleet.job.dataset.prepare import existing_dataset, read_manifest
+from gpufleet.job.dataset.shards import HEADER, read_header
+from gpufleet.job.dataset.sources import Generated, TextFile, TextTokenizer
+from gpufleet.job.dataset.tokenizer import Bytes, Words, open_tokenizer
 
 STORIES = [f"Story number {n}. It ends well." for n in range(150)]
 
@@ -177,7 +177,7 @@ def test_gpt2s_file_given_by_hand_travels_with_the_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     words = ["<|endoftext|>", "[UNK]", *sorted({word for story in STORIES for word in story.split()})]
-    monkeypatch.setattr("job.dataset.tokenizer.GPT2_VOCAB", len(words))
+    monkeypatch.setattr("gpufleet.job.dataset.tokenizer.GPT2_VOCAB", len(words))
     bpe = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     bpe.save(str(tmp_path / "tokenizer.json"))

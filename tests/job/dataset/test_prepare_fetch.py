@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from job.dataset import prepare, sources
-from job.dataset.sources import FetchError, TextTokenizer, TinyStories
+from gpufleet.job.dataset import prepare, sources
+from gpufleet.job.dataset.sources import FetchError, TextTokenizer, TinyStories
 
 STORY = "Once upon a time there was a fox.\n\nIt slept.\n<|endoftext|>\n"
 
@@ -148,7 +148,7 @@ def tinystories(url: str, files: Files, tmp_path: Path, count: int) -> TinyStori
 def test_tinystories_becomes_a_dataset_of_its_first_stories(
     url: str, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("job.dataset.sources.TINYSTORIES_STORY_BYTES", 10)  # too little at first: it grows
+    monkeypatch.setattr("gpufleet.job.dataset.sources.TINYSTORIES_STORY_BYTES", 10)  # too little at first: it grows
     manifest = prepare.prepare(tmp_path / "set", tinystories(url, files, tmp_path, 200), model_vocab=300)
     assert manifest.stories == {"train": 198, "validation": 2}
     assert files.sent < len(files.content)

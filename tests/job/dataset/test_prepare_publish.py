@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from job.dataset.prepare import DatasetManifest, describe, publish, read_manifest, verify
+from gpufleet.job.dataset.prepare import DatasetManifest, describe, publish, read_manifest, verify
 
 FACTS = {"train_characters": 1200, "validation_characters": 12, "vocab": 17}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sft_world import CHATML, LLAMA, bpe
 
-from job.dataset.chat import Turn
-from job.dataset.rendering import (
+from gpufleet.job.dataset.chat import Turn
+from gpufleet.job.dataset.rendering import (
     TEMPLATES,
     FileTokenizer,
     Renderer,

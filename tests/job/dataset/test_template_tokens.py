@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from train_world import StopAt
 
-from job.dataset import weights
-from job.dataset.packed import prepare_sft
-from job.dataset.rendering import TEMPLATES
-from job.experiments.kernel.pairs import byte_tokenizer
-from job.models import hf, lora
-from job.models.decoder import Decoder, build
-from job.spec import from_json
-from job.spec.sft import Lora, SftConfig
+from gpufleet.job.dataset import weights
+from gpufleet.job.dataset.packed import prepare_sft
+from gpufleet.job.dataset.rendering import TEMPLATES
+from gpufleet.job.experiments.kernel.pairs import byte_tokenizer
+from gpufleet.job.models import hf, lora
+from gpufleet.job.models.decoder import Decoder, build
+from gpufleet.job.spec import from_json
+from gpufleet.job.spec.sft import Lora, SftConfig
 
 IDS = list(range(256, 260))  # of Llama's four, in a tokenizer of bytes
 END = IDS[-1]

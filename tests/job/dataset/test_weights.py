@@ -17,11 +17,11 @@ from repository import ROOT
 from safetensors.numpy import save_file
 from supervisor_world import Bench
 
-from job.contract.run import load
-from job.dataset import weights
-from job.dataset.prepare import read_manifest
-from job.models import hf_config
-from job.supervisor import staging
+from gpufleet.job.contract.run import load
+from gpufleet.job.dataset import weights
+from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.models import hf_config
+from gpufleet.job.supervisor import staging
 
 INDEX = "model.safetensors.index.json"
 

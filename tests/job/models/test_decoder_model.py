@@ -12,14 +12,14 @@ from decoder_models import FAMILIES, as_arguments, examples, generator, model, p
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from job.models import decoder, lora
-from job.models.decoder import build, decays, frequencies, positions
-from job.models.generate import _choose, generate, uniform
-from job.models.linear_loss import CHUNK_TOKENS, IGNORED, chunk_loss, linear_loss
-from job.spec.common import QWEN3_8B
-from job.spec.common import DecoderConfig as Shape
-from job.spec.sft import Lora, SftConfig
-from job.train.optimizer import groups
+from gpufleet.job.models import decoder, lora
+from gpufleet.job.models.decoder import build, decays, frequencies, positions
+from gpufleet.job.models.generate import _choose, generate, uniform
+from gpufleet.job.models.linear_loss import CHUNK_TOKENS, IGNORED, chunk_loss, linear_loss
+from gpufleet.job.spec.common import QWEN3_8B
+from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.spec.sft import Lora, SftConfig
+from gpufleet.job.train.optimizer import groups
 
 QWEN25_7B = Shape(
     family="qwen2",
@@ -133,7 +133,7 @@ def test_the_varlen_kernel_is_given_the_examples_that_the_mask_tells_apart(
     starts = torch.tensor([0, 5, 14, 16, 24, 48, 49, 50, 70, 72, 72, 72], dtype=torch.int32)
     masked = module(*as_arguments(rows)).loss_sum
     monkeypatch.setattr(decoder, "varlen_runs", lambda device, compute: True)
-    monkeypatch.setattr("job.models.decoder.varlen.varlen_attn", slow_varlen)
+    monkeypatch.setattr("gpufleet.job.models.decoder.varlen.varlen_attn", slow_varlen)
     torch.testing.assert_close(module(*as_arguments(rows), starts).loss_sum, masked, rtol=1e-12, atol=0)
 
 
@@ -199,7 +199,7 @@ def test_the_chunked_loss_and_its_gradients_equal_torchs(dtype: torch.dtype) -> 
 
 
 def test_the_gradient_of_a_bf16_table_is_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("job.models.linear_loss.CHUNK_TOKENS", 8)
+    monkeypatch.setattr("gpufleet.job.models.linear_loss.CHUNK_TOKENS", 8)
     x = torch.randn(2048, 24, generator=generator()).bfloat16()
     weight = torch.randn(96, 24, generator=generator(8)).bfloat16().requires_grad_()
     targets = torch.randint(96, (2048,), generator=generator(9))

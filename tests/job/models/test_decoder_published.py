@@ -14,14 +14,14 @@ from decoder_models import FAMILIES, generator, model, packed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from job.dataset import weights
-from job.models import hf, hf_config, lora
-from job.models.decoder import Decoder, build
-from job.models.generate import generate
-from job.models.linear_loss import IGNORED
-from job.spec.common import QWEN3_8B
-from job.spec.common import DecoderConfig as Shape
-from job.spec.sft import Lora
+from gpufleet.job.dataset import weights
+from gpufleet.job.models import hf, hf_config, lora
+from gpufleet.job.models.decoder import Decoder, build
+from gpufleet.job.models.generate import generate
+from gpufleet.job.models.linear_loss import IGNORED
+from gpufleet.job.spec.common import QWEN3_8B
+from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.spec.sft import Lora
 
 SHARD = 20_000  # bytes: every family needs several files
 

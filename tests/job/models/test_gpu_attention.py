@@ -12,14 +12,14 @@ import torch
 import train_world as world
 from torch import nn
 
-from job.experiments.growth import model as growth
-from job.experiments.growth.run import TinystoriesGrowth
-from job.experiments.pretrain import model as char_gpt
-from job.models import decoder
-from job.models.blocks import any_length
-from job.models.generate import generate
-from job.spec.common import DecoderConfig as Shape
-from job.spec.pretrain import CharModel
+from gpufleet.job.experiments.growth import model as growth
+from gpufleet.job.experiments.growth.run import TinystoriesGrowth
+from gpufleet.job.experiments.pretrain import model as char_gpt
+from gpufleet.job.models import decoder
+from gpufleet.job.models.blocks import any_length
+from gpufleet.job.models.generate import generate
+from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.spec.pretrain import CharModel
 
 SHAPE = Shape(
     vocab=32, layers=1, width=16, heads=4, kv_heads=2, head_dim=4, ffn=16, rope_theta=1e4, rope_scaling="none"

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from job.experiments.growth import model as growth
-from job.experiments.pretrain import model as char_gpt
-from job.models import decoder, lora
-from job.spec import GrowthConfig
-from job.spec.common import DecoderConfig as Shape
-from job.spec.growth import Batch, GrowthModel, Precision, TextData
-from job.spec.pretrain import CharModel
-from job.spec.sft import Lora
-from job.train.step import compiled
+from gpufleet.job.experiments.growth import model as growth
+from gpufleet.job.experiments.pretrain import model as char_gpt
+from gpufleet.job.models import decoder, lora
+from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.spec.growth import Batch, GrowthModel, Precision, TextData
+from gpufleet.job.spec.pretrain import CharModel
+from gpufleet.job.spec.sft import Lora
+from gpufleet.job.train.step import compiled
 
 ROW = 8
 GROWTH = GrowthConfig(

@@ -12,14 +12,14 @@ from memory_count import Alive
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from job.experiments.growth.model import Growth, build, load
-from job.models import decoder, lora
-from job.models.blocks import DTYPES, rotations
-from job.spec import Precision
-from job.spec.common import Compute, TokenBatch
-from job.spec.common import DecoderConfig as Shape
-from job.spec.sft import Lora, SftConfig
-from job.spec.tuning import layer_activation_bytes
+from gpufleet.job.experiments.growth.model import Growth, build, load
+from gpufleet.job.models import decoder, lora
+from gpufleet.job.models.blocks import DTYPES, rotations
+from gpufleet.job.spec import Precision
+from gpufleet.job.spec.common import Compute, TokenBatch
+from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.spec.sft import Lora, SftConfig
+from gpufleet.job.spec.tuning import layer_activation_bytes
 
 pytestmark = pytest.mark.xdist_group("growth")
 

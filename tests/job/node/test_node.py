@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
 
-from job.spec import EXPERIMENTS
+from gpufleet.job.spec import EXPERIMENTS
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_the_container_is_told_who_and_where_it_is(node: StubNode) -> None:
         "-e GPUFLEET_INSTANCE_TYPE=g5.2xlarge -e GPUFLEET_ZONE=us-east-2a -e GPUFLEET_LAUNCHED_AT=20",
         "-e AWS_REGION -e AWS_DEFAULT_REGION -e AWS_METADATA_SERVICE_NUM_ATTEMPTS ",  # as exported
         "-e AWS_ENDPOINT_URL ",
-        "python -m job /gpufleet/run/run.json",
+        "python -m gpufleet.job /gpufleet/run/run.json",
     ):
         assert part in call
     assert "AWS_SECRET_ACCESS_KEY" not in call  # not set on EC2: the role is used

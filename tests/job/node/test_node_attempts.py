@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from job.contract.attempt import AttemptRecord
-from job.node.attempts import futile_boots, newest_manifest
+from gpufleet.job.contract.attempt import AttemptRecord
+from gpufleet.job.node.attempts import futile_boots, newest_manifest
 
 CRASH: dict[str, Any] = {"exit": {"code": 1, "notice": False}}
 NOTICE: dict[str, Any] = {"exit": {"code": 75, "notice": True}}

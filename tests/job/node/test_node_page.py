@@ -7,7 +7,7 @@ import re
 import pytest
 from repository import ROOT
 
-from job.contract.codes import AttemptExit
+from gpufleet.job.contract.codes import AttemptExit
 
 PAGE = (ROOT / "docs/interruptions.md").read_text()
 

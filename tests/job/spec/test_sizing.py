@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from job.spec import (
+from gpufleet.job.spec import (
     Batch,
     GrowthConfig,
     GrowthModel,
@@ -17,10 +17,10 @@ from job.spec import (
     TwoTowerConfig,
     tuning,
 )
-from job.spec.common import Memory, Rung
-from job.spec.growth import shape
-from job.spec.pretrain import CharModel, MuonAdamW
-from job.spec.sft import answers_at_once
+from gpufleet.job.spec.common import Memory, Rung
+from gpufleet.job.spec.growth import shape
+from gpufleet.job.spec.pretrain import CharModel, MuonAdamW
+from gpufleet.job.spec.sft import answers_at_once
 
 FULL = GrowthConfig()
 SMALL = replace(

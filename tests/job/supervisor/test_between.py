@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from supervisor_world import Bench, FakeTrainer, FaultyStore, NodeDeath
 
-from job.contract.attempt import Exit, Node
-from job.supervisor import attempts, staging
-from job.supervisor.store import FolderStore, GivenUpError, StoreError, open_store
+from gpufleet.job.contract.attempt import Exit, Node
+from gpufleet.job.supervisor import attempts, staging
+from gpufleet.job.supervisor.store import FolderStore, GivenUpError, StoreError, open_store
 
 
 class SlowInputs:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from job.supervisor import bootstrap, machine
-from job.supervisor.child import Child, JobLog, MetricsFollower, trainer
+from gpufleet.job.supervisor import bootstrap, machine
+from gpufleet.job.supervisor.child import Child, JobLog, MetricsFollower, trainer
 
 
 def alive(pid: int) -> bool:
@@ -142,7 +142,7 @@ def test_one_that_waits_can_be_killed(tmp_path: Path) -> None:
 def test_a_process_that_left_the_group_and_holds_the_output_does_not_hold_the_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("job.supervisor.child.KILL_S", 0.2)
+    monkeypatch.setattr("gpufleet.job.supervisor.child.KILL_S", 0.2)
     code = "import subprocess, sys; subprocess.Popen(['sleep', '2'], start_new_session=True); print('out')"
     child = start(JobLog(tmp_path / "job.log", BytesIO()), code)
     began = time.monotonic()
@@ -159,7 +159,7 @@ def test_the_trainer_does_not_outlive_a_killed_supervisor() -> None:
     code = (
         "import os, subprocess, sys, time;"
         "inner = 'import os, time; print(os.getpid(), flush=True); time.sleep(99)';"
-        "words = [sys.executable, '-m', 'job.supervisor.leash', str(os.getpid()), '-c', inner];"
+        "words = [sys.executable, '-m', 'gpufleet.job.supervisor.leash', str(os.getpid()), '-c', inner];"
         "subprocess.Popen(words, process_group=0); time.sleep(99)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
@@ -175,7 +175,7 @@ def test_the_trainer_does_not_outlive_a_killed_supervisor() -> None:
 
 def test_the_trainers_command_line_is_the_contracts() -> None:
     words = trainer(Path("/gpufleet/run"), 3)
-    assert words[words.index("job.train") :] == ["job.train", "/gpufleet/run", "--rung", "3"]
+    assert words[words.index("gpufleet.job.train") :] == ["gpufleet.job.train", "/gpufleet/run", "--rung", "3"]
     assert trainer(Path("/gpufleet/run"), None)[-2:] == ["/gpufleet/run", "--wait"]
 
 
@@ -237,7 +237,8 @@ def test_only_what_the_image_lacks_is_installed_with_its_hashes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "needed"), [("job.train", {"safetensors", "tokenizers"}), ("job.command", {"boto3", "botocore"})]
+    ("module", "needed"),
+    [("gpufleet.job.train", {"safetensors", "tokenizers"}), ("gpufleet.job.command", {"boto3", "botocore"})],
 )
 def test_every_package_of_the_real_lists_has_a_pin_and_a_hash(module: str, needed: set[str]) -> None:
     def none(name: str) -> str:
@@ -255,7 +256,7 @@ def test_pip_is_told_to_take_nothing_but_the_pinned_bytes(tmp_path: Path) -> Non
 
 
 def test_nothing_is_installed_when_nothing_is_missing(tmp_path: Path) -> None:
-    bootstrap.ensure(tmp_path / "packages", bootstrap.listed("job.train"))
+    bootstrap.ensure(tmp_path / "packages", bootstrap.listed("gpufleet.job.train"))
     assert not (tmp_path / "packages").exists()
 
 
@@ -286,7 +287,7 @@ def test_missing_packages_are_installed_and_the_program_starts_anew_with_them(
     monkeypatch.delenv(bootstrap.MARK, raising=False)
     monkeypatch.setenv("PYTHONPATH", "/app")
     bootstrap.ensure(tmp_path / "packages", listed)
-    assert started == [[sys.executable, "-m", "job", "run.json"]]
+    assert started == [[sys.executable, "-m", "gpufleet.job", "run.json"]]
     assert os.environ["PYTHONPATH"] == f"/app{os.pathsep}{tmp_path / 'packages'}"
     with pytest.raises(RuntimeError, match="yet not found"):
         bootstrap.ensure(tmp_path / "packages", listed)
@@ -295,7 +296,7 @@ def test_missing_packages_are_installed_and_the_program_starts_anew_with_them(
 
 def test_a_run_config_that_no_node_can_read_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"schema": 1, "job": {}}')
-    words = [sys.executable, "-m", "job", str(tmp_path / "run.json")]
+    words = [sys.executable, "-m", "gpufleet.job", str(tmp_path / "run.json")]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 70
     assert "fatal" in ended.stdout

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore, NodeDeath, interrupted, notice_at, outage, state
 
-from job import atomic
-from job.contract.attempt import Exit
-from job.spec import GrowthConfig
-from job.supervisor import attempts
-from job.supervisor.store import StoreError
+from gpufleet.job import atomic
+from gpufleet.job.contract.attempt import Exit
+from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.supervisor import attempts
+from gpufleet.job.supervisor.store import StoreError
 
 
 def hang(trainer: FakeTrainer) -> None:
@@ -298,7 +298,7 @@ def test_a_crash_publishes_what_was_committed_and_leaves_the_run_open(tmp_path: 
 def test_a_silent_trainer_is_killed_as_a_crash_when_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], step: int, patience_s: int
 ) -> None:
-    monkeypatch.setattr("job.supervisor.attempt.TICK_S", 10.0)
+    monkeypatch.setattr("gpufleet.job.supervisor.attempt.TICK_S", 10.0)
     bench = Bench(tmp_path)
     for section, changed in settings.items():
         bench.tree["job"]["parameters"][section].update(changed)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from job.contract.run import NoticeEstimate, PhaseEstimate
-from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig, from_json
-from job.supervisor.forecast import Forecast
+from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
+from gpufleet.job.spec import (
+    GrowthConfig,
+    JobConfig,
+    KernelConfig,
+    PretrainConfig,
+    SftConfig,
+    TwoTowerConfig,
+    from_json,
+)
+from gpufleet.job.supervisor.forecast import Forecast
 
 
 def test_how_long_a_stop_takes_follows_the_steps_that_the_bill_has_counted() -> None:

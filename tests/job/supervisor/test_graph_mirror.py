@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from supervisor_world import Bench, FakeTrainer, FaultyStore, Inline, Queue
 
-from job import atomic
-from job.contract.run import load
-from job.contract.workdir import GRAPHS
-from job.supervisor import compile_cache
-from job.supervisor.compile_cache import MOST_BYTES, GraphMirror, place
-from job.supervisor.store import FolderStore, StoreError
+from gpufleet.job import atomic
+from gpufleet.job.contract.run import load
+from gpufleet.job.contract.workdir import GRAPHS
+from gpufleet.job.supervisor import compile_cache
+from gpufleet.job.supervisor.compile_cache import MOST_BYTES, GraphMirror, place
+from gpufleet.job.supervisor.store import FolderStore, StoreError
 
 
 def folder(trainer: FakeTrainer) -> Path:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from supervisor_world import STEPS, Bench, FakeTrainer, interrupted
 
-from job import atomic
-from job.spec import GrowthConfig
+from gpufleet.job import atomic
+from gpufleet.job.spec import GrowthConfig
 
 
 @pytest.mark.parametrize(

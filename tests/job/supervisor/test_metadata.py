@@ -11,8 +11,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from job.supervisor.metadata import NOTICE_PATH, REBALANCE_PATH, TOKEN_S, Metadata, MetadataThread, http_fetch
-from rehearsal.imds import Fault, Imds
+from gpufleet.job.supervisor.metadata import NOTICE_PATH, REBALANCE_PATH, TOKEN_S, Metadata, MetadataThread, http_fetch
+from gpufleet.rehearsal.imds import Fault, Imds
 
 NOW = 1_800_000_000.0
 SOON = datetime.fromtimestamp(NOW + 120, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import runs
 
-from job.contract.attempt import AttemptRecord, Node
-from job.contract.run import Rates, RunLimits, load
-from job.supervisor import attempts, fleet
-from job.supervisor.meter import Meter, spot_history
-from job.supervisor.store import FolderStore
+from gpufleet.job.contract.attempt import AttemptRecord, Node
+from gpufleet.job.contract.run import Rates, RunLimits, load
+from gpufleet.job.supervisor import attempts, fleet
+from gpufleet.job.supervisor.meter import Meter, spot_history
+from gpufleet.job.supervisor.store import FolderStore
 
 T0 = runs.LAUNCHED
 SPOT = Rates(

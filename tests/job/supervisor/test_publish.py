@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 from supervisor_world import STEPS, Bench, FakeClock, FaultyStore, NodeDeath, commit, publisher, state
 
-from job import atomic
-from job.contract.commit import Manifest
-from job.contract.workdir import START
-from job.supervisor.publish import commits
-from job.supervisor.store import GivenUpError, StoreError
-from job.train.checkpoint import Checkpoints
+from gpufleet.job import atomic
+from gpufleet.job.contract.commit import Manifest
+from gpufleet.job.contract.workdir import START
+from gpufleet.job.supervisor.publish import commits
+from gpufleet.job.supervisor.store import GivenUpError, StoreError
+from gpufleet.job.train.checkpoint import Checkpoints
 
 MANIFEST_3 = "ckpt/step_00000003/manifest.json"
 
@@ -178,7 +178,7 @@ def test_the_measured_pace_of_a_checkpoint_leaves_its_exports_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, clock = Bench(tmp_path), FakeClock()
-    monkeypatch.setattr("job.supervisor.publish.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("gpufleet.job.supervisor.publish.time", SimpleNamespace(monotonic=clock))
     (tmp_path / "w" / "exports").mkdir(parents=True)
     (tmp_path / "w" / "exports" / "a.bin").write_bytes(b"weights")
     commit(tmp_path / "w", 3, "c", requires=("exports/a",))
@@ -208,7 +208,9 @@ def test_a_publication_that_only_went_on_measures_nothing(tmp_path: Path) -> Non
 def test_a_publication_given_up_leaves_no_manifest_and_can_be_done_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("job.supervisor.publish.ThreadPoolExecutor", lambda _: ThreadPoolExecutor(1))  # one by one
+    monkeypatch.setattr(
+        "gpufleet.job.supervisor.publish.ThreadPoolExecutor", lambda _: ThreadPoolExecutor(1)
+    )  # one by one
     bench = Bench(tmp_path)
     commit(tmp_path / "w", 3, "c")
     made = publisher(bench)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import runs
 
-from job import measured
-from job.contract.attempt import AttemptRecord, Exit, Hardware
-from job.contract.done import FINISHED, Done
-from job.contract.receipt import Receipt
-from job.contract.run import RunFile, load
-from job.supervisor import receipt
-from job.supervisor.attempts import Attempt
+from gpufleet.job import measured
+from gpufleet.job.contract.attempt import AttemptRecord, Exit, Hardware
+from gpufleet.job.contract.done import FINISHED, Done
+from gpufleet.job.contract.receipt import Receipt
+from gpufleet.job.contract.run import RunFile, load
+from gpufleet.job.supervisor import receipt
+from gpufleet.job.supervisor.attempts import Attempt
 
 DONE = Done(FINISHED, "", "i-1", "2027-01-15T09:00:00Z")
 EXTRAS = Decimal("0.015959")

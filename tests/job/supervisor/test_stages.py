@@ -7,8 +7,8 @@ from pathlib import Path
 
 from supervisor_world import Bench, FakeTrainer
 
-from job.supervisor.publish import Mirror
-from job.supervisor.store import FolderStore
+from gpufleet.job.supervisor.publish import Mirror
+from gpufleet.job.supervisor.store import FolderStore
 
 
 def append(workdir: Path, content: str) -> None:

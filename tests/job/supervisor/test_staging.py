@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from supervisor_world import Bench, FaultyStore, commit, publisher, state
 
-from job.contract.commit import read as commit_of
-from job.contract.inputs import InputFile, digest
-from job.contract.run import InputData, load
-from job.spec import GrowthConfig
-from job.supervisor import staging
-from job.supervisor.store import FolderStore, GivenUpError, MissingError, StoreError
+from gpufleet.job.contract.commit import read as commit_of
+from gpufleet.job.contract.inputs import InputFile, digest
+from gpufleet.job.contract.run import InputData, load
+from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.supervisor import staging
+from gpufleet.job.supervisor.store import FolderStore, GivenUpError, MissingError, StoreError
 
 
 @pytest.fixture

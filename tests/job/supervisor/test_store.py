@@ -11,8 +11,8 @@ import pytest
 from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from job.spec.common import PART_BYTES
-from job.supervisor.store import (
+from gpufleet.job.spec.common import PART_BYTES
+from gpufleet.job.supervisor.store import (
     FolderStore,
     GivenUpError,
     MissingError,
@@ -23,7 +23,7 @@ from job.supervisor.store import (
     parent,
     session,
 )
-from rehearsal.imds import Imds
+from gpufleet.rehearsal.imds import Imds
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_write_that_was_cut_short_is_no_object(tmp_path: Path, monkeypatch: py
         target.write_bytes(b"ha")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("job.supervisor.store.shutil.copyfile", full)
+    monkeypatch.setattr("gpufleet.job.supervisor.store.shutil.copyfile", full)
     with pytest.raises(StoreError, match="No space"):
         store.put_file(tmp_path / "w.bin", "w.bin")
     assert store.get_bytes("w.bin") == b"old"

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from supervisor_world import STEPS, Bench, FakeClock, FaultyStore, Inline, Queue, commit, publisher
 
-from job.contract.attempt import Beat
-from job.supervisor import publish
-from job.supervisor.publish import Publisher
-from job.supervisor.store import GivenUpError, StoreError
-from job.supervisor.uploads import Pulse, Uploader
+from gpufleet.job.contract.attempt import Beat
+from gpufleet.job.supervisor import publish
+from gpufleet.job.supervisor.publish import Publisher
+from gpufleet.job.supervisor.store import GivenUpError, StoreError
+from gpufleet.job.supervisor.uploads import Pulse, Uploader
 
 
 def at_once(size: int) -> float:

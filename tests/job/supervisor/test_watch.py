@@ -9,8 +9,8 @@ import pytest
 import runs
 from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore
 
-from job import atomic
-from job.supervisor.store import StoreError
+from gpufleet.job import atomic
+from gpufleet.job.supervisor.store import StoreError
 
 
 def beats(bench: Bench, instance: str = "i-1") -> list[dict[str, object]]:

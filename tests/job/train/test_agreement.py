@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from job.train import parallel
-from job.train.parallel import World
+from gpufleet.job.train import parallel
+from gpufleet.job.train.parallel import World
 
 
 @pytest.mark.parametrize(

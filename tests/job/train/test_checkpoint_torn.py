@@ -19,9 +19,9 @@ import train_world as world
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import STEPS, StopAt
 
-from job import atomic
-from job.contract.commit import Commit
-from job.train.checkpoint import CheckpointDamagedError, Checkpoints, all_finite
+from gpufleet.job import atomic
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.train.checkpoint import CheckpointDamagedError, Checkpoints, all_finite
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -167,7 +167,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(two: Path, monkeyp
 
 @pytest.mark.parametrize("where", ["committed.atomic.write_json", "checkpoint.FileSystemWriter.write_data"])
 def test_a_write_error_is_reported_and_leaves_no_rest(two: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"job.train.{where}", failing)
+    monkeypatch.setattr(f"gpufleet.job.train.{where}", failing)
     checkpoints = opened(two)
     checkpoints.save(state(), commit(3), {})
     (saved,) = checkpoints.wait()
@@ -257,7 +257,7 @@ def test_a_save_waits_for_the_memory_that_is_on_its_way(tmp_path: Path, monkeypa
             time.sleep(0.05)
         return torch.empty_like(tensor)
 
-    monkeypatch.setattr("job.train.checkpoint._host_copy", taken)
+    monkeypatch.setattr("gpufleet.job.train.checkpoint._host_copy", taken)
     checkpoints = opened(tmp_path)
     checkpoints.prepare(state(7.0))
     save(checkpoints, 7)

@@ -19,13 +19,13 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
-from job import atomic
-from job.contract.workdir import GRAPHS
-from job.models.selective import keep_products
-from job.spec.common import Rung
-from job.train import step
-from job.train.compile_cache import CompileCache, name
-from job.train.experiment import Phase, Session
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import GRAPHS
+from gpufleet.job.models.selective import keep_products
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.train import step
+from gpufleet.job.train.compile_cache import CompileCache, name
+from gpufleet.job.train.experiment import Phase, Session
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the compiler's own code
 PHASE = Phase(index=0, name="dense", first=0, steps=10, flops_per_token=1.0, tokens_per_step=8)
@@ -169,7 +169,7 @@ def test_a_full_disk_costs_the_file_and_not_the_run(session: Session, monkeypatc
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("job.train.compile_cache.atomic.write_bytes", full)
+    monkeypatch.setattr("gpufleet.job.train.compile_cache.atomic.write_bytes", full)
     assert start(session)[0] is not None
     assert "compiled graphs are not kept: [Errno 28]" in said(session)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import train_world as world
 
-from job.dataset.shards import HEADER, write_shard
-from job.models.linear_loss import IGNORED
-from job.train.data import Dataset, Windows, draw, mix, read_tokens, split
-from job.train.experiment import Work
-from job.train.parallel import World
+from gpufleet.job.dataset.shards import HEADER, write_shard
+from gpufleet.job.models.linear_loss import IGNORED
+from gpufleet.job.train.data import Dataset, Windows, draw, mix, read_tokens, split
+from gpufleet.job.train.experiment import Work
+from gpufleet.job.train.parallel import World
 
 CPU = torch.device("cpu")
 SEQUENCE = 16

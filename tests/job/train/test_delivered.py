@@ -19,10 +19,10 @@ import train_world as world
 import two_tower_world as two_tower
 from safetensors.torch import load_file
 
-from job import atomic
-from job.experiments.two_tower.run import TwoTower
-from job.train import step
-from job.train.experiment import Experiment
+from gpufleet.job import atomic
+from gpufleet.job.experiments.two_tower.run import TwoTower
+from gpufleet.job.train import step
+from gpufleet.job.train.experiment import Experiment
 
 WORLDS: dict[str, Callable[..., Path]] = {
     "growth": partial(world.make, steps_per_phase=8),

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from job.train import device, step
-from job.train.device import (
+from gpufleet.job.train import device, step
+from gpufleet.job.train.device import (
     ALLOCATORS,
     Device,
     DeviceRefusedError,

@@ -19,19 +19,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from train_world import STEPS, StopAt
 
-from job import atomic
-from job.contract.codes import TrainerExit
-from job.contract.messages import Stop
-from job.contract.metrics import KEYS
-from job.contract.workdir import ACCEPT, PREFLIGHT, START
-from job.experiments.growth import growing
-from job.experiments.growth.run import TinystoriesGrowth
-from job.spec import from_json
-from job.train import __main__ as trainer
-from job.train import export, rungs, step
-from job.train.experiment import LossNotFiniteError, Stopped
-from job.train.loop import Loop
-from job.train.requests import Requests, await_start
+from gpufleet.job import atomic
+from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.contract.messages import Stop
+from gpufleet.job.contract.metrics import KEYS
+from gpufleet.job.contract.workdir import ACCEPT, PREFLIGHT, START
+from gpufleet.job.experiments.growth import growing
+from gpufleet.job.experiments.growth.run import TinystoriesGrowth
+from gpufleet.job.spec import from_json
+from gpufleet.job.train import __main__ as trainer
+from gpufleet.job.train import export, rungs, step
+from gpufleet.job.train.experiment import LossNotFiniteError, Stopped
+from gpufleet.job.train.loop import Loop
+from gpufleet.job.train.requests import Requests, await_start
 
 
 def fatal(workdir: Path) -> str:
@@ -136,14 +136,14 @@ def test_a_trainer_told_to_wait_begins_at_the_rung_it_is_told(tmp_path: Path, mo
         if len(looks) == 3:
             atomic.write_json(tmp_path / START, {"rung": 2})
 
-    monkeypatch.setattr("job.train.requests.time.sleep", sleep)
+    monkeypatch.setattr("gpufleet.job.train.requests.time.sleep", sleep)
     assert await_start(tmp_path) == 2
     assert len(looks) == 3
 
 
 def test_a_trainer_that_waits_ends_with_whoever_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = iter([7, 7, 1])
-    monkeypatch.setattr("job.train.requests.os.getppid", lambda: next(parents))
+    monkeypatch.setattr("gpufleet.job.train.requests.os.getppid", lambda: next(parents))
     with pytest.raises(SystemExit, match="nobody is left"):
         await_start(tmp_path)
 

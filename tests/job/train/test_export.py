@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from job.train import export
+from gpufleet.job.train import export
 
 
 def lost(*_: object) -> None:

@@ -18,21 +18,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
-from job.dataset.prepare import read_manifest
-from job.experiments.growth import model as growth
-from job.experiments.pretrain import characters
-from job.experiments.pretrain import model as char_gpt
-from job.experiments.pretrain.rows import Rows
-from job.experiments.pretrain.run import make_optimizer
-from job.models import decoder, lora
-from job.spec import GrowthConfig, from_json
-from job.spec.pretrain import PretrainConfig
-from job.spec.sft import SftConfig
-from job.train import optimizer
-from job.train.data import Dataset
-from job.train.experiment import Micro
-from job.train.packed_rows import PackedBatches
-from job.train.parallel import World
+from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.experiments.growth import model as growth
+from gpufleet.job.experiments.pretrain import characters
+from gpufleet.job.experiments.pretrain import model as char_gpt
+from gpufleet.job.experiments.pretrain.rows import Rows
+from gpufleet.job.experiments.pretrain.run import make_optimizer
+from gpufleet.job.models import decoder, lora
+from gpufleet.job.spec import GrowthConfig, from_json
+from gpufleet.job.spec.pretrain import PretrainConfig
+from gpufleet.job.spec.sft import SftConfig
+from gpufleet.job.train import optimizer
+from gpufleet.job.train.data import Dataset
+from gpufleet.job.train.experiment import Micro
+from gpufleet.job.train.packed_rows import PackedBatches
+from gpufleet.job.train.parallel import World
 
 GPU = torch.device("cuda", 0)
 Made = tuple[nn.Module, Callable[[], Iterable[Micro]], Callable[[nn.Module], torch.optim.Optimizer]]

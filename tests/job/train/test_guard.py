@@ -23,18 +23,18 @@ import train_world as world
 import two_tower_world as two_tower
 from train_world import StopAt
 
-from job import atomic
-from job.experiments.pretrain.run import Pretrain
-from job.experiments.two_tower.run import TwoTower
-from job.spec import Guard
-from job.spec.job import JobConfig
-from job.spec.sft import SftConfig
-from job.supervisor.publish import commits
-from job.train import step
-from job.train.committed import Committed
-from job.train.device import UTILIZATION_SAMPLES, Device, Utilization
-from job.train.experiment import Experiment
-from job.train.guard import LossSpikeError, SpikeGuard, Thresholds
+from gpufleet.job import atomic
+from gpufleet.job.experiments.pretrain.run import Pretrain
+from gpufleet.job.experiments.two_tower.run import TwoTower
+from gpufleet.job.spec import Guard
+from gpufleet.job.spec.job import JobConfig
+from gpufleet.job.spec.sft import SftConfig
+from gpufleet.job.supervisor.publish import commits
+from gpufleet.job.train import step
+from gpufleet.job.train.committed import Committed
+from gpufleet.job.train.device import UTILIZATION_SAMPLES, Device, Utilization
+from gpufleet.job.train.experiment import Experiment
+from gpufleet.job.train.guard import LossSpikeError, SpikeGuard, Thresholds
 
 GPU = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24.0, driver=None, peak_tflops=70)
 PREDICTED = {"phase": "dense", "tokens_per_s": 1000.0, "mfu": 0.4}
@@ -378,7 +378,7 @@ def test_a_long_evaluation_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Silent for a quarter of an hour, as one of 2,100 rows of sft-h100 is on an L40S, it would be killed each time."""
-    monkeypatch.setattr("job.train.experiment.SPOKEN_S", 0.0)
+    monkeypatch.setattr("gpufleet.job.train.experiment.SPOKEN_S", 0.0)
     workdir = world.make(tmp_path, batch={"micro": 1})
     assert world.train(workdir, StopAt(workdir, 5)) == 75  # it looks three times itself
     assert re.findall(r"evaluation: (\d+)% of its tokens", capsys.readouterr().out) == ["25", "50", "75"]

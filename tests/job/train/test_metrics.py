@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import train_world as world
 
-from job import atomic
-from job.train import metrics
-from job.train.experiment import Phase
-from job.train.journal import Journal, Scalars
-from job.train.parallel import World
+from gpufleet.job import atomic
+from gpufleet.job.train import metrics
+from gpufleet.job.train.experiment import Phase
+from gpufleet.job.train.journal import Journal, Scalars
+from gpufleet.job.train.parallel import World
 
 
 def test_the_console_line_reads_as_the_specification_shows_it() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from job.spec import AdamW
-from job.train import optimizer
+from gpufleet.job.spec import AdamW
+from gpufleet.job.train import optimizer
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux alone")
-narrow_kernel = importlib.import_module("job.train.narrow_kernel")
+narrow_kernel = importlib.import_module("gpufleet.job.train.narrow_kernel")
 
 
 @pytest.fixture

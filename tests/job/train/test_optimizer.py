@@ -10,15 +10,15 @@ import torch
 import train_world as world
 from torch import nn
 
-from job.experiments.growth.model import build
-from job.experiments.growth.run import TinystoriesGrowth
-from job.spec import AdamW, GrowthConfig
-from job.spec.common import Rung
-from job.train import optimizer
-from job.train.device import Device
-from job.train.optimizer import NarrowAdamW, stochastic_bf16
-from job.train.parallel import World
-from job.train.step import update
+from gpufleet.job.experiments.growth.model import build
+from gpufleet.job.experiments.growth.run import TinystoriesGrowth
+from gpufleet.job.spec import AdamW, GrowthConfig
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.train import optimizer
+from gpufleet.job.train.device import Device
+from gpufleet.job.train.optimizer import NarrowAdamW, stochastic_bf16
+from gpufleet.job.train.parallel import World
+from gpufleet.job.train.step import update
 
 CONFIG = AdamW(weight_decay=0.1)
 

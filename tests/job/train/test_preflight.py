@@ -19,14 +19,14 @@ import train_world as world
 from repository import ROOT
 from supervisor_world import Bench, FakeTrainer
 
-from job import atomic
-from job.contract.codes import AttemptExit
-from job.spec import from_json
-from job.supervisor.machine import DriverGpu
-from job.train import preflight
-from job.train.device import Device, NodeRefusedError, choose
-from job.train.parallel import World
-from job.train.preflight import Measured, judge, parse_clocks
+from gpufleet.job import atomic
+from gpufleet.job.contract.codes import AttemptExit
+from gpufleet.job.spec import from_json
+from gpufleet.job.supervisor.machine import DriverGpu
+from gpufleet.job.train import preflight
+from gpufleet.job.train.device import Device, NodeRefusedError, choose
+from gpufleet.job.train.parallel import World
+from gpufleet.job.train.preflight import Measured, judge, parse_clocks
 
 SOUND = Measured(
     gpus=8,
@@ -126,9 +126,9 @@ HANGING = """
 import sys, threading
 from pathlib import Path
 import torch
-from job.train import __main__ as trainer, preflight
-from job.train.device import Device
-from job.train.requests import Requests
+from gpufleet.job.train import __main__ as trainer, preflight
+from gpufleet.job.train.device import Device
+from gpufleet.job.train.requests import Requests
 preflight.LIMIT_S = 0.01
 preflight.measure = lambda device: threading.Event().wait()
 Device.is_cuda = property(lambda self: True)

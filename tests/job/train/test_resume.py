@@ -10,15 +10,15 @@ import train_world as world
 from torch import nn
 from train_world import STEPS, StopAt
 
-from job import atomic
-from job.dataset import prepare, sources
-from job.experiments.growth import model as growth
-from job.experiments.growth.run import TinystoriesGrowth
-from job.spec.growth import CAPACITY
-from job.train import committed
-from job.train.checkpoint import Checkpoints
-from job.train.experiment import Phase
-from job.train.export import META
+from gpufleet.job import atomic
+from gpufleet.job.dataset import prepare, sources
+from gpufleet.job.experiments.growth import model as growth
+from gpufleet.job.experiments.growth.run import TinystoriesGrowth
+from gpufleet.job.spec.growth import CAPACITY
+from gpufleet.job.train import committed
+from gpufleet.job.train.checkpoint import Checkpoints
+from gpufleet.job.train.experiment import Phase
+from gpufleet.job.train.export import META
 
 TOTAL = 3 * STEPS
 # Looks at the stop file: one before each phase's first step, one after each step, one after each phase.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import train_world as world
 
-from job import atomic
-from job.spec import EXPERIMENTS, from_json
+from gpufleet.job import atomic
+from gpufleet.job.spec import EXPERIMENTS, from_json
 
 
 @pytest.mark.parametrize(

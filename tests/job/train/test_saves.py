@@ -18,18 +18,18 @@ import train_world as world
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import STEPS, StopAt
 
-from job import atomic
-from job.contract.commit import Commit
-from job.experiments.growth.run import TinystoriesGrowth
-from job.experiments.kernel.run import Kernel
-from job.experiments.pretrain.run import Pretrain
-from job.spec import from_json
-from job.supervisor.publish import commits
-from job.train import metrics, step
-from job.train.cadence import Cadence, Stall
-from job.train.checkpoint import Checkpoints, Saved, State
-from job.train.committed import Committed
-from job.train.device import Device
+from gpufleet.job import atomic
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.experiments.growth.run import TinystoriesGrowth
+from gpufleet.job.experiments.kernel.run import Kernel
+from gpufleet.job.experiments.pretrain.run import Pretrain
+from gpufleet.job.spec import from_json
+from gpufleet.job.supervisor.publish import commits
+from gpufleet.job.train import metrics, step
+from gpufleet.job.train.cadence import Cadence, Stall
+from gpufleet.job.train.checkpoint import Checkpoints, Saved, State
+from gpufleet.job.train.committed import Committed
+from gpufleet.job.train.device import Device
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -67,7 +67,7 @@ def timed_world(monkeypatch: pytest.MonkeyPatch) -> TimedWorld:
         found.saves.append((commit.step, commit.reason))
         return save(self, state, commit, progress)
 
-    monkeypatch.setattr("job.train.cadence.time", SimpleNamespace(monotonic=lambda: found.now))
+    monkeypatch.setattr("gpufleet.job.train.cadence.time", SimpleNamespace(monotonic=lambda: found.now))
     monkeypatch.setattr(metrics, "StepClock", partial(metrics.StepClock, clock=lambda: found.now))
     monkeypatch.setattr(step, "update", updated)
     monkeypatch.setattr(Checkpoints, "save", saving)

@@ -13,11 +13,11 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from job.experiments.kernel.judge import statistics
-from job.experiments.kernel.judge.funnel import Judge, digest
-from job.experiments.kernel.judge.planted import Candidate
-from job.experiments.kernel.judge.verdict import STAGES, Switches, Verdict
-from job.ledger import Ledger
+from gpufleet.job.experiments.kernel.judge import statistics
+from gpufleet.job.experiments.kernel.judge.funnel import Judge, digest
+from gpufleet.job.experiments.kernel.judge.planted import Candidate
+from gpufleet.job.experiments.kernel.judge.verdict import STAGES, Switches, Verdict
+from gpufleet.job.ledger import Ledger
 
 FULL = "full"
 ROWS: dict[str, Switches] = {

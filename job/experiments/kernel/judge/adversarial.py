@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from textwrap import dedent, indent
 
-from job.experiments.kernel.judge.catalog import BY_NAME
-from job.experiments.kernel.judge.planted import Candidate, source
+from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
+from gpufleet.job.experiments.kernel.judge.planted import Candidate, source
 
 _HEAD = "import torch\nimport triton\nimport triton.language as tl\n"
 _KERNEL = source(BY_NAME["sigmoid"]).removeprefix(_HEAD).replace("def kernel_function(", "def honest(")
@@ -185,7 +185,7 @@ FIXTURES: tuple[Fixture, ...] = (
                 return torch.sigmoid(x)
         """),
     _cheat("imports-the-reference", "", """
-        from job.experiments.kernel.judge import catalog, tasks
+        from gpufleet.job.experiments.kernel.judge import catalog, tasks
         def kernel_function(x):
             return tasks.expected(catalog.BY_NAME["sigmoid"], tasks.Case(name="", tensors=(x,)))
         """),

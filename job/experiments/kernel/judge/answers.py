@@ -12,7 +12,7 @@ import re
 import symtable
 import textwrap
 
-from job.experiments.kernel.judge.catalog import ENTRY
+from gpufleet.job.experiments.kernel.judge.catalog import ENTRY
 
 # A code fence: three or more backticks or tildes; it ends with as many, or with the text.
 FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)

@@ -1,6 +1,6 @@
 """A candidate's process, and the server that forks one for each.
 
-After `python -m job.experiments.kernel.judge.child FD`:
+After `python -m gpufleet.job.experiments.kernel.judge.child FD`:
     serve        imports torch and triton once, computes nothing, forks on request
     compile 90   the same for processes that compile, for sm_90 (compiler.py)
     one JSON     one candidate in a fresh process, for GPUs: CUDA does not survive a fork
@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from job.experiments.kernel.judge import compiler, interpreter, sandbox, wire
-from job.experiments.kernel.judge.watched import GIVEN, Computes, Fences, Ops, filled, refuse_operators
+from gpufleet.job.experiments.kernel.judge import compiler, interpreter, sandbox, wire
+from gpufleet.job.experiments.kernel.judge.watched import GIVEN, Computes, Fences, Ops, filled, refuse_operators
 
 ENTRY = "kernel_function"
 # All that the interpreter would otherwise import in each child anew.

@@ -22,12 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from job import atomic
-from job.experiments.kernel.judge import tasks, timing
-from job.experiments.kernel.judge.catalog import KernelTask
-from job.experiments.kernel.judge.compiler import CACHE
-from job.experiments.kernel.judge.worker import Process, Workers
-from job.spec.kernel import Funnel as Limits
+from gpufleet.job import atomic
+from gpufleet.job.experiments.kernel.judge import tasks, timing
+from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
+from gpufleet.job.experiments.kernel.judge.compiler import CACHE
+from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
+from gpufleet.job.spec.kernel import Funnel as Limits
 
 MOST_BYTES, MOST_FILES = 1 << 26, 1000  # of one source; a kernel's files are about 50 kB
 OUTCOME = "outcome.json"

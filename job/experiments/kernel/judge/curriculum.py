@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from job.experiments.kernel.judge.catalog import TASKS, KernelTask
+from gpufleet.job.experiments.kernel.judge.catalog import TASKS, KernelTask
 
 LOW, HIGH, WEIGHT = 0.2, 0.8, 3.0
 CALLED = re.compile(r"torch\.(?:nn\.functional\.)?(\w+)")

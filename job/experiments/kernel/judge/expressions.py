@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from job.experiments.kernel.judge.vocabulary import (
+from gpufleet.job.experiments.kernel.judge.vocabulary import (
     ACTIVE_DEVICE,
     ASKED_OF_GPUS,
     BUILTINS,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from job.experiments.kernel.judge.wire import Closed, Late, receive
+from gpufleet.job.experiments.kernel.judge.wire import Closed, Late, receive
 
 START_S = 120.0  # to import torch and triton
 PASSED_ON = (  # no credentials
@@ -106,7 +106,7 @@ def python(theirs: socket.socket, arguments: Sequence[str], environment: dict[st
     path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
     fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path}
     return subprocess.Popen(
-        [sys.executable, "-m", "job.experiments.kernel.judge.child", str(theirs.fileno()), *arguments],
+        [sys.executable, "-m", "gpufleet.job.experiments.kernel.judge.child", str(theirs.fileno()), *arguments],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         env={**kept, **fixed, **environment},

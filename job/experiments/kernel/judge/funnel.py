@@ -23,14 +23,22 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from job.experiments.kernel.judge import catalog, planted, rules, source_text, tasks, timing, wire
-from job.experiments.kernel.judge.catalog import KernelTask
-from job.experiments.kernel.judge.compilation import Compilation
-from job.experiments.kernel.judge.planted import Candidate
-from job.experiments.kernel.judge.timing import Rejected, Timing
-from job.experiments.kernel.judge.verdict import STAGES, Course, Switches, Verdict
-from job.experiments.kernel.judge.worker import GREET_S, Lost, NoDeviceError, NotBegun, OutOfTime, Process, Workers
-from job.spec.kernel import Funnel as Limits
+from gpufleet.job.experiments.kernel.judge import catalog, planted, rules, source_text, tasks, timing, wire
+from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
+from gpufleet.job.experiments.kernel.judge.compilation import Compilation
+from gpufleet.job.experiments.kernel.judge.planted import Candidate
+from gpufleet.job.experiments.kernel.judge.timing import Rejected, Timing
+from gpufleet.job.experiments.kernel.judge.verdict import STAGES, Course, Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.worker import (
+    GREET_S,
+    Lost,
+    NoDeviceError,
+    NotBegun,
+    OutOfTime,
+    Process,
+    Workers,
+)
+from gpufleet.job.spec.kernel import Funnel as Limits
 
 
 class _ReferenceLost(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from job.experiments.kernel.judge.catalog import ENTRY, TASKS, KernelTask
+from gpufleet.job.experiments.kernel.judge.catalog import ENTRY, TASKS, KernelTask
 
 Kind = Literal["correct", "syntax-error", "wrong-result", "writes-nothing", "small-shapes-only"]
 STOPS_AT: dict[str, int] = {  # stage of the funnel; 6: none

@@ -16,9 +16,9 @@ import builtins
 import threading
 from collections.abc import Iterable
 
-from job.experiments.kernel.judge import source_text
-from job.experiments.kernel.judge.catalog import ENTRY
-from job.experiments.kernel.judge.expressions import (
+from gpufleet.job.experiments.kernel.judge import source_text
+from gpufleet.job.experiments.kernel.judge.catalog import ENTRY
+from gpufleet.job.experiments.kernel.judge.expressions import (
     NO_GRADIENTS,
     Expressions,
     Forbidden,
@@ -26,7 +26,7 @@ from job.experiments.kernel.judge.expressions import (
     call_arguments,
     stored,
 )
-from job.experiments.kernel.judge.vocabulary import ALLOWED_OPS, ALONE, METHODS, MODULES, OF_BLOCKS
+from gpufleet.job.experiments.kernel.judge.vocabulary import ALLOWED_OPS, ALONE, METHODS, MODULES, OF_BLOCKS
 
 PYTHONS = frozenset(dir(builtins))  # what a name means at the top of a module before, or where, it is given no meaning
 DECORATORS = ("triton.jit", "triton.autotune", "triton.heuristics")

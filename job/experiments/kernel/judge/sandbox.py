@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from job.experiments.kernel.judge.compiler import CACHE
+from gpufleet.job.experiments.kernel.judge.compiler import CACHE
 
 WITH_PROCESSES = 0x10000000 | 0x40000000 | 0x08000000 | 0x00020000  # user, network, IPC, mounts
 NAMESPACES = WITH_PROCESSES | 0x20000000  # and processes

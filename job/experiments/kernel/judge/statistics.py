@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from statistics import fmean, variance
 
-from job.experiments.student import Z95, t95
+from gpufleet.job.experiments.student import Z95, t95
 
 DRAWS = 2000
 LEVEL = 0.95

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from job.experiments.kernel.judge import wire
-from job.experiments.kernel.judge.catalog import KernelTask
+from gpufleet.job.experiments.kernel.judge import wire
+from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
 
 Ranges = tuple[tuple[int, int, int], ...]  # per dimension: lowest, highest, and from one to the next
 # On a CPU kernels are interpreted, milliseconds per program: just more than one block of 1024, and once 20.

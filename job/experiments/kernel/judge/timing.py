@@ -30,10 +30,10 @@ from functools import partial
 from statistics import median, quantiles
 from typing import Any, Literal
 
-from job.experiments.kernel.judge import rules, tasks, wire
-from job.experiments.kernel.judge.catalog import KernelTask
-from job.experiments.kernel.judge.tasks import Case
-from job.experiments.kernel.judge.worker import Process
+from gpufleet.job.experiments.kernel.judge import rules, tasks, wire
+from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
+from gpufleet.job.experiments.kernel.judge.tasks import Case
+from gpufleet.job.experiments.kernel.judge.worker import Process
 
 WARM_UP, REPEAT, TRIES, FRESH = 2, 0.05, 3, 3
 LISTED, LOOKED_AT = 5, 3  # calls among the trials: a cheat in half of the calls passes both in one of 256

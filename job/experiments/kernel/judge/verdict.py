@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from job.contract import reading
-from job.contract.reading import DoubtError, Fields
-from job.experiments.kernel.judge.planted import Candidate
-from job.experiments.kernel.judge.timing import Timing
-from job.experiments.kernel.judge.worker import Process
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.experiments.kernel.judge.planted import Candidate
+from gpufleet.job.experiments.kernel.judge.timing import Timing
+from gpufleet.job.experiments.kernel.judge.worker import Process
 
 STAGES = ("rules", "compile", "tiny", "full", "timing")
 PASSED = len(STAGES) + 1

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from job.experiments.kernel.judge.vocabulary import METHODS, OF_BLOCKS
+from gpufleet.job.experiments.kernel.judge.vocabulary import METHODS, OF_BLOCKS
 
 FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}  # of no other tensor
 WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_", "result_type"}

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from job.experiments.kernel.judge import usage, wire
-from job.experiments.kernel.judge.compiler import CACHE, CAPABILITY
-from job.experiments.kernel.judge.forkserver import ForkServer, kill_all, offspring, python
+from gpufleet.job.experiments.kernel.judge import usage, wire
+from gpufleet.job.experiments.kernel.judge.compiler import CACHE, CAPABILITY
+from gpufleet.job.experiments.kernel.judge.forkserver import ForkServer, kill_all, offspring, python
 
 GREET_S = 120.0  # for a process to be ready: a spawned one has all to import
 COMPILING_S = 1.0  # between two looks at a process that compiles: with many cores there are many, all at once

@@ -1,4 +1,4 @@
-"""`python -m job.experiments.pretrain.serve DIR --port 8000`: HTTP answers from the model in DIR, a run's final/.
+"""`python -m gpufleet.job.experiments.pretrain.serve DIR --port 8000`: HTTP answers from the model in DIR, a run's final/.
 
 Bound to this machine alone unless --host says otherwise: there is no password. SIGTERM and Ctrl-C end it.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to end. 2: there is nothing to serve, or the port is taken."""
-    parser = argparse.ArgumentParser(prog="python -m job.experiments.pretrain.serve", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m gpufleet.job.experiments.pretrain.serve", description=__doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, help="model.safetensors and meta.json, a run's final/")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network (default: %(default)s)")
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import torch  # seconds: not for --help, and Ctrl-C ends them too
 
-        from job.experiments.pretrain.serve.model import open_model
-        from job.experiments.pretrain.serve.server import Server
+        from gpufleet.job.experiments.pretrain.serve.model import open_model
+        from gpufleet.job.experiments.pretrain.serve.server import Server
 
         served = open_model(args.folder, device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except KeyboardInterrupt:  # hashing and loading 16 GB takes half a minute

@@ -11,12 +11,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from job import atomic
-from job.experiments.pretrain import characters
-from job.experiments.pretrain.model import CharGpt, generate
-from job.experiments.pretrain.serve.request import GenerateRequest
-from job.spec.pretrain import SYMBOLS, CharModel
-from job.train.export import META, WEIGHTS
+from gpufleet.job import atomic
+from gpufleet.job.experiments.pretrain import characters
+from gpufleet.job.experiments.pretrain.model import CharGpt, generate
+from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest
+from gpufleet.job.spec.pretrain import SYMBOLS, CharModel
+from gpufleet.job.train.export import META, WEIGHTS
 
 EXPERIMENT = "pretrain-d64"
 

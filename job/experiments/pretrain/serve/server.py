@@ -29,8 +29,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from job.experiments.pretrain.serve.model import Served
-from job.experiments.pretrain.serve.request import GenerateRequest, Refused, parse
+from gpufleet.job.experiments.pretrain.serve.model import Served
+from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest, Refused, parse
 
 AT_ONCE = 4
 CONNECTIONS = 64

@@ -15,12 +15,18 @@ from growth_models import CONFIG, PROBE, dense, experts, generator, moe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from job.experiments.growth import check
-from job.experiments.growth.check import GrowthCheckFailed, cast_difference, check_boundary, compare, fit_capacity
-from job.experiments.growth.growing import grow
-from job.experiments.growth.model import Growth, load
-from job.experiments.growth.routing import ExpertChoice, routed, tied
-from job.spec import Precision
+from gpufleet.job.experiments.growth import check
+from gpufleet.job.experiments.growth.check import (
+    GrowthCheckFailed,
+    cast_difference,
+    check_boundary,
+    compare,
+    fit_capacity,
+)
+from gpufleet.job.experiments.growth.growing import grow
+from gpufleet.job.experiments.growth.model import Growth, load
+from gpufleet.job.experiments.growth.routing import ExpertChoice, routed, tied
+from gpufleet.job.spec import Precision
 
 pytestmark = pytest.mark.xdist_group("growth")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from job.experiments.growth.check import check_boundary
-from job.experiments.growth.growing import State, grow
-from job.experiments.growth.model import build, load
-from job.spec import GrowthConfig, Precision
+from gpufleet.job.experiments.growth.check import check_boundary
+from gpufleet.job.experiments.growth.growing import State, grow
+from gpufleet.job.experiments.growth.model import build, load
+from gpufleet.job.spec import GrowthConfig, Precision
 
 CONFIG = replace(GrowthConfig(), device="cpu", precision=Precision(compute="fp32", phase3_state="fp32"))
 

@@ -13,7 +13,7 @@ import torch
 from growth_models import CONFIG, PROBE, dense, generator, moe, text
 from torch import Tensor
 
-from job.experiments.growth.check import (
+from gpufleet.job.experiments.growth.check import (
     Difference,
     GrowthCheckFailed,
     check_boundary,
@@ -21,10 +21,10 @@ from job.experiments.growth.check import (
     expert_load,
     halves_difference,
 )
-from job.experiments.growth.growing import State, deepen, grow, upcycle, widen
-from job.experiments.growth.model import Growth, build, decays, load
-from job.models.blocks import Experts
-from job.train.optimizer import groups
+from gpufleet.job.experiments.growth.growing import State, deepen, grow, upcycle, widen
+from gpufleet.job.experiments.growth.model import Growth, build, decays, load
+from gpufleet.job.models.blocks import Experts
+from gpufleet.job.train.optimizer import groups
 
 pytestmark = pytest.mark.xdist_group("growth")
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from kernel_judge import candidate, honest, judge, judged
 
-from job.experiments.kernel.judge import adversarial, planted, rules, tasks, timing, wire
-from job.experiments.kernel.judge.catalog import BY_NAME
-from job.experiments.kernel.judge.funnel import digest
-from job.experiments.kernel.judge.verdict import Course, Switches
-from job.experiments.kernel.judge.worker import Lost, NotBegun, OutOfTime, Process, Workers
+from gpufleet.job.experiments.kernel.judge import adversarial, planted, rules, tasks, timing, wire
+from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
+from gpufleet.job.experiments.kernel.judge.funnel import digest
+from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches
+from gpufleet.job.experiments.kernel.judge.worker import Lost, NotBegun, OutOfTime, Process, Workers
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -34,7 +34,7 @@ Harness = sys.modules["__main__"].Harness
 class J:
     loads = staticmethod(sys.modules["json"].loads)
     dumps = staticmethod(sys.modules["json"].dumps)
-sys.modules["job.experiments.kernel.judge.wire"].json = J
+sys.modules["gpufleet.job.experiments.kernel.judge.wire"].json = J
 """
 
 

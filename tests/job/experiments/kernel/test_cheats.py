@@ -15,10 +15,10 @@ import pytest
 import torch
 from kernel_judge import judge, never_misses_its_gpu, scratch, verdicts
 
-from job.experiments.kernel.judge import adversarial
-from job.experiments.kernel.judge.ablation import ROWS
-from job.experiments.kernel.judge.verdict import Switches, Verdict
-from job.experiments.kernel.judge.worker import Workers
+from gpufleet.job.experiments.kernel.judge import adversarial
+from gpufleet.job.experiments.kernel.judge.ablation import ROWS
+from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.worker import Workers
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -125,7 +125,7 @@ def test_where_no_namespaces_are_allowed_the_guard_and_the_limits_hold(
 CUDA_STARTS = """
 import os, sys, threading
 from pathlib import Path
-from job.experiments.kernel.judge import sandbox
+from gpufleet.job.experiments.kernel.judge import sandbox
 
 outer, scratch = os.getpid(), Path(sys.argv[1])
 if not (sandbox.enter() and sandbox.confine(scratch, namespaces=True, cuda=True)):
@@ -200,7 +200,7 @@ kernel = ASTSource(double, signature={"x": "*fp32", "n": "i32", "BLOCK": "conste
 assert triton.compile(kernel, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 # which refuses launches with code from elsewhere
-assert JITFunction._pack_args.__module__ == "job.experiments.kernel.judge.compiler"
+assert JITFunction._pack_args.__module__ == "gpufleet.job.experiments.kernel.judge.compiler"
 
 LAUNCHER = """
 #include <Python.h>

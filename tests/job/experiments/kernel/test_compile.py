@@ -12,13 +12,13 @@ import pytest
 import torch
 from kernel_judge import LIMITS, SEED, candidate, honest, judge, judged, scratch, verdicts
 
-from job.experiments.kernel.judge import catalog, planted, tasks, worker
-from job.experiments.kernel.judge.compilation import OUTCOME, Compilation
-from job.experiments.kernel.judge.compiler import ADDRESS, CACHE
-from job.experiments.kernel.judge.funnel import Judge
-from job.experiments.kernel.judge.planted import Candidate
-from job.experiments.kernel.judge.verdict import Switches
-from job.experiments.kernel.judge.worker import Process, Workers
+from gpufleet.job.experiments.kernel.judge import catalog, planted, tasks, worker
+from gpufleet.job.experiments.kernel.judge.compilation import OUTCOME, Compilation
+from gpufleet.job.experiments.kernel.judge.compiler import ADDRESS, CACHE
+from gpufleet.job.experiments.kernel.judge.funnel import Judge
+from gpufleet.job.experiments.kernel.judge.planted import Candidate
+from gpufleet.job.experiments.kernel.judge.verdict import Switches
+from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 
 pytestmark = pytest.mark.xdist_group("kernels")
 

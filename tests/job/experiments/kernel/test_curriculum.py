@@ -17,21 +17,21 @@ import torch
 import train_world as world
 from train_world import StopAt
 
-from job.contract.messages import Stop
-from job.dataset.packing import order
-from job.experiments.kernel import stages
-from job.experiments.kernel.judge import curriculum
-from job.experiments.kernel.judge.catalog import BY_NAME, TASKS
-from job.experiments.kernel.judge.funnel import digest
-from job.experiments.kernel.judge.planted import Candidate
-from job.experiments.kernel.judge.verdict import Course, Switches
-from job.experiments.kernel.run import Kernel
-from job.ledger import Ledger
-from job.spec import from_json
-from job.spec.kernel import AT_ONCE
-from job.train import step
-from job.train.parallel import World
-from job.train.requests import Requests
+from gpufleet.job.contract.messages import Stop
+from gpufleet.job.dataset.packing import order
+from gpufleet.job.experiments.kernel import stages
+from gpufleet.job.experiments.kernel.judge import curriculum
+from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME, TASKS
+from gpufleet.job.experiments.kernel.judge.funnel import digest
+from gpufleet.job.experiments.kernel.judge.planted import Candidate
+from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches
+from gpufleet.job.experiments.kernel.run import Kernel
+from gpufleet.job.ledger import Ledger
+from gpufleet.job.spec import from_json
+from gpufleet.job.spec.kernel import AT_ONCE
+from gpufleet.job.train import step
+from gpufleet.job.train.parallel import World
+from gpufleet.job.train.requests import Requests
 
 pytestmark = [pytest.mark.usefixtures("one_judge"), pytest.mark.xdist_group("kernels")]
 

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 from kernel_judge import candidate, honest, judge, judged, verdicts
 
-from job.experiments.kernel.judge import catalog, planted, source_text
-from job.experiments.kernel.judge.child import NOTHING
-from job.experiments.kernel.judge.compiler import CACHE
-from job.experiments.kernel.judge.planted import STOPS_AT
-from job.experiments.kernel.judge.verdict import Switches, Verdict
-from job.experiments.kernel.judge.worker import GREET_S, Workers
+from gpufleet.job.experiments.kernel.judge import catalog, planted, source_text
+from gpufleet.job.experiments.kernel.judge.child import NOTHING
+from gpufleet.job.experiments.kernel.judge.compiler import CACHE
+from gpufleet.job.experiments.kernel.judge.planted import STOPS_AT
+from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.worker import GREET_S, Workers
 
 pytestmark = pytest.mark.xdist_group("kernels")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_judge import SEED
 
-from job.experiments.kernel.judge import catalog, tasks, wire
+from gpufleet.job.experiments.kernel.judge import catalog, tasks, wire
 
 
 def test_each_argument_has_strides_of_its_own() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import kernel_world as world
 import pytest
 
-from job.dataset.packing import PackedRows
-from job.dataset.rendering import TEMPLATES
-from job.experiments.kernel.judge import planted, rules
-from job.experiments.kernel.judge.catalog import TASKS
-from job.experiments.kernel.pairs import GeneratedKernels, PairsFile, admitted, byte_tokenizer, prepare_kernels
+from gpufleet.job.dataset.packing import PackedRows
+from gpufleet.job.dataset.rendering import TEMPLATES
+from gpufleet.job.experiments.kernel.judge import planted, rules
+from gpufleet.job.experiments.kernel.judge.catalog import TASKS
+from gpufleet.job.experiments.kernel.pairs import GeneratedKernels, PairsFile, admitted, byte_tokenizer, prepare_kernels
 
 
 def written(folder: Path, *pairs: object) -> Path:

@@ -18,9 +18,9 @@ import pytest
 import torch
 from kernel_judge import honest, judge, never_misses_its_gpu, run, scratch, verdicts
 
-from job.experiments.kernel.judge import forkserver, wire, worker
-from job.experiments.kernel.judge.verdict import Switches
-from job.experiments.kernel.judge.worker import Lost, NoDeviceError, OutOfTime, Process, Workers
+from gpufleet.job.experiments.kernel.judge import forkserver, wire, worker
+from gpufleet.job.experiments.kernel.judge.verdict import Switches
+from gpufleet.job.experiments.kernel.judge.worker import Lost, NoDeviceError, OutOfTime, Process, Workers
 
 MULTIPLY = """
 import torch, triton
@@ -270,7 +270,7 @@ def test_a_process_that_compiles_is_looked_at_once_a_second(workers: Workers, mo
         looks[compiles] += 1
         return 0
 
-    monkeypatch.setattr("job.experiments.kernel.judge.worker.usage.memory_bytes", looked)
+    monkeypatch.setattr("gpufleet.job.experiments.kernel.judge.worker.usage.memory_bytes", looked)
     for compiles in looks:
         with workers.start(memory_bytes=2e9, compiles=compiles) as process:
             looks[compiles] = 0

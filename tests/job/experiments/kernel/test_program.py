@@ -7,7 +7,7 @@ import ast
 import pytest
 from kernel_judge import honest
 
-from job.experiments.kernel.judge import answers, rules
+from gpufleet.job.experiments.kernel.judge import answers, rules
 
 JITTED = "@triton.jit\ndef kernel():\n    pass\n"
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 from kernel_judge import honest
 
-from job.experiments.kernel.judge import planted, rules, source_text
-from job.experiments.kernel.judge.catalog import TASKS
-from job.experiments.kernel.judge.vocabulary import ACTIVE_DEVICE
+from gpufleet.job.experiments.kernel.judge import planted, rules, source_text
+from gpufleet.job.experiments.kernel.judge.catalog import TASKS
+from gpufleet.job.experiments.kernel.judge.vocabulary import ACTIVE_DEVICE
 
 
 def test_every_correct_planted_kernel_is_allowed() -> None:

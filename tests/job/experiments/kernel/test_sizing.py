@@ -7,12 +7,12 @@ from dataclasses import fields, replace
 import kernel_world as world
 import pytest
 
-from job.experiments.kernel import pairs
-from job.experiments.kernel.judge import adversarial, planted, tasks
-from job.experiments.kernel.judge.catalog import TASKS
-from job.spec import KernelConfig, kernel, tuning
-from job.spec.common import DecoderConfig
-from job.spec.kernel import Funnel, Generation
+from gpufleet.job.experiments.kernel import pairs
+from gpufleet.job.experiments.kernel.judge import adversarial, planted, tasks
+from gpufleet.job.experiments.kernel.judge.catalog import TASKS
+from gpufleet.job.spec import KernelConfig, kernel, tuning
+from gpufleet.job.spec.common import DecoderConfig
+from gpufleet.job.spec.kernel import Funnel, Generation
 
 FULL = KernelConfig()
 CODER = DecoderConfig(

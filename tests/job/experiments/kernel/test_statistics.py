@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 
-from job.experiments.kernel.judge import ablation, curriculum
-from job.experiments.kernel.judge.ablation import carried, line
-from job.experiments.kernel.judge.funnel import digest
-from job.experiments.kernel.judge.planted import Candidate
-from job.experiments.kernel.judge.statistics import fast_p, interval, paired_interval, pass_at_k, share_interval
-from job.experiments.kernel.judge.verdict import Course, Switches, Verdict
-from job.ledger import Ledger
+from gpufleet.job.experiments.kernel.judge import ablation, curriculum
+from gpufleet.job.experiments.kernel.judge.ablation import carried, line
+from gpufleet.job.experiments.kernel.judge.funnel import digest
+from gpufleet.job.experiments.kernel.judge.planted import Candidate
+from gpufleet.job.experiments.kernel.judge.statistics import (
+    fast_p,
+    interval,
+    paired_interval,
+    pass_at_k,
+    share_interval,
+)
+from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches, Verdict
+from gpufleet.job.ledger import Ledger
 
 
 def test_pass_at_k_is_the_hand_computed_chance() -> None:

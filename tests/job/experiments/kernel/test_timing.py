@@ -11,8 +11,8 @@ import pytest
 import torch
 from kernel_judge import SEED, honest
 
-from job.experiments.kernel.judge import ablation, catalog, tasks, timing, wire
-from job.experiments.kernel.judge.verdict import Course, Switches, Verdict
+from gpufleet.job.experiments.kernel.judge import ablation, catalog, tasks, timing, wire
+from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches, Verdict
 
 RELU = catalog.BY_NAME["relu"]
 
@@ -50,7 +50,7 @@ class CallClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("job.experiments.kernel.judge.timing.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("gpufleet.job.experiments.kernel.judge.timing.time.perf_counter", lambda: self.now)
 
     def taking(self, ask: timing.Ask, *, says: float, takes: float) -> timing.Ask:
         def answer(head: dict[str, Any], *more: Any, **rest: Any) -> wire.Message:
@@ -257,7 +257,7 @@ def test_a_candidates_empty_launch_is_a_kernels_and_the_references_an_operations
 
 def test_the_time_of_a_stage_is_of_its_answers_and_not_of_the_judges_work(monkeypatch: pytest.MonkeyPatch) -> None:
     now, limits = [0.0], list[float]()
-    monkeypatch.setattr("job.experiments.kernel.judge.timing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("gpufleet.job.experiments.kernel.judge.timing.time.monotonic", lambda: now[0])
 
     class Slow:
         def ask(self, *asked: Any, limit_s: float, most_bytes: int) -> wire.Message:
@@ -275,7 +275,7 @@ def test_the_time_of_a_stage_is_of_its_answers_and_not_of_the_judges_work(monkey
 def test_a_slow_program_gets_fewer_trials_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = [0.0], [0]
     for clock in ("monotonic", "perf_counter"):
-        monkeypatch.setattr(f"job.experiments.kernel.judge.timing.time.{clock}", lambda: now[0])
+        monkeypatch.setattr(f"gpufleet.job.experiments.kernel.judge.timing.time.{clock}", lambda: now[0])
     right = steady()
 
     def slow(head: dict[str, Any], *more: Any, **rest: Any) -> wire.Message:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from kernel_judge import honest, judged, run
 
-from job.experiments.kernel.judge import planted, rules, timing, wire
-from job.experiments.kernel.judge.catalog import BY_NAME
-from job.experiments.kernel.judge.verdict import Switches
-from job.experiments.kernel.judge.watched import WIDTH, Ops
-from job.experiments.kernel.judge.worker import Workers
+from gpufleet.job.experiments.kernel.judge import planted, rules, timing, wire
+from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
+from gpufleet.job.experiments.kernel.judge.verdict import Switches
+from gpufleet.job.experiments.kernel.judge.watched import WIDTH, Ops
+from gpufleet.job.experiments.kernel.judge.worker import Workers
 
 
 def test_inputs_reach_the_candidate_with_their_gaps(workers: Workers) -> None:

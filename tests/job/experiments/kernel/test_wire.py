@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from job.experiments.kernel.judge import wire
+from gpufleet.job.experiments.kernel.judge import wire
 
 
 def test_a_message_that_is_none_or_too_large_is_not_believed() -> None:

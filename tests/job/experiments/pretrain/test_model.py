@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from job.experiments.pretrain import model as char_gpt
-from job.experiments.pretrain.model import CharCache, CharGpt, generate, initial, norm, std
-from job.spec.pretrain import CharData, CharModel, PretrainConfig
+from gpufleet.job.experiments.pretrain import model as char_gpt
+from gpufleet.job.experiments.pretrain.model import CharCache, CharGpt, generate, initial, norm, std
+from gpufleet.job.spec.pretrain import CharData, CharModel, PretrainConfig
 
 SMALL = CharModel(layers=2, width=64, head_dim=32)
 

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from job import atomic
-from job.contract.codes import TrainerExit
-from job.experiments.pretrain import muon
-from job.experiments.pretrain.run import Pretrain
-from job.spec import EXPERIMENTS
-from job.spec.common import Rung
-from job.train import __main__ as trainer
-from job.train import parallel
-from job.train.experiment import Phase
+from gpufleet.job import atomic
+from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.experiments.pretrain import muon
+from gpufleet.job.experiments.pretrain.run import Pretrain
+from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.train import __main__ as trainer
+from gpufleet.job.train import parallel
+from gpufleet.job.train.experiment import Phase
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

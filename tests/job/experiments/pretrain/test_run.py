@@ -15,17 +15,17 @@ import torch
 import train_world as world
 from safetensors.torch import load_file
 
-from job import atomic
-from job.contract.codes import TrainerExit
-from job.experiments.pretrain.model import CharGpt
-from job.experiments.pretrain.rows import Rows
-from job.experiments.pretrain.run import Pretrain, make_optimizer, momentum, plateau, rate
-from job.experiments.pretrain.serve.model import open_model
-from job.experiments.pretrain.serve.request import GenerateRequest
-from job.spec.pretrain import EarlyStop, MuonAdamW
-from job.train.checkpoint import Checkpoints
-from job.train.committed import Committed
-from job.train.experiment import Phase
+from gpufleet.job import atomic
+from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.experiments.pretrain.model import CharGpt
+from gpufleet.job.experiments.pretrain.rows import Rows
+from gpufleet.job.experiments.pretrain.run import Pretrain, make_optimizer, momentum, plateau, rate
+from gpufleet.job.experiments.pretrain.serve.model import open_model
+from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest
+from gpufleet.job.spec.pretrain import EarlyStop, MuonAdamW
+from gpufleet.job.train.checkpoint import Checkpoints
+from gpufleet.job.train.committed import Committed
+from gpufleet.job.train.experiment import Phase
 
 
 def losses(workdir: Path) -> list[float]:
@@ -118,7 +118,7 @@ class Rising(Pretrain):
 def test_a_rising_validation_ends_the_run_and_the_best_weights_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("job.experiments.pretrain.run.Pretrain", Rising)
+    monkeypatch.setattr("gpufleet.job.experiments.pretrain.run.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
     written: dict[int, Any] = {}
     schedule = Rising.schedule
@@ -242,7 +242,7 @@ def test_where_the_disk_has_no_room_for_the_loss_of_an_evaluation_made_up_for_th
 
 
 def test_an_evaluation_made_up_for_can_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("job.experiments.pretrain.run.Pretrain", Rising)
+    monkeypatch.setattr("gpufleet.job.experiments.pretrain.run.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
     assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(27) + 1)) == TrainerExit.STOPPED
     assert world.train(workdir) == TrainerExit.FINISHED
@@ -252,7 +252,7 @@ def test_an_evaluation_made_up_for_can_end_the_run(tmp_path: Path, monkeypatch: 
 def test_an_end_by_early_stop_is_repeated_without_a_step_when_it_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("job.experiments.pretrain.run.Pretrain", Rising)
+    monkeypatch.setattr("gpufleet.job.experiments.pretrain.run.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
     assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(28) + 2)) == TrainerExit.STOPPED  # behind it
     assert max(world.committed(workdir)) == 28
@@ -263,7 +263,7 @@ def test_an_end_by_early_stop_is_repeated_without_a_step_when_it_is_cut(
 def test_where_the_best_checkpoint_is_gone_what_is_exported_is_said_to_be_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("job.experiments.pretrain.run.Pretrain", Rising)
+    monkeypatch.setattr("gpufleet.job.experiments.pretrain.run.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
     assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(22))) == TrainerExit.STOPPED
     shutil.rmtree(workdir / "ckpt" / "step_00000012")  # as on another node, which has the newest alone

@@ -15,9 +15,9 @@ import pytest
 import torch
 from serve_world import ask, exported, generate, served, wait_until
 
-from job.experiments.pretrain.serve import server as serving
-from job.experiments.pretrain.serve.model import open_model
-from job.experiments.pretrain.serve.server import Server
+from gpufleet.job.experiments.pretrain.serve import server as serving
+from gpufleet.job.experiments.pretrain.serve.model import open_model
+from gpufleet.job.experiments.pretrain.serve.server import Server
 
 
 @pytest.fixture(scope="module")

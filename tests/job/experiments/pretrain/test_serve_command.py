@@ -1,4 +1,4 @@
-"""`python -m job.experiments.pretrain.serve`: what it serves, what it refuses, what its page says."""
+"""`python -m gpufleet.job.experiments.pretrain.serve`: what it serves, what it refuses, what its page says."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torch
 from repository import ROOT
 from serve_world import SHAPE, exported, served
 
-from job.experiments.pretrain.model import CharGpt
-from job.experiments.pretrain.serve import request
-from job.experiments.pretrain.serve import server as serving
-from job.experiments.pretrain.serve.__main__ import main
-from job.experiments.pretrain.serve.request import GenerateRequest
+from gpufleet.job.experiments.pretrain.model import CharGpt
+from gpufleet.job.experiments.pretrain.serve import request
+from gpufleet.job.experiments.pretrain.serve import server as serving
+from gpufleet.job.experiments.pretrain.serve.__main__ import main
+from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest
 
-MODULE = "job.experiments.pretrain.serve"
+MODULE = "gpufleet.job.experiments.pretrain.serve"
 
 
 def test_the_command_serves_from_the_folder_alone_and_ends_at_sigterm(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_the_command_serves_from_the_folder_alone_and_ends_at_sigterm(tmp_path: 
 COMPUTING = """
 import sys
 import torch
-from job.experiments.pretrain.serve import __main__ as serve
-from job.experiments.pretrain.serve import model, server
+from gpufleet.job.experiments.pretrain.serve import __main__ as serve
+from gpufleet.job.experiments.pretrain.serve import model, server
 
 def computing(*args, **settings):  # its next character is far away, as behind a long prompt
     print("begun", flush=True)
@@ -173,7 +173,7 @@ def test_ctrl_c_while_it_loads_ends_it_without_a_word(
     def interrupted(path: Path) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("job.atomic.sha256", interrupted)
+    monkeypatch.setattr("gpufleet.job.atomic.sha256", interrupted)
     assert main([str(exported(tmp_path / "final")), "--port", "0", "--device", "cpu"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -181,7 +181,7 @@ def test_ctrl_c_while_it_loads_ends_it_without_a_word(
 def test_a_package_that_only_the_server_needs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "job.experiments.pretrain.serve.server")
+    monkeypatch.delitem(sys.modules, "gpufleet.job.experiments.pretrain.serve.server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main([str(exported(tmp_path / "final")), "--port", "0", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.endswith(": pip install -e '.[job,serve]'\n")

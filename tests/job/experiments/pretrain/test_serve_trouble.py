@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from serve_world import exported, generate, served, wait_until
 
-from job.experiments.pretrain import model as char_gpt
-from job.experiments.pretrain.serve import model
-from job.experiments.pretrain.serve import server as serving
-from job.experiments.pretrain.serve.model import open_model
-from job.experiments.pretrain.serve.server import Server
+from gpufleet.job.experiments.pretrain import model as char_gpt
+from gpufleet.job.experiments.pretrain.serve import model
+from gpufleet.job.experiments.pretrain.serve import server as serving
+from gpufleet.job.experiments.pretrain.serve.model import open_model
+from gpufleet.job.experiments.pretrain.serve.server import Server
 
 REAL = char_gpt.generate
 

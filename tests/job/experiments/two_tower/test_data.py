@@ -9,8 +9,8 @@ import pytest
 import two_tower_world as world
 from two_tower_world import TABLES, flipped
 
-from job.experiments.two_tower import baselines
-from job.experiments.two_tower.data import (
+from gpufleet.job.experiments.two_tower import baselines
+from gpufleet.job.experiments.two_tower.data import (
     Member,
     fold_of,
     gains,
@@ -20,8 +20,8 @@ from job.experiments.two_tower.data import (
     watched,
     weak_labels,
 )
-from job.experiments.two_tower.ranking import generate
-from job.spec.two_tower import Weak
+from gpufleet.job.experiments.two_tower.ranking import generate
+from gpufleet.job.spec.two_tower import Weak
 
 CONFIG = world.config()
 DEALT = fold_of(23, 5, 42)

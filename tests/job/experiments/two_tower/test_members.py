@@ -9,10 +9,10 @@ import torch
 import two_tower_world as world
 from torch import Tensor
 
-from job.experiments.two_tower.members import HARD_POOL, Members, clip_each, sampled_loss
-from job.experiments.two_tower.model import Towered, diversity, draw_noise, softmax_loss
-from job.spec import TwoTowerConfig
-from job.spec.two_tower import Sampled
+from gpufleet.job.experiments.two_tower.members import HARD_POOL, Members, clip_each, sampled_loss
+from gpufleet.job.experiments.two_tower.model import Towered, diversity, draw_noise, softmax_loss
+from gpufleet.job.spec import TwoTowerConfig
+from gpufleet.job.spec.two_tower import Sampled
 
 MEMBERS, QUERIES, MODELS, WIDTH = 3, 24, 31, 16
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from job.experiments.two_tower.model import (
+from gpufleet.job.experiments.two_tower.model import (
     Noise,
     Stack,
     Towered,
@@ -21,7 +21,7 @@ from job.experiments.two_tower.model import (
     initialise,
     softmax_loss,
 )
-from job.spec.two_tower import Towers
+from gpufleet.job.spec.two_tower import Towers
 
 SMALL = Towers(sentence=12, heads=3, head=8, fusion=10, query=(9, 7), embedding=11, model=(13, 7), dropout=0.3)
 MODELS, QUERIES, MEMBERS = 17, 15, 4

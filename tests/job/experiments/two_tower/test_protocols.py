@@ -16,17 +16,17 @@ import two_tower_world as world
 from torch import Tensor
 from two_tower_world import TABLES, flipped
 
-from job.contract import metrics
-from job.experiments.student import t95
-from job.experiments.two_tower import baselines, ranking, results
-from job.experiments.two_tower import tables as tables_of
-from job.experiments.two_tower.batches import Batches
-from job.experiments.two_tower.data import fold_of, members, rows_of, watched
-from job.experiments.two_tower.members import Members
-from job.experiments.two_tower.ranking import GAINS, Tables
-from job.experiments.two_tower.run import REFIT_SEEDS, TwoTower
-from job.spec.common import Rung
-from job.spec.two_tower import REFIT, variants
+from gpufleet.job.contract import metrics
+from gpufleet.job.experiments.student import t95
+from gpufleet.job.experiments.two_tower import baselines, ranking, results
+from gpufleet.job.experiments.two_tower import tables as tables_of
+from gpufleet.job.experiments.two_tower.batches import Batches
+from gpufleet.job.experiments.two_tower.data import fold_of, members, rows_of, watched
+from gpufleet.job.experiments.two_tower.members import Members
+from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
+from gpufleet.job.experiments.two_tower.run import REFIT_SEEDS, TwoTower
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.spec.two_tower import REFIT, variants
 
 CONFIG = world.config()
 HONEST = [member for member in members(CONFIG) if member.protocol == "honest"]

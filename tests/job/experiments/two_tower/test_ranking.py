@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from job.dataset import prepare
-from job.experiments.two_tower import ranking
-from job.experiments.two_tower.arrays import Floats, unit_rows
-from job.experiments.two_tower.sentences import MODULE, Encoder, Hashed, MiniLM, choose
-from job.spec import TwoTowerConfig
-from job.spec.two_tower import Ranking, Towers, Weak
+from gpufleet.job.dataset import prepare
+from gpufleet.job.experiments.two_tower import ranking
+from gpufleet.job.experiments.two_tower.arrays import Floats, unit_rows
+from gpufleet.job.experiments.two_tower.sentences import MODULE, Encoder, Hashed, MiniLM, choose
+from gpufleet.job.spec import TwoTowerConfig
+from gpufleet.job.spec.two_tower import Ranking, Towers, Weak
 
 CONFIG = TwoTowerConfig(
     towers=Towers(sentence=16),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from job.experiments.two_tower.ranking_metrics import ndcg, reciprocal_rank
+from gpufleet.job.experiments.two_tower.ranking_metrics import ndcg, reciprocal_rank
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ import two_tower_world as world
 from safetensors.numpy import load_file
 from train_world import StopAt
 
-from job.dataset import prepare
-from job.experiments.two_tower import baselines, ranking
-from job.experiments.two_tower import run as two_tower
-from job.experiments.two_tower.batches import Batches
-from job.experiments.two_tower.data import Member, fold_of
-from job.experiments.two_tower.ranking_metrics import ndcg
+from gpufleet.job.dataset import prepare
+from gpufleet.job.experiments.two_tower import baselines, ranking
+from gpufleet.job.experiments.two_tower import run as two_tower
+from gpufleet.job.experiments.two_tower.batches import Batches
+from gpufleet.job.experiments.two_tower.data import Member, fold_of
+from gpufleet.job.experiments.two_tower.ranking_metrics import ndcg
 
 SWEEP: dict[str, Any] = {"sweep": ["o", "r"], "epochs": 2, "steps_per_epoch": 2}
 
