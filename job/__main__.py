@@ -1,4 +1,4 @@
-"""`python -m gpufleet.job WORKDIR/run.json`: the supervisor. It starts the trainer, watches it, and alone writes to the bucket.
+"""`python -m gpufleet.job WORKDIR/run.json`: the supervisor. It starts and watches the trainer, and alone writes to S3.
 
 Everything else of the run lies in WORKDIR: data/, ckpt/, job.log, packages/ (what the image lacks, installed first).
 

@@ -37,7 +37,7 @@ def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 def code_folders(experiment: str) -> tuple[str, ...]:
     """Folders of job/ whose own files decide how long a step takes: not a judge or a server that lies further down."""
     shared, trainer = ("train", "models", "spec", "experiments"), KINDS[experiment].trainer
-    return (*shared, "/".join(trainer.split(".")[1:-1])) if trainer else ()  # a user's command has none of ours
+    return (*shared, "/".join(trainer.split(".")[2:-1])) if trainer else ()  # a user's command has none of ours
 
 
 def code_sha256(experiment: str, folder: Path | None = None) -> str:

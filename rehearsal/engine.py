@@ -31,7 +31,7 @@ from gpufleet.rehearsal.environment import scratch
 from gpufleet.rehearsal.handlers import handler
 from gpufleet.rehearsal.handlers.table import Aws
 
-REPOSITORY = Path(infra.__file__).parents[1]
+REPOSITORY = Path(infra.__file__).resolve().parents[1]
 Say = Callable[[str], None]
 END_S = 20.0  # what the engine needs at most to finish the one resource it is at and to end its plugins
 

@@ -1,5 +1,5 @@
-"""The program without the engine (`python -m gpufleet.rehearsal.inprocess`), forked from one process that has imported it and
-the SDK, whose modules are lazy: a start of its own takes three seconds.
+"""The program without the engine (`python -m gpufleet.rehearsal.inprocess`), forked from one process that has imported
+it and the SDK, whose modules are lazy: a start of its own takes three seconds.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gpufleet.rehearsal import engine
 SERVER = """
 import json, os, runpy, sys
 import boto3, numpy, pulumi_aws as aws, yaml
-import infra.bill.table, infra.evidence.receipts
-import infra.program.plan, infra.program.previous, infra.program.resources.declare
-import rehearsal.handlers
+import gpufleet.infra.bill.table, gpufleet.infra.evidence.receipts
+import gpufleet.infra.program.plan, gpufleet.infra.program.previous, gpufleet.infra.program.resources.declare
+import gpufleet.rehearsal.handlers
 for service in ("ec2", "iam", "logs", "s3", "sts"):
     boto3.client(service, "us-east-2", aws_access_key_id="-", aws_secret_access_key="-")  # its description is read once
 aws.ec2.Fleet, aws.iam.Role, aws.s3.Bucket, aws.vpc.SecurityGroupEgressRule, aws.cloudwatch.LogGroup

@@ -26,6 +26,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sixth") / "project"
     for name in ("infra", "job", "rehearsal"):
         shutil.copytree(ROOT / name, folder / name)  # with what is compiled already
+    shutil.copytree(ROOT / "gpufleet", folder / "gpufleet", symlinks=True)
     (folder / "stacks").mkdir()
     for name in ("Pulumi.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)

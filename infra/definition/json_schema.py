@@ -31,7 +31,9 @@ from gpufleet.job.spec.command import SECRET, VARIABLE
 from gpufleet.job.spec.convert import Rule, describe, unwrap
 from gpufleet.job.spec.convert import hints as hints_of
 
-FILE = Path(__file__).with_name("definition.schema.json")  # what `gpufleet schema` prints, for editors to find
+FILE = (
+    Path(__file__).resolve().with_name("definition.schema.json")
+)  # what `gpufleet schema` prints, for editors to find
 # As the loader takes it: a time with its zone, or `in 10 h`.
 MOMENT = r"^(in (?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)? h|[0-9]{4}-?[0-9]{2}-?[0-9]{2}[T ][0-9:]+(Z|[+-][0-9:]+))$"
 Schema = dict[str, Any]

@@ -25,7 +25,7 @@ _BLOCK = 65535  # longest stored block of a deflate stream (RFC 1951)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Archive:
-    """A tar.gz that unpacks to the folder `job/`."""
+    """A tar.gz that unpacks to `gpufleet/job/`, under a `gpufleet` that has nothing else."""
 
     content: bytes
     sha256: str
@@ -45,18 +45,18 @@ def build(job_package_dir: Path) -> Archive:
 
     Raises FileNotFoundError when the folder holds no file.
     """
-    names = {
-        path.relative_to(job_package_dir).as_posix(): path
+    contents = {
+        f"gpufleet/job/{path.relative_to(job_package_dir).as_posix()}": path.read_bytes()
         for path in job_package_dir.rglob("*")
         if path.is_file() and _wanted(path.relative_to(job_package_dir))
     }
-    if not names:
+    if not contents:
         raise FileNotFoundError(f"{job_package_dir}: no job package there")
+    contents["gpufleet/__init__.py"] = b""
     packed = io.BytesIO()
     with packing(packed, tarfile.USTAR_FORMAT) as tar:
-        for name in sorted(names):
-            content = names[name].read_bytes()
-            entry = tarfile.TarInfo(f"job/{name}")  # time 0, owner 0, mode 0644
+        for name, content in sorted(contents.items()):
+            entry = tarfile.TarInfo(name)  # time 0, owner 0, mode 0644
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
     return Archive(content=packed.getvalue(), sha256=hashlib.sha256(packed.getvalue()).hexdigest())

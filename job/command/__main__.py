@@ -1,4 +1,4 @@
-"""`python -m gpufleet.job.command WORKDIR`: runs the command of WORKDIR/run.json, from WORKDIR/ckpt's newest checkpoint.
+"""`python -m gpufleet.job.command WORKDIR`: runs WORKDIR/run.json's command, from WORKDIR/ckpt's newest checkpoint.
 
 With --wait it begins when start.json is there. --rung is of the ready-made jobs, and changes nothing here. The command
 runs in a container that the node starts where GPUFLEET_JOB_CONTAINER is set, else as processes of this machine.

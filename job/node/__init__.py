@@ -1,4 +1,4 @@
-"""One machine of a run, from boot to shutdown: `python3 -m gpufleet.job.node`, which a node's user-data starts (docs/node.md).
+"""One machine of a run, from boot to shutdown: `python3 -m gpufleet.job.node`, from user-data (docs/node.md).
 
 It runs on the machine's own Python, before any container exists: the standard library alone, and of job only what is as
 undemanding (job.atomic, job.contract's names and codes). That Python is 3.9 on Amazon Linux 2023 for all its life

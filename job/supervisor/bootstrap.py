@@ -18,7 +18,7 @@ TRIES = 3
 
 def listed(module: str) -> Path:
     """What a job's module needs: a list of its own, or the one of all."""
-    own = JOB.joinpath(*module.split(".")[1:], REQUIREMENTS)
+    own = JOB.joinpath(*module.split(".")[2:], REQUIREMENTS)
     return own if own.exists() else JOB / REQUIREMENTS
 
 

@@ -1,4 +1,4 @@
-"""`python -m gpufleet.job.train WORKDIR --rung N`: trains what WORKDIR/run.json says, from WORKDIR/ckpt's newest checkpoint.
+"""`python -m gpufleet.job.train WORKDIR --rung N`: trains as WORKDIR/run.json says, from WORKDIR/ckpt's newest.
 
 With --wait it imports what that takes, and begins when start.json is there, which names the rung.
 

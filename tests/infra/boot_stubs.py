@@ -104,7 +104,7 @@ case $1 in
 esac
 """
 _PYTHON = r"""
-[[ $* != *"-m job.node" ]] || set -- "$WORLD/clock.py"
+[[ $* != *"-m gpufleet.job.node" ]] || set -- "$WORLD/clock.py"
 """
 _CLOCK = r"""
 import os, pathlib, runpy, sys, time

@@ -134,7 +134,7 @@ def with_stories(run: dict[str, Any], bucket: Path) -> dict[str, Any]:
 
 
 def start(run_json: Path, bucket: Path, instance: str, **environment: str) -> subprocess.Popen[bytes]:
-    """`python -m gpufleet.job run.json` as the container would, in a process group of its own, one thread per operation."""
+    """`python -m gpufleet.job run.json` as the container would, in its own process group, one thread per operation."""
     return subprocess.Popen(
         [sys.executable, "-m", "gpufleet.job", str(run_json)],
         cwd=ROOT,

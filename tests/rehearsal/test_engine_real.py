@@ -148,8 +148,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> RealStory:
     folder = tmp_path_factory.mktemp("real")
     file = project(folder / "project")
     code = folder / "code"  # the program and the job, for this test to change
-    for package in ("infra", "job"):
-        shutil.copytree(ROOT / package, code / package)  # with what is compiled already
+    for package in ("gpufleet", "infra", "job"):
+        shutil.copytree(ROOT / package, code / package, symlinks=True)  # with what is compiled already
     clock = ManualClock(datetime.now(UTC).replace(microsecond=0) - timedelta(minutes=5))
     told = RealStory()
     with Cloud(folder / "cloud", clock=clock) as cloud:

@@ -181,7 +181,8 @@ def test_a_closed_terminal_ends_a_rehearsal_as_ctrl_c_does(nohup: bool, monkeypa
 
 @pytest.mark.parametrize("word", ["typo", "./typo.yaml"])
 def test_a_misspelled_stack_is_said_before_the_embedded_aws_is_imported(word: str) -> None:
-    program = "import sys; from gpufleet.infra.cli import main; c = main(sys.argv[1:]); sys.exit('moto' in sys.modules and 9 or c)"
+    program = "import sys; from gpufleet.infra.cli import main; c = main(sys.argv[1:]); "
+    program += "sys.exit('moto' in sys.modules and 9 or c)"
     done = subprocess.run([sys.executable, "-c", program, "rehearse", word], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("gpufleet: there is no ")

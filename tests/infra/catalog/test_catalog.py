@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import infra.catalog
+from gpufleet.infra import catalog
 from gpufleet.infra.catalog import SHIPPED, load_catalog, read_catalog
 from gpufleet.infra.errors import GpufleetError, PriceMissing
 
-FILES = sorted(Path(infra.catalog.__file__).parent.glob("*.csv"))
+FILES = sorted(Path(catalog.__file__).parent.glob("*.csv"))
 CATALOG = load_catalog()
 REGIONS = ("us-east-1", "us-east-2", "us-west-2", "eu-west-1")
 

@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from gpufleet.infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog
 from gpufleet.infra.errors import GpufleetError
@@ -91,7 +92,7 @@ def test_a_scratch_project_has_the_prices_of_the_project_it_is_made_from(
     for day in ("2026-11-20", "2026-11-21"):
         files.write(refreshed(priced("1.5", day)), project / "prices", date.fromisoformat(day))
     monkeypatch.chdir(project)
-    text = (SHIPPED.parents[1] / "stacks" / "tinystories-growth.yaml").read_text()
+    text = (ROOT / "stacks" / "tinystories-growth.yaml").read_text()
     made = scratch.make(tmp_path_factory.mktemp("scratch") / "made", {"tinystories-growth": text})
     monkeypatch.chdir(SHIPPED.parent)
     now = datetime(2026, 11, 21, tzinfo=UTC)

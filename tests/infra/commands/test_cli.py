@@ -109,17 +109,20 @@ def test_a_wrong_definition_is_reported_in_full(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("program", "also"),
     [
-        ("import infra.definition.loader; infra.cli._parser().format_help()", {"numpy"}),
-        ("import infra.catalog; infra.catalog.load_catalog()", {"numpy", "yaml"}),
-        ("import infra.compare.ranking, infra.risk.replay, infra.bill.table", {"http.client", "matplotlib"}),
-        ("assert infra.cli.main(['cost', 'tinystories-growth']) == 0", {"http.client", "matplotlib"}),
-        ("assert infra.cli.main(['prices']) == 0", {"numpy"}),
-        ("import infra.commands.diff", set()),
+        ("import gpufleet.infra.definition.loader; gpufleet.infra.cli._parser().format_help()", {"numpy"}),
+        ("import gpufleet.infra.catalog; gpufleet.infra.catalog.load_catalog()", {"numpy", "yaml"}),
+        (
+            "import gpufleet.infra.compare.ranking, gpufleet.infra.risk.replay, gpufleet.infra.bill.table",
+            {"http.client", "matplotlib"},
+        ),
+        ("assert gpufleet.infra.cli.main(['cost', 'tinystories-growth']) == 0", {"http.client", "matplotlib"}),
+        ("assert gpufleet.infra.cli.main(['prices']) == 0", {"numpy"}),
+        ("import gpufleet.infra.commands.diff", set()),
     ],
 )
 def test_what_needs_neither_aws_nor_the_engine_nor_torch_loads_none_of_them(program: str, also: set[str]) -> None:
     heavy = {"boto3", "botocore", "grpc", "moto", "pulumi", "pulumi_aws", "torch", *also}
-    program = f"import sys, infra.cli; {program}; print('loaded', *{heavy} & set(sys.modules))"
+    program = f"import sys, gpufleet.infra.cli; {program}; print('loaded', *{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "loaded"
 

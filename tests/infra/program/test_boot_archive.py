@@ -47,7 +47,7 @@ def test_order_times_and_modes_do_not_change_the_bytes(tmp_path: Path) -> None:
 
 def test_the_bytes_are_the_same_on_every_machine(tmp_path: Path) -> None:
     """Computed once on Linux, CPython 3.11; no compressor takes part, so no version of one can change it."""
-    expected = "87c225b73dde2ed5528bfca76354ac79468fa4bfa40a2a9d1d791bcba824400a"
+    expected = "fe9a205dc0569f33a65deadd7c938343c37212febd5b7d01cb7123dffb687e6d"
 
     assert archive.build(package(tmp_path)).sha256 == expected
 
@@ -65,8 +65,8 @@ def test_it_unpacks_to_the_package_with_its_contents(tmp_path: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(packed.content), mode="r:gz") as tar:
         tar.extractall(tmp_path / "to", filter="data")
 
-    assert (tmp_path / "to/job/big.py").read_bytes() == b"#" * 100_000
-    assert (tmp_path / "to/job/train/loop.py").read_text() == "pass\n"
+    assert (tmp_path / "to/gpufleet/job/big.py").read_bytes() == b"#" * 100_000
+    assert (tmp_path / "to/gpufleet/job/train/loop.py").read_text() == "pass\n"
 
 
 def test_caches_tests_and_hidden_files_are_left_out(tmp_path: Path) -> None:
@@ -82,7 +82,9 @@ def test_caches_tests_and_hidden_files_are_left_out(tmp_path: Path) -> None:
 def test_the_real_package_brings_its_code_and_its_requirements() -> None:
     packed = archive.build(Path(job.__file__).parent)
 
-    assert {"job/spec/growth.py", "job/spec/sft.py", "job/requirements.txt"} <= set(names(packed.content))
+    brought = set(names(packed.content))
+    assert {f"gpufleet/job/{name}" for name in ("spec/growth.py", "spec/sft.py", "requirements.txt")} <= brought
+    assert {name.split("/")[1] for name in brought} == {"__init__.py", "job"}
 
 
 def test_a_folder_without_files_is_an_error(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def test_the_container_is_told_who_and_where_it_is(node: StubNode) -> None:
     ):
         assert part in call
     assert "AWS_SECRET_ACCESS_KEY" not in call  # not set on EC2: the role is used
-    assert (node.root / "opt/gpufleet/app/job/__init__.py").exists()
+    assert (node.root / "opt/gpufleet/app/gpufleet/job/__init__.py").exists()
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

@@ -102,9 +102,7 @@ class ForkServer:
 def python(theirs: socket.socket, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """child.py in a new process that holds `theirs` and no credentials."""
     kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
-    fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path}
+    fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "gpufleet.job.experiments.kernel.judge.child", str(theirs.fileno()), *arguments],
         pass_fds=[theirs.fileno()],

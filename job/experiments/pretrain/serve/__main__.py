@@ -1,4 +1,4 @@
-"""`python -m gpufleet.job.experiments.pretrain.serve DIR --port 8000`: HTTP answers from the model in DIR, a run's final/.
+"""`python -m gpufleet.job.experiments.pretrain.serve DIR --port 8000`: HTTP answers by DIR's model, a run's final/.
 
 Bound to this machine alone unless --host says otherwise: there is no password. SIGTERM and Ctrl-C end it.
 """
