@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from gpufleet.infra import cli
-from gpufleet.infra.discover.script import EVERY, OUT, RESUME, STEPS, look
+from gpufleet.infra.discover.script import OUT, RESUME, look
 from gpufleet.infra.discover.template import draft
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.spec.command import SAVE_INTERVALS, STEP_COUNTS
 
 GLOBALS = """
 import os, torch
@@ -76,7 +77,11 @@ def test_a_script_of_module_values_is_read_with_its_config_file(tmp_path: Path) 
     assert found.script == "train.py"
     assert found.saves is not None
     assert (found.saves.value, found.saves.where) == ("ckpt.pt", "train.py:19")
-    values = [(each.written, each.default) for names in (OUT, RESUME, STEPS, EVERY) if (each := found.argument(names))]
+    values = [
+        (each.written, each.default)
+        for names in (OUT, RESUME, STEP_COUNTS, SAVE_INTERVALS)
+        if (each := found.argument(names))
+    ]
     assert values == [
         ("--out_dir=", "out"),
         ("--init_from=", "scratch"),
