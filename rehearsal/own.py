@@ -20,6 +20,7 @@ from gpufleet.job.contract.workdir import FINAL
 from gpufleet.job.text import counted
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
+LEAST_GB = 0.0001  # that job.checkpoint.size_gb may be
 Listing = Mapping[str, tuple[int, int]]  # by name: bytes and time of writing
 
 
@@ -63,7 +64,8 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     assert rehearsal.watch is not None
     published = sorted(rehearsal.watch.manifests)
     sizes = [save.bytes for line in evidence.metrics for save in metrics.saves(line)]
-    size = f", {max(sizes) / 1e6:.1f} MB (job.checkpoint.size_gb: {max(sizes) / 1e9:.2g})" if sizes else ""
+    largest = max(sizes, default=0)
+    size = f", {largest / 1e6:.1f} MB (job.checkpoint.size_gb: {max(LEAST_GB, largest / 1e9):.2g})" if sizes else ""
     yield Promise(name="whole checkpoints in the bucket", figure=_few(published) + size, held=bool(published))
     if not rehearsal.stand_in:
         after = listing(definition, rehearsal.root)

@@ -29,9 +29,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs import code
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
-from gpufleet.job.contract import bucket
-from gpufleet.job.contract.done import FAILURES, Done
-from gpufleet.rehearsal import environment, evidence, own, plumbing, report, scratch
+from gpufleet.rehearsal import environment, evidence, own, pace, plumbing, report, scratch
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Result
 from gpufleet.rehearsal.evidence import Evidence, Rehearsal
@@ -40,7 +38,6 @@ from gpufleet.rehearsal.timeline import Timeline, say
 from gpufleet.rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
-LONG_ENOUGH_S = 40.0  # of training, for two interruptions to find it at work
 RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
 
 
@@ -72,7 +69,14 @@ def rehearse(
     with scratch.locked(finished.parent):
         folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
         shutil.rmtree(folder, ignore_errors=True)
-        code = _attempt(path, definition, folder, root, out, stand_in=stand_in)
+        changed = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
+        try:
+            code = _attempt(path, definition, folder, root, out, changed=changed, stand_in=stand_in)
+        except pace.TooFastError as error:
+            out(f"\n{error}\nOnce more, with {pace.steps(error.step_ms):,} steps.")
+            shutil.rmtree(folder)
+            changed = pace.longer(definition, error.step_ms)
+            code = _attempt(path, definition, folder, root, out, changed=changed)
         if code == 0:
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
@@ -103,14 +107,17 @@ def _attempt(
     root: Path,
     out: Callable[[str], None],
     *,
-    stand_in: bool,
+    changed: pace.Change | None = None,
+    stand_in: bool = False,
 ) -> int:
-    """The rehearsal, in a new `folder`."""
+    """The rehearsal, in a new `folder`, of the definition with `changed` laid over it. Raises TooFastError where it can
+    be made longer.
+    """
     trains = "your script on this machine's CPU" if definition.job.parameters.is_users_own else "job"
-    changed = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=changed)})
     if stand_in:
         trains = "a stand-in for your script, which tests the file and not the script"
+    if changed is not None:
         definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
         definition = replace(definition, interruptions=possible(definition))
     timeline = Timeline(folder / "timeline.jsonl", out=out)
@@ -152,6 +159,9 @@ def _attempt(
                     out(f"The bucket's objects could not be kept: {error}")
                 raise
     except GpufleetError as error:
+        fast = error.__cause__
+        if changed is None and isinstance(fast, pace.TooFastError) and pace.longer(definition, fast.step_ms):
+            raise fast from None
         out(f"\nFAILED after {timeline.seconds:.0f} s, at {error}\nEverything it left is in {_shown(project, root)}")
         for line in scratch.full_disks(project, Path(tempfile.gettempdir())):
             out(line)
@@ -287,25 +297,7 @@ def _follow(rehearsal: Rehearsal) -> None:
     if times_torch:
         rehearsal.torch_s = rehearsal.torch_s or import_torch_s()
     if watch.planned:
-        raise GpufleetError(_missed(rehearsal, watch))
-
-
-def _missed(rehearsal: Rehearsal, watch: Watch) -> str:
-    """Why the run was over before all of its interruptions."""
-    missed = ", ".join(f"{p.kind} at step {p.step}" for p in watch.planned)
-    kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
-    done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
-    if done.reason in FAILURES:
-        return f"the run failed, before the interruptions that were still to come ({missed}): {done.detail}"
-    view = next(iter(watch.views.values()))
-    began, ended = view.first_step_at, view.node.instance.ended_at
-    seconds = (ended - began).total_seconds() if began and ended else 0.0
-    return (
-        f"the run ended before it could be interrupted as planned ({missed}): its {view.last_step} steps took"
-        f" {max(1.0, seconds):.0f} s, and that takes about {LONG_ENOUGH_S:.0f}. Give it more steps in the file's"
-        " `rehearsal` section, or longer ones. A loss also waits for the first checkpoint in the bucket: more frequent"
-        " saves bring that earlier"
-    )
+        raise pace.missed(rehearsal, watch)
 
 
 def import_torch_s() -> float:

@@ -117,6 +117,10 @@ class NodeView:
     def name(self) -> str:
         return f"node {self.number}"
 
+    def logged(self) -> list[bytes]:
+        """The lines of its metrics.jsonl."""
+        return [line for path in _job_files(self, METRICS) for line in path.read_bytes().splitlines()]
+
 
 class Watch:
     """One run, from `up` to its end. `run` returns when the run has ended by itself."""

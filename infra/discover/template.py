@@ -19,7 +19,7 @@ from gpufleet.infra.discover.script import (
 from gpufleet.job.spec.command import FORMATS, SAVE_INTERVALS, STEP_COUNTS, setting
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
-REHEARSED_STEPS, REHEARSED_EVERY = 60, 20
+REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # of slow ones; a fast script is given more (rehearsal/pace.py)
 _HF_ON_CPU = "--use_cpu true --report_to none"
 
 
