@@ -83,7 +83,9 @@ class Resumption:
         """
         if self.signalled and self.reason != "stop":
             return False
-        return None if not self.signalled or (every and self.resumed_step % every == 0) else True
+        off = min(self.resumed_step % every, -self.resumed_step % every) if every else 2
+        as_usual = every is not None and off <= max(1, every // 100)  # of a file without {step} it is known so closely
+        return None if not self.signalled or as_usual else True
 
     @property
     def lost(self) -> int:

@@ -29,7 +29,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs import code
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
-from gpufleet.rehearsal import environment, evidence, own, pace, plumbing, report, scratch
+from gpufleet.rehearsal import environment, evidence, images, own, pace, plumbing, report, scratch
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Result
 from gpufleet.rehearsal.evidence import Evidence, Rehearsal
@@ -50,10 +50,15 @@ class StepFailedError(GpufleetError):
 
 
 def rehearse(
-    name_or_path: str, *, root: Path | None = None, out: Callable[[str], None] = say, stand_in: bool = False
+    name_or_path: str,
+    *,
+    root: Path | None = None,
+    out: Callable[[str], None] = say,
+    image: bool = False,
+    stand_in: bool = False,
 ) -> int:
-    """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project. `stand_in`: for
-    the script of a command, which does not run.
+    """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project. `image`: a
+    command runs in its own; `stand_in`: for the script of a command, which does not run.
     """
     root = root or project_root(Path.cwd())
     path = selected(name_or_path, root).path
@@ -65,18 +70,19 @@ def rehearse(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
             f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}."
         )
+    docker = images.require(definition, out) if image else None
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.locked(finished.parent):
         folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
         shutil.rmtree(folder, ignore_errors=True)
         changed = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
         try:
-            code = _attempt(path, definition, folder, root, out, changed=changed, stand_in=stand_in)
+            code = _attempt(path, definition, folder, root, out, changed=changed, docker=docker, stand_in=stand_in)
         except pace.TooFastError as error:
             out(f"\n{error}\nOnce more, with {pace.steps(error.step_ms):,} steps.")
             shutil.rmtree(folder)
             changed = pace.longer(definition, error.step_ms)
-            code = _attempt(path, definition, folder, root, out, changed=changed)
+            code = _attempt(path, definition, folder, root, out, changed=changed, docker=docker)
         if code == 0:
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
@@ -108,15 +114,19 @@ def _attempt(
     out: Callable[[str], None],
     *,
     changed: pace.Change | None = None,
+    docker: images.Docker | None = None,
     stand_in: bool = False,
 ) -> int:
     """The rehearsal, in a new `folder`, of the definition with `changed` laid over it. Raises TooFastError where it can
     be made longer.
     """
     trains = "your script on this machine's CPU" if definition.job.parameters.is_users_own else "job"
+    programs = None if stand_in or docker else code.programs(definition, root)
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=changed)})
     if stand_in:
         trains = "a stand-in for your script, which tests the file and not the script"
+    if docker is not None:
+        trains = "your script in its own image, without a GPU"
     if changed is not None:
         definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
         definition = replace(definition, interruptions=possible(definition))
@@ -133,7 +143,10 @@ def _attempt(
                 Cloud(project, region=definition.fleet.region, notice_s=notice_s, relaunch_delay_s=RELAUNCH_S)
             )
             cloud.has(definition.account, definition.job.parameters.secrets_named)
-            runner = NodeRunner(cloud, project / "nodes", code.programs(definition, root))
+            if docker is not None:
+                cloud.has_images(docker.digests)
+                docker.require_reach(cloud.endpoint)
+            runner = NodeRunner(cloud, project / "nodes", programs, docker)
             stack.callback(runner.close)
             engine = stack.enter_context(
                 Engine.open(project, cloud.environment(), definition.name, say=_logger(project / "engine.log"))

@@ -22,14 +22,14 @@ _ECR = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.")
 _PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
-def name(machine: InstanceIdentity) -> str:
+def name(instance: str) -> str:
     """The container's."""
-    return f"gpufleet-{machine.instance}"
+    return f"gpufleet-{instance}"
 
 
 def stop(machine: InstanceIdentity) -> tuple[str, ...]:
     """The command that asks the job to leave."""
-    return ("docker", "stop", "-t", str(STOP_S), name(machine))
+    return ("docker", "stop", "-t", str(STOP_S), name(machine.instance))
 
 
 def pull(image: str, login: Path, registry: str = "") -> str | None:
@@ -119,7 +119,7 @@ def command(settings: Settings, machine: InstanceIdentity, scratch: Path) -> lis
         environment.LAUNCHED_AT: machine.launched_at,
     }
     return [
-        *("docker", "run", "--name", name(machine), "--stop-timeout", str(STOP_S)),
+        *("docker", "run", "--name", name(machine.instance), "--stop-timeout", str(STOP_S)),
         *("--ipc", "host", "--ulimit", "memlock=-1", "--log-driver", "awslogs"),
         *(word for key, value in logs.items() for word in ("--log-opt", f"{key}={value}")),
         *("-v", f"{settings.folder / 'app'}:/gpufleet/app:ro", "-v", f"{scratch / 'run'}:/gpufleet/run"),

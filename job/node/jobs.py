@@ -21,13 +21,19 @@ REMOVE_S = 60
 PROCESSES = 30_000  # threads count; fewer than a machine has, so that one that forks leaves the node its own
 
 
+def name(instance: str) -> str:
+    """Of a command's container."""
+    return f"{container.name(instance)}-job"
+
+
 class Jobs:
     """One machine's. Within `with` it does what is asked; afterwards nothing of the command runs."""
 
     def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path) -> None:
         self._settings, self._scratch = settings, scratch
         self._control = scratch / "run" / CONTROL
-        self._name = f"{container.name(machine)}-job"
+        self._control.mkdir(parents=True, exist_ok=True)  # answers are written there, by whoever this process runs as
+        self._name = name(machine.instance)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="jobs", daemon=True)
         self._running: subprocess.Popen[bytes] | None = None

@@ -169,6 +169,7 @@ ON_SIGNAL, NOT, USUAL, NEVER = (
         (NOT, 50, False),
         (USUAL, 50, None),
         (USUAL, None, True),
+        (after_a_notice(99, "stop", last=104), 50, None),  # one file, whose step is that of the line before
         (NEVER, 50, None),
         (after_a_notice(0, ""), 50, False),
     ],
