@@ -4,7 +4,14 @@
         boto3.client("ec2", endpoint_url=cloud.endpoint, ...)   # or set cloud.environment() and use any SDK
 
 Each Cloud is an account of its own, so several can live in one process. With the system clock a thread drives it; with
-a ManualClock it stands still between calls of `tick()`.
+a ManualClock it stands still until told:
+
+    cloud.interrupt(instance_id)  # notice now, end after 120 s of that clock
+    clock.advance(121)
+    cloud.tick()
+    cloud.kill(instance_id)  # gone without notice
+    cloud.quotas["L-3819A6DF"] = 0  # or cloud.no_capacity(), cloud.deny("DeleteFleets", node=True), ...
+    cloud.leftovers()  # everything that exists beyond what an account comes with
 """
 
 from __future__ import annotations

@@ -95,6 +95,10 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
     ]
     made.text = "\n".join(lines) + "\n"
     made.unknown.append("what the data is: storage.inputs, or the script fetches it itself (setup)")
+    made.unknown.append(
+        f"which GPU it needs: fleet.instance_types has one L40S with 48 GB, whatever the script is; `gpufleet compare"
+        f" {name}` prices the others"
+    )
     return made
 
 
