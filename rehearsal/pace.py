@@ -43,6 +43,12 @@ def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
         return GpufleetError(
             f"the run failed, before the interruptions that were still to come ({left}): {done.detail}"
         )
+    if rehearsal.definition.job.parameters.is_users_own and not watch.manifests:
+        config = cast(CommandConfig, rehearsal.definition.job.parameters)
+        return GpufleetError(
+            f"the run ended, and no whole checkpoint of it was ever seen: nothing named {', '.join(config.names)} came"
+            f" into {config.checkpoint.folder}. Say in job.checkpoint.each and folder what the script writes, and where"
+        )
     view = list(watch.views.values())[-1]
     began, ended = view.first_step_at, view.node.instance.ended_at
     seconds = (ended - began).total_seconds() if began and ended else 0.0

@@ -26,7 +26,7 @@ from gpufleet.infra.definition.loader import load, project_root, rehearsal_text,
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.inputs import code
+from gpufleet.infra.evidence.measurement import own_programs
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
 from gpufleet.rehearsal import environment, evidence, images, own, pace, plumbing, report, scratch
@@ -121,12 +121,14 @@ def _attempt(
     be made longer.
     """
     trains = "your script on this machine's CPU" if definition.job.parameters.is_users_own else "job"
-    programs = None if stand_in or docker else code.programs(definition, root)
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=changed)})
     if stand_in:
         trains = "a stand-in for your script, which tests the file and not the script"
     if docker is not None:
         trains = "your script in its own image, without a GPU"
+    programs, python = None, None
+    if definition.job.parameters.is_users_own and not stand_in and docker is None:
+        programs, python = own_programs(definition, root, project)
     if changed is not None:
         definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
         definition = replace(definition, interruptions=possible(definition))
@@ -163,6 +165,8 @@ def _attempt(
                 stand_in=stand_in,
             )
             out(f"Engine: {engine.name}")
+            if python is not None:
+                out(f"Your script's Python: {python}; rehearsal.python names another")
             try:
                 run_steps(rehearsal, out)
             except BaseException:

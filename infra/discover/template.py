@@ -16,6 +16,7 @@ from gpufleet.infra.discover.script import (
     ScriptArgument,
     ScriptFacts,
 )
+from gpufleet.infra.inputs.code import ENVIRONMENTS
 from gpufleet.job.spec.command import FORMATS, SAVE_INTERVALS, STEP_COUNTS, setting
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
@@ -44,6 +45,8 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
     every_steps = fixed or _said(typed, every) or _positive(every.default if every else None) or 500
     saved_at = every.where if every else found.every.where if fixed and found.every else ""
     total = _said(typed, steps) or _positive(steps.default if steps else None)
+    counted = found.counted if steps is None else None
+    total, where = (int(counted.value), counted.where) if counted else (total, steps.where if steps else "")
     if found.framework == "hf-trainer" and every and not _said(typed, every):
         written += f" {every.with_value(every_steps)}"
     elif every and _positive(every.default) is None and not _said(typed, every):
@@ -68,7 +71,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         *_resume(found, made),
         *_checkpoint(found, every_steps if total else None, saved_at, made),
         *_progress(found, made),
-        *_work(total, steps.where if steps else "", made),
+        *_work(total, where, made),
         *_stop(found, made),
         *_secrets(found),
         "",
@@ -91,7 +94,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         "  max_usd: 20",
         "  max_hours: 24",
         "",
-        *_rehearsal(found, written, fixed, counted=bool(total)),
+        *_rehearsal(found, written, fixed, total, made),
     ]
     made.text = "\n".join(lines) + "\n"
     made.unknown.append("what the data is: storage.inputs, or the script fetches it itself (setup)")
@@ -117,8 +120,13 @@ def _where_it_writes(found: ScriptFacts, typed: str, made: Draft) -> str:
     if out is not None and out.written.rstrip("=") not in typed:
         made.known.append(f"{out.where}: {out.written.rstrip('=')} says where it writes")
         return f"{typed} {out.with_value('{checkpoints}')}"
-    if out is None:
-        made.unknown.append("where the script writes its checkpoints: it must be {checkpoints}, or checkpoint.folder")
+    if out is None and found.writes_there:
+        made.known.append(f"{found.writes_there.where}: {found.writes_there.value} says where it writes")
+    elif out is None:
+        made.unknown.append(
+            "where the script writes its checkpoints: into $GPUFLEET_CHECKPOINTS ({checkpoints} in the command), or"
+            " into a folder of its own that checkpoint.folder names"
+        )
     return typed
 
 
@@ -232,12 +240,18 @@ def _secrets(found: ScriptFacts) -> Iterator[str]:
         yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {found.wandb.where}: {found.wandb.value}"
 
 
-def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, *, counted: bool) -> Iterator[str]:
+def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, total: int | None, made: Draft) -> Iterator[str]:
     """The lines of a rehearsal's section: the command, small enough for a laptop's CPU, as far as its settings are
-    known. `fixed`: the steps between two saves, where no setting says them.
+    known. `fixed`: the steps between two saves, where no setting says them; `total`: of the whole training.
     """
     small, every = command, fixed or REHEARSED_EVERY
-    steps = max(REHEARSED_STEPS, 3 * every)
+    steps, check = max(REHEARSED_STEPS, 3 * every), ""
+    if found.argument(STEP_COUNTS) is None:
+        steps, check = total or steps, "   # CHECK: as many as that command does"
+        made.unknown.append(
+            "how a rehearsal gets fewer steps: the script takes no count from its command line"
+            + (f", and trains all {total} of {found.counted.where} there" if total and found.counted else "")
+        )
     for names, value in (
         (STEP_COUNTS, steps),
         (SAVE_INTERVALS, every),
@@ -255,15 +269,18 @@ def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, *, counted: 
     if found.framework == "hf-trainer":
         small += f" {_HF_ON_CPU}"
     yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
+    if not any((found.folder / name / "bin").is_dir() for name in ENVIRONMENTS):
+        yield "  # python: path/to/python   # CHECK: which has what the script imports; else this machine's python3"
+        made.unknown.append("which Python has what the script imports: its folder has no .venv, so rehearsal.python")
     yield "  job:"
     yield "    # CHECK: small enough for a CPU"
     yield f"    command: {_quoted(small)}"
     yield "    device: cpu"
     yield "    gpus: 1"
     yield "    work:"
-    yield f"      steps: {steps}"
+    yield f"      steps: {steps}{check}"
     yield "    checkpoint:"
-    yield f"      every: {{steps: {every}}}" if counted else f"      every: {{minutes: null, steps: {every}}}"
+    yield f"      every: {{steps: {every}}}" if total else f"      every: {{minutes: null, steps: {every}}}"
     yield "      size_gb: 0.01"
     yield "      heartbeat_s: 1"
     yield "  estimate:"

@@ -8,6 +8,7 @@ What a format fills in stands in FORMATS, with what its framework does (docs/own
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -495,6 +496,8 @@ class CommandConfig(JobConfig):
             yield "checkpoint.each", "names with {step}; one without it is allowed with rewritten: true"
         if saved.rewritten and any(counted):
             yield "checkpoint.rewritten", "false where the names hold {step}: each is a file of its own"
+        if os.path.normpath(saved.folder) in (".", "..") or os.path.normpath(saved.folder).startswith(("/", "../")):
+            yield "checkpoint.folder", "{checkpoints}, or a folder of its own: it is emptied before each start"
         for path, names in (("checkpoint.each", self.names), ("checkpoint.also", saved.also)):
             if any(name.startswith("/") or ".." in name.split("/") for name in names):
                 yield path, "names below checkpoint.folder"
