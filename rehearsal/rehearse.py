@@ -7,6 +7,7 @@ can do is stood in for by rehearsal.cloud; what only a GPU can do is made small 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -166,7 +167,7 @@ def _attempt(
             )
             out(f"Engine: {engine.name}")
             if python is not None:
-                out(f"Your script's Python: {python}; rehearsal.python names another")
+                out(f"Your script's Python: {os.path.normpath(python)}; rehearsal.python names another")
             try:
                 run_steps(rehearsal, out)
             except BaseException:

@@ -168,13 +168,7 @@ def _looks_like_training(name: str, tree: ast.Module) -> float:
 
 def _read(found: ScriptFacts, name: str, tree: ast.Module, *, entry: bool) -> None:
     """Takes in one file; the entry is read first, and what it says stands."""
-    local = {
-        target.id: node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    local = dict(_assigned(tree))
     imports = set(_imports(tree))
     for node in ast.walk(tree):
         if entry and isinstance(node, ast.For) and found.counted is None:
@@ -211,6 +205,15 @@ def _read(found: ScriptFacts, name: str, tree: ast.Module, *, entry: bool) -> No
             found.framework, found.why = told[0], ScriptFinding(told[1], name)
     if "wandb" in imports and found.wandb is None:
         found.wandb = ScriptFinding("it imports wandb", name)
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Names and what they are set to, one by one of `a, b = 1, 2`."""
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            pairs = zip(target.elts, node.value.elts, strict=False) if several else [(target, node.value)]
+            yield from ((name.id, value) for name, value in pairs if isinstance(name, ast.Name))
 
 
 def _framework(imports: set[str], tree: ast.Module, name: str, *, entry: bool) -> tuple[FormatName, str] | None:
