@@ -107,6 +107,13 @@ def test_who_saves_on_a_notice_loses_less_and_until_that_is_shown_nobody_does() 
     assert not any("job.stop.saves" in line for line in bill(stop=StopRules(saves="true")).warnings)
 
 
+@pytest.mark.parametrize(
+    ("saves", "why"), [("unknown", "nobody has shown job.stop.saves"), ("false", "job.stop.saves is false")]
+)
+def test_why_a_notice_saves_nothing_is_said(saves: Any, why: str) -> None:
+    assert any(why in each and "one checkpoint interval" in each for each in bill(stop=StopRules(saves=saves)).warnings)
+
+
 def test_a_rarer_save_makes_an_interruption_dearer() -> None:
     def needed(minutes: float) -> Decimal:
         every = replace(SCRIPT.checkpoint, every=Every(minutes=minutes))
