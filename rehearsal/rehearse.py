@@ -76,7 +76,7 @@ def rehearse(
     with scratch.locked(finished.parent):
         folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
         shutil.rmtree(folder, ignore_errors=True)
-        changed = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
+        changed: pace.Change | None = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
         try:
             code = _attempt(path, definition, folder, root, out, changed=changed, docker=docker, stand_in=stand_in)
         except pace.TooFastError as error:

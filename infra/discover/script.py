@@ -209,11 +209,12 @@ def _read(found: ScriptFacts, name: str, tree: ast.Module, *, entry: bool) -> No
 
 def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     """Names and what they are set to, one by one of `a, b = 1, 2`."""
-    for node in ast.walk(tree):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-            pairs = zip(target.elts, node.value.elts, strict=False) if several else [(target, node.value)]
-            yield from ((name.id, value) for name, value in pairs if isinstance(name, ast.Name))
+    assigned = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    for target, value in ((target, node.value) for node in assigned for target in node.targets):
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=False))
+        yield from ((name.id, each) for name, each in pairs if isinstance(name, ast.Name))
 
 
 def _framework(imports: set[str], tree: ast.Module, name: str, *, entry: bool) -> tuple[FormatName, str] | None:
