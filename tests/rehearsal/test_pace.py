@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
-from datetime import UTC, datetime
+import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +18,7 @@ from gpufleet.job.contract import metrics
 from gpufleet.job.spec.command import CommandConfig
 from gpufleet.rehearsal import pace
 from gpufleet.rehearsal.rehearse import rehearse
+from gpufleet.rehearsal.watch import Planned
 
 TEXT = """
 run: {id: r1, owner: you}
@@ -89,6 +93,35 @@ def test_the_time_of_a_step_is_the_lines_own_and_never_none() -> None:
     assert pace.step_ms(lines, 99.0) == pytest.approx(6.0, abs=1.0)
     assert pace.step_ms(lines[:1], 99.0) == 99.0
     assert pace.step_ms([metrics.write({"ts": 1.0, "phase": "train", "step": 60, "step_ms": 0.0})], 9.0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("reason", "manifests", "said"),
+    [
+        ("finished", {}, r"no whole checkpoint of it was ever seen: nothing named ckpt\.pt came into \{checkpoints\}"),
+        (
+            "finished",
+            {60: "final"},
+            r"loss at step 40.*60 steps took 100 ms each\. 600 of them with a save every 100 ",
+        ),
+        ("failed", {}, r"the run failed.*: it does not resume"),
+    ],
+)
+def test_why_an_interruption_never_came(tmp_path: Path, reason: str, manifests: dict[int, str], said: str) -> None:
+    body = json.dumps({"reason": reason, "detail": "it does not resume", "instance": "i-1", "at": ""}).encode()
+    s3 = SimpleNamespace(get_object=lambda **_: {"Body": io.BytesIO(body)})
+    began = datetime.now(UTC)
+    instance = SimpleNamespace(ended_at=began + timedelta(seconds=6))
+    view = SimpleNamespace(
+        first_step_at=began, last_step=60, node=SimpleNamespace(instance=instance), logged=lambda: list[bytes]()
+    )
+    watch: Any = SimpleNamespace(
+        planned=[Planned(step=40, kind="loss")], views={"i-1": view}, manifests=manifests, bucket="b", run_id="r1"
+    )
+    rehearsal: Any = SimpleNamespace(
+        definition=definition(tmp_path, "python train.py"), cloud=SimpleNamespace(client=lambda _: s3)
+    )
+    assert re.search(said, str(pace.missed(rehearsal, watch)))
 
 
 def test_it_is_rehearsed_once_more_and_what_was_left_by_then_is_gone(
