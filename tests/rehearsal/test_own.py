@@ -203,6 +203,13 @@ def test_a_notice_breaks_a_promise_only_where_the_file_says_that_the_command_sav
     assert promise.name == "steps repeated after a notice"
 
 
+@pytest.mark.parametrize(("last", "held"), [(98, False), (99, True), (100, True), (102, False)])
+def test_the_last_steps_may_be_told_nowhere_as_in_a_run(tmp_path: Path, last: int, held: bool) -> None:
+    rehearsal = SimpleNamespace(definition=definition(tmp_path), watch=SimpleNamespace(manifests={}))
+    kept: Any = SimpleNamespace(rehearsal=rehearsal, total_steps=100)
+    assert evidence._steps(kept, last).held is held
+
+
 def test_the_file_is_told_what_was_found_out() -> None:
     assert own.advice([ON_SIGNAL], 50, None) == "it did: write job.stop.saves: true, and the bill counts on it"
     assert own.advice([ON_SIGNAL, NOT], 50, True).startswith("it did not: write job.stop.saves: false")
