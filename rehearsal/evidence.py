@@ -85,7 +85,7 @@ class Resumption:
         if self.signalled and self.reason != "stop":
             return False
         off = min(self.resumed_step % every, -self.resumed_step % every) if every else 2
-        as_usual = every is not None and off <= max(1, every // 100)  # of a file without {step} it is known so closely
+        as_usual = every is not None and off <= max(1, every // 10)  # a file without {step} is of the last line told
         return None if not self.signalled or as_usual else True
 
     @property
