@@ -25,6 +25,7 @@ from typing import Any
 from gpufleet import job
 from gpufleet.infra.inputs import archive
 from gpufleet.infra.program.boot import user_data
+from gpufleet.job.contract.bucket import fleet_key
 
 JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
@@ -189,6 +190,7 @@ class StubNode:
         self.parameters: dict[str, Any] = {}
         self.launched(minutes_ago=90)
         self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
+        self.put(fleet_key(FLEET), "known")
         (self.world / "calls").touch()
         self.job_ends_with(0)
 
