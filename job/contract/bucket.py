@@ -14,7 +14,7 @@ DONE = "done.json"  # written last of all: the run is over
 ASKED = workdir.STOP  # `gpufleet stop` asks the run to end
 MANIFEST, REJECTED = "manifest.json", "rejected.txt"  # of a published checkpoint, and of one that does not verify
 ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"
-FLEETS = "fleet/"  # by the program, once it has made the fleet: the one that the stack's state knows of
+FLEETS = "known_fleet/"  # by the program, once it has made the fleet: the one that the stack's state knows of
 CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
     f"{folder}/" for folder in (workdir.CHECKPOINTS, workdir.EXPORTS, workdir.FINAL, workdir.STAGES, workdir.SCALARS)
 )

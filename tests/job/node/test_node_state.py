@@ -16,10 +16,14 @@ ENDS = [RUN, "docker stop -t 115", DELETE, TERMINATE, SHUTDOWN]
 
 @pytest.fixture
 def node(tmp_path: Path) -> StubNode:
-    """It looks each twentieth of a second, and waits for half of one."""
     made = StubNode(tmp_path)
-    made.breaks(at=f"= {node_main.UNKNOWN_S}, {node_main.LOOK_S}", by="= 0.5, 0.05")
+    patient(made, 0.5)
     return made
+
+
+def patient(node: StubNode, seconds: float) -> None:
+    """It looks each twentieth of a second, and waits so long."""
+    node.breaks(at=f"= {node_main.UNKNOWN_S}, {node_main.LOOK_S}", by=f"= {seconds}, 0.05")
 
 
 def known(node: StubNode) -> Path:
@@ -82,10 +86,12 @@ def test_an_s3_that_does_not_answer_ends_no_fleet_that_was_known(node: StubNode)
     assert node.stored("done.json")["reason"] == "finished"
 
 
-def test_a_fleet_is_given_ten_minutes_to_become_known(node: StubNode) -> None:
+def test_a_fleet_is_given_ten_minutes_to_become_known(tmp_path: Path) -> None:
     assert node_main.UNKNOWN_S == 600
+    node = StubNode(tmp_path)
+    patient(node, 15)
     known(node).unlink()
-    node.job_ends_with(0, f"/bin/sleep 0.2; mkdir -p {known(node).parent}; touch {known(node)}; /bin/sleep 1")
+    node.job_ends_with(0, f"/bin/sleep 0.2; mkdir -p {known(node).parent}; touch {known(node)}; /bin/sleep 0.5")
 
     outcome = node.boot()
 
