@@ -249,6 +249,8 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    os.close(nothing)
+    os.close(output)
     torch.set_num_threads(1)  # before any operation: a pool of the server's would be gone in its child
     warnings.simplefilter("ignore")
     harness = Harness(torch.device(device))

@@ -279,9 +279,7 @@ class Judge:
             process = self._idle[gpu].get_nowait()
         except Empty:
             try:
-                process = self._workers.start(
-                    memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, confined=False
-                )
+                process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, confined=False)
             except Lost as error:
                 raise _ReferenceLost(str(error)) from error
         try:

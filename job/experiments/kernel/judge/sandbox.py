@@ -40,8 +40,9 @@ READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS = 1, 2, 4, 8  # of a mount, in both 
 CAPSET, CAPABILITIES = {"x86_64": 126, "aarch64": 91}, 0x20080522  # and their version
 SET_DEATH_SIGNAL, SET_DUMPABLE, SET_NO_NEW_PRIVILEGES, SET_SUBREAPER = 1, 4, 38, 36  # prctl
 FILE_BYTES, RESERVED_BYTES, PROCESSES = 1 << 28, 1 << 30, 512
+SHARED = Path("/dev/shm")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives")
-NEW_ROOT = "/tmp"  # where it lies while it is put together: a folder that everybody may look into
+NEW_ROOT = Path("/tmp")  # where it lies while it is put together: a folder that everybody may look into
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 PROCESSOR = ("/proc/cpuinfo", "/sys/devices/system/cpu")  # by which torch chooses its kernels
 PACKAGE = Path(__file__).resolve().parents[3]  # gpufleet's job
@@ -138,7 +139,7 @@ def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memo
     with suppress(OSError):  # who takes all memory is the first to go
         Path("/proc/self/oom_score_adj").write_text("1000")
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    held = namespaces and _change_root(os.fspath(scratch), cuda=cuda)
+    held = namespaces and _change_root(scratch, cuda=cuda)
     if not namespaces:
         give(scratch, os.geteuid())
     for limit, most in (
@@ -169,7 +170,7 @@ def visible(*, cuda: bool) -> Iterator[str]:
         yield from map(str, Path("/dev").glob("nvidia*"))
 
 
-def _change_root(scratch: str, *, cuda: bool) -> bool:
+def _change_root(scratch: Path, *, cuda: bool) -> bool:
     """Nothing is left of the old root but what is `visible`, under the paths it had, and the scratch folder. The user
     is another from here on. False: no mount may be changed, and the files stay those of the machine.
     """
@@ -177,28 +178,28 @@ def _change_root(scratch: str, *, cuda: bool) -> bool:
     if private != 0 or _attribute(AT_FDCWD, "/", AT_RECURSIVE, READ_ONLY | NO_SUID) != 0:
         _change_user()
         return False
-    named = [path for path in visible(cuda=cuda) if os.path.exists(path)]
+    named = [path for path in map(Path, visible(cuda=cuda)) if path.exists()]
     # Taken while this process still is who may look for them. Parents come before what is in them.
-    trees = {path: _tree(path) for path in sorted(map(os.path.realpath, named))}
-    own = f"/proc/{os.getpid()}"
+    trees = {path: _tree(path) for path in sorted(path.resolve() for path in named)}
+    own = Path(f"/proc/{os.getpid()}")
     mine = {scratch: _tree(scratch), **({own: _tree(own)} if cuda else {})}
     _change_user()
     _mount_memory(NEW_ROOT)
     for path, tree in trees.items():
-        if not os.path.exists(NEW_ROOT + path):  # else it is part of one before
-            _place(tree, NEW_ROOT + path)
+        if not _new(path).exists():  # else it is part of one before
+            _place(tree, _new(path))
         os.close(tree)
     for path in named:
-        if not os.path.lexists(NEW_ROOT + path):  # it is a link, or lies behind one
-            os.makedirs(os.path.dirname(NEW_ROOT + path), exist_ok=True)
-            os.symlink(os.path.realpath(path), NEW_ROOT + path)
-    if os.path.exists(NEW_ROOT + os.fspath(PACKAGE)):  # installed among the libraries
-        _mount_memory(NEW_ROOT + os.fspath(PACKAGE))
+        if not os.path.lexists(_new(path)):  # it is a link, or lies behind one
+            _new(path).parent.mkdir(parents=True, exist_ok=True)
+            _new(path).symlink_to(path.resolve())
+    if _new(PACKAGE).exists():  # installed among the libraries
+        _mount_memory(_new(PACKAGE))
     if cuda:
-        os.makedirs(f"{NEW_ROOT}/dev/shm")
-        _mount_memory(f"{NEW_ROOT}/dev/shm")
+        _new(SHARED).mkdir()
+        _mount_memory(_new(SHARED))
     for path, tree in mine.items():
-        _place(tree, NEW_ROOT + path)
+        _place(tree, _new(path))
         kept = 0 if path == own else NO_SUID | NO_DEVICES | (0 if cuda else NO_PROGRAMS)
         _check(_attribute(tree, "", AT_EMPTY_PATH, kept, READ_ONLY), path)
         os.close(tree)
@@ -216,24 +217,30 @@ def _change_user() -> None:
     _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)  # else what is its own in /proc is another user's
 
 
-def _tree(path: str) -> int:
+def _new(path: Path) -> Path:
+    """Where it lies until the root has changed."""
+    return NEW_ROOT / path.relative_to("/")
+
+
+def _tree(path: Path) -> int:
     """A copy of the mount there with all below it, attached nowhere."""
-    return _check(_libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(path), OPEN_CLONED | AT_RECURSIVE | os.O_CLOEXEC), path)
+    flags = OPEN_CLONED | AT_RECURSIVE | os.O_CLOEXEC
+    return _check(_libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(path), flags), path)
 
 
-def _place(tree: int, path: str) -> None:
+def _place(tree: int, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     if stat.S_ISDIR(os.fstat(tree).st_mode):
-        os.makedirs(path, exist_ok=True)
+        path.mkdir(exist_ok=True)
     else:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+        path.touch()
     _check(_libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, os.fsencode(path), MOVE_EMPTY_PATH), path)
 
 
-def _mount_memory(path: str) -> None:
+def _mount_memory(path: Path) -> None:
     """A small folder of its own."""
-    flags = NO_SUID | NO_DEVICES
-    _check(_libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", flags, b"size=64m,nr_inodes=4096,mode=0755"), path)
+    told = b"size=64m,nr_inodes=4096,mode=0755"
+    _check(_libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", NO_SUID | NO_DEVICES, told), path)
 
 
 def _attribute(at: int, path: str, flags: int, on: int, off: int = 0) -> int:
@@ -242,8 +249,8 @@ def _attribute(at: int, path: str, flags: int, on: int, off: int = 0) -> int:
     return int(_libc.syscall(*call))
 
 
-def _check(result: int, what: str) -> int:
+def _check(result: int, what: str | Path) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), what)
+        raise OSError(number, os.strerror(number), str(what))
     return result

@@ -64,7 +64,8 @@ def _program(pid: int, *, programs: bool, cuda: bool) -> Iterator[bytes]:
     """The filter's instructions."""
     machine = platform.machine()
     column = list(ARCHITECTURES).index(machine)
-    lifted = {"clone", "clone3", *SIGNALS, *(PROGRAMS if programs else ()), *((*NETWORK, *MEMORY_FILES) if cuda else ())}
+    lifted = {"clone", "clone3", *SIGNALS}
+    lifted |= {*(PROGRAMS if programs else ()), *((*NETWORK, *MEMORY_FILES) if cuda else ())}
     yield _step(_LOAD, _ARCHITECTURE)
     yield _step(_EQUAL, ARCHITECTURES[machine], 1, 0)
     yield _step(_RETURN, _KILL)
@@ -83,7 +84,7 @@ def _program(pid: int, *, programs: bool, cuda: bool) -> Iterator[bytes]:
         _step(_RETURN, _REFUSE),
         _step(_RETURN, _ALLOW),
     )
-    own = {name: pid for name in SIGNALS} | ({"socket": _AF_UNIX, "socketpair": _AF_UNIX} if cuda else {})
+    own = dict.fromkeys(SIGNALS, pid) | ({"socket": _AF_UNIX, "socketpair": _AF_UNIX} if cuda else {})
     for name, only in own.items():
         yield from _when(
             NUMBERS[name][column],
