@@ -103,7 +103,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._drop_in(PATIENCE_S)
         if len(self.connections) > CONNECTIONS:
-            slow = [(each.late.when(), each) for each in self.connections if each is not self and each.late]
+            others = (each for each in self.connections if isinstance(each, Connection) and each is not self)
+            slow = [(each.late.when(), each) for each in others if each.late]
             if slow:  # whoever is slow keeps nobody out
                 min(slow, key=itemgetter(0))[1]._drop()
             else:

@@ -192,9 +192,9 @@ def said(process: Process, names: str, way: str) -> str:
 
 
 @contextmanager
-def contained(workers: Workers, **asked: bool) -> Iterator[Process]:
+def contained(workers: Workers, *, compiles: bool = False) -> Iterator[Process]:
     """A candidate's process, beside another's."""
-    with workers.start(memory_bytes=1e9, **asked) as process:
+    with workers.start(memory_bytes=1e9, compiles=compiles) as process:
         if not process.isolated:
             pytest.skip("this kernel allows no namespaces here")
         with workers.start(memory_bytes=1e9, compiles=True):
@@ -284,7 +284,7 @@ def test_no_open_file_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def careless(words: list[str], **how: Any) -> subprocess.Popen[bytes]:
         return begin(words, **{**how, "pass_fds": [*how["pass_fds"], kept]})
 
-    monkeypatch.setattr(forkserver.subprocess, "Popen", careless)
+    monkeypatch.setattr(subprocess, "Popen", careless)
     kept = os.open(tmp_path, os.O_RDONLY)
     text = "import os\nfound = []\nfor n in range(3, 256):\n    try:\n        os.fstat(n)\n        found.append(n)\n"
     with Workers(scratch(tmp_path), gpus=False) as workers, workers.start(memory_bytes=1e9) as process:

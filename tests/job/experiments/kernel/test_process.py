@@ -169,7 +169,7 @@ def test_a_new_process_instead_of_a_fork_gives_the_same_verdict(
 def test_no_credentials_are_within_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     given = list[dict[str, str]]()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr(forkserver.subprocess, "Popen", lambda words, **how: given.append(how["env"]))
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **how: given.append(how["env"]))
     with socket.socket() as theirs:
         forkserver.python(theirs, ["serve"], {"TRITON_INTERPRET": "1"})
     assert (given[0]["TRITON_INTERPRET"], "secret" in given[0].values()) == ("1", False)
