@@ -96,7 +96,7 @@ def capabilities(*kept: str) -> list[str]:
 
 
 def rights(settings: Settings) -> tuple[str, ...]:
-    """Of the supervisor's container. A command's files and processes are of whatever user its image has, and those of a
+    """The capabilities of the supervisor's container. A command's files and processes are of whatever user its image has, and those of a
     data volume of whoever wrote them.
     """
     if settings.job_image:

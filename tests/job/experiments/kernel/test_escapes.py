@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from kernel_judge import never_misses_its_gpu, scratch
 
-from gpufleet.job.experiments.kernel.judge import forkserver, sandbox, syscalls
+from gpufleet.job.experiments.kernel.judge import sandbox, syscalls
 from gpufleet.job.experiments.kernel.judge.worker import Lost, Process, Workers
 
 pytestmark = [
