@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 from unittest import mock
 
@@ -101,17 +102,18 @@ def killed_engine(
     command: str = "up",
     reads: bool = False,
     mode: Mode = "killed",
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Killer:
-    """A command of the engine's, which is killed together with its provider."""
+    """A command of the engine's, which is killed together with its provider. `environment`: of its program, too."""
     killer = Killer(cloud, at, reads=reads, mode=mode)
     impatient = {"AWS_MAX_ATTEMPTS": "1"} if mode == "no answer" else {}
     with mock.patch.dict(os.environ, impatient), provider.serve(cloud.environment()) as port:
-        environment = {**cloud.environment(), **settings(project, port), "NO_COLOR": "1"}
-        Pulumi(project, environment, STACK, lambda line: None)  # makes the stack
+        whole = {**cloud.environment(), **settings(project, port), "NO_COLOR": "1", **environment}
+        Pulumi(project, whole, STACK, lambda line: None)  # makes the stack
         process = subprocess.Popen(
             ["pulumi", command, "--yes", "--skip-preview", "--non-interactive", "--stack", STACK],
             cwd=project,
-            env=scratch(environment),
+            env=scratch(whole),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from killed import Mode
+from engine_world import edit, pinned, project
+from killed import Mode, killed_engine
 from killed_calls import SharedAccount, shared_account
+from repository import ROOT
+
+from gpufleet.job.node import __main__ as node_main
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.node import NodeRunner
 
 pytestmark = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 
@@ -35,6 +42,33 @@ def test_a_destroy_that_hears_nothing_of_its_fleet_s_deletion_leaves_nothing(acc
     found = account.kill("destroy", "no answer", "DeleteFleets")
     assert found.fired
     assert found.holds, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_node_of_an_up_killed_after_its_fleet_ends_both_with_the_rights_it_has(tmp_path: Path) -> None:
+    """The real script in the embedded AWS; ten minutes are ten seconds."""
+    root, code = pinned(project(tmp_path / "project")).parents[1], tmp_path / "code"
+    for package in ("gpufleet", "infra", "job"):
+        shutil.copytree(ROOT / package, code / package, symlinks=True)
+    main = code / "job/node/__main__.py"
+    edit(main, f"= {node_main.UNKNOWN_S}, {node_main.LOOK_S}", "= 10, 1")
+    with Cloud(tmp_path / "cloud") as cloud:
+        runner = NodeRunner(cloud, tmp_path / "nodes")
+        try:
+            killed_engine(cloud, root, "CreateFleet", environment={"PYTHONPATH": str(code)})
+            (fleet,) = cloud.fleets.fleets.values()
+            end = time.monotonic() + 500
+            while fleet.state != "deleted":
+                assert time.monotonic() < end, [node.log.read_text() for node in runner.nodes.values()]
+                time.sleep(0.2)
+        finally:
+            runner.close()
+        (node,) = cloud.instances()  # nothing came after it
+        assert node.ended_at is not None
+        said = runner.nodes[node.id].log.read_text()
+    assert "no stack's state knows of its fleet" in said
+    assert "is deleted" in said
 
 
 @pytest.mark.slow
