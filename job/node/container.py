@@ -96,12 +96,12 @@ def capabilities(*kept: str) -> list[str]:
 
 
 def rights(settings: Settings) -> tuple[str, ...]:
-    """The capabilities of the supervisor's container. A command's files and processes are of whatever user its image has, and those of a
-    data volume of whoever wrote them.
+    """The capabilities of the supervisor's container. A command's files and processes are of whatever user its image
+    has, and those of a data volume of whoever wrote them; there root also makes candidates another user's.
     """
     if settings.job_image:
         return ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SYS_PTRACE")
-    return ("DAC_OVERRIDE",) if settings.data_volume else ()
+    return ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID") if settings.data_volume else ()
 
 
 def give(settings: Settings, folder: Path) -> None:

@@ -312,7 +312,8 @@ def test_a_job_with_a_data_volume_reads_whatever_is_on_it(node: StubNode) -> Non
     (node.root / "dev/sdf").touch()
     (call,) = [call for call in node.boot().calls if call.startswith(RUN)]
     assert "--user" not in call
-    assert "--cap-drop ALL --cap-add DAC_OVERRIDE --security-opt no-new-privileges" in call
+    rights = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
+    assert f"--cap-drop ALL {' '.join(f'--cap-add {right}' for right in rights)} --security-opt no-new" in call
 
 
 def test_the_container_is_told_who_and_where_it_is(node: StubNode) -> None:

@@ -8,9 +8,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,32 @@ def test_no_open_file_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         reply, _ = process.ask({"do": "load"}, [text.encode()], limit_s=30)
     os.close(kept)
     assert reply["error"] == "ValueError: 1"  # what it talks through
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can become a user without rights")
+def test_it_holds_for_a_judge_without_any_right_as_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "visible", lambda cuda: sandbox.SYSTEM)  # root's Python is not everybody's
+    told, tells = os.pipe()
+    if (pid := os.fork()) == 0:
+        with suppress(BaseException):
+            os.setgroups([])
+            os.setresgid(1000, 1000, 1000)
+            os.setresuid(1000, 1000, 1000)
+            sandbox._libc.prctl(sandbox.SET_DUMPABLE, 1, 0, 0, 0)
+            sandbox._libc.prctl(sandbox.SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+            folder = Path(tempfile.mkdtemp(dir="/tmp"))
+            child, namespaces = sandbox.fork()
+            if child == 0:
+                held = sandbox.confine(folder, namespaces=namespaces, programs=False, cuda=False, memory_bytes=1e9)
+                os.write(tells, f"{held} {Path('/etc/passwd').exists()} {folder.exists()}".encode())
+                os._exit(0)
+            os.waitpid(child, 0)
+            folder.rmdir()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(tells)
+    with os.fdopen(told) as said_by_it:
+        assert said_by_it.read() == "True False True"
 
 
 def test_one_that_takes_memory_faster_than_anybody_looks_is_the_first_to_go(workers: Workers) -> None:
