@@ -229,8 +229,9 @@ def _names(environ: Path, folder: Path) -> bool:
 
 def test_what_was_edited_meanwhile_is_named_and_nothing_that_was_there_before() -> None:
     unchanged("?? notes\n M a.py\n", "?? notes\n M a.py\n")
-    with pytest.raises(GpufleetError, match=r"meanwhile:\n\?\? new$"):
-        unchanged("?? notes\n", "?? new\n?? notes\n")
+    unchanged("?? notes\n", "?? notes\n?? stacks/new.yaml\n")
+    with pytest.raises(GpufleetError, match=r"meanwhile:\n M a.py\n\?\? notes$"):
+        unchanged("?? notes\n", " M a.py\n?? new\n")
 
 
 def test_what_a_rehearsal_writes_is_ignored_by_git() -> None:
