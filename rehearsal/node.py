@@ -22,6 +22,7 @@ from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.contract.environment import COMMAND, USER_PATH
+from gpufleet.job.spec.job import JobConfig
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.images import Docker
 from gpufleet.rehearsal.launch import CloudInstance
@@ -136,7 +137,7 @@ class NodeRunner:
             with contextlib.suppress(OSError):
                 here = Path("/proc") / str(pid)
                 of_command = f"{COMMAND['checkpoints']}=".encode() in (here / "environ").read_bytes()
-                if of_command or b"\0job.train\0" in (here / "cmdline").read_bytes():
+                if of_command or f"\0{JobConfig.module}\0".encode() in (here / "cmdline").read_bytes():
                     os.kill(pid, number)
 
     def _watch(self, node: RehearsalNode) -> None:

@@ -18,7 +18,8 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S = 0.2
 REMOVE_S = 60
-PROCESSES = 30_000  # threads count; fewer than a machine has, so that one that forks leaves the node its own
+# What installing packages as root takes. Docker's others, of raw packets and devices, are for nothing here.
+RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
 
 
 def name(instance: str) -> str:
@@ -100,7 +101,8 @@ class Jobs:
             options += ["-v", f"{self._scratch / 'run' / part}:/gpufleet/run/{part}"]
         return [
             *("docker", "run", "--name", self._name, "--network", "bridge", "--ipc", "host"),
-            *("--ulimit", "memlock=-1", "--pids-limit", str(PROCESSES), "--log-driver", "none"),
+            *("--ulimit", "memlock=-1", "--log-driver", "none"),
+            *container.capabilities(*RIGHTS),
             *("-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"),
             *options,
             *("--entrypoint", "sh", self._settings.job_image, f"/gpufleet/run/{CONTROL}/{SCRIPTS}/{FIRST}"),

@@ -62,6 +62,11 @@ def run(words: list[str]) -> int:
     if options.gpus and not _has_gpu():
         print('docker: could not select device driver "" with capabilities: [[gpu]].', file=sys.stderr)
         return DAEMON_ERROR
+    for option in options.security_opt:
+        name, _, profile = option.partition("=")
+        if name == "seccomp" and not Path(profile).is_file():
+            print(f"docker: opening seccomp profile ({profile}) failed: no such file or directory.", file=sys.stderr)
+            return DAEMON_ERROR
     mounts = _mounts(options.volume)
     environment = {
         "PATH": _users_path() if options.entrypoint else os.environ["PATH"],
@@ -237,7 +242,8 @@ def _run_options() -> argparse.ArgumentParser:
     for option in ("--name", "--stop-timeout", "--ipc", "--log-driver", "--gpus", "--pid", "--network", "--entrypoint"):
         parser.add_argument(option)
     parser.add_argument("--pids-limit")
-    for option in ("--ulimit", "--log-opt", "--security-opt", "--cap-add"):
+    parser.add_argument("--user")
+    for option in ("--ulimit", "--log-opt", "--security-opt", "--cap-add", "--cap-drop"):
         parser.add_argument(option, action="append", default=[])
     parser.add_argument("-v", "--volume", action="append", default=[])
     parser.add_argument("-e", "--env", action="append", default=[])
