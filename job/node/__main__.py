@@ -124,6 +124,7 @@ class NodeRun:
             self._crash(f"{RUN} cannot be had as declared")
         (scratch / "run").mkdir(parents=True, exist_ok=True)
         shutil.copy(self.folder / RUN, scratch / "run" / RUN)
+        container.give(self.settings, scratch / "run")
         self._check_gpu()
         self._pull()
         self._yield()

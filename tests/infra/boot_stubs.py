@@ -35,7 +35,7 @@ CODE = [
     "__init__.py",
     "atomic.py",
     *(f"contract/{name}.py" for name in CONTRACT),
-    *(path.relative_to(JOB).as_posix() for path in (JOB / "node").glob("*.py")),
+    *(path.relative_to(JOB).as_posix() for path in (JOB / "node").glob("*.*")),
 ]
 INSTANCE = "i-0123456789abcdef0"
 BUCKET = "gpufleet-test"
