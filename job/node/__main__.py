@@ -316,7 +316,7 @@ class NodeRun:
         self._leave(why)
 
     def _take_over(self, end: Callable[[], NoReturn]) -> None:
-        """Of a thread that ends the run, the first one: stops the job, while the main thread waits."""
+        """Stops the job, then ends; called in a thread, for which all others wait."""
         with self._taking_over:
             self.ender = threading.current_thread()
             self._ended = True
@@ -331,7 +331,7 @@ class NodeRun:
                 os._exit(1)
 
     def _yield(self) -> None:
-        """To the thread that ends the run, once there is one."""
+        """Waits for the thread that ends the run, once there is one."""
         if self.fired.is_set() and threading.current_thread() is not self.ender:
             self.ender.join()
 
