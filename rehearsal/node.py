@@ -125,7 +125,7 @@ class NodeRunner:
             with contextlib.suppress(OSError):
                 here = Path("/proc") / str(pid)
                 of_command = f"{COMMAND['checkpoints']}=".encode() in (here / "environ").read_bytes()
-                if of_command or b"\0job.train\0" in (here / "cmdline").read_bytes():
+                if of_command or b"\0gpufleet.job.train\0" in (here / "cmdline").read_bytes():
                     os.kill(pid, number)
 
     def _watch(self, node: RehearsalNode) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from botocore.exceptions import ClientError
 
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.inputs import code
 from gpufleet.job.contract import environment, metrics
 from gpufleet.job.contract.workdir import FINAL
 from gpufleet.job.text import counted
@@ -45,10 +46,10 @@ def secret_values(definition: StackDefinition) -> Iterator[None]:
 
 
 def listing(definition: StackDefinition, root: Path) -> Listing:
-    """The files of the code's folder; empty where none is shipped."""
+    """The files of the code's folder that are not gpufleet's; empty where none is shipped."""
     shipped = definition.job.parameters.shipped
     found = {}
-    for path in (root / shipped.folder).rglob("*") if shipped else ():
+    for path in code.all_files(root / shipped.folder, root) if shipped else ():
         with suppress(OSError):
             if path.is_file():
                 found[str(path)] = (path.stat().st_size, path.stat().st_mtime_ns)
