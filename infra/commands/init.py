@@ -11,6 +11,7 @@ from pathlib import Path
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.commands import new
 from gpufleet.infra.definition import json_schema
+from gpufleet.infra.definition.layers import MODELINE
 from gpufleet.infra.definition.loader import PROGRAM, SCHEMA
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.observations import observations
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_others(root)
     repository = Path((git(root, "rev-parse", "--show-toplevel") or str(root)).rstrip("\n"))
     _project(root, repository)
-    if not json_schema.modeline(root / "stacks", root):
+    if json_schema.modeline(root / "stacks", root) in ("", f"{MODELINE}{Path(SCHEMA).name}"):  # not gpufleet's own copy
         _write(root / SCHEMA, json_schema.text(), root)
     _ignore(root)
     _workflow(root, repository)
