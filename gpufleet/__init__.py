@@ -8,8 +8,8 @@
     gpufleet.receipts()
 
 `gpufleet.TrainingRun` declares a run in a Pulumi program of yours, `gpufleet.program()` is a whole one. What is not in
-`__all__` is private and may change in any version; so may modules of `infra`, `job` and `rehearsal`. Nothing here asks
-AWS or a network.
+`__all__` is private and may change in any version; so may modules of `infra`, `job` and `rehearsal`. Nothing but a
+Pulumi program asks AWS or a network.
 """
 
 from __future__ import annotations

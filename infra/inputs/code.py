@@ -27,6 +27,7 @@ from gpufleet.job.spec.command import Code
 MIB = 1024 * 1024
 LARGEST = 5  # files that are named where all together are too large
 _LEFT_OUT = (".git", "__pycache__")
+ENVIRONMENTS = (".venv", "venv")  # below the code's folder: where its own Python is looked for
 _ENVIRONMENT = "pyvenv.cfg"  # of a virtual environment's folder, which works nowhere else
 GIT_S = 60
 
@@ -120,7 +121,7 @@ def programs(definition: StackDefinition, root: Path) -> Path | None:
             )
         return python.absolute().parent  # not resolved: an environment's interpreter is a link
     code = definition.job.parameters.shipped
-    places = [root / code.folder / name / "bin" for name in (".venv", "venv")] if code else []
+    places = [root / code.folder / name / "bin" for name in ENVIRONMENTS] if code else []
     if Path(__file__).is_relative_to(sys.prefix):  # not a clone's environment, which is gpufleet's alone
         places.append(Path(os.environ.get("VIRTUAL_ENV", sys.prefix)) / "bin")
     return next((place.absolute() for place in places if (place / "python").exists()), None)
@@ -195,12 +196,6 @@ def files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Path]]:
             yield above + name, path
         elif path.is_dir():  # a repository of its own
             yield from files_in(path, f"{above}{name.rstrip('/')}/")
-
-
-def all_files(folder: Path, root: Path) -> Iterator[Path]:
-    """Every file there, whatever git knows of it, but for environments and for what is the project's in `root`."""
-    ours = _projects_own(folder, root)
-    yield from (folder / name for name in _walk(folder) if not ours(name))
 
 
 def _projects_own(folder: Path, root: Path) -> Callable[[str], bool]:
