@@ -28,7 +28,7 @@ from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.risk import simulation
 from gpufleet.job.contract import run as run_file
 from gpufleet.job.contract.reading import Fields
-from gpufleet.job.contract.run import Rates
+from gpufleet.job.contract.terms import Rates
 from gpufleet.job.spec import SftConfig
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
