@@ -33,6 +33,9 @@ class Lives:
     seen: Mapping[str, float] = field(default_factory=dict)
 
 
+UNTOLD = Lives()
+
+
 @dataclass(frozen=True)
 class NodeCost:
     """`usd` is compute, disks and address. `ceiling_s`: counted at the ceiling of a spot price."""
@@ -50,7 +53,7 @@ def hours(seconds: Decimal) -> Decimal:
 
 
 def of_node(
-    rates: Rates, node: AttemptRecord, beat: Beat | None, lives: Lives = Lives(), until: float | None = None
+    rates: Rates, node: AttemptRecord, beat: Beat | None, lives: Lives = UNTOLD, until: float | None = None
 ) -> NodeCost:
     """The cost of a node, whose record names it. `until`: the launch of the next one; None: there is none."""
     last = beat or Beat()

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from gpufleet.job.contract.aws import ENDED
+from gpufleet.job.contract.reading import epoch, iso
+
 NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no network: minutes, not an hour
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
@@ -112,6 +115,18 @@ def last_line(said: str) -> str:
 def aws(*words: str) -> str | None:
     """What the AWS CLI prints; None when it fails."""
     return answer("aws", *words, *NOT_REACHED)
+
+
+def ended_nodes(fleet: str, since: float) -> dict[str, float]:
+    """When AWS ended nodes of the fleet, as its history tells, in epoch seconds; nothing where it is not told."""
+    told = aws(
+        *("ec2", "describe-fleet-history", "--fleet-id", fleet, "--start-time", iso(since), "--output", "text"),
+        *("--event-type", "instance-change", "--query"),
+        f"HistoryRecords[?EventInformation.EventSubType=='{ENDED}'].[EventInformation.InstanceId,Timestamp]",
+    )
+    found = [line.split() for line in (told or "").splitlines()]
+    times = {words[0]: epoch(words[1]) for words in found if len(words) == 2}
+    return {name: at for name, at in times.items() if at is not None}
 
 
 class MetadataService:

@@ -1,4 +1,4 @@
-"""What other attempts of the run did and cost, from attempts/*.json and heartbeat/*.jsonl, and from the fleet's history.
+"""What other attempts of the run did and cost, from attempts/*.json, heartbeat/*.jsonl and the fleet's history.
 
 What a node has cost is contract/cost.py's to say.
 """
@@ -18,7 +18,7 @@ from gpufleet.job.contract import attempt, bucket, cost, reading
 from gpufleet.job.contract.attempt import Aside, AttemptRecord, Beat, Exit, Node
 from gpufleet.job.contract.aws import FREE_S
 from gpufleet.job.contract.codes import AttemptExit
-from gpufleet.job.contract.cost import Lives
+from gpufleet.job.contract.cost import UNTOLD, Lives
 from gpufleet.job.contract.done import Done
 from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.receipt import AttemptCost
@@ -126,7 +126,7 @@ def read(
     *,
     but: Node | None = None,
     done: Done | None = None,
-    lives: Lives = Lives(),
+    lives: Lives = UNTOLD,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Attempt]:
     """Every attempt, oldest first, except that of the node `but`; or all of a run that is over, `done.json` given: its
@@ -169,7 +169,7 @@ def read(
 
 
 def attempt_from_record(
-    run: RunFile, record: AttemptRecord, beat: Beat | None, lives: Lives = Lives(), until: float | None = None
+    run: RunFile, record: AttemptRecord, beat: Beat | None, lives: Lives = UNTOLD, until: float | None = None
 ) -> Attempt:
     """What a node's record and its last heartbeat say; `lives` and `until` as contract/cost.py has them."""
     paid = cost.of_node(run.rates(record.type, record.zone), record, beat, lives, until)
@@ -237,7 +237,11 @@ class Others:
     @property
     def ended(self) -> dict[str, float]:
         """What AWS has said, for later attempts: it forgets."""
-        return {each.instance: self._lives.ended[each.instance] for each in self.attempts if each.instance in self._lives.ended}
+        return {
+            each.instance: self._lives.ended[each.instance]
+            for each in self.attempts
+            if each.instance in self._lives.ended
+        }
 
     def _is_unknown(self, each: Attempt) -> bool:
         ended = each.instance in self._lives.ended or each.instance in self._gone

@@ -289,7 +289,7 @@ def test_a_node_that_was_lost_costs_no_less_than_it_may_have(
 ) -> None:
     node = AttemptRecord(instance="i-1", launched_at=iso(0))
     found = cost.of_node(replace(SPOT, hourly={}), node, BEAT, lives, None if until is None else T0 + until)
-    assert (found.seconds, found.compute_usd) == (seconds, Decimal(usd))
+    assert [found.seconds, found.compute_usd] == [seconds, Decimal(usd)]
 
 
 def test_what_aws_says_of_a_node_s_end_counts_more_than_what_the_node_was_told(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_node_that_is_gone_without_a_word_of_aws_is_asked_about_once(tmp_path:
     others = two_nodes(tmp_path, ask)
     for at in (1100, 1200):
         others.look(T0 + at)
-    assert (others.spent[1], asked) == (1000, [T0])
+    assert [others.spent[1], asked] == [1000, [T0]]
 
 
 @pytest.mark.parametrize(
