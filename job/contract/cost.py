@@ -1,8 +1,9 @@
 """What a node of the run has cost, from what it and others have left of it: its record and its last heartbeat.
 
 Never less than it did. A killed node says nothing after its last heartbeat; the fleet's history says when AWS ended it.
-Where nobody knows, it is taken to have gone on for GONE_S (BOOT_S without any heartbeat), but no longer than until the
-next node's launch: a fleet of one launches none before. A node that was told of its end is billed until that end.
+Where nobody knows, it is taken to have gone on for GONE_S, but no longer than until the next node's launch: a fleet of
+one launches none before. Without any heartbeat that launch alone is known, or BOOT_S where there is none. A node that
+was told of its end is billed until that end.
 
 The node's own Python reads this: no newer than 3.9 here.
 """
@@ -22,7 +23,7 @@ CENT_100 = Decimal("0.0001")
 MINIMUM_S = Decimal(aws.MINIMUM_S)
 HOUR_S = Decimal(3600)
 GONE_S = 120.0  # two heartbeats: one that was due, and one that may have been on its way
-BOOT_S = 480.0  # what the bills take for a small node's set-up, about half of a large one's
+BOOT_S = 480.0  # the newest node, before its first heartbeat: what the bills take for a small one's set-up
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _lived_s(node: AttemptRecord, beat: Beat | None, lives: Lives, until: float 
     if ended is None and node.exit is not None:
         told += [epoch(node.exit.at), epoch(node.exit.ends_at)]
     elif ended is None:
-        gone = launched + (BOOT_S if beat is None else float(lived) + GONE_S)
+        gone = (until or launched + BOOT_S) if beat is None else launched + float(lived) + GONE_S
         told.append(gone if until is None else min(gone, until))
     return max([lived, *(Decimal(f"{at - launched:.3f}") for at in told if at is not None)])
 

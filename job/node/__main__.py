@@ -22,16 +22,16 @@ from gpufleet.job import atomic
 from gpufleet.job.clock import SteadyClock
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract import terms
-from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit
+from gpufleet.job.contract.attempt import AttemptRecord, Exit
 from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
 from gpufleet.job.contract.bucket import ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key
 from gpufleet.job.contract.codes import AttemptExit
-from gpufleet.job.contract.cost import Lives
 from gpufleet.job.contract.reading import Fields
 from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node import attempts, container, disks, means
 from gpufleet.job.node.allowance import LOOK_S, Allowance
 from gpufleet.job.node.jobs import Jobs
+from gpufleet.job.node.others import Others
 from gpufleet.job.node.outside import (
     MetadataService,
     Objects,
@@ -39,7 +39,6 @@ from gpufleet.job.node.outside import (
     bounded,
     call,
     complaint,
-    ended_nodes,
     last_line,
     log,
     retry,
@@ -77,7 +76,7 @@ class NodeRun:
         )
         self.manifest: str | None = None
         self.keys: list[str] = []
-        self.others: list[tuple[AttemptRecord, Beat | None]] = []
+        self.others = Others()
         self.workdir: Path | None = None  # the job's, once it is there
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
         self.fired = threading.Event()
@@ -161,8 +160,9 @@ class NodeRun:
             if boots >= attempts.MOST_FUTILE:
                 self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
             beats = self.folder / HEARTBEATS
-            self.others = [(each, attempts.beat(beats, each.instance, _set_aside)) for each in records]
-        self.record = replace(self.record, manifest_at_boot=self.manifest, ended=self._ended_nodes())
+            self.others = Others((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
+        self.record = replace(self.record, manifest_at_boot=self.manifest)
+        self._ask_others()
         if not self._record(self.record):
             self._crash("the attempt cannot be recorded")
 
@@ -173,21 +173,27 @@ class NodeRun:
         folder = self.folder / ATTEMPTS
         return attempts.read(folder, _set_aside) if self.objects.get_folder(ATTEMPTS, folder) else None
 
-    def _ended_nodes(self) -> dict[str, float]:
-        """When AWS ended other nodes of the run, as far as their records or the fleet's history tell."""
-        known = {name: at for each, _ in self.others for name, at in each.ended.items()}
-        unknown = [each.launched for each, _ in self.others if each.instance not in known and each.launched]
-        if unknown and (fleet := self._find_fleet()):
-            known.update(ended_nodes(fleet, min(unknown)))
-        return known
+    def _ask_others(self) -> bool:
+        """Whether AWS was asked when other nodes ended, which this one's record then tells to later ones."""
+        fleet = self._find_fleet() if self.others.unknown else None
+        if fleet is not None:
+            self.others.ask(fleet, self.clock())
+        self.record = replace(self.record, ended=dict(self.others.ended))
+        return fleet is not None
+
+    def _means(self, workdir: Path) -> means.Means:
+        money, here = terms.read(Fields(atomic.read_object(workdir / RUN))), self.machine
+        return means.of_node(money, here.type, here.zone, here.launched, self.others.nodes, self.others.lives)
 
     def _limit(self, workdir: Path) -> None:
         """Sets timer and schedule by what the run may still spend. Where that is nothing, it ends here."""
-        money = terms.read(Fields(atomic.read_object(workdir / RUN)))
-        here, lives = self.machine, Lives(self.record.ended)
-        found = means.of_node(money, here.type, here.zone, here.launched, self.others, lives)
-        over, limit = self.allowance.begin(found, workdir)
-        threading.Thread(target=self.allowance.watch, args=(self._noticed,), name="allowance", daemon=True).start()
+        over, limit = self.allowance.begin(self._means(workdir), workdir)
+
+        def recount() -> means.Means | None:
+            return self._means(workdir) if self._ask_others() else None
+
+        watch = (self._noticed, recount)
+        threading.Thread(target=self.allowance.watch, args=watch, name="allowance", daemon=True).start()
         say(f"timer: {self.allowance.timer_at - self.clock():.0f} s from now, at the dearest price")
         if over <= self.clock():
             self._end_run(limit, "reached before this boot")

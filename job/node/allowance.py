@@ -51,10 +51,15 @@ class Allowance:
         self.look()
         return means.over(None)
 
-    def watch(self, noticed: Callable[[], bool]) -> None:
-        """Until the process ends. `noticed`: whether AWS takes this machine."""
+    def watch(self, noticed: Callable[[], bool], recount: Callable[[], Means | None]) -> None:
+        """Until the process ends. `noticed`: whether AWS takes this machine. `recount`: the means, where more is known
+        of other nodes than before.
+        """
+        counted_at = self._clock()
         while True:
             time.sleep(LOOK_S)
+            if self._clock() >= counted_at + MOVE_S:
+                counted_at, self._means = self._clock(), recount() or self._means
             if self._open_until == float("-inf") and noticed():
                 self.open()
             self.look()

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from gpufleet.job.contract.aws import ENDED, FLEET_TAG
+from gpufleet.job.contract.aws import ENDED, FLEET_TAG, THERE
 from gpufleet.job.supervisor import store
 
 KEPT_S = 48 * 3600  # AWS keeps a fleet's events so long (EC2 API reference, DescribeFleetHistory)
 # EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, its sub-type in one.
 CHANGES = ("modify_in_progress", "expired", "deleted", "deleted_running", "deleted_terminating")
-THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -88,7 +88,8 @@ case "$1 $2" in
     echo "${found:-None}" ;;
   "ec2 delete-fleets") if fails delete-fleets; then echo "not authorized"; else echo None; fi ;;
   "ec2 terminate-instances") fails terminate-instances && exit 254; echo TERMINATINGINSTANCES ;;
-  "ec2 describe-instances") cat "$WORLD/described" ;;
+  "ec2 describe-instances")
+    if [[ " $* " == *" --filters "* ]]; then cat "$WORLD/there" 2>/dev/null; else cat "$WORLD/described"; fi ;;
   "ec2 describe-fleet-history") fails history && exit 254; cat "$WORLD/history" 2>/dev/null ;;
   "scheduler get-schedule") fails scheduler && exit 254; cat "$WORLD/schedule" ;;
   "scheduler update-schedule")

@@ -118,3 +118,23 @@ def test_the_marker_that_the_supervisor_could_not_write_is_the_node_s_to_send(no
 
     assert node.stored("done.json") == marker
     assert outcome.calls_starting(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
+
+
+def test_a_node_that_is_still_there_counts_on_although_nothing_was_heard_of_it(node: StubNode) -> None:
+    node.limits |= {"max_hours": "2"}
+    earlier(node, "i-1", 1, exit=None)
+    (node.world / "there").write_text("i-1\n")
+
+    node.boot()
+
+    assert node.moves()[0] == pytest.approx(time.time() + 1 * 3600 - 120 + STOP_S, abs=30)
+
+
+def test_where_aws_says_nothing_a_node_nothing_was_heard_of_counts_until_the_next_one_came(node: StubNode) -> None:
+    node.limits |= {"max_hours": "2"}
+    node.fails("history")
+    earlier(node, "i-1", 1, exit=None)
+
+    node.boot()
+
+    assert node.moves()[0] == pytest.approx(time.time() + 1 * 3600 - 0 + STOP_S, abs=150)
