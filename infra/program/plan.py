@@ -152,7 +152,7 @@ def make(
         previous=previous,
         now=now,
     )
-    catalog = load_catalog(root)
+    catalog = load_catalog(root, day=now.date())
     if verdict.continues:  # it is where it is
         bill, options = bill_of(definition, root, catalog), None
     else:
