@@ -28,7 +28,7 @@ from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.risk import simulation
 from gpufleet.job.contract import run as run_file
 from gpufleet.job.contract.reading import Fields
-from gpufleet.job.contract.run import Rates
+from gpufleet.job.contract.terms import Rates, RunLimits
 from gpufleet.job.spec import SftConfig
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
@@ -132,7 +132,7 @@ def test_an_accepted_limit_lets_the_jobs_meter_come_to_the_end_of_the_work(hours
     found = price(plan, CATALOG)
     exposure, hourly = found.chosen.exposure, found.hourly_usd
     rates = Rates(capacity="on-demand", on_demand=found.chosen.price.amount, spot=None, hourly=hourly)
-    limits = run_file.RunLimits(max_usd=Decimal(3), max_hours=Decimal(hours), deadline=None)
+    limits = RunLimits(max_usd=Decimal(3), max_hours=Decimal(hours), deadline=None)
     told = run_file.BillEstimate.from_json(Fields(to_json(found)), hourly)
     forecast = Forecast(plan.job.parameters, found.chosen.type, phases=told.phases, notice=told.notice)
     reserve_s = forecast.end_s(2999, None) + RESERVE_S

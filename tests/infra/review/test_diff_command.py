@@ -312,6 +312,16 @@ def test_hidden_files_of_a_commit_are_no_stacks(project: Project, capsys: pytest
     assert "._" not in out
 
 
+def test_somebody_else_s_file_in_stacks_is_no_stack_and_a_broken_definition_is_one(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.stack()
+    head = project.commit({"stacks/compose.yaml": "services: {web: {image: x}}\n", "stacks/torn.yaml": "run: {id: ["})
+    code, stacks = reviewed(capsys, base, head)
+    assert code == 2
+    assert set(stacks) == {"growth", "torn"}
+
+
 def test_outside_a_repository_and_without_git_that_is_what_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
