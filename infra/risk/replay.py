@@ -69,10 +69,11 @@ def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = S
 
 
 def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replayed:
-    """Replays without limits (a run that a limit stops is cheap, but not done) and grades the exposure's own hazard,
+    """Replays without limits (a run that a limit stops is cheap, but not done), with speed, price and set-up as the
+    bill's lines have them, and grades the exposure's own hazard,
     a fixed 0.2, and the prior where that is another one. Raises GpufleetError for a trace shorter than the run: going
     round in it, every run would meet the same hours, and its interval would hold or not by construction."""
-    exposure = exposure.unlimited
+    exposure = exposure.unlimited.interruptions_alone
     if trace.hours < exposure.uninterrupted_h:
         raise GpufleetError(
             f"{trace.source}: it is {hours(trace.hours)} h long and the run takes {hours(exposure.uninterrupted_h)} h"

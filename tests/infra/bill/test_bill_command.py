@@ -30,6 +30,8 @@ from gpufleet.job.spec.command import (
     StopRules,
 )
 
+pytestmark = pytest.mark.usefixtures("everything_known")
+
 CATALOG = load_catalog(ROOT)
 FILE = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 26, tzinfo=UTC))
 SCRIPT = CommandConfig(

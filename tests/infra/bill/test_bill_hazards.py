@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from datetime import date
@@ -23,6 +24,10 @@ from gpufleet.infra.catalog.reclaim import Reclaimed, reclaimed
 from gpufleet.infra.definition.model import StackDefinition, Variant
 from gpufleet.infra.evidence.observations import Observation, observations
 from gpufleet.infra.risk.hazard import Hazard, Key, learn
+from gpufleet.infra.risk.simulation import quantiles, simulate
+from gpufleet.infra.risk.unknown import P90, Unknown
+
+pytestmark = pytest.mark.usefixtures("everything_known")
 
 CATALOG = load_catalog()
 CALM = learn(
@@ -119,13 +124,16 @@ def test_two_nodes_are_at_risk_of_twice_the_dollars() -> None:
     assert two.extras_usd_h == pytest.approx(2 * one.extras_usd_h, rel=1e-5)  # of rounded quantities
 
 
-def test_a_held_node_waits_that_much_less_at_half_the_speed() -> None:
+def test_a_slow_job_on_a_held_node_costs_no_more_until_it_outlasts_it() -> None:
     held = replace(
-        definition(capacity="on-demand", max_usd="50", max_hours="50"), variant=Variant(hold_hours=Decimal(9))
+        definition(capacity="on-demand", max_usd="50", max_hours="50"), variant=Variant(hold_hours=Decimal(1))
     )
     found = bill(held)
-    assert found.chosen.hours.p50 == 9
-    assert float(found.half_speed.p50) == pytest.approx(float(found.usd.p50), abs=2e-4)
+    assert found.chosen.hours.p50 == 1
+    for slower, hours in ((2.0, 1.0), (4.0, 0.1333 + 4 * 0.3075)):  # set-up, then the work
+        doubt = Unknown(slower=math.log(slower) / P90, device="x")
+        outcome = simulate(replace(found.chosen.exposure, unknown=doubt))
+        assert quantiles(outcome.hours)[2] == pytest.approx(hours, rel=0.01)
 
 
 def test_two_nodes_are_said_to_be_priced_only() -> None:

@@ -26,6 +26,8 @@ from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import Hazard, Key
 from gpufleet.job.spec import PretrainConfig
 
+pytestmark = pytest.mark.usefixtures("everything_known")
+
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 E1, E2, W2 = "us-east-1", "us-east-2", "us-west-2"
 
