@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -15,7 +16,7 @@ from gpufleet.infra.catalog import Catalog, Price
 from gpufleet.infra.definition.model import Capacity, Limits, StackDefinition
 from gpufleet.infra.risk import simulation, unknown
 from gpufleet.infra.risk.cadence import BestInterval, optimal
-from gpufleet.infra.risk.hazard import HAZARD_WORDS, Hazard, Key, find
+from gpufleet.infra.risk.hazard import HAZARD_WORDS, Hazard, Key, find, wait
 from gpufleet.infra.risk.unknown import Unknown
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
 from gpufleet.job.spec import JobConfig
@@ -117,7 +118,7 @@ def prepare(
         return None
     node = lines.node_lines(definition, catalog, option.runtime.total_s / 3600, hourly)
     bucket = lines.bucket_lines(definition, catalog, option.runtime, dataset_bytes)
-    chance = _chance(definition, option.type, hazards or {}) if capacity == "spot" else 0.0
+    chance = _chance(definition, option, hazards or {}) if capacity == "spot" else 0.0
     age = ((today or catalog.as_of) - hourly.as_of).days if capacity == "spot" else 0
     return Prepared(
         option=option,
@@ -242,7 +243,10 @@ def _exposure(
     price_age_days: int,
 ) -> simulation.Exposure:
     nodes = definition.nodes
-    wait, missed = definition.estimate.capacity_wait_minutes, definition.estimate.notice_missed
+    stated, missed = definition.estimate.capacity_wait_minutes, definition.estimate.notice_missed
+    wait_h, wait_sigma = wait(len(definition.fleet.zones), nodes)
+    if stated is not None:  # the mean
+        wait_h = float(stated) / 60 * math.exp(-(wait_sigma**2) / 2)
     ends, worked_h = [], 0.0
     for phase in runtime.phases:
         worked_h += phase.seconds / 3600
@@ -261,7 +265,8 @@ def _exposure(
         fixed_usd=float(sum(line.amount for line in bucket)),
         hazard=chance,
         nodes=nodes,
-        wait_h=(simulation.CAPACITY_WAIT_MINUTES if wait is None else float(wait)) / 60,
+        wait_h=wait_h,
+        wait_sigma=wait_sigma,
         notice_missed=simulation.NOTICE_MISSED if missed is None else float(missed),
         max_usd=float(definition.limits.max_usd),
         max_hours=float(definition.limits.max_hours) / nodes,
@@ -296,7 +301,7 @@ def reserve_h(config: JobConfig, option: TypeCost) -> float:
     return (forecast.end_s(config.total_steps(), None) + RESERVE_S) / 3600
 
 
-def _chance(definition: StackDefinition, type_: str, hazards: Hazards) -> Hazard | float:
+def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> Hazard | float:
     """Per node-hour: the definition's figure, else what was learned of the type, else the prior.
 
     What was learned of one zone counts for a fleet of that zone alone; any other fleet may be given a zone without
@@ -306,7 +311,7 @@ def _chance(definition: StackDefinition, type_: str, hazards: Hazards) -> Hazard
     if fixed is not None:
         return float(fixed)
     zones = definition.fleet.zones
-    return find(hazards, type_, zones[0] if len(zones) == 1 else None)
+    return find(hazards, option.type, zones[0] if len(zones) == 1 else None, option.instance.gpu_count)
 
 
 def _figures(outcome: simulation.SimulatedRuns, of: Prepared) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:

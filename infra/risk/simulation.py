@@ -2,7 +2,7 @@
 
 A run is attempts. Each attempt is billed from launch: set-up, then work, until the work is done, the node is
 interrupted (exponential life with the node's hazard), or a limit of the definition stops it. Then comes a wait for
-capacity, not billed, and a replacement that pays its restart. What an interruption costs:
+capacity, log-normal and not billed, and a replacement that pays its restart. What an interruption costs:
 
 - in the node's first hour nothing for compute (AWS does not charge an interrupted first hour; disk and address go on);
 - with the notice handled, the 120 s of the notice: everything before it is saved;
@@ -12,7 +12,7 @@ capacity, not billed, and a replacement that pays its restart. What an interrupt
 The hazard is itself uncertain: drawn once per simulated run, unless a figure is given (infra/risk/hazard.py). So are
 speed, price and set-up, each a factor with the median 1 (infra/risk/unknown.py). The
 limits stop a run as the job's meter does, on hours times rates, without crediting free hours. Several nodes are one
-run: it is interrupted when any of them is, and only the one that AWS took has its first hour free.
+run: it is interrupted when any of them is, and the one that AWS took has its first hour free, or as often all of them.
 
 Random numbers belong to (run, attempt), not to the order of evaluation, so two variants of a run see the same luck and
 their difference is not noise. Same seed, same figures, whether asked one by one or many at once.
@@ -28,12 +28,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpufleet.infra.risk.hazard import Floats, Hazard, Indices, of_node
+from gpufleet.infra.risk.hazard import (
+    ALL_AT_ONCE,
+    ZONES_WAIT_H,
+    ZONES_WAIT_SIGMA,
+    Floats,
+    Hazard,
+    Indices,
+    gang,
+    of_node,
+)
 from gpufleet.infra.risk.unknown import KNOWN, NOTHING, Draws, Factors, Unknown
 from gpufleet.job.contract.aws import FREE_S, MINIMUM_S
 
 NOTICE_MISSED = 0.05  # assumption
-CAPACITY_WAIT_MINUTES = 30.0  # assumption; outages of a zone in those traces lasted 0.8 to 3.6 h, more zones shorten it
 NOTICE_H = 120 / 3600
 FREE_H, MINIMUM_H = FREE_S / 3600, MINIMUM_S / 3600
 
@@ -90,7 +98,8 @@ class Exposure:
     fixed_usd: float
     hazard: Hazard | float | None  # per node-hour; drawn per run, None from the prior; a number is taken as it is
     nodes: int = 1
-    wait_h: float = CAPACITY_WAIT_MINUTES / 60
+    wait_h: float = ZONES_WAIT_H  # for capacity: median of a log-normal
+    wait_sigma: float = ZONES_WAIT_SIGMA  # of its logarithm
     notice_missed: float = NOTICE_MISSED
     free_h: float = FREE_H
     max_usd: float | None = None
@@ -106,6 +115,15 @@ class Exposure:
         if isinstance(self.hazard, Hazard):
             return self.hazard
         return Hazard() if self.hazard is None else Hazard.fixed(self.hazard)
+
+    def first_wait_h(self, hazard: Floats, normals: Floats, there: Floats, since: Floats) -> Floats:
+        """The wait for the first node of runs with that hazard, from a normal and two uniform numbers each. A run is
+        begun at any hour: mostly a node is there, else a part of a wait is over, more likely of a long one.
+        """
+        variance = self.wait_sigma**2
+        mean_h = self.wait_h * math.exp(variance / 2)
+        without = there < hazard * mean_h / (1 + hazard * mean_h)
+        return np.where(without, since * self.wait_h * np.exp(variance + self.wait_sigma * normals), 0.0)
 
     @property
     def is_drawn(self) -> bool:
@@ -213,16 +231,21 @@ def _chunk(
     """Runs of all exposures, one exposure after the other; the first run of each meets the same luck, and so on."""
     factors = Draws(runs, seed).factors([each.unknown for each in exposures])
     rng = np.random.default_rng(seed)
-    normals, first_wait = rng.standard_normal(runs), rng.standard_exponential(runs)
-    hazard = np.concatenate([each.chance.per_run(normals) * each.nodes for each in exposures])
-    first_wait_h = np.concatenate([first_wait * (each.wait_h if each.chance.median else 0.0) for each in exposures])
+    normals, luck_of_wait = rng.standard_normal(runs), rng.standard_normal(runs)
+    there, since = rng.random((2, runs))
+    hazards = [each.chance.per_run(normals) * gang(each.nodes) for each in exposures]
+    hazard = np.concatenate(hazards)
+    first_wait_h = np.concatenate(
+        [each.first_wait_h(of, luck_of_wait, there, since) for each, of in zip(exposures, hazards, strict=True)]
+    )
     wait_h = _of_each(exposures, runs, lambda each: each.wait_h)
+    wait_sigma = _of_each(exposures, runs, lambda each: each.wait_sigma)
     uneven = rng.spawn(1)[0]  # of its own: the other luck stays what it is for an even hazard
     unevenness = _of_each(exposures, runs, lambda each: each.chance.unevenness)
 
     def next_node(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
         luck = RandomDraws(rng, runs, active, attempt)
-        (life, wait), (missed, lost) = luck.exponential(), luck.uniform()
+        life, wait, (missed, lost) = luck.exponential(), luck.normal(), luck.uniform()
         with np.errstate(divide="ignore"):
             life = life / hazard[active]
         if np.any(unevenness):
@@ -230,7 +253,8 @@ def _chunk(
                 RandomDraws(uneven, runs, active, attempt).normal(), _select(unevenness, active), first=attempt == 0
             )
             life = life / factor
-        return NextNode(life_h=life, wait_h=wait * _select(wait_h, active), missed=missed, lost=lost)
+        wait = _select(wait_h, active) * np.exp(_select(wait_sigma, active) * wait)
+        return NextNode(life_h=life, wait_h=wait, missed=missed, lost=lost)
 
     return _account(exposures, runs, first_wait_h, next_node, attempts, factors)
 
@@ -266,7 +290,7 @@ def _account(
         paid_h = np.concatenate([e.hours_paid(price[i * runs : (i + 1) * runs]) for i, e in enumerate(exposures)])
     allowed_h = np.minimum(paid_h, per_exposure(lambda e: np.inf if e.max_hours is None else e.max_hours))
     cap_h = np.maximum(allowed_h - reserve_h, 0.0)
-    free_h, charged = per_exposure(lambda e: e.free_h), per_exposure(lambda e: 1 - 1 / e.nodes)
+    free_h, charged = per_exposure(lambda e: e.free_h), per_exposure(lambda e: (1 - ALL_AT_ONCE) * (1 - 1 / e.nodes))
     interval_h, notice_missed = per_exposure(lambda e: e.interval_h), per_exposure(lambda e: e.notice_missed)
     setup_h, restart_h = (per_exposure(get) * factors.setup for get in (lambda e: e.setup_h, lambda e: e.restart_h))
     phases = range(max(len(e.phase_ends_h) for e in exposures))
@@ -407,8 +431,8 @@ class RandomDraws:
             self._drawn = int(counts.max())
 
     def exponential(self) -> Floats:
-        """(2, active)."""
-        return self._two(np.random.Generator.standard_exponential)
+        """(active,)."""
+        return self._one(np.random.Generator.standard_exponential)
 
     def uniform(self) -> Floats:
         """(2, active)."""
@@ -416,9 +440,11 @@ class RandomDraws:
 
     def normal(self) -> Floats:
         """(active,)."""
-        if self._late:
-            return self._rng.spawn(1)[0].standard_normal(self._drawn)[self._place]
-        return self._rng.standard_normal(self._drawn)[self._place]
+        return self._one(np.random.Generator.standard_normal)
+
+    def _one(self, draw: Callable[[np.random.Generator, int], Floats]) -> Floats:
+        drawn = draw(self._rng.spawn(1)[0] if self._late else self._rng, self._drawn)
+        return drawn if self._all and not self._late else drawn[self._place]
 
     def _two(self, draw: Callable[[np.random.Generator, tuple[int, int]], Floats]) -> Floats:
         if self._late:  # row by row, so that the first numbers do not depend on how many are drawn

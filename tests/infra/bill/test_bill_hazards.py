@@ -56,13 +56,13 @@ def flat(found: Bill) -> str:
 def test_without_history_the_hazard_is_the_prior_and_its_spread_is_said_in_figures_and_words() -> None:
     found = bill()
     assert found.chance == Hazard()
-    # 0.3 x exp(-+ 1.2816 x 0.9): 0.0947 and 0.951
-    assert "at about 0.3 per node-hour, in eight runs of ten between 0.095 and 0.95 (calm to rough;" in flat(found)
+    # 0.3 x exp(-+ 1.2816 x 1.2): 0.0645 and 1.396
+    assert "at about 0.3 per node-hour, in eight runs of ten between 0.064 and 1.4 (calm to rough;" in flat(found)
     assert record.to_json(found)["hazard"] == {
         "median": 0.3,
-        "p10": 0.0947,  # 0.09466
-        "p90": 0.9507,  # 0.95073
-        "source": "log-normal of nine zones of public traces of 2023",
+        "p10": 0.0645,
+        "p90": 1.3964,
+        "source": "log-normal of public traces of 2022 to 2025",
     }
 
 
