@@ -57,7 +57,7 @@ class Group(NamedTuple):
     def of_one(self, trace: Trace) -> float:
         """The trace's hazard as that of a node with one GPU alone."""
         per_hour = max(trace.interruptions, 0.5) / trace.node_hours
-        return per_hour / (self.gpus**hazard.SIZE_POWER * gang(self.nodes))
+        return float(per_hour / (self.gpus**hazard.SIZE_POWER * gang(self.nodes)))
 
 
 def main() -> None:
