@@ -35,6 +35,7 @@ COMMANDS = {
     "logs": "what the job prints",
     "stop": "end the run early, as a limit would: saved, and with a receipt",
     "results": "download what the run left: results, receipt, model",
+    "report": "a run that has ended as one HTML page: bill against receipt, training, nodes",
     "receipts": "what every run cost against its bill, why the two differ, and how right the bills are",
     "sweep": "after pulumi destroy, or an up cut short: what is left in the account and what it costs; --delete",
     "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",

@@ -75,7 +75,7 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "name": name,
                 "steps": sum(count for _, count in timed),
                 "step_ms": {"median": middle, "q1": _quantile(timed, 0.25), "q3": _quantile(timed, 0.75)},
-                "memory_gb": max(float(record.get("mem_gb") or 0.0) for record in own),
+                "memory_gb": max((gb for each in own if (gb := each.get("mem_gb")) is not None), default=None),
                 "evaluation_s": round(max(0.0, median(evaluations)), 4) if evaluations else None,
                 "save": _save(saved) if saved else None,
                 "boundary_s": _boundary_s(records, own, middle),

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpufleet.infra.report import run as report
+from gpufleet.infra.report.run import NAME
 from gpufleet.job.contract.receipt import money
 from gpufleet.job.contract.workdir import RECEIPT
 from gpufleet.job.supervisor import receipt as receipts
-from gpufleet.rehearsal import picture
 from gpufleet.rehearsal.account import Resource
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.evidence import Evidence, Promise
@@ -28,10 +29,10 @@ def write(
     left: Mapping[Resource, Mapping[str, str]],
     swept: str,
 ) -> None:
-    """Writes receipt.json, loss.png and summary.json beside the results, and prints the report."""
+    """Writes the page, receipt.json and summary.json beside the results, and prints the report."""
     rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
     (folder / RECEIPT).write_bytes((folder / "results" / RECEIPT).read_bytes())
-    picture.draw(evidence, folder / "loss.png")
+    (folder / NAME).write_text(report.html(report.read(folder / "results")), encoding="utf-8")
     out(f"\n== {rehearsal.name}, run {rehearsal.definition.run.id}, rehearsed with {rehearsal.engine.name}\n")
     for moment in rehearsal.timeline.select(*TOLD):
         out(f"{clock(moment.t)}  {moment.text}")
@@ -51,7 +52,7 @@ def write(
     told = json.dumps(summary(evidence, checks), indent=1)
     (folder / "summary.json").write_text(told + "\n", encoding="utf-8")
     place = folder.with_suffix("").relative_to(rehearsal.root)  # where it will be in a moment: all of it has held
-    out(f"\nFiles: {place}/{{bill.json, receipt.json, summary.json, timeline.jsonl, loss.png, results/}}")
+    out(f"\nFiles: {place}/{{{NAME}, bill.json, receipt.json, summary.json, timeline.jsonl, results/}}")
     out(closing(checks, rehearsal.timeline.seconds))
 
 

@@ -14,6 +14,7 @@ from gpufleet.infra.compare import table as compare_table
 from gpufleet.infra.compare.comparison import Comparison, compare_file
 from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.job import atomic
 
 SHOWN = 20
 PICTURES = (".png", ".svg")
@@ -32,20 +33,26 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     view.add_argument("--all", action="store_true", help="every option on a line of its own")
     view.add_argument("--json", action="store_true", help="the same for programs; keys in docs/compare.md")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cost against time: .png or .svg")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="the same as a page, with a table of every option")
 
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 when nothing could be run in time."""
     if args.matrix and args.scenario is not None:
         raise GpufleetError("--matrix shows every scenario, --scenario ranks the options of one: give one of the two")
-    if args.plot and not args.plot.parent.is_dir():
-        raise GpufleetError(f"--plot {args.plot}: there is no folder {args.plot.parent}; make it, or draw elsewhere")
+    for name, file in (("--plot", args.plot), ("--html", args.html)):
+        if file and not file.parent.is_dir():
+            raise GpufleetError(f"{name} {file}: there is no folder {file.parent}; make it, or draw elsewhere")
     if args.plot and args.plot.suffix not in PICTURES:
         raise GpufleetError(f"--plot {args.plot}: a picture is one of {', '.join(PICTURES)}, by its name's ending")
     path, root, now = stack.path_of(args), project_root(Path.cwd()), datetime.now(UTC)
     found = compare_file(path, root, now=now, scenario=args.scenario, within=args.within)
     if args.plot:
         _draw(found, args.plot)
+    if args.html:
+        from gpufleet.infra.report import comparison
+
+        atomic.write_bytes(args.html, comparison.html(found).encode())
     if args.json:
         tree = compare_table.record(
             found.definition, found.listed, found.rows, found.frontier, found.policy[0] if found.policy else None
@@ -60,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
         if found.policy is not None:
             parts.append(compare_table.policy(*found.policy))
     sys.stdout.write("\n".join(parts))
-    if args.plot:
-        sys.stdout.write(f"\ndrawn: {args.plot}\n")
+    for file in filter(None, (args.plot, args.html)):
+        sys.stdout.write(f"\ndrawn: {file}\n")
     return 0 if found.runnable else 1
 
 

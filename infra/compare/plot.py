@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from gpufleet.infra.compare.rows import Row
 
@@ -13,14 +13,22 @@ SHOWN = 40  # the cheapest; more cannot be told apart
 
 def draw(rows: Sequence[Row], frontier: Sequence[Row], title: str, into: Path | BinaryIO, kind: str) -> None:
     """Writes a `png` or `svg`. Raises ImportError without matplotlib, and OSError."""
-    from matplotlib import ticker
     from matplotlib.figure import Figure  # not pyplot: it would choose a backend for a whole notebook
+
+    figure = Figure(figsize=(10, 6.2), layout="constrained")
+    axes = figure.subplots()
+    fill(axes, rows, frontier, spot="#1f77b4", on_demand="#d62728", ink="black")
+    axes.set_title(title)
+    figure.savefig(into, dpi=130, format=kind)
+
+
+def fill(axes: Any, rows: Sequence[Row], frontier: Sequence[Row], *, spot: str, on_demand: str, ink: str) -> None:
+    """Draws into matplotlib's `axes`, in three colours."""
+    from matplotlib import ticker
 
     able = [row for row in rows if row.ranked][:SHOWN]
     able += [row for row in frontier if row not in able]
-    figure = Figure(figsize=(10, 6.2), layout="constrained")
-    axes = figure.subplots()
-    for capacity, colour in (("spot", "#1f77b4"), ("on-demand", "#d62728")):
+    for capacity, colour in (("spot", spot), ("on-demand", on_demand)):
         own = [row for row in able if row.capacity == capacity and row.usd and row.wall_hours]
         if not own:
             continue
@@ -42,7 +50,7 @@ def draw(rows: Sequence[Row], frontier: Sequence[Row], title: str, into: Path | 
         ((float(row.wall_hours.p50), float(row.usd.p50), row) for row in frontier if row.wall_hours and row.usd),
         key=lambda point: point[0],
     )
-    axes.plot([x for x, _, _ in edge], [y for _, y, _ in edge], color="black", linewidth=1, label="frontier")
+    axes.plot([x for x, _, _ in edge], [y for _, y, _ in edge], color=ink, linewidth=1, label="frontier")
     for x, y, row in edge:
         axes.annotate(f"{row.type} {row.capacity}", (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
@@ -52,7 +60,5 @@ def draw(rows: Sequence[Row], frontier: Sequence[Row], title: str, into: Path | 
         axis.set_minor_formatter(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
     axes.set_xlabel("hours by the wall, waits for capacity included (p50, p10 to p90)")
     axes.set_ylabel("USD to finish (p50, p10 to p90)")
-    axes.set_title(title)
     axes.grid(visible=True, which="both", linewidth=0.3)
     axes.legend()
-    figure.savefig(into, dpi=130, format=kind)

@@ -31,6 +31,7 @@ ROOMS = (
     "bill",
     "review",
     "compare",
+    "report",
     "program",
     "account",
     "commands",

@@ -44,6 +44,11 @@ def test_time_is_told_apart_into_steps_evaluations_saves_and_what_lies_between_p
     assert moe["save"] is None
 
 
+def test_memory_that_nobody_told_is_unknown_and_not_none_used() -> None:
+    untold = [{**record, "mem_gb": None} for record in RECORDS]
+    assert [phase["memory_gb"] for phase in measured.phases(untold)] == [None, None]
+
+
 def test_steps_that_an_early_end_leaves_out_take_no_time() -> None:
     early = [*RECORDS[:4], *({**record, "step": record["step"] + 200} for record in RECORDS[4:])]
     assert measured.phases(early)[1]["boundary_s"] == pytest.approx(7.0)

@@ -15,9 +15,8 @@ from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.rehearsal import picture, rehearse, report
+from gpufleet.rehearsal import rehearse, report
 from gpufleet.rehearsal.evidence import Evidence, Promise
-from gpufleet.rehearsal.timeline import Timeline
 
 STACKS = ROOT / "stacks"
 
@@ -81,17 +80,6 @@ def test_a_loss_that_is_held_out_is_called_val(tmp_path: Path) -> None:
     evidence = make_evidence(tmp_path, "tinystories-growth", GROWTH)
     assert [row.split()[-2:] for row in report.losses(evidence)][1:3] == [["val", "1.9000"], ["val", "2.4000"]]
     assert report.summary(evidence, [])["validation"] == "val"
-
-
-def test_the_picture_can_be_drawn_of_a_run_without_interruptions_or_losses(tmp_path: Path) -> None:
-    lossless: dict[str, Any] = {**line("dense", 2, 0.0, 1.5), "loss": None}
-    evidence, now = make_evidence(tmp_path, "tinystories-growth", [line("dense", 1, 2.0), lossless]), datetime.now(UTC)
-    node = SimpleNamespace(instance=SimpleNamespace(launched_at=now, notice_at=None, ended_at=now))
-    view = SimpleNamespace(name="node 1", node=node, first_step_at=None, interrupted=None)
-    rehearsal: Any = evidence.rehearsal
-    rehearsal.watch.views["i-1"], rehearsal.timeline = view, Timeline(tmp_path / "timeline.jsonl")
-    picture.draw(evidence, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize(("seconds", "held"), [(299.9, True), (300.0, True), (326.0, False)])

@@ -1,0 +1,53 @@
+"""A comparison as a page: dollars against hours, the frontier, and every option with what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gpufleet.infra.compare import plot
+from gpufleet.infra.compare.comparison import Comparison
+from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.report import charts, page
+
+
+def html(found: Comparison) -> str:
+    """The page."""
+    definition, frontier = found.definition, found.own_frontier
+    return page.page(
+        f"{definition.name}, {found.scenario}: cost against time",
+        f"{definition.fleet.region}; p50, and p10 to p90 in the picture; hours by the wall, with waits for capacity",
+        (
+            page.charts([("The cheapest that can be run, and the frontier", _picture(found))]),
+            page.section("Frontier: nothing is cheaper and sooner", _options(frontier)),
+            page.section("All options for this work", _options(row for row in found.own_rows if row.usd)),
+            page.section("What cannot be run or priced", _refused(found.own_rows)),
+        ),
+    )
+
+
+def _picture(found: Comparison) -> str:
+    with charts.style():
+        figure, axes = charts.figure(height=4.2)
+        colours = {"spot": "blue", "on_demand": "orange", "ink": "ink"}
+        shades = {name: charts.SENTINELS[colour] for name, colour in colours.items()}
+        plot.fill(axes, found.own_rows, found.own_frontier, **shades)
+        return charts.svg(figure, found.title)
+
+
+def _options(rows: Iterable[Row]) -> str:
+    cells = [
+        (
+            *(row.type, row.capacity, row.gpus, str(row.ranks)),
+            *(f"{figure:.2f}" for figure in (row.usd.p50, row.usd.p90, row.wall_hours.p50, row.wall_hours.p90)),
+            "over a limit of the file" if row.over_limit else row.lost,
+        )
+        for row in rows
+        if row.usd and row.wall_hours
+    ]
+    heads = ("type", "capacity", "GPUs", "used", "USD p50", "p90", "hours p50", "p90", "")
+    return page.table(heads, cells, right=range(3, 8))
+
+
+def _refused(rows: Iterable[Row]) -> str:
+    cells = [(row.type, row.capacity, row.why, row.nearest) for row in rows if not row.usd]
+    return page.table(("type", "capacity", "why", "what would help"), cells)

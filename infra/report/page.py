@@ -1,0 +1,95 @@
+"""HTML: a page of sections with tables and charts. Every text is escaped; nothing on it is loaded from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+# Names of colours; charts draw with them, the page says what each is by day and by night.
+COLOURS = {
+    "ink": ("#1f2328", "#e6edf3"),
+    "faint": ("#59636e", "#9198a1"),
+    "line": ("#d1d9e0", "#3d444d"),
+    "back": ("#ffffff", "#0d1117"),
+    "soft": ("#f6f8fa", "#151b23"),
+    "blue": ("#0969da", "#4493f8"),
+    "orange": ("#bc4c00", "#db8f55"),
+    "green": ("#1a7f37", "#3fb950"),
+    "purple": ("#8250df", "#ab7df8"),
+    "red": ("#cf222e", "#f85149"),
+    "grey": ("#8c959f", "#656c76"),
+}
+
+_STYLE = """
+body{margin:0 auto;max-width:1400px;padding:1rem;background:var(--back);color:var(--ink);
+font:15px/1.5 system-ui,sans-serif;box-sizing:border-box}
+h1{font-size:1.5rem;margin:.5rem 0 0}h2{font-size:1.15rem;margin:2rem 0 .5rem}p{margin:.4rem 0;max-width:75ch}
+.faint,small{color:var(--faint)}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:.75rem;margin:1rem 0}
+.figures div{background:var(--soft);border:1px solid var(--line);border-radius:6px;padding:.6rem .8rem}
+.figures b{display:block;font-size:1.25rem;font-variant-numeric:tabular-nums}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:1rem}
+figure{margin:0}figure svg{display:block;width:100%;height:auto}figcaption{font-weight:600;margin-bottom:.2rem}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem}
+th,td{text-align:left;padding:.3rem .7rem;border-bottom:1px solid var(--line);vertical-align:top}
+th{color:var(--faint);font-weight:600}td.number,th.number{text-align:right}
+td:not(:last-child){white-space:nowrap}td:not(.number):last-child{min-width:9rem}
+.charts figure{max-width:760px}tr.total td{font-weight:600}
+"""
+
+
+def page(title: str, below: str, parts: Iterable[str]) -> str:
+    """The whole document; `below` stands under the title."""
+    day, night = ("".join(f"--{name}:{shades[number]};" for name, shades in COLOURS.items()) for number in range(2))
+    colours = f":root{{color-scheme:light dark;{day}}}@media(prefers-color-scheme:dark){{:root{{{night}}}}}"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">\n'
+        f"<style>{colours}{_STYLE}</style></head>\n"
+        f'<body><h1>{escape(title)}</h1><p class="faint">{escape(below)}</p>\n{"".join(parts)}</body></html>\n'
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """A heading and what stands under it; nothing where nothing does."""
+    inside = "\n".join(part for part in parts if part)
+    return f"<section><h2>{escape(title)}</h2>\n{inside}</section>\n" if inside else ""
+
+
+def paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
+def figures(found: Sequence[tuple[str, str, str]]) -> str:
+    """The figures that matter most: (name, figure, what to hold it against)."""
+    cells = (
+        f'<div><span class="faint">{escape(name)}</span><b>{escape(figure)}</b><small>{escape(beside)}</small></div>'
+        for name, figure, beside in found
+    )
+    return f'<div class="figures">{"".join(cells)}</div>\n'
+
+
+def charts(drawn: Iterable[tuple[str, str]]) -> str:
+    """(caption, SVG) side by side where the window is wide."""
+    cells = [f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" for caption, svg in drawn if svg]
+    return f'<div class="charts">{"".join(cells)}</div>' if cells else ""
+
+
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), total: bool = False
+) -> str:
+    """`right`: columns of numbers. With `total` the last row is one. Nothing for no rows."""
+    if not rows:
+        return ""
+    numbers = set(right)
+
+    def cells(row: Sequence[str], kind: str) -> str:
+        return "".join(
+            f"<{kind}{' class=number' if at in numbers else ''}>{escape(text)}</{kind}>" for at, text in enumerate(row)
+        )
+
+    body = "".join(
+        f"<tr{' class=total' if total and at == len(rows) - 1 else ''}>{cells(row, 'td')}</tr>"
+        for at, row in enumerate(rows)
+    )
+    return f'<div class="wide"><table><thead><tr>{cells(heads, "th")}</tr></thead><tbody>{body}</tbody></table></div>'

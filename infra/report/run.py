@@ -1,0 +1,312 @@
+"""A finished run as a page: what was said before, what came of it, and what happened in between.
+
+Of the files that `gpufleet results` brings, or a rehearsal leaves: the receipt must be there; what else is missing or
+damaged is missing on the page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence.receipts import is_rehearsal
+from gpufleet.infra.report import charts, page
+from gpufleet.infra.report.charts import Bar, Mark, Point, Series
+from gpufleet.job.contract import metrics, reading
+from gpufleet.job.contract.attempt import AttemptRecord, Beat
+from gpufleet.job.contract.bucket import ATTEMPTS, heartbeat_key
+from gpufleet.job.contract.reading import DoubtError, epoch
+from gpufleet.job.contract.receipt import AttemptCost, Receipt, parse
+from gpufleet.job.contract.workdir import METRICS, RECEIPT, RUN
+from gpufleet.job.text import counted
+
+NAME = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResults:
+    """What a run left. Moments are epoch seconds."""
+
+    receipt: Receipt
+    bill: Mapping[str, Any]  # the estimate of run.json: docs/bill.md; empty: not there
+    records: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
+    attempts: Mapping[str, AttemptRecord]  # by instance
+    beats: Mapping[str, Sequence[tuple[float, Beat]]]  # heartbeats of each instance
+
+    @property
+    def launched(self) -> Mapping[str, float]:
+        """When each node of the receipt was launched, where that is known."""
+        known = {each.instance: self.attempts[each.instance] for each in self._nodes()}
+        return {instance: record.launched for instance, record in known.items() if record.launched}
+
+    @property
+    def began(self) -> float:
+        """When the first node was launched; 0: not known."""
+        return min(self.launched.values(), default=0.0)
+
+    @property
+    def lasted_s(self) -> float:
+        """From then to the end of the last node."""
+        ends = (self.launched[each.instance] + float(each.lived_s) for each in self._nodes() if self.began)
+        return max(ends, default=0.0) - self.began
+
+    def _nodes(self) -> Iterator[AttemptCost]:
+        return (each for each in self.receipt.attempts if each.instance in self.attempts)
+
+
+def read(folder: Path) -> RunResults:
+    """Raises GpufleetError where no receipt is, or one that cannot be read."""
+    try:
+        receipt = parse((folder / RECEIPT).read_bytes())
+    except FileNotFoundError:
+        hint = "`gpufleet results STACK` brings that of a run that has ended, `gpufleet rehearse` leaves one"
+        raise GpufleetError(f"{folder}: there is no {RECEIPT}; {hint}") from None
+    except DoubtError as error:
+        raise GpufleetError(f"{folder / RECEIPT} cannot be read: {error}") from error
+    attempts = {path.stem: _attempt(path) for path in sorted((folder / ATTEMPTS).glob("*.json"))}
+    return RunResults(
+        receipt=receipt,
+        bill=_object(folder / RUN).get("estimate") or {},
+        records=metrics.records(_lines(folder / METRICS)),
+        attempts=attempts,
+        beats={name: list(_beats(folder / heartbeat_key(name))) for name in attempts},
+    )
+
+
+def html(run: RunResults) -> str:
+    """The page."""
+    receipt = run.receipt
+    kind = "rehearsal" if is_rehearsal(receipt) else receipt.reason
+    detail = f" ({receipt.detail})" if receipt.detail else ""
+    return page.page(
+        f"{receipt.stack}, run {receipt.run}",
+        f"{kind}{detail}, counted until {receipt.at}, {receipt.capacity or 'capacity unknown'}",
+        (
+            page.figures(list(_figures(run))),
+            page.section("Bill against receipt", _money(run), _lines_table(receipt)),
+            page.section("Training", page.charts(_training(run))),
+            page.section("Nodes", page.charts(_nodes(run)), _attempts_table(receipt)),
+            page.section("Predicted and measured", _speeds(run)),
+            page.section("What was turned down", _options(run.bill)),
+            page.section("What the bill warned of", *map(page.paragraph, _texts(run.bill.get("warnings")))),
+        ),
+    )
+
+
+def _figures(run: RunResults) -> Iterator[tuple[str, str, str]]:
+    receipt, steps = run.receipt, max((each.last_step for each in run.receipt.attempts), default=0)
+    error = f"{receipt.error_percent:+.1f} %" if receipt.estimate else "none"
+    yield "cost", f"{_usd(receipt.actual)} USD", f"bill {_usd(receipt.estimate)}, {error}: {receipt.grade}"
+    yield "range of the bill", f"{_usd(receipt.p10)} to {_usd(receipt.p90)}", "USD, p10 to p90"
+    yield "node-hours", f"{receipt.actual_h:.2f}", f"bill {receipt.estimate_h:.2f}"
+    notices, losses = receipt.with_notice, receipt.without_notice
+    beside = "" if receipt.expected is None else f"bill {receipt.expected:.1f}; "
+    yield "interruptions", str(notices + losses), f"{beside}{notices} with a notice, {losses} without"
+    yield "steps", f"{steps:,}", counted(len(receipt.attempts), "node")
+
+
+def _usd(amount: Decimal) -> str:
+    return f"{amount:.2f}" if amount >= 1 else f"{amount:.4f}"
+
+
+def _money(run: RunResults) -> str:
+    """From the bill to the receipt by its causes, and the dollars over the hours."""
+    receipt = run.receipt
+    by_cause = {name: float(usd) for name, usd in receipt.causes.items()}
+    whole = charts.steps_to(("bill", float(receipt.estimate)), by_cause, ("receipt", float(receipt.actual)), unit="USD")
+    begin, (unit, size) = run.began, charts.unit_of(run.lasted_s)
+    spent = sorted(
+        ((at - begin) / size, float(beat.spent_usd))
+        for beats in run.beats.values()
+        for at, beat in beats
+        if beat.spent_usd is not None
+    )
+    cap = (run.bill.get("cap") or {}).get("max_usd")
+    near = cap is not None and spent and float(cap) < 3 * spent[-1][1]
+    over = charts.lines(
+        [Series(name="spent, as the meter counts", points=spent, colour="blue")],
+        x=f"{unit} since the first launch",
+        y="USD",
+        level=(float(cap), "limits.max_usd") if near and cap else None,
+    )
+    drawn = [("Why the receipt is not the bill", whole), ("Dollars spent", over)]
+    return page.charts(drawn)
+
+
+def _lines_table(receipt: Receipt) -> str:
+    rows = [
+        (line.name, f"{line.estimate:.4f}", f"{line.actual:.4f}", f"{line.actual - line.estimate:+.4f}", line.note)
+        for line in receipt.lines
+    ]
+    rows.append(
+        ("total", f"{receipt.estimate:.4f}", f"{receipt.actual:.4f}", f"{receipt.difference:+.4f}", receipt.grade)
+    )
+    return page.table(("line", "bill, USD", "receipt, USD", "difference", ""), rows, right=(1, 2, 3), total=True)
+
+
+def _training(run: RunResults) -> Iterator[tuple[str, str]]:
+    """Loss, speed and memory over the steps, a line per phase, with what interrupted them."""
+    phases = list(dict.fromkeys(str(record["phase"]) for record in run.records))
+    marks = [
+        Mark(at=each.last_step, name=name, colour=colour)
+        for each in run.receipt.attempts
+        if each.interrupted
+        for name, colour in [("taken with a notice", "orange") if _noticed(each) else ("gone without one", "red")]
+    ]
+
+    def by_phase(key: str, words: str = "{}", *, dots: bool = False) -> list[Series]:
+        return [
+            Series(name=words.format(phase), points=_points(run.records, phase, key), colour=colour, dots=dots)
+            for phase, colour in zip(phases, itertools.cycle(charts.COLOUR_CYCLE))
+        ]
+
+    def drawn(found: list[Series], y: str) -> str:
+        return charts.lines(found, x="step", y=y, marks=marks)
+
+    yield "Loss", drawn([*by_phase("loss"), *by_phase("val_loss", "{}, validation", dots=True)], "loss")
+    yield "Time of a step", drawn(by_phase("step_ms"), "ms")
+    yield "Throughput", drawn(by_phase("tok_s"), "tokens/s")
+    yield "GPU use", drawn(by_phase("gpu_util"), "%")
+    yield "GPU memory, peak", drawn(by_phase("mem_gb"), "GB")
+
+
+def _points(records: Sequence[Mapping[str, Any]], phase: str, key: str) -> list[Point]:
+    own = (record for record in records if record["phase"] == phase)
+    return [(float(record["step"]), float(record[key])) for record in own if record.get(key) is not None]
+
+
+def _nodes(run: RunResults) -> Iterator[tuple[str, str]]:
+    """A lane per node since the first launch, and one for the checkpoints."""
+    known = [each for each in run.receipt.attempts if each.instance in run.launched]
+    if not known:
+        return
+    (unit, size), before, bars, marks = charts.unit_of(run.lasted_s), None, list[Bar](), list[tuple[int, float, str]]()
+    for lane, each in enumerate(known):
+        launched = (run.launched[each.instance] - run.began) / size
+        ended = launched + float(each.lived_s) / size
+        trains = ended if each.started_s is None else min(ended, launched + float(each.started_s) / size)
+        told = ended
+        if each.exit and each.exit.notice and (at := epoch(each.exit.at or "")):
+            told = min(ended, max(trains, (at - run.began) / size))
+        if before is not None and before < launched:
+            bars.append(Bar(lane=lane, begin=before, end=launched, kind="waiting for a node"))
+        bars += [
+            Bar(lane=lane, begin=launched, end=min(trains, told), kind="start"),
+            Bar(lane=lane, begin=trains, end=told, kind="training"),
+        ]
+        if told < ended:
+            bars.append(Bar(lane=lane, begin=told, end=ended, kind="after a notice"))
+        if each.interrupted and not _noticed(each):
+            marks.append((lane, ended, "gone"))
+        before = ended
+    saves = [(float(record["ts"]), save) for record in run.records for save in metrics.saves(record)]
+    marks += [(len(known), (at - run.began) / size, "save") for at, _ in saves]
+    names = [*(f"{number}  {each.zone}" for number, each in enumerate(known, start=1)), *(["saves"] if saves else [])]
+    yield "Nodes over time", charts.lanes(names, bars, marks, x=f"{unit} since the first launch")
+    blocked = [(float(save.step), save.blocked_s) for _, save in saves]
+    kept = Series(name="a save", points=blocked, colour="green", dots=True)
+    yield "What each save kept training waiting", charts.lines([kept], x="step", y="s")
+
+
+def _attempts_table(receipt: Receipt) -> str:
+    rows = [
+        (
+            str(number),
+            each.instance,
+            each.type,
+            each.zone,
+            f"{each.usd:.4f}",
+            f"{each.lived_s / 3600:.3f}",
+            "-" if each.started_s is None else f"{each.started_s:.0f}",
+            f"{each.resumed_step:,} to {each.last_step:,}",
+            _ending(each),
+        )
+        for number, each in enumerate(receipt.attempts, start=1)
+    ]
+    heads = ("", "node", "type", "zone", "USD", "hours", "s to first step", "steps", "ended by")
+    return page.table(heads, rows, right=(0, 4, 5, 6))
+
+
+def _ending(each: AttemptCost) -> str:
+    if each.exit is None:
+        return "gone without a word"
+    return f"{each.exit.reason} (exit {each.exit.code})"
+
+
+def _noticed(each: AttemptCost) -> bool:
+    return each.exit is not None and each.exit.notice
+
+
+def _speeds(run: RunResults) -> str:
+    """The bill's step and memory of each phase beside the run's own."""
+    measured = {phase.get("name"): phase for phase in (run.receipt.measured or {}).get("phases") or []}
+    rows = []
+    for phase in run.bill.get("phases") or []:
+        own = measured.get(phase["phase"])
+        if own is None:
+            continue
+        said, found = float(phase["step_ms"]), float(own["step_ms"]["median"])
+        memory = own.get("memory_gb")
+        rows.append(
+            (
+                *(phase["phase"], f"{said:,.2f}", f"{found:,.2f}", f"{found / said - 1:+.0%}" if said else ""),
+                *(_gb(phase.get("memory_gb")), _gb(memory)),
+            )
+        )
+    heads = ("phase", "bill, ms a step", "measured", "difference", "bill, GB", "measured")
+    basis = run.bill.get("basis")
+    return page.table(heads, rows, right=range(1, 6)) + (
+        page.paragraph(f"The bill stood on: {basis}.") if rows and basis else ""
+    )
+
+
+def _gb(memory: Any) -> str:
+    return "-" if not memory else f"{float(memory):.2f}"
+
+
+def _options(bill: Mapping[str, Any]) -> str:
+    """The cheaper options that the bill named: docs/bill.md."""
+    found = (bill.get("cheaper") or {}).get("options") or []
+    rows = [
+        (
+            f"{each['type']} {each['capacity']}, {each['gpus']}",
+            *(f"{float(each[figure][share]):.2f}" for figure in ("usd", "hours") for share in ("p50", "p90")),
+        )
+        for each in found
+    ]
+    return page.table(("cheaper, said the bill", "USD p50", "p90", "hours p50", "p90"), rows, right=range(1, 5))
+
+
+def _texts(found: Any) -> Iterable[str]:
+    return [str(each) for each in found or []]
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    try:
+        return reading.parse(path.read_bytes())
+    except (OSError, DoubtError):
+        return {}
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.is_file() else []
+
+
+def _attempt(path: Path) -> AttemptRecord:
+    return AttemptRecord.from_json(dict(_object(path)), lambda _: None)
+
+
+def _beats(path: Path) -> Iterator[tuple[float, Beat]]:
+    for line in _lines(path):
+        try:
+            beat = Beat.from_json(reading.parse(line))
+        except (DoubtError, json.JSONDecodeError):
+            continue
+        if (at := epoch(beat.ts)) is not None:
+            yield at, beat
