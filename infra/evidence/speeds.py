@@ -27,7 +27,7 @@ OURS = "gpufleet"  # the source of the shipped jobs
 NOBODY = ""  # of a job of which no figure is in the table
 MEAN = math.log(0.42)  # of ln share, before any figure
 # Sigmas of ln share: mean, GPU, kind, source, cell, rest. Near the most likely ones; bench/results/speed.md.
-MEAN_SIGMA, GPU_SIGMA, KIND_SIGMA, SOURCE_SIGMA, CELL_SIGMA, REST_SIGMA = 0.2, 0.2, 0.15, 0.25, 0.15, 0.12
+MEAN_SIGMA, GPU_SIGMA, KIND_SIGMA, SOURCE_SIGMA, CELL_SIGMA, REST_SIGMA = 0.2, 0.17, 0.15, 0.22, 0.12, 0.12
 
 Floats = NDArray[np.float64]
 

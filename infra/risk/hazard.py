@@ -40,6 +40,7 @@ from gpufleet.job.text import counted
 # github.com/andylizf/skynomad-artifact at 62b9aaa (read 2026-11).
 HAZARD_MEDIAN, SIZE_POWER = 0.3, 0.5
 HAZARD_SIGMA = 1.2
+MOST_SIGMAS = 2.0  # from the median: at hazards beyond, which nobody has seen, a run gets nowhere and makes every mean
 HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
 
 # Between zones of one type these spread by 0.9 to 1.5 in ln hazard, nearly all there is; the rest is left to types.
@@ -91,7 +92,7 @@ class Hazard:
 
     def per_run(self, normals: Floats) -> Floats:
         """The hazard of each run, from one standard normal number per run."""
-        return self.median * np.exp(self.sigma * normals)
+        return self.median * np.exp(self.sigma * np.clip(normals, -MOST_SIGMAS, MOST_SIGMAS))
 
 
 def prior(gpus: int) -> Hazard:

@@ -32,7 +32,8 @@ def one_run(run: Exposure, chance: random.Random) -> tuple[float, float, float, 
     """(USD, node-hours, hours by the wall, interruptions, stopped by a limit) of one run."""
     rate = run.compute_usd_h + run.extras_usd_h
     unevenness = 1.2 if run.hazard is None else 0.0  # a figure is the same for every node
-    hazard = chance.lognormvariate(-1.2039728, 1.2) if run.hazard is None else run.hazard  # ln 0.3
+    drawn = 0.3 * math.exp(1.2 * max(-2.0, min(2.0, chance.gauss(0, 1))))
+    hazard = drawn if run.hazard is None else run.hazard
     assert isinstance(hazard, float)
     work, end = 0.0, run.phase_ends_h[-1]
     compute_h = billed_h = 0.0
