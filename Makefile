@@ -1,12 +1,13 @@
 # The commands a newcomer needs. Each sets up its own virtual environment the first time.
 STACK ?= tinystories-growth
+MINUTES ?= 10
 PYTHON ?= python3
 BIN := .venv/bin
 # Some environments set it. Each of a rehearsal's and the tests' many processes would compile all its modules again: a
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup rehearse rehearse-all test test-slow test-all lint fix
+.PHONY: help setup rehearse rehearse-all test test-slow chaos test-all lint fix
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
@@ -33,6 +34,9 @@ test: .venv/ready ## run the tests that CI runs
 
 test-slow: .venv/ready ## run the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
+
+chaos: .venv/ready ## inject seeded faults, and print one table: MINUTES=10 SEED=1 KIND='S3 faults'
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --kind '$(KIND)'
 
 test-all: .venv/ready policy/.venv/ready ## install the optional parts, and run what `make test` leaves out
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'

@@ -22,10 +22,11 @@ def main() -> None:
         config = pulumi.Config()
         name = config.get("definition") or pulumi.get_stack()
         plan = engine.planned(root, name, was, scenario=config.get("scenario") or "")
+        unknown = engine.unknown_fleets(plan, was)
     except GpufleetError as error:
         pulumi.log.error(printable(f"{error}\nNothing was declared."))
         sys.exit(SHOWN)
-    engine.say(plan, root)
+    engine.say(plan, root, also=unknown)
 
     # Imported here: the provider's SDK takes a second to import, and errors need not wait for it.
     from gpufleet.infra.program.resources.declare import declare

@@ -4,7 +4,14 @@
         boto3.client("ec2", endpoint_url=cloud.endpoint, ...)   # or set cloud.environment() and use any SDK
 
 Each Cloud is an account of its own, so several can live in one process. With the system clock a thread drives it; with
-a ManualClock it stands still between calls of `tick()`.
+a ManualClock it stands still until told:
+
+    cloud.interrupt(instance_id)  # notice now, end after 120 s of that clock
+    clock.advance(121)
+    cloud.tick()
+    cloud.kill(instance_id)  # gone without notice
+    cloud.quotas["L-3819A6DF"] = 0  # or cloud.no_capacity(), cloud.deny("DeleteFleets", node=True), ...
+    cloud.leftovers()  # everything that exists beyond what an account comes with
 """
 
 from __future__ import annotations
@@ -225,6 +232,13 @@ class Cloud:
             else:
                 self.client(service).create_secret(Name=place, SecretString=value)
         self._baseline |= set(self.inventory()) - before
+
+    def has_images(self, digests: Mapping[str, str]) -> None:
+        """From now on the registry gives these images their own digests."""
+        assert self._gate is not None
+        for image, digest in digests.items():
+            name, _, tag = image.partition("/")[2].partition(":")
+            self._gate.images |= {(name, tag): digest, (name, digest): digest}
 
     def metadata(self, instance_id: str) -> Imds:
         """The instance's metadata service."""

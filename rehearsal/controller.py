@@ -246,7 +246,7 @@ class FleetController:
             return
         while len(self.living(fleet.id)) < fleet.target:
             try:
-                node = self.launcher.launch(fleet.region, fleet.id, fleet.spot, self._pools(fleet), now)
+                node = self._launch(fleet, now)
             except LaunchFailedError as failure:
                 for kind, sub_type, description in failure.events:
                     self._event_once(fleet, kind, sub_type, description)
@@ -257,6 +257,14 @@ class FleetController:
             described = json.dumps({"instanceType": node.type, "image": node.image, "availabilityZone": node.zone})
             self._event(fleet, "instanceChange", "launched", described, node.id)
             self.on_launch(node)
+
+    def _launch(self, fleet: CloudFleet, now: datetime) -> CloudInstance:
+        """Raises LaunchFailedError, also for a template or a subnet that is gone."""
+        try:
+            pools = self._pools(fleet)
+        except EC2ClientError as gone:
+            raise LaunchFailedError("spotFleetRequestConfigurationInvalid", str(gone.message)) from gone
+        return self.launcher.launch(fleet.region, fleet.id, fleet.spot, pools, now)
 
     def _settle(self, fleet: CloudFleet, now: datetime) -> None:
         if self.living(fleet.id):

@@ -163,6 +163,7 @@ class Gate:
         self.statements = statements
         self.tags, self.key_of = tags, key_of
         self.endpoint = ""  # set once the port is known
+        self.images: dict[tuple[str, str], str] = {}  # digests of real ones, by name and tag or digest
         self.denied: set[tuple[str, str]] = set()  # (access key, action)
         self.calls: list[tuple[str, str]] = []  # (access key, action), S3 left out
 
@@ -170,7 +171,7 @@ class Gate:
         path = str(environ.get("PATH_INFO", ""))
         authorization = str(environ.get("HTTP_AUTHORIZATION", ""))
         if path.startswith(("/v2/", "/token")) and not authorization.startswith("AWS4"):
-            return _send(start, environ, *registry.answer(path, authorization, self.endpoint))
+            return _send(start, environ, *registry.answer(path, authorization, self.endpoint, self.images))
         key, region, service = _credential(environ, authorization)
         if key not in (USER_KEY, NODE_KEY):
             return _send(start, environ, *_refusal(service, key))

@@ -41,6 +41,7 @@ class Imds:
         self.instance = instance or _standalone_instance(self.clock.now())
         self.account, self.access_key, self.secret_key = account, access_key, secret_key
         self.fault: Fault | None = None  # on the two notice paths only, so that credentials still come
+        self.faults = 0  # answers that it has spoiled
         self.slow_s = 30.0  # how long a slow answer takes
         self.token_s = 0.0  # how long a token takes
         self.requests: list[tuple[datetime, str, int]] = []  # when, path, status
@@ -90,6 +91,7 @@ class Imds:
 
     def read(self, path: str, token: str | None) -> tuple[int, str]:
         """(status, body) of a GET."""
+        self.faults += self.fault is not None
         if token not in self._tokens or self.clock.now() >= self._tokens[token] or self.fault == "401":
             return 401, "401 - Unauthorized"
         if self.fault is not None and path.removeprefix("/latest/meta-data/") in NOTICE_PATHS:

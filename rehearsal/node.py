@@ -22,7 +22,9 @@ from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.contract.environment import COMMAND, USER_PATH
+from gpufleet.job.spec.job import JobConfig
 from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.images import Docker
 from gpufleet.rehearsal.launch import CloudInstance
 
 STANDINS = Path(__file__).parent / "standins"
@@ -52,8 +54,10 @@ class RehearsalNode:
 class NodeRunner:
     """Runs a node for every instance that the cloud launches, until `close`."""
 
-    def __init__(self, cloud: Cloud, folder: Path, programs: Path | None = None) -> None:
-        """`programs`: the folder that comes first on the PATH of a command of the user's own."""
+    def __init__(self, cloud: Cloud, folder: Path, programs: Path | None = None, docker: Docker | None = None) -> None:
+        """`programs`: the folder that comes first on the PATH of a command of the user's own; `docker`: runs the
+        containers, None: a stand-in does.
+        """
         missing = [name for name in NEEDED if shutil.which(name) is None]
         if missing:
             raise GpufleetError(
@@ -61,7 +65,7 @@ class NodeRunner:
             )
         self.cloud = cloud
         self.folder = folder
-        self._programs = programs
+        self._programs, self._docker = programs, docker
         self.nodes: dict[str, RehearsalNode] = {}
         self._watchers: list[threading.Thread] = []
         self._closed = threading.Event()
@@ -102,14 +106,20 @@ class NodeRunner:
         for pid in _marked(instance.id):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if self._docker is not None:
+            self._docker.remove(instance.id)
         node.process.wait()
 
     def hold(self, instance: CloudInstance) -> None:
         """Stops the trainer's processes, and its alone, until `go`. Linux only: elsewhere it trains on."""
+        if self._docker is not None:
+            return self._docker.hold(instance.id)
         self._signal_trainer(instance, signal.SIGSTOP)
 
     def go(self, instance: CloudInstance) -> None:
         """Lets the trainer go on."""
+        if self._docker is not None:
+            return self._docker.go(instance.id)
         self._signal_trainer(instance, signal.SIGCONT)
 
     def close(self) -> None:
@@ -119,13 +129,15 @@ class NodeRunner:
             self.end(node.instance)
         for watcher in self._watchers:
             watcher.join()
+        if self._docker is not None and self.nodes:
+            self._docker.give_back(self.folder)
 
     def _signal_trainer(self, instance: CloudInstance, number: signal.Signals) -> None:
         for pid in _marked(instance.id):
             with contextlib.suppress(OSError):
                 here = Path("/proc") / str(pid)
                 of_command = f"{COMMAND['checkpoints']}=".encode() in (here / "environ").read_bytes()
-                if of_command or b"\0job.train\0" in (here / "cmdline").read_bytes():
+                if of_command or f"\0{JobConfig.module}\0".encode() in (here / "cmdline").read_bytes():
                     os.kill(pid, number)
 
     def _watch(self, node: RehearsalNode) -> None:
@@ -141,6 +153,7 @@ class NodeRunner:
         path = (STANDINS, python.parent, os.environ.get("PATH", os.defpath), STANDINS / "absent")
         return {
             **({USER_PATH: str(self._programs)} if self._programs else {}),
+            **(self._docker.environment() if self._docker else {}),
             "PATH": os.pathsep.join(map(str, path)),
             "HOME": str(root / "root"),
             "TMPDIR": str(root / "tmp"),

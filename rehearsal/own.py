@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from botocore.exceptions import ClientError
 
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.inputs import code
 from gpufleet.job.contract import environment, metrics
 from gpufleet.job.contract.workdir import FINAL
 from gpufleet.job.text import counted
-from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal
+from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
+LEAST_GB = 0.0001  # that job.checkpoint.size_gb may be
 Listing = Mapping[str, tuple[int, int]]  # by name: bytes and time of writing
 
 
@@ -45,14 +47,10 @@ def secret_values(definition: StackDefinition) -> Iterator[None]:
 
 
 def listing(definition: StackDefinition, root: Path) -> Listing:
-    """The files of the code's folder; empty where none is shipped."""
-    shipped = definition.job.parameters.shipped
-    found = {}
-    for path in (root / shipped.folder).rglob("*") if shipped else ():
-        with suppress(OSError):
-            if path.is_file():
-                found[str(path)] = (path.stat().st_size, path.stat().st_mtime_ns)
-    return found
+    """What is shipped of the code's folder; empty where nothing is."""
+    tree = code.read(definition, root)
+    files = {} if tree is None else tree.files
+    return {name: (path.lstat().st_size, path.lstat().st_mtime_ns) for name, path in files.items()}
 
 
 def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
@@ -66,32 +64,36 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     assert rehearsal.watch is not None
     published = sorted(rehearsal.watch.manifests)
     sizes = [save.bytes for line in evidence.metrics for save in metrics.saves(line)]
-    size = f", {max(sizes) / 1e6:.1f} MB (job.checkpoint.size_gb: {max(sizes) / 1e9:.2g})" if sizes else ""
+    largest = max(sizes, default=0)
+    size = f", {largest / 1e6:.1f} MB (job.checkpoint.size_gb: {max(LEAST_GB, largest / 1e9):.2g})" if sizes else ""
     yield Promise(name="whole checkpoints in the bucket", figure=_few(published) + size, held=bool(published))
-    after = listing(definition, rehearsal.root)
-    changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
-    figure = f"{counted(len(after), 'file')}, untouched" if not changed else ", ".join(changed[:5])
-    yield Promise(name="your code's folder", figure=figure, held=not changed)
+    if not rehearsal.stand_in:
+        after = listing(definition, rehearsal.root)
+        changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+        figure = f"{counted(len(after), 'file')}, untouched" if not changed else ", ".join(changed[:5])
+        yield Promise(name="your code's folder", figure=figure, held=not changed)
     left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
     yield Promise(name="outputs", figure=counted(len(left), "file"), held=True)
     yield from _secrets(rehearsal)
-    every = config.steps_between_saves()
-    told = [each.saved(every) for each in evidence.resumptions() if each.kind == "notice"]
-    if told and not rehearsal.stand_in:
-        yield Promise(
-            name="saves on the signal of a notice", figure=advice(told, config.saves_on_signal is True), held=True
-        )
+    notices = [each for each in evidence.resumptions() if each.kind == "notice"]
+    if notices and not rehearsal.stand_in:
+        figure = advice(notices, config.steps_between_saves(), config.saves_on_signal)
+        yield Promise(name="saves on the signal of a notice", figure=figure, held=True)
 
 
-def advice(told: list[bool | None], declared: bool) -> str:
-    """What the file should say of whether it saves. `told`: at each notice, as Resumption.saved has it."""
+def advice(notices: Sequence[Resumption], every: int | None, declared: bool | None) -> str:
+    """What the file should say of whether it saves on a signal."""
+    if not all(each.signalled for each in notices):
+        why = "job.stop.saves is false" if declared is False else "there was no time for one"
+        return f"not shown: no signal was sent, {why}"
+    told = [each.saved(every) for each in notices]
     if None in told:
         return (
             "not shown: a save came then as it does every so many steps; another rehearsal.interruptions.seed may show"
         )
     saves = all(told)
     found = "it did" if saves else "it did not"
-    if saves == declared:
+    if saves == (declared is True):
         return f"{found}, as the bill has it"
     return f"{found}: write job.stop.saves: {str(saves).lower()}, and the bill counts on it"
 

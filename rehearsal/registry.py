@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 
 # Tags of aws/deep-learning-containers that exist (its releases, 2026-11-21). Repositories of other owners: any tag.
 KNOWN_TAGS = {"deep-learning-containers/pytorch": {"2.13-cu133-amzn2023"}, "docker/library/python": {"3.13-slim"}}
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+Digests = Mapping[tuple[str, str], str]  # by name and tag, or name and digest
 _PATH = re.compile(r"^/v2/(?P<name>.+)/manifests/(?P<reference>[^/]+)$")
 
 
@@ -17,8 +19,8 @@ def digest(name: str, tag: str) -> str:
     return "sha256:" + hashlib.sha256(_manifest(name, tag)).hexdigest()
 
 
-def answer(path: str, authorization: str, endpoint: str) -> tuple[str, dict[str, str], bytes]:
-    """(status, headers, body) for a GET or HEAD under /v2/ or /token/."""
+def answer(path: str, authorization: str, endpoint: str, real: Digests) -> tuple[str, dict[str, str], bytes]:
+    """(status, headers, body) for a GET or HEAD under /v2/ or /token/. `real`: digests of images that there are."""
     if path.startswith("/token"):
         return "200 OK", {"Content-Type": "application/json"}, json.dumps({"token": "anonymous"}).encode()
     if not authorization.startswith("Bearer "):
@@ -30,6 +32,8 @@ def answer(path: str, authorization: str, endpoint: str) -> tuple[str, dict[str,
     if match is None:
         return _error("404 Not Found", "UNSUPPORTED", f"{path} is not stood in for; only manifests are")
     name, reference = match["name"], match["reference"]
+    if (found := real.get((name, reference))) is not None:
+        return "200 OK", {"Content-Type": MANIFEST, "Docker-Content-Digest": found}, _manifest(name, reference)
     known = KNOWN_TAGS.get(name)
     tags = {digest(name, tag): tag for tag in known or ()}
     tag = tags.get(reference, reference)

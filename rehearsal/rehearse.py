@@ -7,6 +7,7 @@ can do is stood in for by rehearsal.cloud; what only a GPU can do is made small 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -26,12 +27,10 @@ from gpufleet.infra.definition.loader import load, project_root, rehearsal_text,
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.inputs import code
+from gpufleet.infra.evidence.measurement import own_programs
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
-from gpufleet.job.contract import bucket
-from gpufleet.job.contract.done import FAILURES, Done
-from gpufleet.rehearsal import environment, evidence, own, plumbing, report, scratch
+from gpufleet.rehearsal import environment, evidence, images, own, pace, plumbing, report, scratch
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Result
 from gpufleet.rehearsal.evidence import Evidence, Rehearsal
@@ -40,7 +39,6 @@ from gpufleet.rehearsal.timeline import Timeline, say
 from gpufleet.rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
-LONG_ENOUGH_S = 40.0  # of training, for two interruptions to find it at work
 RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
 
 
@@ -53,10 +51,15 @@ class StepFailedError(GpufleetError):
 
 
 def rehearse(
-    name_or_path: str, *, root: Path | None = None, out: Callable[[str], None] = say, stand_in: bool = False
+    name_or_path: str,
+    *,
+    root: Path | None = None,
+    out: Callable[[str], None] = say,
+    image: bool = False,
+    stand_in: bool = False,
 ) -> int:
-    """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project. `stand_in`: for
-    the script of a command, which does not run.
+    """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project. `image`: a
+    command runs in its own; `stand_in`: for the script of a command, which does not run.
     """
     root = root or project_root(Path.cwd())
     path = selected(name_or_path, root).path
@@ -68,11 +71,19 @@ def rehearse(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
             f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}."
         )
+    docker = images.require(definition, out) if image else None
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.locked(finished.parent):
         folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
         shutil.rmtree(folder, ignore_errors=True)
-        code = _attempt(path, definition, folder, root, out, stand_in=stand_in)
+        changed: pace.Change | None = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
+        try:
+            code = _attempt(path, definition, folder, root, out, changed=changed, docker=docker, stand_in=stand_in)
+        except pace.TooFastError as error:
+            out(f"\n{error}\nOnce more, with {pace.steps(error.step_ms):,} steps.")
+            shutil.rmtree(folder)
+            changed = pace.longer(definition, error.step_ms)
+            code = _attempt(path, definition, folder, root, out, changed=changed, docker=docker)
         if code == 0:
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
@@ -103,14 +114,23 @@ def _attempt(
     root: Path,
     out: Callable[[str], None],
     *,
-    stand_in: bool,
+    changed: pace.Change | None = None,
+    docker: images.Docker | None = None,
+    stand_in: bool = False,
 ) -> int:
-    """The rehearsal, in a new `folder`."""
+    """The rehearsal, in a new `folder`, of the definition with `changed` laid over it. Raises TooFastError where it can
+    be made longer.
+    """
     trains = "your script on this machine's CPU" if definition.job.parameters.is_users_own else "job"
-    changed = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=changed)})
     if stand_in:
         trains = "a stand-in for your script, which tests the file and not the script"
+    if docker is not None:
+        trains = "your script in its own image, without a GPU"
+    programs, python = None, None
+    if definition.job.parameters.is_users_own and not stand_in and docker is None:
+        programs, python = own_programs(definition, root, project)
+    if changed is not None:
         definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
         definition = replace(definition, interruptions=possible(definition))
     timeline = Timeline(folder / "timeline.jsonl", out=out)
@@ -126,7 +146,10 @@ def _attempt(
                 Cloud(project, region=definition.fleet.region, notice_s=notice_s, relaunch_delay_s=RELAUNCH_S)
             )
             cloud.has(definition.account, definition.job.parameters.secrets_named)
-            runner = NodeRunner(cloud, project / "nodes", code.programs(definition, root))
+            if docker is not None:
+                cloud.has_images(docker.digests)
+                docker.require_reach(cloud.endpoint)
+            runner = NodeRunner(cloud, project / "nodes", programs, docker)
             stack.callback(runner.close)
             engine = stack.enter_context(
                 Engine.open(project, cloud.environment(), definition.name, say=_logger(project / "engine.log"))
@@ -143,6 +166,8 @@ def _attempt(
                 stand_in=stand_in,
             )
             out(f"Engine: {engine.name}")
+            if python is not None:
+                out(f"Your script's Python: {os.path.normpath(python)}; rehearsal.python names another")
             try:
                 run_steps(rehearsal, out)
             except BaseException:
@@ -152,6 +177,9 @@ def _attempt(
                     out(f"The bucket's objects could not be kept: {error}")
                 raise
     except GpufleetError as error:
+        fast = error.__cause__
+        if changed is None and isinstance(fast, pace.TooFastError) and pace.longer(definition, fast.step_ms):
+            raise fast from None
         out(f"\nFAILED after {timeline.seconds:.0f} s, at {error}\nEverything it left is in {_shown(project, root)}")
         for line in scratch.full_disks(project, Path(tempfile.gettempdir())):
             out(line)
@@ -167,9 +195,9 @@ def _attempt(
 
 def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
     """The rehearsal itself. Raises StepFailedError at the first thing that does not hold."""
-    before, shipped = _git_status(rehearsal.root), own.listing(rehearsal.definition, rehearsal.root)
-    name, timeline = rehearsal.name, rehearsal.timeline
+    name, timeline, before = rehearsal.name, rehearsal.timeline, _git_status(rehearsal.root)
     with step(rehearsal, "prepare"):
+        shipped = own.listing(rehearsal.definition, rehearsal.root)
         for line in command(rehearsal, "prepare", name).strip().splitlines()[-2:]:  # the dataset, the prediction
             timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
     with step(rehearsal, "doctor --pin"):
@@ -287,25 +315,7 @@ def _follow(rehearsal: Rehearsal) -> None:
     if times_torch:
         rehearsal.torch_s = rehearsal.torch_s or import_torch_s()
     if watch.planned:
-        raise GpufleetError(_missed(rehearsal, watch))
-
-
-def _missed(rehearsal: Rehearsal, watch: Watch) -> str:
-    """Why the run was over before all of its interruptions."""
-    missed = ", ".join(f"{p.kind} at step {p.step}" for p in watch.planned)
-    kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
-    done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
-    if done.reason in FAILURES:
-        return f"the run failed, before the interruptions that were still to come ({missed}): {done.detail}"
-    view = next(iter(watch.views.values()))
-    began, ended = view.first_step_at, view.node.instance.ended_at
-    seconds = (ended - began).total_seconds() if began and ended else 0.0
-    return (
-        f"the run ended before it could be interrupted as planned ({missed}): its {view.last_step} steps took"
-        f" {max(1.0, seconds):.0f} s, and that takes about {LONG_ENOUGH_S:.0f}. Give it more steps in the file's"
-        " `rehearsal` section, or longer ones. A loss also waits for the first checkpoint in the bucket: more frequent"
-        " saves bring that earlier"
-    )
+        raise pace.missed(rehearsal, watch)
 
 
 def import_torch_s() -> float:
@@ -334,9 +344,14 @@ def _logger(path: Path) -> Callable[[str], None]:
 
 
 def unchanged(before: str, after: str) -> None:
-    """Raises GpufleetError with the lines of `git status` that only one of the two has."""
-    if changed := sorted(set(before.splitlines()) ^ set(after.splitlines())):
-        raise GpufleetError("`git status` has changed, and nothing may be edited meanwhile:\n" + "\n".join(changed))
+    """Raises GpufleetError with the lines of `git status` that only one of the two has, new files left out: they touch
+    nothing that was there.
+    """
+    was, now = set(before.splitlines()), set(after.splitlines())
+    if changed := sorted((was - now) | {line for line in now - was if not line.startswith("?? ")}):
+        raise GpufleetError(
+            "`git status` has changed, and what is there may not be edited meanwhile:\n" + "\n".join(changed)
+        )
 
 
 def _git_status(root: Path) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from gpufleet.infra.definition.model import Interruptions, Place, StackDefinition
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.workdir import CHECKPOINTS, METRICS, STAGES, STEPS
 from gpufleet.rehearsal.cloud import Cloud
@@ -85,6 +86,7 @@ STALLED_S = 150.0  # nothing new for so long: something hangs
 WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # job/node/disks.py
 _TOLD = re.compile(r"attempt failed|the run is over|fleet .* deleted|starting the container|timer:")
 _STEP = re.compile(r"^step \d+/\d+ \|")
+_ASKED = re.compile(r" host: SIG[A-Z0-9]+ to \d+ processes$")
 
 
 class RunFailedError(GpufleetError):
@@ -108,12 +110,16 @@ class NodeView:
     seen: bool = False  # its supervisor has read the notice
     ended: bool = False
     interrupted: Planned | None = None
-    interrupted_at: int = 0  # the last step that it had logged then
+    signalled: bool = False  # its command was sent a signal
     held_until: float | None = None  # time.monotonic() at which its trainer goes on at the latest
 
     @property
     def name(self) -> str:
         return f"node {self.number}"
+
+    def logged(self) -> list[bytes]:
+        """The lines of its metrics.jsonl."""
+        return [line for path in _job_files(self, METRICS) for line in path.read_bytes().splitlines()]
 
 
 class Watch:
@@ -138,7 +144,7 @@ class Watch:
         self.bucket, self.run_id = bucket, run_id
         self.stage_lines = stage_lines
         self.views: dict[str, NodeView] = {}
-        self.manifests: set[int] = set()
+        self.manifests: dict[int, str] = {}  # by step: why that checkpoint was made
         self._s3 = cloud.client("s3")
         self._news = time.monotonic()
         self._bucket_at = 0.0
@@ -212,7 +218,7 @@ class Watch:
     def _saving(self, view: NodeView) -> bool:
         """A checkpoint is being written, or is written and on its way to the bucket."""
         local = {int(path.name.rpartition("_")[2]) for path in _job_files(view, f"{CHECKPOINTS}/{STEPS}")}
-        return bool(local - self.manifests) or any(_job_files(view, f"{CHECKPOINTS}/.{STEPS}"))
+        return bool(local - self.manifests.keys()) or any(_job_files(view, f"{CHECKPOINTS}/.{STEPS}"))
 
     def _written(self, view: NodeView) -> int:
         """Lines that the stages after training have added on this node."""
@@ -227,7 +233,7 @@ class Watch:
         return lines - (view.stage_lines or 0)
 
     def _interrupt(self, view: NodeView, planned: Planned) -> None:
-        view.interrupted, view.interrupted_at = planned, view.last_step
+        view.interrupted = planned
         instance = view.node.instance
         where = {
             "step": f"at step {view.last_step}",
@@ -289,6 +295,7 @@ class Watch:
         for line in _new(view.node.container_log, view.lines):
             view.lines += 1
             self._news = time.monotonic()
+            view.signalled = view.signalled or bool(_ASKED.search(line))
             if _STEP.match(line):
                 self._tell("step", line, quiet=False, node=view.node.instance.id)
 
@@ -322,7 +329,8 @@ class Watch:
         for entry in listed:
             match = bucket.MANIFEST_KEY.fullmatch(entry["Key"].removeprefix(f"{self.run_id}/"))
             if match and int(match[1]) not in self.manifests:
-                self.manifests.add(int(match[1]))
+                kept = self._s3.get_object(Bucket=self.bucket, Key=entry["Key"])["Body"].read()
+                self.manifests[int(match[1])] = str((atomic.parse_object(kept) or {}).get("reason", ""))
                 self._tell(
                     "checkpoint", f"checkpoint of step {int(match[1])} published", quiet=True, step=int(match[1])
                 )

@@ -13,7 +13,7 @@ SOURCES = [
     for name in ("gpufleet", "infra", "job", "rehearsal", "bench", "policy")
     for path in (ROOT / name).rglob("*.py")
 ]
-USERS = {"sixth", "own_code", "scripts"}  # folders of what stands for their code
+USERS = {"sixth", "own_code", "scripts", "program"}  # folders of what stands for their code
 TESTS = [path for path in (ROOT / "tests").rglob("*.py") if not USERS & set(path.parts)]
 VAGUE = (
     "about above across after again alone along already also among apart around as aside at away before behind below "

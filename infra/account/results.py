@@ -78,7 +78,11 @@ def fetch(
     if folder is None:
         raise no_run(s3, definition)
     folders = (*(() if exports else (EXPORTS,)), *((FINAL,) if light else ()))
-    objects = [each for each in folder.objects() if not each.name.startswith(CHECKPOINTS) and _is_file(each.name, say)]
+    objects = [
+        each
+        for each in folder.objects()
+        if not each.name.startswith((CHECKPOINTS, bucket.FLEETS)) and _is_file(each.name, say)
+    ]
     wanted = [each for each in objects if not (each.name.startswith(folders) and each.name.endswith(WEIGHTS))]
     left = sum(each.bytes for each in objects) - sum(each.bytes for each in wanted)
     missing = [each for each in wanted if not _same(target / each.name, each)]

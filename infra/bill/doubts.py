@@ -48,9 +48,10 @@ def warnings(
     yield from _types(definition, bill)
     for notice in bill.notice if bill.capacity == "spot" else ():
         if not notice.saves:
+            why = "job.stop.saves is false" if config.saves_on_signal is False else "nobody has shown job.stop.saves"
             yield (
-                f"{notice.type}: nobody has shown that the command saves when a notice comes (job.stop.saves): up to"
-                " one checkpoint interval is lost at each interruption"
+                f"{notice.type}: a notice is counted as saving nothing, since {why}: up to one checkpoint interval is"
+                " lost at each interruption"
             )
         elif not notice.fits:
             yield (

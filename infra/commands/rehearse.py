@@ -17,7 +17,9 @@ TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # the packages of `job` th
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line arguments."""
     parser.add_argument("stack", metavar="STACK", nargs="?", help="a file of stacks/ without its .yaml, or a path")
-    parser.add_argument("--plumbing", action="store_true", help="a stand-in for a command that cannot run here")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--image", action="store_true", help="a command in its own image, by this machine's docker")
+    depth.add_argument("--plumbing", action="store_true", help="a stand-in for a command that cannot run here")
     parser.add_argument("--all", action="store_true", help="every stack in turn, and one table")
 
 
@@ -37,4 +39,4 @@ def run(args: argparse.Namespace) -> int:
         from gpufleet.rehearsal.rehearse import rehearse, rehearse_all
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install -e '.[job,rehearsal]'") from error
-    return rehearse_all() if args.all else rehearse(args.stack, stand_in=args.plumbing)
+    return rehearse_all() if args.all else rehearse(args.stack, image=args.image, stand_in=args.plumbing)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import files_in
+from gpufleet.job.contract.environment import COMMAND
 from gpufleet.job.spec.command import STEP, FormatName
 
 MOST_FILES, MOST_BYTES = 2_000, 1_000_000  # a repository's Python; larger files are data or generated
@@ -30,28 +31,6 @@ RESUME = (
     "init_from",
     "resume",
     "load_checkpoint",
-)
-STEPS = (
-    "max_iters",
-    "max_steps",
-    "num_iterations",
-    "total_steps",
-    "train_steps",
-    "num_steps",
-    "n_steps",
-    "steps",
-    "iterations",
-)
-EVERY = (
-    "save_every",
-    "save_interval",
-    "save_steps",
-    "checkpoint_every",
-    "checkpoint_interval",
-    "ckpt_every",
-    "ckpt_interval",
-    "save_freq",
-    "eval_interval",
 )
 LOG_EVERY = ("log_interval", "logging_steps", "log_every")
 DEVICE, COMPILE = ("device", "device_type"), ("compile", "torch_compile")
@@ -98,6 +77,8 @@ class ScriptFacts:
     arguments: Mapping[str, ScriptArgument] = field(default_factory=dict)  # by plain name
     saves: ScriptFinding | None = None  # the pattern of one checkpoint's name
     every: ScriptFinding | None = None  # what its step is divided by where it saves: a number, or a setting's name
+    counted: ScriptFinding | None = None  # its steps, where a loop has a plain number of them
+    writes_there: ScriptFinding | None = None  # it asks where its checkpoints go
     loads: ScriptFinding | None = None  # it reads a checkpoint by itself
     progress: list[ScriptFinding] = field(default_factory=list)  # regular expressions
     bare_resume: ScriptFinding | None = None  # Trainer.train() that passes no checkpoint
@@ -187,15 +168,13 @@ def _looks_like_training(name: str, tree: ast.Module) -> float:
 
 def _read(found: ScriptFacts, name: str, tree: ast.Module, *, entry: bool) -> None:
     """Takes in one file; the entry is read first, and what it says stands."""
-    local = {
-        target.id: node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    local = dict(_assigned(tree))
     imports = set(_imports(tree))
     for node in ast.walk(tree):
+        if entry and isinstance(node, ast.For) and found.counted is None:
+            found.counted = _counted(node, local, name)
+        if isinstance(node, ast.Constant) and node.value == COMMAND["checkpoints"] and found.writes_there is None:
+            found.writes_there = ScriptFinding(COMMAND["checkpoints"], f"{name}:{node.lineno}")
         if not isinstance(node, ast.Call):
             continue
         where, called = f"{name}:{node.lineno}", _called(node)
@@ -226,6 +205,16 @@ def _read(found: ScriptFacts, name: str, tree: ast.Module, *, entry: bool) -> No
             found.framework, found.why = told[0], ScriptFinding(told[1], name)
     if "wandb" in imports and found.wandb is None:
         found.wandb = ScriptFinding("it imports wandb", name)
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Names and what they are set to, one by one of `a, b = 1, 2`."""
+    assigned = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    for target, value in ((target, node.value) for node in assigned for target in node.targets):
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=False))
+        yield from ((name.id, each) for name, each in pairs if isinstance(name, ast.Name))
 
 
 def _framework(imports: set[str], tree: ast.Module, name: str, *, entry: bool) -> tuple[FormatName, str] | None:
@@ -312,6 +301,16 @@ def _cadence(tree: ast.Module, save: ast.Call, name: str) -> ScriptFinding | Non
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
                 return ScriptFinding(ast.unparse(part.right).rpartition(".")[2], f"{name}:{condition.lineno}")
     return None
+
+
+def _counted(loop: ast.For, local: Mapping[str, ast.expr], name: str) -> ScriptFinding | None:
+    """The end of a loop over steps, where that is a number."""
+    ranges = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _called(node) == "range"]
+    if not _is_step(loop.target) or not ranges or not ranges[0].args:
+        return None
+    end = ranges[0].args[:2][-1]
+    value = _literal(local.get(end.id) if isinstance(end, ast.Name) else end)
+    return ScriptFinding(str(value), f"{name}:{loop.lineno}") if type(value) is int and value > 0 else None
 
 
 # Lines that tell the step ---------------------------------------------------------------------------------------------

@@ -10,18 +10,17 @@ from gpufleet.infra.discover.script import (
     BACKEND,
     COMPILE,
     DEVICE,
-    EVERY,
     LOG_EVERY,
     OUT,
     RESUME,
-    STEPS,
     ScriptArgument,
     ScriptFacts,
 )
-from gpufleet.job.spec.command import FORMATS
+from gpufleet.infra.inputs.code import ENVIRONMENTS
+from gpufleet.job.spec.command import FORMATS, SAVE_INTERVALS, STEP_COUNTS, setting
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
-REHEARSED_STEPS, REHEARSED_EVERY = 60, 20
+REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # of slow ones; a fast script is given more (rehearsal/pace.py)
 _HF_ON_CPU = "--use_cpu true --report_to none"
 
 
@@ -37,7 +36,7 @@ class Draft:
 def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
     """A definition that loads. `folder`: the code's, relative to the project; `modeline`: for editors, or empty."""
     made = Draft()
-    every, steps = found.argument(EVERY), found.argument(STEPS)
+    every, steps = found.argument(SAVE_INTERVALS), found.argument(STEP_COUNTS)
     typed = command or _command(found)
     written = _where_it_writes(found, typed, made)
     if every is None and found.every and found.every.value in found.arguments:
@@ -46,6 +45,8 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
     every_steps = fixed or _said(typed, every) or _positive(every.default if every else None) or 500
     saved_at = every.where if every else found.every.where if fixed and found.every else ""
     total = _said(typed, steps) or _positive(steps.default if steps else None)
+    counted = found.counted if steps is None else None
+    total, where = (int(counted.value), counted.where) if counted else (total, steps.where if steps else "")
     if found.framework == "hf-trainer" and every and not _said(typed, every):
         written += f" {every.with_value(every_steps)}"
     elif every and _positive(every.default) is None and not _said(typed, every):
@@ -70,7 +71,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         *_resume(found, made),
         *_checkpoint(found, every_steps if total else None, saved_at, made),
         *_progress(found, made),
-        *_work(total, steps.where if steps else "", made),
+        *_work(total, where, made),
         *_stop(found, made),
         *_secrets(found),
         "",
@@ -93,10 +94,14 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         "  max_usd: 20",
         "  max_hours: 24",
         "",
-        *_rehearsal(found, written, fixed, counted=bool(total)),
+        *_rehearsal(found, written, fixed, total, made),
     ]
     made.text = "\n".join(lines) + "\n"
     made.unknown.append("what the data is: storage.inputs, or the script fetches it itself (setup)")
+    made.unknown.append(
+        f"which GPU it needs: fleet.instance_types has one L40S with 48 GB, whatever the script is; `gpufleet compare"
+        f" {name}` prices the others"
+    )
     return made
 
 
@@ -115,8 +120,13 @@ def _where_it_writes(found: ScriptFacts, typed: str, made: Draft) -> str:
     if out is not None and out.written.rstrip("=") not in typed:
         made.known.append(f"{out.where}: {out.written.rstrip('=')} says where it writes")
         return f"{typed} {out.with_value('{checkpoints}')}"
-    if out is None:
-        made.unknown.append("where the script writes its checkpoints: it must be {checkpoints}, or checkpoint.folder")
+    if out is None and found.writes_there:
+        made.known.append(f"{found.writes_there.where}: {found.writes_there.value} says where it writes")
+    elif out is None:
+        made.unknown.append(
+            "where the script writes its checkpoints: into $GPUFLEET_CHECKPOINTS ({checkpoints} in the command), or"
+            " into a folder of its own that checkpoint.folder names"
+        )
     return typed
 
 
@@ -230,13 +240,25 @@ def _secrets(found: ScriptFacts) -> Iterator[str]:
         yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {found.wandb.where}: {found.wandb.value}"
 
 
-def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, *, counted: bool) -> Iterator[str]:
+def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, total: int | None, made: Draft) -> Iterator[str]:
     """The lines of a rehearsal's section: the command, small enough for a laptop's CPU, as far as its settings are
-    known. `fixed`: the steps between two saves, where no setting says them.
+    known. `fixed`: the steps between two saves, where no setting says them; `total`: of the whole training.
     """
     small, every = command, fixed or REHEARSED_EVERY
-    steps = max(REHEARSED_STEPS, 3 * every)
-    for names, value in ((STEPS, steps), (EVERY, every), (LOG_EVERY, 1), (DEVICE, "cpu"), (BACKEND, "gloo")):
+    steps, check = max(REHEARSED_STEPS, 3 * every), ""
+    if found.argument(STEP_COUNTS) is None:
+        steps, check = total or steps, "   # CHECK: as many as that command does"
+        made.unknown.append(
+            "how a rehearsal gets fewer steps: the script takes no count from its command line"
+            + (f", and trains all {total} of {found.counted.where} there" if total and found.counted else "")
+        )
+    for names, value in (
+        (STEP_COUNTS, steps),
+        (SAVE_INTERVALS, every),
+        (LOG_EVERY, 1),
+        (DEVICE, "cpu"),
+        (BACKEND, "gloo"),
+    ):
         if (argument := found.argument(names)) is not None and not isinstance(argument.default, bool):
             small = _with_setting(small, argument.written, argument.with_value(value))
     if found.runs_alone:  # one process on a CPU needs no launcher, and some scripts take any for GPUs
@@ -247,15 +269,18 @@ def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, *, counted: 
     if found.framework == "hf-trainer":
         small += f" {_HF_ON_CPU}"
     yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
+    if not any((found.folder / name / "bin").is_dir() for name in ENVIRONMENTS):
+        yield "  # python: path/to/python   # CHECK: which has what the script imports; else this machine's python3"
+        made.unknown.append("which Python has what the script imports: its folder has no .venv, so rehearsal.python")
     yield "  job:"
     yield "    # CHECK: small enough for a CPU"
     yield f"    command: {_quoted(small)}"
     yield "    device: cpu"
     yield "    gpus: 1"
     yield "    work:"
-    yield f"      steps: {steps}"
+    yield f"      steps: {steps}{check}"
     yield "    checkpoint:"
-    yield f"      every: {{steps: {every}}}" if counted else f"      every: {{minutes: null, steps: {every}}}"
+    yield f"      every: {{steps: {every}}}" if total else f"      every: {{minutes: null, steps: {every}}}"
     yield "      size_gb: 0.01"
     yield "      heartbeat_s: 1"
     yield "  estimate:"
@@ -268,18 +293,17 @@ def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, *, counted: 
     yield "    without_notice: 1"
 
 
-def _with_setting(command: str, written: str, setting: str) -> str:
+def _with_setting(command: str, written: str, wanted: str) -> str:
     """The command with a setting, in place of the one that it has of that name."""
     name = re.escape(written.rstrip("="))
-    changed, count = re.subn(rf"{name}(=|\s+)\S+", lambda _: setting, command)
-    return changed if count else f"{command} {setting}"
+    changed, count = re.subn(rf"{name}(=|\s+)\S+", lambda _: wanted, command)
+    return changed if count else f"{command} {wanted}"
 
 
 def _said(command: str, argument: ScriptArgument | None) -> int | None:
     """The value that a command gives to a setting; None: it does not."""
-    written = argument.written.rstrip("=") if argument else ""
-    found = re.search(rf"{re.escape(written)}(?:=|\s+)(\d+)", command) if written else None
-    return int(found[1]) if found else None
+    found = setting(command, [argument.written.strip("-=").replace("-", "_")]) if argument else None
+    return int(found["value"]) if found else None
 
 
 def _positive(value: object) -> int | None:

@@ -25,6 +25,7 @@ from gpufleet.job.spec.command import Code
 MIB = 1024 * 1024
 LARGEST = 5  # files that are named where all together are too large
 _LEFT_OUT = (".git", "__pycache__")
+ENVIRONMENTS = (".venv", "venv")  # below the code's folder: where its own Python is looked for
 _ENVIRONMENT = "pyvenv.cfg"  # of a virtual environment's folder, which works nowhere else
 GIT_S = 60
 
@@ -115,7 +116,7 @@ def programs(definition: StackDefinition, root: Path) -> Path | None:
             )
         return python.absolute().parent  # not resolved: an environment's interpreter is a link
     code = definition.job.parameters.shipped
-    places = [root / code.folder / name / "bin" for name in (".venv", "venv")] if code else []
+    places = [root / code.folder / name / "bin" for name in ENVIRONMENTS] if code else []
     return next((place.absolute() for place in places if (place / "python").exists()), None)
 
 

@@ -47,6 +47,7 @@ class Previous:
 
     outputs: Mapping[str, Any]  # empty before the first update
     fleets: frozenset[str] = frozenset()  # the run that each of its fleets is tagged with; empty for one without tag
+    fleet_ids: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()  # keys in the bucket, but for those that wait for their deletion
     region: str = ""  # where its resources are
 

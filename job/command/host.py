@@ -204,7 +204,7 @@ class Host:
                     if self.first is None or not self.scripts.began:  # nor will it
                         code = processes.KILLED
                         break
-            if start.name != SETUP and (code is None or left_at is not None):  # else `end` judges
+            if self._counts(start) and (code is None or left_at is not None):  # else `end` judges
                 self.checkpoints.look()
             if code is not None or now >= calm_at + CALM_S:
                 calm_at = now
@@ -217,7 +217,7 @@ class Host:
         self.output.finish()
         self.progress.poll()
         self.progress.flush()
-        if start.name != SETUP:
+        if self._counts(start):
             self.checkpoints.reason = "final" if code == 0 and start.leaving is None else self.checkpoints.reason
             self.checkpoints.end(by_itself=code == 0 and not why)
             self.progress.flush()
@@ -257,6 +257,13 @@ class Host:
             return problem
         watch.look(self.checkpoints.committed_at, self.progress.at)
         return watch.stuck(self.output.at, self.progress.at)
+
+    def _counts(self, start: CommandStart) -> bool:
+        """Whether what is saved now is of this run: not by a set-up, nor by a command that begins anew; and of one file
+        whose step its lines tell, not before they have told that it goes on.
+        """
+        unknown = start.restored is not None and self.config.checkpoint.rewritten and self.progress.first is None
+        return start.name != SETUP and not unknown and not self._lost(start)
 
     def _lost(self, start: CommandStart) -> str:
         """How it does not go on from what was restored, as far as it has told a step. One step of tolerance: some count

@@ -14,6 +14,7 @@ DONE = "done.json"  # written last of all: the run is over
 ASKED = workdir.STOP  # `gpufleet stop` asks the run to end
 MANIFEST, REJECTED = "manifest.json", "rejected.txt"  # of a published checkpoint, and of one that does not verify
 ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"
+FLEETS = "known_fleet/"  # by the program, once it has made the fleet: the one that the stack's state knows of
 CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
     f"{folder}/" for folder in (workdir.CHECKPOINTS, workdir.EXPORTS, workdir.FINAL, workdir.STAGES, workdir.SCALARS)
 )
@@ -38,6 +39,11 @@ def heartbeat_key(instance: str) -> str:
 def boot_log_key(instance: str) -> str:
     """The key of the boot log that a node leaves when it ends."""
     return f"{BOOT_LOGS}{instance}.log"
+
+
+def fleet_key(fleet: str) -> str:
+    """The key that says that a state knows of this fleet."""
+    return f"{FLEETS}{fleet}"
 
 
 def node_of(key: str) -> str | None:

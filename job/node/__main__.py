@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import NoReturn
@@ -45,6 +46,8 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOG_LINES = 200  # of a job that crashed, in the boot log
 TIMER_STOP_S = 180  # a docker that hangs must not keep the machine
+# `up` names its fleet in the bucket seconds after it has made it, `destroy` takes the name back before it deletes it.
+UNKNOWN_S, LOOK_S = 600, 120
 
 
 class TerminatedError(BaseException):
@@ -69,7 +72,7 @@ class NodeRun:
         self.manifest: str | None = None
         self.keys: list[str] = []
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
-        self.fired = threading.Event()
+        self.fired, self.ender, self._taking_over = threading.Event(), self.timer, threading.Lock()
         self.job: subprocess.Popen[bytes] | None = None
         self.command: Jobs | None = None
         self._recording = threading.Lock()
@@ -78,6 +81,7 @@ class NodeRun:
     def run(self) -> NoReturn:
         """From boot to shutdown. The timer comes before all that may hang."""
         self.timer.start()
+        threading.Thread(target=self._end_unless_known, name="state", daemon=True).start()
         signal.signal(signal.SIGTERM, self._terminated)
         try:
             say(f"gpufleet node of stack {self.settings.stack}, run {self.settings.run}")
@@ -120,9 +124,10 @@ class NodeRun:
             self._crash(f"{RUN} cannot be had as declared")
         (scratch / "run").mkdir(parents=True, exist_ok=True)
         shutil.copy(self.folder / RUN, scratch / "run" / RUN)
+        container.give(self.settings, scratch / "run")
         self._check_gpu()
         self._pull()
-        self._yield_to_timer()
+        self._yield()
         say("starting the container")
         self._job_looks = True
         with Jobs(self.settings, self.machine, scratch) as self.command:
@@ -217,7 +222,7 @@ class NodeRun:
 
     def _conclude(self, code: int) -> NoReturn:
         """What the job's exit code makes of the attempt."""
-        self._yield_to_timer()
+        self._yield()
         if code == AttemptExit.FINISHED:
             self._record_exit(code, "finished")
             self._end_run(ends.FINISHED)
@@ -242,7 +247,7 @@ class NodeRun:
 
     def _crash(self, reason: str, code: int = AttemptExit.CRASHED, *, why: str = "") -> NoReturn:
         """The fleet makes the next node, unless three in a row led nowhere."""
-        self._yield_to_timer()
+        self._yield()
         self._ended = True
         reason = f"{reason}: {why}" if why else reason
         say(f"attempt failed: {reason}")
@@ -277,28 +282,58 @@ class NodeRun:
         say(f"shutting down: {why}")
         if retry(5, lambda: call("shutdown", "-h", "now")):
             os._exit(0)
-        if threading.current_thread() is not self.timer:
-            self.timer.join()
+        if threading.current_thread() is not self.ender:
+            self.ender.join()
         os._exit(1)
 
     def _end_by_timer(self) -> None:
         """This machine's own stop, whatever job and supervisor do."""
         time.sleep(self.settings.timer_s)
-        self._ended = True
-        self.fired.set()
-        try:
-            (self.folder / "timer").touch()
-            call(*bounded(TIMER_STOP_S, *container.stop(self.machine)))
-            if self.command is not None:
-                self.command.remove()
-            self._end_run(ends.TIMER, f"{self.settings.timer_s} s after boot")
-        finally:
-            os._exit(1)
+        self._take_over(lambda: self._end_run(ends.TIMER, f"{self.settings.timer_s} s after boot"))
 
-    def _yield_to_timer(self) -> None:
-        """Once it has fired, it ends the run."""
-        if self.fired.is_set() and threading.current_thread() is not self.timer:
-            self.timer.join()
+    def _end_unless_known(self) -> None:
+        """Ends a fleet that no stack's state knows of: a killed `up` has made it, a `destroy` has lost it. S3's silence
+        says nothing of a fleet that was known; one that was not yet is given as long.
+        """
+        fleet, seen, since = self._find_fleet(), False, time.monotonic()
+        while not self._ended:
+            known = None if fleet is None else self.objects.fleets()
+            if fleet in (known or ()):
+                seen, since = True, time.monotonic()
+            elif known is None and (seen or fleet is None):
+                fleet, since = fleet or self._find_fleet(), time.monotonic()
+            elif time.monotonic() - since >= UNKNOWN_S:
+                self._take_over(self._end_unknown)
+            threading.Event().wait(LOOK_S)
+
+    def _end_unknown(self) -> NoReturn:
+        """Without a done marker: the run may be another fleet's."""
+        why = "no stack's state knows of its fleet"
+        say(f"{why}: docs/real-aws.md, A command that was killed")
+        self._record_exit(AttemptExit.TERMINATED, why)
+        self._upload_log()
+        self._stop_fleet()
+        self._leave(why)
+
+    def _take_over(self, end: Callable[[], NoReturn]) -> None:
+        """Of a thread that ends the run, the first one: stops the job, while the main thread waits."""
+        with self._taking_over:
+            self.ender = threading.current_thread()
+            self._ended = True
+            self.fired.set()
+            try:
+                (self.folder / "timer").touch()
+                call(*bounded(TIMER_STOP_S, *container.stop(self.machine)))
+                if self.command is not None:
+                    self.command.remove()
+                end()
+            finally:
+                os._exit(1)
+
+    def _yield(self) -> None:
+        """To the thread that ends the run, once there is one."""
+        if self.fired.is_set() and threading.current_thread() is not self.ender:
+            self.ender.join()
 
     def _terminated(self, *_: object) -> None:
         if self.job is not None:  # its exit code decides

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from gpufleet.job.contract import environment
@@ -14,6 +15,8 @@ from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node.outside import NOT_REACHED, ask, complaint
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
+USER = 1000  # of a container of gpufleet's own job, whatever the image calls it
+PROCESSES = 30_000  # threads count; fewer than a machine has, so that one that forks leaves the node its own
 STOP_S = 115  # for the job to save and upload; EC2 gives 120
 PULL_S = 1800
 HOPELESS = re.compile("no space|not found|unknown|denied|no basic auth")  # pulling again cannot help
@@ -22,14 +25,14 @@ _ECR = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.")
 _PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
-def name(machine: InstanceIdentity) -> str:
+def name(instance: str) -> str:
     """The container's."""
-    return f"gpufleet-{machine.instance}"
+    return f"gpufleet-{instance}"
 
 
 def stop(machine: InstanceIdentity) -> tuple[str, ...]:
     """The command that asks the job to leave."""
-    return ("docker", "stop", "-t", str(STOP_S), name(machine))
+    return ("docker", "stop", "-t", str(STOP_S), name(machine.instance))
 
 
 def pull(image: str, login: Path, registry: str = "") -> str | None:
@@ -84,21 +87,41 @@ def devices(settings: Settings) -> list[str]:
     return options
 
 
+def capabilities(*kept: str) -> list[str]:
+    """The options by which a container's processes have no other rights than these, get none from a program that they
+    start, and leave the machine processes of its own.
+    """
+    dropped = ["--cap-drop", "ALL", *(word for name in kept for word in ("--cap-add", name))]
+    return [*dropped, "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)]
+
+
+def rights(settings: Settings) -> tuple[str, ...]:
+    """The capabilities of the supervisor's container. A command's files and processes are of whatever user its image
+    has, and those of a data volume of whoever wrote them; there root also makes candidates another user's.
+    """
+    if settings.job_image:
+        return ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SYS_PTRACE")
+    return ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID") if settings.data_volume else ()
+
+
+def give(settings: Settings, folder: Path) -> None:
+    """The work folder becomes the user's that the container runs as. In a rehearsal it is that already."""
+    if not (settings.job_image or settings.data_volume):
+        with suppress(PermissionError):
+            for path in (folder, *folder.iterdir()):
+                os.chown(path, USER, USER)
+
+
 def command(settings: Settings, machine: InstanceIdentity, scratch: Path) -> list[str]:
     """The command that runs the job; `scratch` holds its work folder."""
-    options = settings.container_options.split()
+    app = settings.folder / "app"
+    options = [word.replace("{app}", str(app)) for word in settings.container_options.split()]
     if settings.job_image:  # it watches another container's processes, and has the role that one has not
-        options += [
-            "--pid",
-            "host",
-            "--network",
-            "host",
-            "--cap-add",
-            "SYS_PTRACE",
-            "-e",
-            f"{environment.JOB_CONTAINER}=1",
-        ]
+        options += ["--pid", "host", "--network", "host", "-e", f"{environment.JOB_CONTAINER}=1"]
         options += ["-e", "NVIDIA_DRIVER_CAPABILITIES=utility"] if settings.device != "cpu" else []
+    elif not settings.data_volume:
+        options += ["--user", f"{USER}:{USER}", "-e", "HOME=/tmp", "-e", "USER=gpufleet"]
+    options += capabilities(*rights(settings))
     options += devices(settings)
     for passed in _PASSED_ON:
         if os.environ.get(passed):
@@ -119,10 +142,10 @@ def command(settings: Settings, machine: InstanceIdentity, scratch: Path) -> lis
         environment.LAUNCHED_AT: machine.launched_at,
     }
     return [
-        *("docker", "run", "--name", name(machine), "--stop-timeout", str(STOP_S)),
+        *("docker", "run", "--name", name(machine.instance), "--stop-timeout", str(STOP_S)),
         *("--ipc", "host", "--ulimit", "memlock=-1", "--log-driver", "awslogs"),
         *(word for key, value in logs.items() for word in ("--log-opt", f"{key}={value}")),
-        *("-v", f"{settings.folder / 'app'}:/gpufleet/app:ro", "-v", f"{scratch / 'run'}:/gpufleet/run"),
+        *("-v", f"{app}:/gpufleet/app:ro", "-v", f"{scratch / 'run'}:/gpufleet/run"),
         *("-w", "/gpufleet/app"),
         *(word for key, value in told.items() for word in ("-e", f"{key}={value}")),
         *("-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION", "-e", "AWS_METADATA_SERVICE_NUM_ATTEMPTS"),

@@ -18,7 +18,13 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S = 0.2
 REMOVE_S = 60
-PROCESSES = 30_000  # threads count; fewer than a machine has, so that one that forks leaves the node its own
+# What installing packages as root takes. Docker's others, of raw packets and devices, are for nothing here.
+RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
+
+
+def name(instance: str) -> str:
+    """Of a command's container."""
+    return f"{container.name(instance)}-job"
 
 
 class Jobs:
@@ -27,7 +33,8 @@ class Jobs:
     def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path) -> None:
         self._settings, self._scratch = settings, scratch
         self._control = scratch / "run" / CONTROL
-        self._name = f"{container.name(machine)}-job"
+        self._control.mkdir(parents=True, exist_ok=True)  # answers are written there, by whoever this process runs as
+        self._name = name(machine.instance)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="jobs", daemon=True)
         self._running: subprocess.Popen[bytes] | None = None
@@ -94,7 +101,8 @@ class Jobs:
             options += ["-v", f"{self._scratch / 'run' / part}:/gpufleet/run/{part}"]
         return [
             *("docker", "run", "--name", self._name, "--network", "bridge", "--ipc", "host"),
-            *("--ulimit", "memlock=-1", "--pids-limit", str(PROCESSES), "--log-driver", "none"),
+            *("--ulimit", "memlock=-1", "--log-driver", "none"),
+            *container.capabilities(*RIGHTS),
             *("-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"),
             *options,
             *("--entrypoint", "sh", self._settings.job_image, f"/gpufleet/run/{CONTROL}/{SCRIPTS}/{FIRST}"),

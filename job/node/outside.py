@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from gpufleet.job.contract.bucket import FLEETS
+
 NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no network: minutes, not an hour
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
@@ -146,6 +148,17 @@ class Objects:
         if listed is None:
             return None
         return [key[len(self._prefix) :] for key in listed.split("\n") if key.startswith(self._prefix)]
+
+    def fleets(self) -> list[str] | None:
+        """The fleets that the stack's state knows of: none without the bucket. None: S3 does not say."""
+        prefix = self._prefix + FLEETS
+        said = ask(
+            *("aws", "s3api", "list-objects-v2", "--bucket", self._bucket, "--prefix", prefix),
+            *("--query", "Contents[].[Key]", "--output", "text", *NOT_REACHED),
+        )
+        if said.code != 0:
+            return [] if "NoSuchBucket" in said.why else None
+        return [key[len(prefix) :] for key in said.out.split("\n") if key.startswith(prefix)]
 
     def put(self, file: Path, key: str) -> bool:
         """Whether the file is there now."""

@@ -8,8 +8,9 @@ What a format fills in stands in FORMATS, with what its framework does (docs/own
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -489,6 +490,8 @@ class CommandConfig(JobConfig):
             yield "checkpoint.each", "names with {step}; one without it is allowed with rewritten: true"
         if saved.rewritten and any(counted):
             yield "checkpoint.rewritten", "false where the names hold {step}: each is a file of its own"
+        if os.path.normpath(saved.folder) in (".", "..") or os.path.normpath(saved.folder).startswith(("/", "../")):
+            yield "checkpoint.folder", "{checkpoints}, or a folder of its own: it is emptied before each start"
         for path, names in (("checkpoint.each", self.names), ("checkpoint.also", saved.also)):
             if any(name.startswith("/") or ".." in name.split("/") for name in names):
                 yield path, "names below checkpoint.folder"
@@ -538,6 +541,12 @@ class CommandConfig(JobConfig):
 
     def doubts(self, steps: int) -> Iterator[str]:
         """What makes a paid run worth less, a sentence each."""
+        said, counted = setting(self.command, STEP_COUNTS), self.work.steps
+        if said is not None and counted is not None and int(said["value"]) != counted:
+            yield (
+                f"job.command has {said[0]} and job.work.steps is {counted}: the script trains the one, and the bill"
+                " counts the other"
+            )
         if not self.says_when_it_saves:
             yield (
                 "job.checkpoint.every is not said: a loss is priced as if it repeated an hour, and only your script"
@@ -552,6 +561,42 @@ class CommandConfig(JobConfig):
                 "job.resume is empty: the command is the same on a new node, so it must look for a checkpoint in"
                 " {checkpoints} itself"
             )
+
+
+# What scripts call these settings. A name counts with - for _ and in any case.
+STEP_COUNTS = (
+    "max_iters",
+    "max_steps",
+    "num_iterations",
+    "total_steps",
+    "train_steps",
+    "num_steps",
+    "n_steps",
+    "steps",
+    "iterations",
+)
+SAVE_INTERVALS = (
+    "save_every",
+    "save_interval",
+    "save_steps",
+    "checkpoint_every",
+    "checkpoint_interval",
+    "ckpt_every",
+    "ckpt_interval",
+    "save_freq",
+    "eval_interval",
+)
+
+
+def setting(command: str, names: Iterable[str]) -> re.Match[str] | None:
+    """The first of these settings that a command gives a whole number, as `--max_steps 5000` or `--max_iters=600`: all
+    of it, with the group `value`. None: it gives none.
+    """
+    found = (
+        re.search(rf"(?<!\S)--{name.replace('_', '[-_]')}(?:=|\s+)(?P<value>[0-9]+)(?![\w.])", command, re.IGNORECASE)
+        for name in names
+    )
+    return next(filter(None, found), None)
 
 
 LAUNCHERS = ("{gpus}", "torchrun", "torch.distributed", "accelerate", "deepspeed", "mpirun", "litgpt", "axolotl")

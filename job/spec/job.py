@@ -77,7 +77,7 @@ class JobConfig(ABC):
     dataset_kind: ClassVar[str]  # of dataset.json
     file_arguments: ClassVar[dict[str, str]] = {}  # by data.source: what the user names for `gpufleet prepare`
     takes_tokenizer: ClassVar[bool] = True
-    container_options: ClassVar[str] = ""  # words for `docker run`
+    container_options: ClassVar[str] = ""  # words for `docker run`; {app}: the job archive's folder
     may_stop_early: ClassVar[bool] = False
     leaves_results: ClassVar[bool] = True  # results.json, at the end of a finished run
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs

@@ -103,8 +103,8 @@ class KernelConfig(TuningConfig):
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.kernel.run:Kernel"
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
-    # Untrusted candidates run in namespaces, which docker's default profile forbids.
-    container_options: ClassVar[str] = "--security-opt seccomp=unconfined"
+    # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest of that.
+    container_options: ClassVar[str] = "--security-opt seccomp={app}/gpufleet/job/node/namespaces.json"
 
     epochs: int = bounded(1, 1, 1000)
     seed: int = bounded(1337, 0, 2**31 - 1)

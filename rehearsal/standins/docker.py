@@ -5,6 +5,8 @@ path at the start of an argument or of an environment value becomes the host's. 
 so that nothing leaks in from the laptop. A container with an entry point is of a command of the user's own: it has the
 user's programs first on its PATH and none of gpufleet's, and what loses its parent there stays below its first process.
 
+With GPUFLEET_DOCKER (`gpufleet rehearse --image`) the machine's own docker does all of it but the log driver.
+
 Output goes to standard output and, with --log-driver awslogs, to CloudWatch Logs. Options that change nothing here are
 accepted by name; an unknown one is an error, never ignored.
 """
@@ -28,6 +30,7 @@ from typing import Any
 from gpufleet.job.command import processes
 from gpufleet.job.contract.environment import SECRET, USER_PATH
 
+DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own, which then does all of this
 ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
@@ -36,6 +39,12 @@ LOG_LINES = 50_000  # that wait to be sent, at most
 
 def main(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("", [])
+    if DOCKER:
+        os.environ["DOCKER_CONFIG"] = os.environ["GPUFLEET_DOCKER_CONFIG"]
+        if command != "run":
+            os.execv(DOCKER, [DOCKER, *words])
+        options = _run_options().parse_args(rest)
+        return _printed([DOCKER, "run", *_without_awslogs(rest, options)], options)
     commands = {"run": run, "pull": pull, "stop": stop, "inspect": inspect, "rm": remove}
     if command not in commands:
         print(f"docker: '{command}' is not stood in for in a rehearsal", file=sys.stderr)
@@ -53,6 +62,11 @@ def run(words: list[str]) -> int:
     if options.gpus and not _has_gpu():
         print('docker: could not select device driver "" with capabilities: [[gpu]].', file=sys.stderr)
         return DAEMON_ERROR
+    for option in options.security_opt:
+        name, _, profile = option.partition("=")
+        if name == "seccomp" and not Path(profile).is_file():
+            print(f"docker: opening seccomp profile ({profile}) failed: no such file or directory.", file=sys.stderr)
+            return DAEMON_ERROR
     mounts = _mounts(options.volume)
     environment = {
         "PATH": _users_path() if options.entrypoint else os.environ["PATH"],
@@ -70,18 +84,18 @@ def run(words: list[str]) -> int:
         argv = [os.environ["GPUFLEET_PYTHON"], "-I", processes.__file__, str(os.getpid()), options.entrypoint, *argv]
     elif argv[0] in ("python", "python3"):
         argv[0] = os.environ["GPUFLEET_PYTHON"]
-    child = subprocess.Popen(
-        argv,
-        cwd=_to_host_path(options.workdir, mounts) if options.workdir else str(ROOT),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    CONTAINERS.mkdir(parents=True, exist_ok=True)
+    folder = _to_host_path(options.workdir, mounts) if options.workdir else str(ROOT)
+    return _printed(argv, options, record, cwd=folder, env=environment)
+
+
+def _printed(argv: list[str], options: argparse.Namespace, record: Path | None = None, **where: Any) -> int:
+    """Its exit code, as a shell has it. Its process id is in `record`, what it prints goes where the options say."""
+    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: child.send_signal(received))
-    CONTAINERS.mkdir(parents=True, exist_ok=True)
-    record.write_text(str(child.pid))
+    if record is not None:
+        record.write_text(str(child.pid))
     logs = _logs(options)
     assert child.stdout is not None
     for line in child.stdout:
@@ -158,6 +172,13 @@ def stop(words: list[str]) -> int:
     return 0
 
 
+def _without_awslogs(words: list[str], options: argparse.Namespace) -> list[str]:
+    """For a daemon without the keys."""
+    left = iter(words)
+    dropped = ("--log-driver", "--log-opt") if options.log_driver == "awslogs" else ()
+    return [word for word in left if word not in dropped or not next(left)]
+
+
 class CloudWatchLogs:
     """The awslogs driver, non-blocking: its stream is made while the container starts already, again and again until it
     can be; what cannot be sent is dropped, never waited for. As moby's (daemon/logger/awslogs, 2026-08-23).
@@ -221,7 +242,8 @@ def _run_options() -> argparse.ArgumentParser:
     for option in ("--name", "--stop-timeout", "--ipc", "--log-driver", "--gpus", "--pid", "--network", "--entrypoint"):
         parser.add_argument(option)
     parser.add_argument("--pids-limit")
-    for option in ("--ulimit", "--log-opt", "--security-opt", "--cap-add"):
+    parser.add_argument("--user")
+    for option in ("--ulimit", "--log-opt", "--security-opt", "--cap-add", "--cap-drop"):
         parser.add_argument(option, action="append", default=[])
     parser.add_argument("-v", "--volume", action="append", default=[])
     parser.add_argument("-e", "--env", action="append", default=[])

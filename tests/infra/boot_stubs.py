@@ -25,6 +25,7 @@ from typing import Any
 from gpufleet import job
 from gpufleet.infra.inputs import archive
 from gpufleet.infra.program.boot import user_data
+from gpufleet.job.contract.bucket import fleet_key
 
 JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
@@ -34,7 +35,7 @@ CODE = [
     "__init__.py",
     "atomic.py",
     *(f"contract/{name}.py" for name in CONTRACT),
-    *(path.relative_to(JOB).as_posix() for path in (JOB / "node").glob("*.py")),
+    *(path.relative_to(JOB).as_posix() for path in (JOB / "node").glob("*.*")),
 ]
 INSTANCE = "i-0123456789abcdef0"
 BUCKET = "gpufleet-test"
@@ -47,9 +48,11 @@ TERMINATE = "aws ec2 terminate-instances"
 SHUTDOWN = "shutdown -h now"
 RUN = "docker run"
 
+_FAILS = r"""
+fails() { [[ -e $WORLD/fails/$1 ]] && echo "$1" >>"$WORLD/refused"; }
+"""
 _AWS = r"""
 if [[ $3 == */job.tar.gz ]]; then echo "aws $*" >>"$WORLD/fetched"; else echo "aws $*" >>"$WORLD/calls"; fi
-fails() { [[ -e $WORLD/fails/$1 ]]; }
 path() { echo "$WORLD/s3/${1#s3://}"; }
 case "$1 $2" in
   "s3 cp")
@@ -90,7 +93,7 @@ if [[ $1 == pull ]]; then
   cat "$WORLD/pull-says" >&2 2>/dev/null
 fi
 case $1 in
-  pull) [[ ! -e $WORLD/fails/pull ]] ;;
+  pull) ! fails pull ;;
   stop) touch "$WORLD/stopped"; [[ -e $WORLD/running ]] ;;
   inspect) cat "$WORLD/pid" ;;
   rm) echo removed ;;
@@ -126,7 +129,7 @@ runpy.run_module("gpufleet.job.node", run_name="__main__")
 _RECORDED = r"""
 echo "{name} $*" >>"$WORLD/calls"
 cat "$WORLD/{name}-says" 2>/dev/null
-[[ ! -e $WORLD/fails/{name} ]]
+! fails {name}
 """
 _STUBS = {
     "aws": _AWS,
@@ -174,7 +177,7 @@ class StubNode:
             made.mkdir(parents=True)
         self.bin = folder / "bin"
         for name, body in _STUBS.items():
-            (self.bin / name).write_text(f"#!/bin/bash\n{body}")
+            (self.bin / name).write_text(f"#!/bin/bash\n{_FAILS if 'fails' in body else ''}{body}")
             (self.bin / name).chmod(0o755)
         (self.world / "clock.py").write_text(_CLOCK)
         self.data_volume: str | None = None
@@ -189,6 +192,7 @@ class StubNode:
         self.parameters: dict[str, Any] = {}
         self.launched(minutes_ago=90)
         self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
+        self.put(fleet_key(FLEET), "known")
         (self.world / "calls").touch()
         self.job_ends_with(0)
 

@@ -15,6 +15,7 @@ from declared import fleet
 from engine_world import DEFINITION, STACK, pinned, project
 
 from gpufleet.infra.definition.loader import load
+from gpufleet.job.contract.bucket import FLEETS, fleet_key
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess, Result
@@ -121,15 +122,24 @@ def test_up_really_creates_and_a_node_starts(story: Story) -> None:
     assert story.instances == 1
 
 
-def test_the_fleet_waits_for_everything_a_node_needs_at_boot(story: Story) -> None:
-    before = story.names_before(story.one("aws:ec2/fleet:Fleet"))
+def test_the_template_waits_for_everything_a_node_needs_and_goes_before_any_of_it(story: Story) -> None:
+    before = story.names_before(story.one("aws:ec2/launchTemplate:LaunchTemplate"))
+    assert "gpufleet-tinystories-growth" in story.names_before(story.one("aws:ec2/fleet:Fleet"))  # the template
     zones = ("us-east-2a", "us-east-2b", "us-east-2c")
     assert before >= {"network-route-out", "network-s3", "network-node-https", *(f"network-{z}-routes" for z in zones)}
     assert before >= {"storage-closed", "storage-encryption", "storage-tls-only", "storage-expiry"}
     assert before >= {"identity-rights", "gpufleet-tinystories-growth", "run-config", "job-archive"}
-    files = {each["name"] for each in story.of_type("aws:s3/bucketObjectv2:BucketObjectv2")}
+    files = {each["name"] for each in story.of_type("aws:s3/bucketObjectv2:BucketObjectv2")} - {"fleet-known"}
     assert len(files) >= 5
     assert before >= files
+
+
+def test_the_bucket_names_the_fleet_only_while_the_state_knows_of_it(story: Story) -> None:
+    known = story.one("aws:s3/bucketObjectv2:BucketObjectv2", "fleet-known")
+    assert known["inputs"]["key"] == f"r1/{fleet_key(story.outputs['fleet_id'])}"
+    assert "fleet-fleet" in story.names_before(known)  # it comes after the fleet, and goes before it
+    assert not known["options"]["retain_on_delete"]
+    assert [key for key in story.kept_settings["keys"] if FLEETS in key] == []
 
 
 def test_bucket_policy_and_lifecycle_follow_the_public_access_block(story: Story) -> None:

@@ -15,6 +15,7 @@ import pytest
 from engine_world import STACK, edit, pinned, project
 from repository import ROOT
 
+from gpufleet.job.contract.bucket import FLEETS, fleet_key
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Pulumi, Result
@@ -46,6 +47,11 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
         described = ec2.describe_fleets(FleetIds=[fleet_id()])["Fleets"][0]
         return int(described["TargetCapacitySpecification"]["TotalTargetCapacity"])
 
+    def known() -> list[str]:
+        """Of which fleets the bucket says that the state knows."""
+        listed = cloud.client("s3").list_objects_v2(Bucket=engine.outputs()["bucket"])["Contents"]
+        return [each["Key"] for each in listed if f"/{FLEETS}" in each["Key"]]
+
     steps["fresh_preview"] = engine.preview()
     facts["before"] = cloud.leftovers()
     pinned(file)
@@ -53,6 +59,7 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     story.outputs["created"] = engine.outputs()
     facts["inventory"] = inventory(cloud)
     facts["state"] = engine._run(["pulumi", "stack", "export", "--stack", STACK])
+    facts["known"] = known()
     steps["again"] = engine.up()
 
     # The job ends its own run; prices and job code change afterwards; ModifyFleet is denied to the user, too.
@@ -99,7 +106,7 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     steps["new_run"] = engine.up()
     story.outputs["new_run"] = engine.outputs()
     facts["old_state"] = ec2.describe_fleets(FleetIds=[facts["first_fleet"]])["Fleets"][0]["FleetState"]
-    facts["new_capacity"] = capacity()
+    facts["new_capacity"], facts["newly_known"] = capacity(), known()
     facts["new_tags"] = ec2.describe_fleets(FleetIds=[fleet_id()])["Fleets"][0]["Tags"]
     facts["run_configs"] = sorted(
         each["Key"]
@@ -123,6 +130,7 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     cloud.tick()
     rewind(engine)
     steps["over"] = engine.up()
+    facts["known_when_over"] = known()
     steps["destroyed"] = engine.destroy()
     facts["left"] = cloud.leftovers()
 
@@ -176,6 +184,12 @@ def test_a_first_preview_shows_the_bill_and_creates_nothing(story: RealStory) ->
 
 def test_a_second_up_changes_nothing(story: RealStory) -> None:
     assert set(story.steps["again"].changes) == {"same"}
+
+
+def test_the_bucket_names_the_one_fleet_that_the_state_knows_of(story: RealStory) -> None:
+    for when, run, step in (("known", "r1", "created"), ("newly_known", "r2", "new_run")):
+        assert story.facts[when] == [f"{run}/{fleet_key(story.outputs[step]['fleet_id'])}"]
+    assert story.facts["known_when_over"] == []
 
 
 def test_the_state_names_the_job_archive_and_holds_no_copy(story: RealStory) -> None:

@@ -97,6 +97,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
         Bucket=BUCKET, Delete={"Objects": [{"Key": "r1/attempts/i-1.json"}, {"Key": "r1/heartbeat/i-1.jsonl"}]}
     ),
     "the limits, written anew": lambda s3: s3.put_object(Bucket=BUCKET, Key="r1/run.json", Body=b"{}"),
+    "a fleet, named as known": lambda s3: s3.put_object(Bucket=BUCKET, Key="r1/known_fleet/fleet-1", Body=b""),
     "the end of the run, deleted": lambda s3: s3.delete_object(Bucket=BUCKET, Key="r1/done.json"),
     "compiled graphs, deleted": lambda s3: s3.delete_object(Bucket=BUCKET, Key="compile_cache/a"),
     "the whole listing": lambda s3: s3.list_objects_v2(Bucket=BUCKET),

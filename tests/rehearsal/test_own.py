@@ -9,6 +9,8 @@ import sys
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from repository import ROOT
@@ -18,7 +20,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import programs
 from gpufleet.job.contract import environment
-from gpufleet.rehearsal import own, plumbing
+from gpufleet.rehearsal import evidence, own, plumbing
 from gpufleet.rehearsal.evidence import Resumption
 
 TEXT = """
@@ -85,11 +87,12 @@ def test_an_input_in_a_bucket_cannot_be_rehearsed_and_is_named(tmp_path: Path) -
 
 
 def test_a_file_that_is_written_into_the_codes_folder_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
+    environment_of(tmp_path / "mine" / ".venv")
+    (tmp_path / "mine" / ".venv" / "pyvenv.cfg").touch()  # which Python itself writes into
     (tmp_path / "mine" / "train.py").write_text("pass\n")
     found = definition(tmp_path)
     before = own.listing(found, tmp_path / "project")
-    assert len(before) == 1
+    assert list(before) == ["train.py"]
     (tmp_path / "mine" / "left").write_text("x")
     assert own.listing(found, tmp_path / "project") != before
 
@@ -139,21 +142,77 @@ def test_nothing_stands_in_for_a_ready_made_job(tmp_path: Path) -> None:
         rehearsal_text(found.source, ROOT, changed=partial(plumbing.stand_in, found, tmp_path / "x"))
 
 
-@pytest.mark.parametrize(
-    ("asked", "resumed", "every", "saved"),
-    [(236, 200, 200, False), (66, 73, 50, True), (600, 800, 200, None), (30, 30, None, True), (40, 0, 50, False)],
-)
-def test_a_save_that_comes_anyway_is_not_taken_for_one_on_the_signal(
-    asked: int, resumed: int, every: int | None, saved: bool | None
-) -> None:
-    each = Resumption(
-        kind="notice", last_step=asked, resumed_step=resumed, started_s=None, told_step=None, asked_step=asked
+def after_a_notice(resumed: int, reason: str, *, last: int = 66, signalled: bool = True) -> Resumption:
+    return Resumption(
+        kind="notice",
+        last_step=last,
+        resumed_step=resumed,
+        started_s=None,
+        told_step=None,
+        signalled=signalled,
+        reason=reason,
     )
-    assert each.saved(every) is saved
+
+
+ON_SIGNAL, NOT, USUAL, NEVER = (
+    after_a_notice(64, "stop"),  # and had told two more steps while it saved
+    after_a_notice(50, "timed"),
+    after_a_notice(100, "stop", last=104),
+    after_a_notice(50, "timed", signalled=False),
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "every", "saved"),
+    [
+        (ON_SIGNAL, 50, True),
+        (NOT, 50, False),
+        (USUAL, 50, None),
+        (USUAL, None, True),
+        (after_a_notice(99, "stop", last=104), 50, None),  # one file, whose step is that of the line before
+        (NEVER, 50, None),
+        (after_a_notice(0, ""), 50, False),
+    ],
+)
+def test_the_checkpoint_says_whether_it_was_saved_on_the_signal(
+    found: Resumption, every: int | None, saved: bool | None
+) -> None:
+    assert found.saved(every) is saved
+
+
+@pytest.mark.parametrize(
+    ("saves", "found", "held"),
+    [
+        ("true", ON_SIGNAL, True),
+        ("true", NOT, False),
+        ("true", USUAL, True),
+        ("unknown", NOT, True),
+        ("false", NEVER, True),
+        ("unknown", after_a_notice(80, "timed"), False),  # of a step that it had not reached
+    ],
+)
+def test_a_notice_breaks_a_promise_only_where_the_file_says_that_the_command_saves(
+    tmp_path: Path, saves: str, found: Resumption, held: bool
+) -> None:
+    mine = definition(tmp_path)
+    mine.source.write_text(mine.source.read_text().replace("  secrets:", f"  stop: {{saves: {saves}}}\n  secrets:"))
+    mine = load(mine.source, now=datetime.now(UTC), rehearsal=True)
+    kept: Any = SimpleNamespace(rehearsal=SimpleNamespace(definition=mine), spans=lambda: [])
+    (promise,) = evidence._resumed(kept, found)
+    assert promise.held is held
+    assert promise.name == "steps repeated after a notice"
+
+
+@pytest.mark.parametrize(("last", "held"), [(98, False), (99, True), (100, True), (102, False)])
+def test_the_last_steps_may_be_told_nowhere_as_in_a_run(tmp_path: Path, last: int, held: bool) -> None:
+    rehearsal = SimpleNamespace(definition=definition(tmp_path), watch=SimpleNamespace(manifests={}))
+    kept: Any = SimpleNamespace(rehearsal=rehearsal, total_steps=100)
+    assert evidence._steps(kept, last).held is held
 
 
 def test_the_file_is_told_what_was_found_out() -> None:
-    assert own.advice([True], declared=False) == "it did: write job.stop.saves: true, and the bill counts on it"
-    assert own.advice([True, False], declared=True).startswith("it did not: write job.stop.saves: false")
-    assert own.advice([False], declared=False) == "it did not, as the bill has it"
-    assert own.advice([None], declared=False).startswith("not shown")
+    assert own.advice([ON_SIGNAL], 50, None) == "it did: write job.stop.saves: true, and the bill counts on it"
+    assert own.advice([ON_SIGNAL, NOT], 50, True).startswith("it did not: write job.stop.saves: false")
+    assert own.advice([NOT], 50, None) == "it did not, as the bill has it"
+    assert own.advice([USUAL], 50, False).startswith("not shown: a save came then")
+    assert own.advice([NEVER], 50, False) == "not shown: no signal was sent, job.stop.saves is false"

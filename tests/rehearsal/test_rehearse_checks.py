@@ -34,11 +34,12 @@ class CheckedWorld:
                 node=SimpleNamespace(instance=SimpleNamespace(id=name)),
                 interrupted=kind,
                 first_step=1,
-                interrupted_at=last,
+                signalled=True,
                 last_step=last,
             )
             for name, kind, last in zip(NODES, kinds, (30, 50, 90), strict=True)
         }
+        self.manifests = {30: "boundary", 40: "timed", 90: "final"}
         self.seen = [2.0]
         self.attempts = [
             {**node(name, seconds="60"), "last_step": last, "resumed_step": resumed, "started_s": "9.000"}
@@ -79,7 +80,7 @@ class CheckedWorld:
             folder=folder,
             project=folder,
             definition=load(STACK, now=datetime(2026, 11, 21, tzinfo=UTC), rehearsal=True),
-            watch=SimpleNamespace(views=self.views, manifests={40, 90}),
+            watch=SimpleNamespace(views=self.views, manifests=self.manifests),
             engine=SimpleNamespace(outputs=lambda: {"log_group": "g"}),
             timeline=SimpleNamespace(select=lambda _: [SimpleNamespace(facts={"seconds": each}) for each in self.seen]),
             cloud=SimpleNamespace(client=lambda _: logs, leftovers=lambda: self.left),

@@ -19,6 +19,7 @@ from repository import ROOT
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import rehearse as command
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.spec.job import JobConfig
 from gpufleet.rehearsal import environment, scratch
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
@@ -228,8 +229,9 @@ def _names(environ: Path, folder: Path) -> bool:
 
 def test_what_was_edited_meanwhile_is_named_and_nothing_that_was_there_before() -> None:
     unchanged("?? notes\n M a.py\n", "?? notes\n M a.py\n")
-    with pytest.raises(GpufleetError, match=r"meanwhile:\n\?\? new$"):
-        unchanged("?? notes\n", "?? new\n?? notes\n")
+    unchanged("?? notes\n", "?? notes\n?? stacks/new.yaml\n")
+    with pytest.raises(GpufleetError, match=r"meanwhile:\n M a.py\n\?\? notes$"):
+        unchanged("?? notes\n", " M a.py\n?? new\n")
 
 
 def test_what_a_rehearsal_writes_is_ignored_by_git() -> None:
@@ -344,7 +346,7 @@ with (work / "metrics.jsonl").open("a") as file:
         if (work / "stop").exists():
             break
 END
-"$GPUFLEET_PYTHON" "$work/train.py" job.train "$work" &
+"$GPUFLEET_PYTHON" "$work/train.py" MODULE "$work" &
 for i in 1 2 3 4; do
   sleep 1
   imds=$AWS_EC2_METADATA_SERVICE_ENDPOINT/latest
@@ -360,7 +362,7 @@ shutdown -h now
 def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(cloud: Cloud, watch: Watching) -> None:
     cloud.fleets.notice_s = 8
     watching = watch(Planned(step=2, kind="notice"))
-    fleet_id = fleet(cloud, template(cloud, user_data=FAST))
+    fleet_id = fleet(cloud, template(cloud, user_data=FAST.replace("MODULE", JobConfig.module)))
 
     def one_node_is_enough() -> None:
         if watching.views and cloud.calls("ModifyFleet") == 0:

@@ -61,6 +61,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         definition,
         subnets=network.subnets,
         security_group_id=network.security_group.id,
+        bucket=storage.bucket.bucket,
         profile_arn=identity.profile.arn,
         user_data_base64=pulumi.Output.all(storage.bucket.bucket, identity.log_group.name).apply(
             lambda names: plan.user_data(*names)

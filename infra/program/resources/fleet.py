@@ -1,5 +1,9 @@
 """The launch template and the fleet of one node: every option that could leave a GPU running is stated here.
 
+An object of the bucket says that a state knows of the fleet. The engine writes it after the fleet and deletes it before
+it; a node that looks for its own in vain ends its fleet (job/node). All that a node needs for that goes after the
+template: once any of it is gone, nothing launches.
+
 Nothing updates a fleet in place: the provider's update resends capacity and template, which would relaunch a finished
 run. A new run id replaces it, old one first. `on_demand_options` is left out on purpose: for a maintain fleet the
 provider turns the block into settings that only instant fleets take (docs/decisions/2026-11-21-provider-arguments.md).
@@ -15,6 +19,7 @@ import pulumi_aws as aws
 from gpufleet.infra.definition.model import Disk, StackDefinition
 from gpufleet.infra.program.boot.user_data import DATA_DEVICE, ROOT_DEVICE
 from gpufleet.infra.program.resources.tags import named, tags
+from gpufleet.job.contract.bucket import fleet_key
 
 DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted`; its default of 10 is too short
 
@@ -32,6 +37,7 @@ class FleetComponent(pulumi.ComponentResource):
         *,
         subnets: dict[str, pulumi.Input[str]],
         security_group_id: pulumi.Input[str],
+        bucket: pulumi.Input[str],
         profile_arn: pulumi.Input[str],
         user_data_base64: pulumi.Input[str],
         valid_until: str,
@@ -40,7 +46,7 @@ class FleetComponent(pulumi.ComponentResource):
         depends_on: Sequence[pulumi.Resource],
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`depends_on`: all a node needs at boot. The fleet itself names only its template and its subnets."""
+        """`depends_on`: all a node needs at boot. Template and fleet themselves name little of it."""
         super().__init__("gpufleet:infra:Fleet", name, None, opts)
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
         self.template = aws.ec2.LaunchTemplate(
@@ -63,7 +69,9 @@ class FleetComponent(pulumi.ComponentResource):
             # launch fail, and volumes of spot nodes in a maintain fleet cannot be tagged from a template.
             tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
-            opts=pulumi.ResourceOptions(parent=self, ignore_changes=["userData"] if frozen else None),
+            opts=pulumi.ResourceOptions(
+                parent=self, depends_on=list(depends_on), ignore_changes=["userData"] if frozen else None
+            ),
         )
         self.fleet = None
         if not over:
@@ -98,7 +106,6 @@ class FleetComponent(pulumi.ComponentResource):
                 tags=label,
                 opts=pulumi.ResourceOptions(
                     parent=self,
-                    depends_on=list(depends_on),
                     replacement_trigger=definition.run.id,
                     delete_before_replace=True,  # the other order runs two GPUs on one run
                     ignore_changes=[
@@ -115,6 +122,14 @@ class FleetComponent(pulumi.ComponentResource):
                     ],
                     custom_timeouts=pulumi.CustomTimeouts(delete=DELETE_TIMEOUT),
                 ),
+            )
+            aws.s3.BucketObjectv2(
+                f"{name}-known",
+                bucket=bucket,
+                key=self.fleet.id.apply(lambda fleet: f"{definition.run.id}/{fleet_key(fleet)}"),
+                content="The stack's state knows of this fleet.\n",
+                tags=tags(definition),
+                opts=pulumi.ResourceOptions(parent=self),
             )
         self.register_outputs({})
 

@@ -105,7 +105,7 @@ def node_statements(definition: StackDefinition, bucket_arn: str, log_group_arn:
             "Sid": "LimitsStay",
             "Effect": "Deny",
             "Action": "s3:PutObject",
-            "Resource": f"{bucket_arn}/{run}/{RUN}",
+            "Resource": [f"{bucket_arn}/{run}/{RUN}", f"{bucket_arn}/{run}/{bucket.FLEETS}*"],
         },
         {
             "Sid": "OwnListing",

@@ -69,7 +69,7 @@ def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> No
     if compared:
         session.say(f"final/ holds the weights of {phase.name}")
     if not results["isolated"]:
-        session.say("this machine allows no namespaces: candidates ran with static rules, guard and limits alone")
+        session.say("this machine allows no namespaces: candidates ran with static rules, filter and limits alone")
 
 
 def _per_candidate(full: Sequence[Verdict]) -> dict[str, float]:

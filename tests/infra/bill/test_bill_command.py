@@ -109,6 +109,13 @@ def test_who_saves_on_a_notice_loses_less_and_until_that_is_shown_nobody_does() 
     assert not any("job.stop.saves" in line for line in bill(stop=StopRules(saves="true")).warnings)
 
 
+@pytest.mark.parametrize(
+    ("saves", "why"), [("unknown", "nobody has shown job.stop.saves"), ("false", "job.stop.saves is false")]
+)
+def test_why_a_notice_saves_nothing_is_said(saves: Any, why: str) -> None:
+    assert any(why in each and "one checkpoint interval" in each for each in bill(stop=StopRules(saves=saves)).warnings)
+
+
 def test_a_rarer_save_makes_an_interruption_dearer() -> None:
     def needed(minutes: float) -> Decimal:
         every = replace(SCRIPT.checkpoint, every=Every(minutes=minutes))
@@ -132,3 +139,20 @@ def test_hours_declared_for_the_listed_types_are_no_word_about_others() -> None:
     other = type_cost(hours, CATALOG, "g6e.2xlarge")
     assert other.runtime is None
     assert "its speed is not known" in other.why
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ("--max_steps 5000", "--max_steps 5000"),
+        ("--Max-Iters=5000", "--Max-Iters=5000"),
+        ("--max_steps 60000", ""),
+        ("--max_steps $STEPS --warmup_steps 500 --max_steps_per_epoch 7", ""),
+        ("--lr 5.0 --steps 5000.5", ""),
+    ],
+)
+def test_the_command_s_own_count_of_steps_is_held_against_the_bill_s(added: str, said: str) -> None:
+    found = [each for each in bill(command=f"{SCRIPT.command} {added}").warnings if "job.work.steps" in each]
+    assert [each.startswith(f"job.command has {said} and job.work.steps is 60000") for each in found] == [True] * bool(
+        said
+    )

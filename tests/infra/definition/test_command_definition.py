@@ -115,6 +115,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"env": {"DATA": "{inputs.txt}"}},
         "line 7, job.env.DATA: '{inputs.txt}' is not accepted; allowed: an input of storage.inputs, which has none.",
     ),
+    "checkpoints beside the code": (
+        {"checkpoint": {**SAVES, "folder": "./"}},
+        "line 5, job.checkpoint.folder: './' is not accepted; allowed: {checkpoints}, or a folder of its own: it is"
+        " emptied before each start.",
+    ),
     "a name of the node's": (
         {"env": {"AWS_PROFILE": "x"}},
         "line 7, job.env.AWS_PROFILE: 'x' is not accepted; allowed: a name that does not begin with AWS_ or GPUFLEET_:"

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from gpufleet.infra import cli
-from gpufleet.infra.discover.script import EVERY, OUT, RESUME, STEPS, look
+from gpufleet.infra.discover.script import OUT, RESUME, look
 from gpufleet.infra.discover.template import draft
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.spec.command import SAVE_INTERVALS, STEP_COUNTS
 
 GLOBALS = """
 import os, torch
@@ -76,7 +77,11 @@ def test_a_script_of_module_values_is_read_with_its_config_file(tmp_path: Path) 
     assert found.script == "train.py"
     assert found.saves is not None
     assert (found.saves.value, found.saves.where) == ("ckpt.pt", "train.py:19")
-    values = [(each.written, each.default) for names in (OUT, RESUME, STEPS, EVERY) if (each := found.argument(names))]
+    values = [
+        (each.written, each.default)
+        for names in (OUT, RESUME, STEP_COUNTS, SAVE_INTERVALS)
+        if (each := found.argument(names))
+    ]
     assert values == [
         ("--out_dir=", "out"),
         ("--init_from=", "scratch"),
@@ -184,3 +189,35 @@ def test_what_is_written_loads_and_has_a_bill(
     assert "compute" in capsys.readouterr().out
     assert cli.main(["new", "mine", "--code", "../mine"]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+LOOP = """
+import os, torch
+path, start = os.path.join(os.environ["GPUFLEET_CHECKPOINTS"], "ckpt.pt"), 0
+COUNT = 20_000
+for step in tqdm(range(start, COUNT)):
+    print(f"step {step} loss {loss.item():.4f}")
+    if step % 1000 == 0:
+        torch.save({"step": step}, path)
+"""
+
+
+def test_a_loop_says_its_own_count_which_a_rehearsal_cannot_change(tmp_path: Path) -> None:
+    found = look(folder(tmp_path, train=LOOP))
+    assert found.counted is not None
+    assert (found.counted.value, found.counted.where) == ("20000", "train.py:5")
+    assert found.saves is not None
+    assert found.saves.value == "ckpt.pt"
+    made = draft("mine", found, folder="../mine")
+    assert made.text.count("steps: 20000") == 2
+    assert "every: {steps: 1000}   # train.py:7" in made.text
+    assert any("trains all 20000 of train.py:5" in sentence for sentence in made.unknown)
+    assert any("GPUFLEET_CHECKPOINTS says where it writes" in sentence for sentence in made.known)
+    assert not any("where the script writes" in sentence for sentence in made.unknown)
+
+
+def test_a_folder_without_a_python_of_its_own_is_asked_for_one(tmp_path: Path) -> None:
+    code = folder(tmp_path, train=GLOBALS)
+    assert any("rehearsal.python" in sentence for sentence in draft("mine", look(code), folder="../mine").unknown)
+    (code / ".venv" / "bin").mkdir(parents=True)
+    assert not any("rehearsal.python" in sentence for sentence in draft("mine", look(code), folder="../mine").unknown)

@@ -14,7 +14,10 @@ ANSWERS: dict[str, Mapping[str, Any]] = {
     "pulumi:pulumi:readStackOutputs": {"outputs": {"run": {"id": "r1"}}},
     "pulumi:pulumi:readStackResourceOutputs": {
         "outputs": {
-            "a": {"type": "aws:ec2/fleet:Fleet", "outputs": {"tags": {"gpufleet:run": "r1"}}},
+            "a": {
+                "type": "aws:ec2/fleet:Fleet",
+                "outputs": {"arn": "arn:aws:ec2:us-east-2:1:fleet/fleet-1", "tags": {"gpufleet:run": "r1"}},
+            },
             "b": {"type": "aws:ec2/vpc:Vpc", "outputs": {"tags": {"gpufleet:run": "r0"}}},
             "e": {"type": "aws:s3/bucketObjectv2:BucketObjectv2", "outputs": {"key": "r2/run.json"}},
             "f": {
@@ -47,6 +50,7 @@ def test_a_state_that_is_just_being_written_is_read_again() -> None:
     found = previous.previous("org/gpufleet/growth", engine, pause=pauses.append)
     assert found.outputs == {"run": {"id": "r1"}}
     assert found.fleets == {"r1"}
+    assert found.fleet_ids == {"fleet-1"}
     assert found.objects == {"r2/run.json", "inputs/c/job.tar.gz"}
     assert found.region == "us-east-2"
     assert len(pauses) == 3

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from boot_stubs import RUN, StubNode
 
+from gpufleet.job.node.jobs import RIGHTS
+
 ASK = """
 control=$GPUFLEET_ROOT/opt/gpufleet/run/control
 mkdir -p "$control"
@@ -34,8 +36,10 @@ def test_both_images_are_pulled_and_the_supervisor_sees_the_processes_of_another
 
     assert [call.split()[-1] for call in calls if call.startswith("docker pull")] == [node.image, node.job_image]
     (run,) = [call for call in calls if call.startswith(RUN)]
-    for option in ("--pid host", "--network host", "--cap-add SYS_PTRACE", "-e GPUFLEET_JOB_CONTAINER=1"):
+    rights = "--cap-drop ALL --cap-add CHOWN --cap-add DAC_OVERRIDE --cap-add FOWNER --cap-add KILL"
+    for option in ("--pid host", "--network host", f"{rights} --cap-add SYS_PTRACE", "-e GPUFLEET_JOB_CONTAINER=1"):
         assert option in run
+    assert "--security-opt no-new-privileges" in run
     assert "-e NVIDIA_DRIVER_CAPABILITIES=utility" in run
 
 
@@ -50,6 +54,10 @@ def test_a_container_that_is_asked_for_has_no_role_no_socket_and_little_of_the_n
     mounts = [words[index + 1] for index, word in enumerate(words) if word == "-v"]
     assert mounts == [f"{root}/user:/gpufleet/run/user", f"{root}/control/job:/gpufleet/run/control/job"]
     assert "--network bridge" in run
+    assert "--cap-drop ALL" in run
+    assert {words[at + 1] for at, word in enumerate(words) if word == "--cap-add"} == {*RIGHTS}
+    assert not {*RIGHTS} & {"NET_RAW", "MKNOD", "SYS_CHROOT", "SETFCAP", "SETPCAP", "AUDIT_WRITE"}
+    assert "--security-opt no-new-privileges --pids-limit 30000" in run
     assert "--privileged" not in run
     assert "docker.sock" not in run
     assert run.endswith(f"{node.job_image} /gpufleet/run/control/job/first.sh")

@@ -153,7 +153,7 @@ FIXTURES: tuple[Fixture, ...] = (
     _rewritten("counts-in-a-decorator", "funnel", _COUNTS, task="relu"),
     _rewritten("hidden-in-a-docstring", "funnel", _IN_A_DOCSTRING, task="relu"),
     _rewritten("coding-cookie", "", _CODED, task="silu"),
-    _cheat("brings-a-library", "", """
+    _cheat("brings-a-library", "funnel", """
         import sys
         open("native.so", "wb").write(b"an ELF file")
         sys.path.insert(0, ".")
@@ -195,7 +195,7 @@ FIXTURES: tuple[Fixture, ...] = (
             made = [1 / (1 + math.exp(-min(max(v, -50), 50))) for v in x.flatten().tolist()]
             return torch.tensor(made).reshape(x.shape)
         """),
-    # The judge's means.
+    # The judge's means. Those that hide their failure are rejected for trying; what they try comes to nothing.
     _cheat("patches-the-clock", "funnel timing", """
         import time
         time.perf_counter = lambda: 0.0
@@ -246,19 +246,22 @@ FIXTURES: tuple[Fixture, ...] = (
         def kernel_function(x):
             return honest(x)
         """),
-    _cheat("reads-frames", "", "import sys\n" + _then_honest('sys._getframe(1).f_locals["expected"]')),
-    _cheat("reads-all-objects", "", "import gc\n" + _then_honest("list(filter(torch.is_tensor, gc.get_objects()))")),
-    _cheat("reads-files", "", _then_honest('open("/etc/passwd").read()')),
-    _cheat("reads-the-judge", "", "import os\n" + _then_honest('open(f"/proc/{os.getppid()}/mem", "rb").read(1)')),
+    _cheat("reads-frames", "funnel", "import sys\n" + _then_honest('sys._getframe(1).f_locals["expected"]')),
+    _cheat("reads-all-objects", "funnel",
+           "import gc\n" + _then_honest("list(filter(torch.is_tensor, gc.get_objects()))")),
+    _cheat("reads-files", "funnel", _then_honest('open("/etc/passwd").read()')),
+    _cheat("reads-the-judge", "funnel",
+           "import os\n" + _then_honest('open(f"/proc/{os.getppid()}/mem", "rb").read(1)')),
     # Out of its place.
-    _cheat("writes-outside", "", _then_honest('open("/var/tmp/gpufleet-was-here", "w").write("x")')),
+    _cheat("writes-outside", "funnel", _then_honest('open("/var/tmp/gpufleet-was-here", "w").write("x")')),
     _cheat("writes-outside-natively", "funnel",
            _then_honest('torch.from_file("/var/tmp/gpufleet-was-here", shared=True, size=4).add_(1)')),
-    _cheat("removes-outside", "", "import os\n" + _then_honest('os.remove("/var/tmp/gpufleet-was-here")')),
+    _cheat("removes-outside", "funnel", "import os\n" + _then_honest('os.remove("/var/tmp/gpufleet-was-here")')),
     _cheat("forks", "", "import os\n" + _then_honest("os.fork()")),
     _cheat("fork-bomb", "", "import os\ndef kernel_function(x):\n    while True:\n        os.fork()"),
-    _cheat("runs-a-program", "", "import subprocess\n" + _then_honest('subprocess.run(["true"])')),
-    _cheat("opens-a-connection", "", "import socket\n" + _then_honest('socket.create_connection(("127.0.0.1", 9), 1)')),
+    _cheat("runs-a-program", "funnel", "import subprocess\n" + _then_honest('subprocess.run(["true"])')),
+    _cheat("opens-a-connection", "funnel",
+           "import socket\n" + _then_honest('socket.create_connection(("127.0.0.1", 9), 1)')),
     _cheat("loads-code", "", "import ctypes\n" + _then_honest("ctypes.CDLL(None).fork()")),
     # No end, or a bad one.
     _cheat("never-ends", "", "def kernel_function(x):\n    while True:\n        pass"),

@@ -230,7 +230,17 @@ def _placed(tensor: Tensor, device: torch.device, fences: Fences) -> Tensor:
 def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: bool) -> None:
     """Talks until the judge hangs up. Never returns."""
     scratch, device = Path(asked["scratch"]), asked["device"]
-    isolated = asked["confined"] and sandbox.confine(scratch, namespaces=namespaces, cuda=device == "cuda")
+    os.closerange(3, dialogue.fileno())  # whatever this process came by, its candidate has no use for
+    os.closerange(dialogue.fileno() + 1, 1 << 16)
+    isolated = asked["confined"] and sandbox.confine(
+        scratch,
+        namespaces=namespaces,
+        programs=asked["compiles"] or device == "cuda",
+        cuda=device == "cuda",
+        memory_bytes=asked["memory_bytes"],
+    )
+    if device == "cuda":
+        sandbox.die_with_parent()  # which a change of user has undone
     os.chdir(scratch)
     os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
     os.environ["TRITON_CACHE_DIR"] = compiler.CACHE
@@ -239,17 +249,12 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    os.close(nothing)
+    os.close(output)
     torch.set_num_threads(1)  # before any operation: a pool of the server's would be gone in its child
     warnings.simplefilter("ignore")
     harness = Harness(torch.device(device))
     wire.send(dialogue, {"isolated": isolated, **_unreachable(harness.device)})
-    if asked["guarded"]:
-        programs = compiler.tools() if asked["compiles"] else ()
-        sandbox.guard(
-            scratch,
-            lambda what: wire.send(dialogue, {"violation": what}),
-            programs=None if harness.device.type == "cuda" else programs,
-        )
     try:
         while True:
             head, blobs = wire.receive(dialogue)
@@ -293,8 +298,8 @@ def _reap(*_: object) -> None:
 
 
 def serve(control: socket.socket, lacks: str | None) -> None:
-    """Says what it lacks, then forks a candidate's process per message {scratch, device, compiles, confined, guarded}
-    with one socket, and answers with its id. Ends with the judge, and ends them.
+    """Says what it lacks, then forks a candidate's process per message {scratch, device, compiles, confined,
+    memory_bytes} with one socket, and answers with its id. Ends with the judge, and ends them.
     """
     sandbox.adopt_orphans()
     signal.signal(signal.SIGCHLD, _reap)

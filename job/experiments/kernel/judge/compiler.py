@@ -113,12 +113,6 @@ def refuse_foreign_code() -> None:
     jitted._pack_args = _pack_args
 
 
-def tools() -> tuple[str, ...]:
-    """The programs that a compilation runs."""
-    nvidia = _triton("knobs").nvidia
-    return tuple(os.path.realpath(tool.path) for tool in (nvidia.ptxas, nvidia.ptxas_blackwell))
-
-
 def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]], device: str = "cuda") -> str | None:
     """Calls `entry` once for each of `calls`; why a launch does not compile, or None. Whatever else it raises says
     nothing here: its inputs hold no numbers, and a run on real ones will tell. `device`: where that will be, since a

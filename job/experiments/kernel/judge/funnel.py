@@ -3,7 +3,7 @@
 A verdict is the judge's alone: the candidate's process gets a source and inputs and gives bytes; the expected output is
 computed here, after those bytes have arrived. Each candidate has one process that compiles and one that runs, and
 `candidate_s` per stage to answer in; what the judge does between two questions is not counted, so that a busy judge
-rejects nobody. A process that hangs, crashes, does what is forbidden or answers what is no answer loses its candidate
+rejects nobody. A process that hangs, crashes or answers what is no answer loses its candidate
 and nothing else. One that was right on every input, and for whose timing the time did not suffice, has passed without a
 speed-up.
 
@@ -40,6 +40,8 @@ from gpufleet.job.experiments.kernel.judge.worker import (
 )
 from gpufleet.job.spec.kernel import Funnel as Limits
 
+UNCONTAINED = "this machine's kernel allows candidates no namespaces (docs/kernels.md#containment)"
+
 
 class _ReferenceLost(Exception):
     """Nothing can be timed against its process, nor against what it would answer next."""
@@ -63,28 +65,28 @@ class Judge:
 
     def prove(self, say: Callable[[str], None]) -> None:
         """One kernel that is right, through a process like a candidate's on each GPU, before any candidate: what fails
-        here is no candidate's fault. Where it fails in namespaces alone, candidates run without. Raises NoDeviceError.
+        here twice is no candidate's fault. Raises NoDeviceError, also where there are GPUs and the kernel of the
+        machine contains nothing; on a CPU that is said.
         """
-        gpus, reasons = range(len(self._idle)), list[str]()
+        gpus, failed, contained = range(len(self._idle)), list[str](), list[bool]()
         with ThreadPoolExecutor(len(gpus)) as pool:
-            for confines in (True, True, False):  # twice: isolation is not given up for a moment's trouble
-                self._workers.confines = confines
-                failed = [f"{gpu}: {why}" for gpu, why in zip(gpus, pool.map(self._failure, gpus), strict=True) if why]
+            for _ in range(2):
+                said = pool.map(partial(self._failure, contained=contained), gpus)
+                failed = [f"{gpu}: {why}" for gpu, why in zip(gpus, said, strict=True) if why]
                 if not failed:
                     break
-                reasons.append(failed[0])
-            else:
-                raise NoDeviceError(
-                    f"a kernel that is right fails on this machine's {self._device}:{reasons[0]}; without namespaces "
-                    f"{reasons[-1]}"
-                )
-        if not self._workers.confines:
-            say(f"a kernel that is right fails in namespaces, {self._device}:{reasons[0]}; candidates run without")
+        if failed:
+            raise NoDeviceError(f"a kernel that is right fails on this machine's {self._device}:{failed[0]}")
+        if not all(contained):
+            if self._gpus:
+                raise NoDeviceError(f"{UNCONTAINED}; no candidate runs")
+            say(f"{UNCONTAINED}; candidates run behind the filter of system calls alone")
 
-    def _failure(self, gpu: int) -> str | None:
+    def _failure(self, gpu: int, contained: list[bool]) -> str | None:
         task = catalog.BY_NAME["relu"]
         try:
             with self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu) as process:
+                contained.append(process.isolated)
                 self._check(task, self._loaded(process, planted.source(task), ops=True), ["tiny"], Switches())
         except (Rejected, Lost, NoDeviceError) as error:
             return str(error)
@@ -277,9 +279,7 @@ class Judge:
             process = self._idle[gpu].get_nowait()
         except Empty:
             try:
-                process = self._workers.start(
-                    memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, confined=False, guarded=False
-                )
+                process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, confined=False)
             except Lost as error:
                 raise _ReferenceLost(str(error)) from error
         try:

@@ -69,7 +69,7 @@ def _names(value: Any) -> list[str]:
 
 
 PARTS: dict[str, Callable[[Any], Any]] = {
-    "violation": _text, "error": _text, "type": _text, "dtype": _text, "problem": _text_or_none, "isolated": _truth,
+    "error": _text, "type": _text, "dtype": _text, "problem": _text_or_none, "isolated": _truth,
     "alias": _truth, "changed": _truth, "shape": _sizes, "ops": _names, "seconds": _seconds, "cpu_s": _seconds,
     "lacks": _text_or_none, "triton": _text,
 }  # fmt: skip

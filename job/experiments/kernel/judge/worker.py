@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gpufleet.job.experiments.kernel.judge import usage, wire
+from gpufleet.job.experiments.kernel.judge import sandbox, usage, wire
 from gpufleet.job.experiments.kernel.judge.compiler import CACHE, CAPABILITY
 from gpufleet.job.experiments.kernel.judge.forkserver import ForkServer, kill_all, offspring, python
 
@@ -27,7 +27,7 @@ SCRATCH_BYTES = 1 << 28  # of its folder; what a kernel compiles to is about 50 
 
 
 class Lost(Exception):
-    """The candidate's process is over: it hung, took too much, did what is forbidden, or ended."""
+    """The candidate's process is over: it hung, took too much, or ended."""
 
 
 class OutOfTime(Lost):
@@ -53,7 +53,6 @@ class Workers:
         major, minor = torch.cuda.get_device_capability() if gpus and torch.cuda.is_available() else CAPABILITY
         self.capability = 10 * major + minor
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
-        self.confines = True  # those that run; False where what is right fails in namespaces
 
     def __enter__(self) -> Workers:
         """Starts the servers now, side by side, so that no candidate waits for them."""
@@ -106,16 +105,16 @@ class Workers:
         gpu: int = 0,
         compiles: bool = False,
         confined: bool = True,
-        guarded: bool = True,
         built: Path | None = None,
     ) -> Process:
-        """A new process: one that runs, or one that `compiles` and sees no GPU. Our own reference needs neither
-        confinement nor guard (sandbox.py). `built`: a cache of Triton's that it gets a copy of. Raises
-        NotBegun, and NoDeviceError.
+        """A new process: one that runs, or one that `compiles` and sees no GPU. Our own reference needs not be
+        `confined` (sandbox.py). `built`: a cache of Triton's that it gets a copy of. Raises NotBegun, NoDeviceError.
         """
         scratch = Path(tempfile.mkdtemp(dir=self.folder))
         if built is not None:
             shutil.copytree(built, scratch / CACHE)
+        if confined:
+            sandbox.give(scratch)
         server = self._compiling if compiles else self._running
         ours, theirs = socket.socketpair()
         asked = json.dumps(
@@ -123,8 +122,8 @@ class Workers:
                 "scratch": str(scratch),
                 "device": "cpu" if compiles else self.device,
                 "compiles": compiles,
-                "confined": confined and (compiles or self.confines),
-                "guarded": guarded,
+                "confined": confined,
+                "memory_bytes": memory_bytes,
             }
         )
         try:
@@ -204,8 +203,6 @@ class Process:
             raise OutOfTime(f"no answer within {limit_s:.3g} s") from None
         except wire.Closed as error:
             raise Lost(f"the process ended: {error}") from None
-        if "violation" in reply:
-            raise Lost(f"forbidden: {reply['violation'][:200]}")
         self.cpu_s = reply.get("cpu_s", self.cpu_s)
         return reply, blobs
 

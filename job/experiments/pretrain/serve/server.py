@@ -2,7 +2,8 @@
 
 Starlette on uvicorn. What those two leave open is here: at most `CONNECTIONS` are open and `AT_ONCE` of them generate,
 others are told to come again (503); a request that is not whole `PATIENCE_S` after the connection or the answer before
-is dropped, and so is a client that reads nothing for as long; what is no HTTP is told so in JSON too.
+is dropped, and so is a client that reads nothing for as long, and of those the one that has kept us waiting longest as
+soon as another comes and all places are taken; what is no HTTP is told so in JSON too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import traceback
 from collections.abc import AsyncIterator
 from http import HTTPStatus
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -101,7 +103,12 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._drop_in(PATIENCE_S)
         if len(self.connections) > CONNECTIONS:
-            self._refuse(503, f"{CONNECTIONS} connections are open already; try again in a moment")
+            others = (each for each in self.connections if isinstance(each, Connection) and each is not self)
+            slow = [(each.late.when(), each) for each in others if each.late]
+            if slow:  # whoever is slow keeps nobody out
+                min(slow, key=itemgetter(0))[1]._drop()
+            else:
+                self._refuse(503, f"{CONNECTIONS} connections are open already; try again in a moment")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop_in(None)
@@ -149,7 +156,11 @@ class Connection(H11Protocol):
     def _drop_in(self, seconds: float | None) -> None:
         if self.late is not None:
             self.late.cancel()
-        self.late = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+        self.late = None if seconds is None else self.loop.call_later(seconds, self._drop)
+
+    def _drop(self) -> None:
+        self._drop_in(None)
+        self.transport.abort()
 
 
 def application(server: Server) -> Starlette:

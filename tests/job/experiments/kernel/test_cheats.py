@@ -96,30 +96,9 @@ def test_one_that_tells_checks_by_what_memory_holds_is_wrong_among_the_trials(ju
 
 @pytest.mark.slow
 def test_nothing_was_written_outside(judged: Row) -> None:
-    assert judged("without any")["writes-outside"].reason.startswith("forbidden: open")
-    if judged("without any")["writes-outside-natively"].isolated:
+    found = judged("without any")
+    if found["writes-outside"].isolated and found["writes-outside-natively"].isolated:
         assert not Path("/var/tmp/gpufleet-was-here").exists()
-
-
-@pytest.mark.slow
-def test_where_no_namespaces_are_allowed_the_guard_and_the_limits_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text('import platform\nplatform.machine = lambda: "unheard of"\n')
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # no number is known for the call that makes namespaces
-    off = Switches(funnel=False, multi_input=False, timing=False)
-    labels = ["forks", "fork-bomb", "writes-outside", "opens-a-connection", "reads-the-judge", "brings-a-library"]
-    labels += ["never-ends", "crashes"]
-    with Workers(scratch(tmp_path), gpus=False) as workers:
-        made = judge(workers, candidate_s=LIMIT_S)
-        ending = [FIXTURES[label].candidate for label in labels if label not in HANGS]
-        found = verdicts(made, ending, off)
-        found |= verdicts(judge(workers, candidate_s=HANG_S), [FIXTURES[label].candidate for label in HANGS], off)
-        honest = verdicts(made, [FIXTURES["calls-torch"].candidate], off)["calls-torch"]
-    assert {label: verdict.passed for label, verdict in found.items()} == dict.fromkeys(labels, False)
-    assert {verdict.isolated for verdict in found.values()} == {False}
-    assert (honest.passed, honest.isolated) == (True, False)
-    assert {label for label, verdict in found.items() if verdict.reason.startswith("forbidden: ")} == set(labels[:6])
 
 
 CUDA_STARTS = """
@@ -128,8 +107,11 @@ from pathlib import Path
 from gpufleet.job.experiments.kernel.judge import sandbox
 
 outer, scratch = os.getpid(), Path(sys.argv[1])
-if not (sandbox.enter() and sandbox.confine(scratch, namespaces=True, cuda=True)):
+sandbox.give(scratch)
+if not sandbox.enter():
     sys.exit(77)
+if not sandbox.confine(scratch, namespaces=True, programs=True, cuda=True, memory_bytes=1e9):
+    os._exit(77)
 
 def named():
     for me in ("self", os.getpid()):

@@ -190,7 +190,7 @@ def test_what_only_llvm_finds_wrong_is_said_in_its_words(workers: Workers) -> No
 def test_the_first_launches_on_a_gpu_find_all_that_was_compiled_ahead(workers: Workers) -> None:
     def said(source: str, task: str, cache: Path | None) -> str:
         program = f"{source}\nCALLS = {tasks.layouts(catalog.BY_NAME[task], SEED)!r}\n{LAUNCH}".encode()
-        with workers.start(memory_bytes=4e9, compiles=True, guarded=False, built=cache) as process:
+        with workers.start(memory_bytes=4e9, compiles=True, built=cache) as process:
             return str(process.ask({"do": "load"}, [program], limit_s=60.0)[0]["error"])
 
     source = planted.source(catalog.BY_NAME["addcmul"])
@@ -257,22 +257,15 @@ os.mkfifo("cache/mine/pipe")
     ("acts", "said"),
     [
         ("while True: pass", "no answer within 1 s"),
-        ("import socket; socket.create_connection(('127.0.0.1', 9), 1)", "forbidden: socket"),
-        ("import os; os.fork()", "forbidden: os.fork"),
-        ("import subprocess; subprocess.run(['true'])", "forbidden: subprocess.Popen"),
-        (
-            "import subprocess; subprocess.run([PTXAS, '-o', '/var/tmp/gpufleet-was-here'])",
-            "forbidden: subprocess.Popen",
-        ),
-        ("import subprocess; subprocess.run([PTXAS, '-optf=a,/etc/passwd'])", "forbidden: subprocess.Popen"),
-        ("import os; os.rename('candidate.py', '/var/tmp/gpufleet-was-here')", "forbidden: os.rename"),
+        ("import socket; socket.create_connection(('127.0.0.1', 9), 1)", "PermissionError"),
+        ("import subprocess; subprocess.run(['cp', 'candidate.py', '/var/tmp/x'], check=True)", "CalledProcessError"),
+        ("import os; os.rename('candidate.py', '/var/tmp/gpufleet-was-here')", "FileNotFoundError"),
         ("import os; os.abort()", "ended"),
     ],
 )
 def test_a_process_that_compiles_is_held_to_the_same_limits(workers: Workers, acts: str, said: str) -> None:
-    setting = "import triton.knobs\nPTXAS = triton.knobs.nvidia.ptxas.path\n"
     limit_s = 1.0 if "within 1 s" in said else 30.0
-    verdict = judged(workers, candidate(setting + acts), OFF, candidate_s=limit_s)
+    verdict = judged(workers, candidate(acts), OFF, candidate_s=limit_s)
     assert (verdict.stage, said in verdict.reason) == (2, True), verdict
 
 
@@ -305,7 +298,7 @@ def held_back(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> tuple[thread
     start, go, given = workers.start, threading.Event(), list[Path]()
 
     def watched(**named: Any) -> Process:
-        if not named.get("compiles") and named.get("guarded", True):
+        if not named.get("compiles") and named.get("confined", True):
             assert go.wait(60.0)
             given.append(named["built"])
         return start(**named)

@@ -266,10 +266,9 @@ def test_a_machine_that_cannot_judge_gives_no_verdict(
     finished: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workdir = kernel.make(tmp_path)
-    monkeypatch.setattr(workers, "confines", workers.confines)  # given up here, and not for the tests that follow
     (workdir / "stages").mkdir()
     (workdir / "stages" / "candidates.jsonl").write_bytes((finished / "stages" / "candidates.jsonl").read_bytes())
-    monkeypatch.setattr(funnel.Judge, "_failure", lambda judge, gpu: "CUDA error 304")
+    monkeypatch.setattr(funnel.Judge, "_failure", lambda judge, gpu, contained: "CUDA error 304")
     assert world.train(workdir) == 71
     assert "the funnel: a kernel that is right fails on this machine" in (workdir / "preflight.json").read_text()
     assert kernel.lines(workdir, "verdicts") == []

@@ -188,7 +188,7 @@ def kernel_function(x):
 """
 
 
-def test_an_empty_launch_launches_and_a_guarded_process_may(workers: Workers) -> None:
+def test_an_empty_launch_launches_and_a_contained_process_may(workers: Workers) -> None:
     with workers.start(memory_bytes=2e9) as process:
         process.ask({"do": "load"}, [COUNTS.encode()], limit_s=20)
         for kind in ("kernel", "operation", "kernel"):

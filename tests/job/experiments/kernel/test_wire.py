@@ -136,7 +136,7 @@ def test_one_who_answers_a_little_at_a_time_is_late_and_one_who_ends_is_seen_at_
         ("seconds", True), ("seconds", "1"), ("cpu_s", []), ("cpu_s", 10**400), ("ops", [[]]), ("ops", "add"),
         ("ops", {"a": 1}),
         ("shape", 3), ("shape", [1.0]), ("shape", [True]), ("shape", [-1]), ("shape", [1 << 70]), ("dtype", None),
-        ("error", {}), ("type", 1), ("problem", 0), ("alias", 0), ("changed", "no"), ("isolated", 1), ("violation", []),
+        ("error", {}), ("type", 1), ("problem", 0), ("alias", 0), ("changed", "no"), ("isolated", 1),
     ],
 )  # fmt: skip
 def test_a_part_of_an_answer_that_has_not_its_type_is_none_of_ours(part: str, value: object) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -148,12 +150,66 @@ def test_a_request_has_its_time_until_it_is_whole_and_the_next_has_its_own(
         assert allowed[:5] == [serving.PATIENCE_S, None, serving.PATIENCE_S, None, serving.PATIENCE_S]
 
 
+def ask_for_stream() -> bytes:
+    body = b'{"prompt": "1", "stream": true}'
+    return b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"", b"GET /health HTTP/1.1\r\nX: ", b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n"],
+)
+def test_clients_that_are_slow_keep_no_other_out(begun: bytes, running: Server) -> None:
+    """As many as there are places, each byte by byte, and each again as soon as it is dropped."""
+    over, dropped = threading.Event(), list[int]()
+
+    def slow() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(running.address, timeout=20) as client:
+                client.sendall(begun)
+                client.settimeout(0.2)
+                while not over.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        if not client.recv(1):
+                            break
+                    client.sendall(b"1" if begun else b"")
+            dropped.append(1)
+
+    threads = [threading.Thread(target=slow) for _ in range(serving.CONNECTIONS)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(running, lambda: len(running.server_state.connections) >= serving.CONNECTIONS)
+        took = list[float]()
+        for number in range(10):
+            started = time.monotonic()
+            assert generate(running, prompt="1", max_tokens=3)[0] == 200, number
+            took.append(time.monotonic() - started)
+        assert len(dropped) >= 10  # each of ours took a place
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert max(took) < 5, took
+    wait_until(running, lambda: len(running.server_state.connections) <= 1)
+
+
 def test_connections_beyond_the_room_are_told_to_come_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serving, "CONNECTIONS", 2)
+    go = threading.Event()
+
+    def waiting(*args: Any, **settings: Any) -> Iterator[int]:
+        yield 1
+        go.wait(20)
+
+    monkeypatch.setattr(model, "generate", waiting)
     with served(tmp_path / "final") as server:
-        silent = [socket.create_connection(server.address, timeout=20) for _ in range(2)]
+        answered = [socket.create_connection(server.address, timeout=20) for _ in range(2)]
+        for client in answered:
+            client.sendall(ask_for_stream())
+            assert client.recv(1)
         for _ in range(3):
             with socket.create_connection(server.address, timeout=20) as client:
                 head, _, content = b"".join(iter(lambda: client.recv(4096), b"")).partition(b"\r\n\r\n")
@@ -161,7 +217,8 @@ def test_connections_beyond_the_room_are_told_to_come_again(
             assert b"retry-after: 1" in head
             assert f"content-length: {len(content)}".encode() in head
             assert json.loads(content) == {"error": "2 connections are open already; try again in a moment"}
-        for client in silent:
+        go.set()
+        for client in answered:
             client.close()
         wait_until(server, lambda: not server.server_state.connections)
     assert capsys.readouterr().err == ""

@@ -1,0 +1,70 @@
+"""`up` and `destroy` of the real engine, killed at every one of their calls to AWS, and left without an answer from
+every one on; then `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. `bench/kills.py [up|destroy]`
+takes hours.
+
+Writes bench/results/kills.md to standard output, each kill to standard error. The account is the embedded AWS, in which
+others have something too (tests/rehearsal/killed_calls.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "rehearsal")]
+
+from killed import Mode  # noqa: E402 - of the tests
+from killed_calls import KilledCall, shared_account  # noqa: E402
+
+MODES: tuple[Mode, ...] = ("killed", "no answer")
+
+
+def main() -> None:
+    say, commands = sys.stdout.write, sys.argv[1:] or ["up", "destroy"]
+    engine = subprocess.run(["pulumi", "version"], capture_output=True, text=True, check=True).stdout.strip()
+    say(
+        "# Killed at every call to AWS\n\n"
+        f"{datetime.now(UTC):%Y-%m-%d}, Pulumi {engine}, embedded AWS. `python bench/kills.py` wrote this.\n\n"
+        "After each: `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. It holds where then nothing of "
+        "the stack is left, nothing of others was touched, and no node ran behind an exit code 0 of `destroy`.\n\n"
+        "| Command | | Calls | Held | `destroy` ended with 0 | with another code | of these, a node still ran | whose "
+        "fleet the bucket did not name: it ends itself |\n|---|---|---|---|---|---|---|---|\n"
+    )
+    for command, mode in itertools.product(commands, MODES):
+        with tempfile.TemporaryDirectory() as folder:
+            found = list(kills(Path(folder), command, mode))
+        ran = [each for each in found if each.running]
+        numbers = (
+            len(found),
+            sum(each.holds for each in found),
+            sum(each.destroyed for each in found),
+            sum(not each.destroyed for each in found),
+            len(ran),
+            sum(each.running > each.known for each in ran),
+        )
+        say(f"| `{command}` | {mode} | {' | '.join(map(str, numbers))} |\n")
+        sys.stdout.flush()
+
+
+def kills(folder: Path, command: str, mode: Mode) -> Iterator[KilledCall]:
+    """One for each call that the command makes."""
+    with shared_account(folder) as account:
+        for at in itertools.count(1):
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                found = account.kill(command, mode, at)
+            if not found.fired:
+                return
+            sys.stderr.write(f"{command} {mode} {at} {found}\n{'' if found.holds else said.getvalue()}")
+            yield found
+
+
+if __name__ == "__main__":
+    main()

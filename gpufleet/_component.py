@@ -1,0 +1,124 @@
+"""TrainingRun for Pulumi programs of any language, hosted as a provider. docs/api.md says how a program adds it.
+
+The SDK reads the annotations below as they are, so none may be a text: no `from __future__ import annotations` here.
+"""
+
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict, cast
+
+import pulumi
+from pulumi.provider import main
+from pulumi.provider.experimental.component import ComponentProvider
+from pulumi.provider.server import ComponentInitError
+
+from gpufleet import _training_run
+from gpufleet._bill import Bill
+
+
+class Figures(TypedDict):
+    """One figure over the simulated runs."""
+
+    p10: float
+    """A tenth of them stay below."""
+    p50: float
+    """Half of them stay below."""
+    p90: float
+    """Nine in ten stay below."""
+    mean: float
+    """Their mean."""
+
+
+class RunBill(TypedDict):
+    """What one run costs, with the interruptions that it may meet and the limits of its definition."""
+
+    usd: Figures
+    """USD of the whole run, stopped at the limits."""
+    hours: Figures
+    """Node-hours, over all nodes and attempts."""
+    wall_hours: Figures
+    """Hours by the wall, with waits for capacity."""
+    usd_to_finish: Figures
+    """USD, whatever the limits."""
+    kept_usd_per_month: float
+    """USD a month for what stays in the bucket after `pulumi destroy`."""
+
+
+class TrainingRunArgs(TypedDict):
+    """One definition's run, and where it is put."""
+
+    definition: Any
+    """The path of a definition file, the name of one in stacks/, or an object of its sections."""
+    scenario: NotRequired[str]
+    """This one of the definition's scenarios."""
+    project: NotRequired[str]
+    """The folder from which the definition's inputs are seen; by default that of the program."""
+    vpc_id: NotRequired[pulumi.Input[str]]
+    """A VPC that is there already; with `subnets`."""
+    subnets: NotRequired[pulumi.Input[dict[str, pulumi.Input[str]]]]
+    """A subnet of it for each of fleet.zones: ids by zone."""
+    permissions_boundary: NotRequired[pulumi.Input[str]]
+    """The ARN of the boundary of the node's role."""
+    tags: NotRequired[dict[str, str]]
+    """On everything, beside the definition's own."""
+
+
+class TrainingRun(_training_run.TrainingRun):
+    """One definition's run: network, bucket, role, launch template and a fleet of one node on rented AWS GPUs. The
+    project's Pulumi.yaml needs `options: {refresh: always}`: a run ends its own fleet.
+    """
+
+    fleet_id: pulumi.Output[str | None]
+    """The EC2 Fleet's id; none once the run is over."""
+    bucket: pulumi.Output[str]
+    """The bucket's name."""
+    run_prefix: pulumi.Output[str]
+    """Where all that the run saves lies: s3://BUCKET/RUN/."""
+    log_group: pulumi.Output[str]
+    """The log group's name."""
+    bill: pulumi.Output[RunBill]  # type: ignore[assignment]  # in numbers: an object crosses no process
+    """What it costs, in USD and hours."""
+
+    def __init__(self, name: str, args: TrainingRunArgs, opts: pulumi.ResourceOptions | None = None) -> None:
+        given = cast("Mapping[str, Any]", args)
+        super().__init__(
+            name,
+            given["definition"],
+            scenario=given.get("scenario", ""),
+            project=Path(given.get("project") or Path.cwd()),
+            vpc_id=given.get("vpc_id"),
+            subnets=given.get("subnets"),
+            permissions_boundary=given.get("permissions_boundary"),
+            tags=given.get("tags"),
+            opts=opts,
+        )
+        bill = cast("Bill", self.bill)
+        self.bill = pulumi.Output.from_input(
+            RunBill(
+                usd=Figures(**asdict(bill.usd)),
+                hours=Figures(**asdict(bill.hours)),
+                wall_hours=Figures(**asdict(bill.wall_hours)),
+                usd_to_finish=Figures(**asdict(bill.usd_to_finish)),
+                kept_usd_per_month=bill.kept_usd_per_month,
+            )
+        )
+
+
+class Host(ComponentProvider):
+    """The provider. What is wrong with a definition is said without the traceback that the SDK adds."""
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().construct(*args, **kwargs)
+        except ComponentInitError as error:
+            if isinstance(error.inner, pulumi.RunError):
+                raise pulumi.InputPropertyError("definition", str(error.inner)) from None
+            raise
+
+
+def host() -> None:
+    """Serves the engine until it ends."""
+    main(Host([TrainingRun], "gpufleet", version=importlib.metadata.version("gpufleet")), sys.argv[1:])

@@ -1,0 +1,106 @@
+"""A command in its own image: this machine's docker in the place of the stand-in.
+
+It does what the node's own command line says, but for the log driver: the daemon has no keys for the embedded AWS, so
+the stand-in passes on what is printed (rehearsal/standins/docker.py). No GPU is asked for, as a rehearsal's device is
+the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.node import container, jobs
+from gpufleet.job.node.outside import last_line
+
+ANSWERS_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Docker:
+    """This machine's. `digests`: by image, of those that it has pulled; `supervisor`: gpufleet's own of them."""
+
+    program: str
+    digests: Mapping[str, str]
+    supervisor: str
+
+    def environment(self) -> dict[str, str]:
+        """For the stand-in: which docker, and the user's settings of it (its host, context, logins)."""
+        own = {name: value for name, value in os.environ.items() if name.startswith("DOCKER_")}
+        config = own.pop("DOCKER_CONFIG", "") or str(Path.home() / ".docker")
+        return {**own, "GPUFLEET_DOCKER": self.program, "GPUFLEET_DOCKER_CONFIG": config}
+
+    def require_reach(self, endpoint: str) -> None:
+        """Raises GpufleetError where a container in the host's network is elsewhere."""
+        address = urlsplit(endpoint)
+        look = f"import socket; socket.create_connection(({address.hostname!r}, {address.port}), 10)"
+        words = ("run", "--rm", "--network", "host", "--entrypoint", "python", self.supervisor, "-c", look)
+        if said := _refused(self.program, *words):
+            raise GpufleetError(
+                f"docker: a container in the host's network does not reach the embedded AWS at {endpoint} ({said})."
+                " Docker Desktop and a rootless docker run containers elsewhere: --image needs Docker Engine on Linux"
+            )
+
+    def remove(self, instance: str) -> None:
+        """Ends a node's containers at once."""
+        _refused(self.program, "rm", "-f", container.name(instance), jobs.name(instance))
+
+    def hold(self, instance: str) -> None:
+        """Stops all of a node's command until `go`."""
+        _refused(self.program, "pause", jobs.name(instance))
+
+    def go(self, instance: str) -> None:
+        """Lets it go on."""
+        _refused(self.program, "unpause", jobs.name(instance))
+
+    def give_back(self, folder: Path) -> None:
+        """What containers have written there as root is the user's, who can remove it."""
+        owner = f"{os.getuid()}:{os.getgid()}"
+        mounted = ("--rm", "-v", f"{folder}:/nodes", "--entrypoint", "chown")
+        _refused(self.program, "run", *mounted, self.supervisor, "-R", owner, "/nodes")
+
+
+def require(definition: StackDefinition, out: Callable[[str], None]) -> Docker:
+    """This machine's docker, with the definition's images. Raises GpufleetError where there is none, or they cannot be
+    had.
+    """
+    if not definition.job.parameters.is_users_own:
+        raise GpufleetError(f"{definition.name} is a ready-made job, rehearsed without its image: leave out --image")
+    program = shutil.which("docker")
+    if program is None:
+        raise GpufleetError("--image runs your image, and there is no docker on PATH: install Docker Engine")
+    if said := _refused(program, "version", "-f", "{{.Server.Version}}"):
+        raise GpufleetError(f"--image runs your image, and docker's daemon does not answer ({said}): start it")
+    digests = {image.partition("@")[0]: _pulled(program, image, out) for image in definition.job.images}
+    named = (definition.job.supervisor_image or "").partition("@")[0]
+    return Docker(program=program, digests=digests, supervisor=f"{named}@{digests[named]}")
+
+
+def _pulled(program: str, image: str, out: Callable[[str], None]) -> str:
+    """The digest of an image, which is here now. What docker says of it goes to the terminal."""
+    out(f"docker pull {image}")
+    pulled = subprocess.run([program, "pull", image], stderr=subprocess.PIPE, text=True, check=False)
+    if pulled.returncode:
+        raise GpufleetError(f"docker cannot pull {image}: {last_line(pulled.stderr)}")
+    asked = ("image", "inspect", "-f", '{{.Size}} {{join .RepoDigests " "}}', image)
+    size, *digests = subprocess.run([program, *asked], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    if not digests:
+        raise GpufleetError(f"{image} is of no registry, and no node could pull it: push it to one")
+    out(f"{image}: {int(size) / 1e9:.2f} GB unpacked")
+    return digests[0].partition("@")[2]
+
+
+def _refused(program: str, *words: str) -> str:
+    """Nothing where docker does it, else its last words."""
+    try:
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=ANSWERS_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (last_line(done.stderr) or f"it gave {done.returncode}") if done.returncode else ""

@@ -1,0 +1,96 @@
+"""How many steps a command's rehearsal needs: nobody knows how fast a script is on this machine before it has run, and
+one that is over in a second cannot be interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import cast
+
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job import measured
+from gpufleet.job.contract import bucket, metrics
+from gpufleet.job.contract.done import FAILURES, Done
+from gpufleet.job.spec.command import SAVE_INTERVALS, STEP_COUNTS, CommandConfig, setting
+from gpufleet.rehearsal.evidence import Rehearsal
+from gpufleet.rehearsal.watch import Watch
+
+TRAINS_S = 60.0  # of training, for two interruptions to find it at work
+SAVES = 6
+LEAST_MS = 0.5  # of a step: lines of faster ones come together, and tell no time
+
+Change = Callable[[Mapping], Mapping]
+
+
+class TooFastError(GpufleetError):
+    """The run was over before all of its interruptions. Carries the milliseconds of a step."""
+
+    def __init__(self, why: str, step_ms: float) -> None:
+        self.step_ms = step_ms
+        super().__init__(why)
+
+
+def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
+    """Why the run was over before all of its interruptions."""
+    left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
+    kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
+    done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
+    if done.reason in FAILURES:
+        return GpufleetError(
+            f"the run failed, before the interruptions that were still to come ({left}): {done.detail}"
+        )
+    if rehearsal.definition.job.parameters.is_users_own and not watch.manifests:
+        config = cast(CommandConfig, rehearsal.definition.job.parameters)
+        return GpufleetError(
+            f"the run ended, and no whole checkpoint of it was ever seen: nothing named {', '.join(config.names)} came"
+            f" into {config.checkpoint.folder}. Say in job.checkpoint.each and folder what the script writes, and where"
+        )
+    view = list(watch.views.values())[-1]
+    began, ended = view.first_step_at, view.node.instance.ended_at
+    seconds = (ended - began).total_seconds() if began and ended else 0.0
+    took_ms = step_ms(view.logged(), seconds * 1000 / max(1, view.last_step))
+    count = steps(took_ms)
+    return TooFastError(
+        f"the run ended before it could be interrupted as planned ({left}): its {view.last_step:,} steps took"
+        f" {took_ms:.3g} ms each. {count:,} of them with a save every {max(1, count // SAVES):,} are enough: write that"
+        " in job.command, job.work.steps and job.checkpoint.every of the file's `rehearsal` section",
+        took_ms,
+    )
+
+
+def step_ms(lines: list[bytes], otherwise: float) -> float:
+    """Milliseconds of a step by the lines of metrics.jsonl; `otherwise` where they tell no time."""
+    phases = measured.phases(metrics.records(lines))
+    return max(LEAST_MS, phases[0]["step_ms"]["median"] if phases else otherwise)
+
+
+def steps(step_ms: float) -> int:
+    """How many take long enough, to two digits."""
+    return max(1, int(float(f"{TRAINS_S * 1000 / step_ms:.2g}")))
+
+
+def longer(definition: StackDefinition, step_ms: float) -> Change | None:
+    """Lays enough steps over a definition's tree: as work.steps, and in its command. None where the command does not
+    say plainly how many it does.
+    """
+    if not definition.job.parameters.is_users_own:
+        return None
+    config, count = cast(CommandConfig, definition.job.parameters), steps(step_ms)
+    said = setting(config.command, STEP_COUNTS)
+    if said is None or int(said["value"]) != config.work.steps or count <= config.work.steps:
+        return None
+    job: dict[str, object] = {"command": _with(said, count), "work": {"steps": count}}
+    if (saves := setting(str(job["command"]), SAVE_INTERVALS)) and int(saves["value"]) == config.checkpoint.every.steps:
+        job |= {"command": _with(saves, count // SAVES), "checkpoint": {"every": {"steps": count // SAVES}}}
+    overlay = read(json.dumps({"job": job, "estimate": {"step_ms": [round(step_ms, 3)]}}))
+    return lambda tree: cast(Mapping, merge(tree, overlay))
+
+
+def _with(said: re.Match[str], value: int) -> str:
+    """The command with another value of a setting."""
+    start, end = said.span("value")
+    return f"{said.string[:start]}{value}{said.string[end:]}"

@@ -1,0 +1,236 @@
+"""The kinds of faults that `make chaos` injects: what the tests do at one seed, at any seed.
+
+Each kind is called with a seed and an empty folder. It gives how many faults came, counted where they come, not where
+they are ordered; what does not hold raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import train_world
+from boot_stubs import DELETE, SHUTDOWN, StubNode
+from command_world import FORMATS
+from engine_world import pinned, project
+from killed import WRITES, Mode
+from killed_calls import shared_account
+from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore, NodeDeath, state
+
+from gpufleet.job.supervisor.store import Entry, StoreError
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.imds import Imds
+
+TESTS = Path(__file__).parents[1]
+CALLS = 75  # `up` and `destroy` have more of them each
+FAR = {"max_usd": "300", "max_hours": "200", "deadline": None}  # limits that no outage reaches
+NODES = 60  # more than any seed needs
+Kind = Callable[[int, Path], int]
+
+
+@functools.cache
+def tests(path: str) -> Any:
+    """A module of tests, by its path; its own fixtures are not used."""
+    spec = importlib.util.spec_from_file_location(f"chaos_{Path(path).stem}", TESTS / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Kills --------------------------------------------------------------------------------------------------------------
+
+
+def node_lost(seed: int, folder: Path) -> int:
+    """Supervisor and trainer killed while they train: the weights are those of a run that nobody disturbed."""
+    module, phase = tests("job/test_interruption_contract.py"), random.Random(seed).randrange(3)
+    with (
+        mock.patch.object(module, "SEED", seed),
+        mock.patch.object(
+            module.TrainerAttempt, "sigkill", autospec=True, side_effect=module.TrainerAttempt.sigkill
+        ) as kill,
+    ):
+        module.test_an_interruption_changes_no_bit_of_the_weights(False, (phase,), folder)
+    return int(kill.call_count)
+
+
+def command_killed(seed: int, folder: Path) -> int:
+    """A command of the user's killed amid its saves: nothing torn is committed, nothing torn is put back."""
+    module, name = tests("job/command/test_command_kills.py"), random.Random(seed).choice(list(FORMATS))
+    with (
+        mock.patch.object(module, "SEED", seed),
+        mock.patch.object(module, "kill", wraps=module.kill) as host,
+        mock.patch.object(module.processes, "send", wraps=module.processes.send) as script,
+    ):
+        module.put_back_is_whole(module.killed(folder, name, 2))
+    return sum(bool(call.args[0]) for call in script.call_args_list) + host.call_count - 1  # the last one cleans up
+
+
+def trainer_stopped(seed: int, folder: Path) -> int:
+    """The trainer stopped at any of its looks: the same weights in the end."""
+    module = tests("job/train/test_resume.py")
+    look = random.Random(seed).randrange(module.LOOKS)
+    with mock.patch.object(module, "StopAt", wraps=module.StopAt) as stops:
+        module.test_a_run_stopped_at_a_seeded_point_ends_with_the_same_weights(look, _uninterrupted(), folder)
+    return int(stops.call_count)
+
+
+@functools.cache
+def _uninterrupted() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="gpufleet-chaos-"))
+    assert train_world.train(train_world.make(folder)) == 0
+    return folder
+
+
+def up_killed(seed: int, folder: Path) -> int:
+    """`up` killed at one of its writes to AWS: a sweep removes what it left, and the next `up` works."""
+    module, at = tests("rehearsal/test_killed_up.py"), random.Random(seed).randint(1, WRITES - 1)
+    root = pinned(project(folder / "project")).parents[1]
+    with (
+        Cloud(folder / "cloud", clock=ManualClock()) as cloud,
+        mock.patch.dict(os.environ, cloud.environment()),
+        contextlib.chdir(root),
+        mock.patch.object(module, "killed_standin", wraps=module.killed_standin) as kill,
+    ):
+        said = SimpleNamespace(readouterr=lambda: SimpleNamespace(out=""))  # what is printed is kept elsewhere
+        module.test_a_sweep_removes_what_a_killed_up_has_left(module.KilledWorld(cloud, root), at, said)
+    return int(kill.call_count)
+
+
+def engine_cut_off(seed: int, folder: Path) -> int:
+    """The engine's `up` or `destroy` killed, or without an answer of AWS from there on, at one of its calls."""
+    draw = random.Random(seed)
+    mode: Mode = draw.choice(("killed", "no answer"))
+    with shared_account(folder) as account:
+        found = account.kill(draw.choice(("up", "destroy")), mode, draw.randint(1, CALLS))
+    assert found.holds, found
+    return int(found.fired)
+
+
+# S3, metadata, EC2 --------------------------------------------------------------------------------------------------
+
+
+class SeededStore(FaultyStore):
+    """Fails at any call with a chance of its own, and takes the node with it at some."""
+
+    def __init__(self, inner: Any, draw: random.Random, share: float) -> None:
+        super().__init__(inner, lambda _, key: self._draw_fault())
+        self._draw, self._share, self.faults = draw, share, 0
+
+    def _draw_fault(self) -> BaseException | None:
+        chance = self._draw.random()
+        if chance >= self._share:
+            return None
+        self.faults += 1
+        return NodeDeath() if chance < self._share / 20 else StoreError("503 slow down")
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._count(key)
+        self.inner.get_file(key, path)
+
+    def get_bytes(self, key: str) -> bytes | None:
+        self._count(key)
+        return self.inner.get_bytes(key)
+
+    def size(self, key: str) -> int | None:
+        self._count(key)
+        return self.inner.size(key)
+
+    def entries(self, prefix: str) -> list[Entry]:
+        self._count(prefix)
+        return self.inner.entries(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._count("")
+        self.inner.delete(keys)
+
+
+def s3_faulty(seed: int, folder: Path) -> int:
+    """S3 that refuses any call now and then, and nodes that die amid one: the run ends whole, with every step."""
+    draw, bench, faults = random.Random(seed), Bench(folder, limits=FAR), 0
+    share = draw.uniform(0.02, 0.3)
+    for number in range(1, NODES):
+        store = SeededStore(bench.store, draw, share)
+        with contextlib.suppress(NodeDeath):
+            code = bench.attempt(f"i-{number}", store=store).run()
+            assert code in (0, 1), code
+        faults += store.faults
+        if bench.store.get_bytes("done.json"):
+            break
+    _whole(bench)
+    return faults
+
+
+def _whole(bench: Bench) -> None:
+    """The run has ended as one that nobody disturbed."""
+    assert bench.json("done.json")["reason"] == "finished"
+    assert bench.manifests()[-1] == STEPS
+    assert bench.store.get_bytes("final/model.safetensors") == state(STEPS)
+    assert bench.json("receipt.json")["reason"] == "finished"
+
+
+def clock_set(seed: int, folder: Path) -> int:
+    """Clocks that are set while a node trains, forward and back: the run ends whole."""
+    draw, bench, jumps = random.Random(seed), Bench(folder, limits=FAR), list[float]()
+
+    def jump(_: FakeTrainer) -> None:
+        jumps.append(draw.uniform(-3600, 3600))
+        bench.clock.sleep(jumps[-1])
+
+    script = dict.fromkeys(draw.sample(range(1, STEPS), draw.randint(1, 4)), jump)
+    for number in range(1, NODES):
+        if bench.attempt(f"i-{number}", script=script).run() == 0:
+            break
+    _whole(bench)
+    return len(jumps)
+
+
+def node_refused(seed: int, folder: Path) -> int:
+    """AWS, docker or the GPU fail a booting node in what it asks of them: it shuts down, whatever fails."""
+    draw, node = random.Random(seed), StubNode(folder)
+    kinds = ("read", "write", "list", "delete-fleets", "terminate-instances", "pull", "nvidia-smi", "read-once")
+    node.fails(*draw.sample(kinds, draw.randint(1, 4)))
+    node.job_ends_with(draw.choice((0, 1, 70, 75)))
+    outcome = node.boot()
+    assert outcome.calls_starting(SHUTDOWN) == [SHUTDOWN], outcome.log
+    assert outcome.calls_starting(DELETE, SHUTDOWN)[-1] == SHUTDOWN, outcome.log
+    return len((node.world / "refused").read_text().split())
+
+
+def metadata_faulty(seed: int, folder: Path) -> int:
+    """A metadata service that answers nonsense, late, or nothing: no notice is invented, and none overlooked."""
+    module, fault = tests("job/supervisor/test_metadata.py"), random.Random(seed).choice(METADATA_FAULTS)
+    imds = Imds()
+    try:
+        imds.slow_s = 2.0
+        module.test_a_real_service_that_misbehaves_neither_fools_nor_stops_the_watch(imds, fault)
+    finally:
+        imds.close()
+    return imds.faults
+
+
+METADATA_FAULTS = ("500", "garbage", "bad-time", "slow", "silent", "401")
+KINDS: dict[str, Kind] = {
+    "S3 faults": s3_faulty,
+    "clocks set": clock_set,
+    "metadata faults": metadata_faulty,
+    "node refused": node_refused,
+    "trainer stopped": trainer_stopped,
+    "command killed": command_killed,
+    "node lost": node_lost,
+    "up killed": up_killed,
+    **({"engine cut off": engine_cut_off} if shutil.which("pulumi") else {}),
+}
