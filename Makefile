@@ -7,7 +7,7 @@ BIN := .venv/bin
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup rehearse rehearse-all test test-slow chaos test-all lint fix
+.PHONY: help setup rehearse rehearse-all test test-slow chaos test-all wheel test-wheel lint fix
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
@@ -41,6 +41,14 @@ chaos: .venv/ready ## inject seeded faults, and print one table: MINUTES=10 SEED
 test-all: .venv/ready policy/.venv/ready ## install the optional parts, and run what `make test` leaves out
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	$(BIN)/python -m pytest -m "slow or optional"
+
+# build/ would bring what an earlier wheel had and this one has not.
+wheel: .venv/ready ## make the package, as dist/*.whl
+	@rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+test-wheel: wheel ## install the package in an environment of its own, and use it there
+	$(BIN)/python -m pytest -m wheel
 
 # pulumi-policy wants an older protobuf than the rest.
 policy/.venv/ready: pyproject.toml constraints.txt

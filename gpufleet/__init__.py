@@ -7,8 +7,9 @@
     gpufleet.compare("stacks/sft-h100.yaml").frontier
     gpufleet.receipts()
 
-`gpufleet.TrainingRun` declares a run in a Pulumi program of yours. What is not in `__all__` is private and may change
-in any version; so may modules of `infra`, `job` and `rehearsal`. Nothing here asks AWS or a network.
+`gpufleet.TrainingRun` declares a run in a Pulumi program of yours, `gpufleet.program()` is a whole one. What is not in
+`__all__` is private and may change in any version; so may modules of `infra`, `job` and `rehearsal`. Nothing but a
+Pulumi program asks AWS or a network.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from gpufleet._compare import Comparison, Frontier, Option
     from gpufleet._definition import Definition
     from gpufleet._functions import compare, load, price, receipts
+    from gpufleet._program import program
     from gpufleet._receipt import Receipt, ReceiptLine
     from gpufleet._training_run import TrainingRun
     from gpufleet.infra.errors import DefinitionError, GpufleetError
@@ -41,6 +43,7 @@ __all__ = [
     "compare",
     "load",
     "price",
+    "program",
     "receipts",
 ]
 
@@ -61,6 +64,7 @@ _PLACES = {
     "compare": "gpufleet._functions",
     "load": "gpufleet._functions",
     "price": "gpufleet._functions",
+    "program": "gpufleet._program",
     "receipts": "gpufleet._functions",
 }
 

@@ -62,7 +62,7 @@ class Frontier:
         try:
             plot.draw(rows, edge, self.title, into, kind)
         except ImportError as error:
-            raise GpufleetError(f"a picture needs matplotlib ({error}): pip install matplotlib") from error
+            raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
         return into.getvalue()
 
 

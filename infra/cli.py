@@ -19,6 +19,7 @@ from gpufleet.job.text import printable
 
 # In the order in which they are needed.
 COMMANDS = {
+    "init": "make this folder of your repository a project: Pulumi program, stacks/, ignore lines, review workflow",
     "new": "look at a folder of training code and write its definition file: what was found, what was not",
     "schema": "the JSON Schema of the definition file, by which editors complete and check it",
     "cost": "the bill of a run, before anything exists; needs no account and no network",

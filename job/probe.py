@@ -146,7 +146,8 @@ def _starter(
 ) -> Callable[[int], Trainer]:
     """A function that starts the trainer on a rung as job/__main__.py does, its output in job.log alone."""
     log = JobLog(workdir / LOG, stream=nowhere)
-    environment = {**environment, "PYTHONUNBUFFERED": "1"}
+    # Not this folder's modules first: it is a user's, who may have a gpufleet/ of their own.
+    environment = {**environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     ended = workdir / ENDED if ranks > 1 else None
     return lambda rung: Child(trainer(workdir, rung, ranks, module), environment, log, time.time, ended)
 

@@ -22,16 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from gpufleet import infra
+from gpufleet.infra.program import project
 from gpufleet.job import ledger
 from gpufleet.rehearsal import provider
 from gpufleet.rehearsal.environment import scratch
 from gpufleet.rehearsal.handlers import handler
 from gpufleet.rehearsal.handlers.table import Aws
 
-REPOSITORY = Path(infra.__file__).resolve().parents[1]
 Say = Callable[[str], None]
 END_S = 20.0  # what the engine needs at most to finish the one resource it is at and to end its plugins
 
@@ -97,12 +94,11 @@ class Engine(ABC):
 
 
 def write_project(folder: Path) -> None:
-    """The repository's Pulumi.yaml, its two paths made absolute: the program stays where it is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    project = yaml.safe_load((REPOSITORY / "Pulumi.yaml").read_text())
-    project["main"] = str(REPOSITORY / project["main"])
-    project["runtime"]["options"]["virtualenv"] = sys.prefix
-    (folder / "Pulumi.yaml").write_text(yaml.safe_dump(project, sort_keys=False))
+    """What `gpufleet init` writes, run by the Python that runs this."""
+    python = {"toolchain": "pip", "virtualenv": sys.prefix}
+    for file, text in project.files(folder, "gpufleet", python).items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
 
 
 def settings(folder: Path, port: int) -> dict[str, str]:
@@ -200,7 +196,7 @@ class InProcess(Engine):
     name = "in-process runner (engine behaviour not tested)"
 
     def __init__(self, folder: Path, environment: Mapping[str, str], stack: str, say: Say) -> None:
-        self._folder = folder
+        self._folder = folder.absolute()
         self._environment = environment
         self._stack = stack
         self._say = say
@@ -249,7 +245,7 @@ class InProcess(Engine):
         report.unlink(missing_ok=True)
         _, text = streamed(
             [sys.executable, "-m", "gpufleet.rehearsal.inprocess", mode, str(self._folder), self._stack, str(report)],
-            folder=None,
+            folder=self._folder,
             environment=scratch(self._environment),
             say=self._say,
         )

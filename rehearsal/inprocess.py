@@ -148,10 +148,10 @@ def run(mode: str, folder: Path, stack: str) -> dict[str, Any]:
     )
     settings.SETTINGS.root_directory = str(folder)
     settings.SETTINGS.engine.RequirePulumiVersion = lambda request: None
-    os.chdir(project["main"])
+    os.chdir(folder / project["main"])
     outputs, ok = {}, True
     try:
-        loop.run_until_complete(run_pulumi_func(lambda: _program(project["main"])))
+        loop.run_until_complete(run_pulumi_func(lambda: _program()))
         outputs = loop.run_until_complete(_outputs())
     except SystemExit as stop:
         ok = not stop.code
@@ -161,8 +161,8 @@ def run(mode: str, folder: Path, stack: str) -> dict[str, Any]:
     return {"ok": ok, "outputs": outputs, "resources": monitor.declared, "diagnostics": diagnostics.text}
 
 
-def _program(main: str) -> None:
-    runpy.run_path(main, run_name="__main__")
+def _program() -> None:
+    runpy.run_path(".", run_name="__main__")
 
 
 async def _outputs() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -39,6 +40,7 @@ from gpufleet.rehearsal.timeline import Timeline, say
 from gpufleet.rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
+TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # the packages of `job` that no ready-made one does without
 RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
 
 
@@ -66,6 +68,11 @@ def rehearse(
     now = datetime.now(UTC)
     definition = load(path, now=now, rehearsal=True)
     definition = replace(definition, interruptions=possible(definition))
+    missing = [name for name in TRAINS_WITH if find_spec(name) is None]  # found out by a node a minute later
+    if missing and not definition.job.parameters.is_users_own:
+        raise GpufleetError(
+            f"{path.name}: a ready-made job trains with {', '.join(missing)}: pip install 'gpufleet[job,rehearsal]'"
+        )
     if lacking := _lacking(definition, stand_in=stand_in):
         raise GpufleetError(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
@@ -357,7 +364,8 @@ def unchanged(before: str, after: str) -> None:
 def _git_status(root: Path) -> str:
     """What git says of the user's checkout; empty without one."""
     try:
-        done = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=False)
+        words = ("git", "status", "--porcelain", "--", ":/", ":(exclude)rehearsals")
+        done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return ""
     return done.stdout

@@ -30,7 +30,7 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise GpufleetError(
             f"{folder}: a rehearsal writes there and cannot ({error.strerror}: {error.filename}); put that right, or "
-            "rehearse in another checkout"
+            "rehearse in another folder"
         ) from error
     with lock:
         try:
@@ -38,7 +38,7 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise GpufleetError(
                 f"{folder.name} is being rehearsed already, by process {path.read_text(encoding='ascii').strip()}; "
-                "wait for it or end it, or rehearse in another checkout"
+                "wait for it or end it, or rehearse in another folder"
             ) from error
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")

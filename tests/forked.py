@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+from repository import ROOT
+
 from gpufleet.rehearsal import engine
 
 SERVER = """
@@ -76,7 +78,7 @@ def programs(folder: Path) -> Iterator[None]:
 def _server() -> subprocess.Popen[str]:
     """One for all programs of this process; it ends when its input does."""
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], cwd=engine.REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     atexit.register(server.communicate)
     return server

@@ -26,7 +26,7 @@ def refusal(error: Exception) -> AwsRefused | None:
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return AwsRefused(
             "there are no AWS credentials. Run `aws configure sso` or `aws configure`, or set AWS_PROFILE; "
-            "without an account, `make rehearse` and `gpufleet cost` still work."
+            "without an account, `gpufleet rehearse` and `gpufleet cost` still work."
         )
     if isinstance(error, exceptions.ProfileNotFound | exceptions.ConfigNotFound):
         return AwsRefused(f"{error}. `aws configure list-profiles` shows what there is; AWS_PROFILE chooses.")

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         from gpufleet.rehearsal import engine, provider, scratch
         from gpufleet.rehearsal.cloud import Cloud
     except ImportError as error:
-        raise GpufleetError(f"the embedded AWS is not installed ({error}): pip install -e '.[rehearsal]'") from error
+        raise GpufleetError(f"the embedded AWS is not there ({error}): pip install 'gpufleet[rehearsal]'") from error
 
     root = project_root(Path.cwd())
     try:

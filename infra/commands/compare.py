@@ -78,7 +78,7 @@ def _draw(found: Comparison, path: Path) -> None:
 
         plot.draw(found.own_rows, found.own_frontier, found.title, path, path.suffix.removeprefix("."))
     except ImportError as error:
-        raise GpufleetError(f"a picture needs matplotlib ({error}): pip install -e '.[rehearsal]'") from error
+        raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
     except OSError as error:
         raise GpufleetError(f"--plot {path} cannot be written: {error.strerror}") from error
 

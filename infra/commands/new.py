@@ -24,17 +24,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes stacks/NAME.yaml, which loads, and says what was found and what was not. Raises GpufleetError."""
-    root = project_root(Path.cwd())
-    if not STACK_NAME.fullmatch(args.name):
-        raise GpufleetError(
-            f"{args.name}: a stack's name has 2 to 40 of a-z, 0-9 and inner hyphens, starting with a letter"
-        )
-    path = root / "stacks" / f"{args.name}.yaml"
+    write_definition(project_root(Path.cwd()), args.name, args.code, args.command)
+    return 0
+
+
+def write_definition(root: Path, name: str, code: Path, command: str) -> None:
+    """The file of stack `name` in the project `root`, and what to know of it, printed. Raises GpufleetError."""
+    path = named(root, name)
     if path.exists():
         raise GpufleetError(f"{path.relative_to(root)} is there already: choose another name, or remove it")
-    folder = os.path.relpath(args.code.resolve(), root.resolve())
-    found = look(args.code, args.command)
-    made = draft(args.name, found, folder=folder, command=args.command, modeline=modeline(path.parent, root))
+    folder = os.path.relpath(code.resolve(), root.resolve())
+    found = look(code, command)
+    made = draft(name, found, folder=folder, command=command, modeline=modeline(path.parent, root))
     path.parent.mkdir(exist_ok=True)
     atomic.write_bytes(path, made.text.encode())
     try:
@@ -47,7 +48,11 @@ def run(args: argparse.Namespace) -> int:
             print(f"{heading}:")
             for sentence in sentences:
                 print(f"  - {sentence}")
-    print(
-        f"Next: look at the lines marked CHECK, then `gpufleet cost {args.name}` and `make rehearse STACK={args.name}`."
-    )
-    return 0
+    print(f"Next: look at the lines marked CHECK, then `gpufleet cost {name}` and `gpufleet rehearse {name}`.")
+
+
+def named(root: Path, name: str) -> Path:
+    """Where the file of stack `name` lies. Raises GpufleetError for what is no name of one."""
+    if not STACK_NAME.fullmatch(name):
+        raise GpufleetError(f"{name}: a stack's name has 2 to 40 of a-z, 0-9 and inner hyphens, starting with a letter")
+    return root / "stacks" / f"{name}.yaml"

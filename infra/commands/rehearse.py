@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 
 from gpufleet.infra.definition.loader import names_of, project_root
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.rehearsal import environment
-
-TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # the packages of `job` that no experiment does without
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +27,11 @@ def run(args: argparse.Namespace) -> int:
     if not args.all and not args.stack:
         names = ", ".join(names_of(project_root(Path.cwd()))) or "none in stacks/ here"
         raise GpufleetError(f"which stack is to be rehearsed? There are {names}; --all rehearses each in turn")
-    if lacking := [name for name in TRAINS_WITH if find_spec(name) is None]:  # found out by a node a minute later
-        raise GpufleetError(f"a rehearsal trains, and lacks {', '.join(lacking)}: pip install -e '.[job,rehearsal]'")
     if not args.all:
         selected(args.stack, project_root(Path.cwd()))  # a misspelled one is said before seconds of imports
     environment.forget_account()
     try:
         from gpufleet.rehearsal.rehearse import rehearse, rehearse_all
     except ImportError as error:
-        raise GpufleetError(f"the rehearsal is not installed ({error}): pip install -e '.[job,rehearsal]'") from error
+        raise GpufleetError(f"the rehearsal is not installed ({error}): pip install 'gpufleet[rehearsal]'") from error
     return rehearse_all() if args.all else rehearse(args.stack, image=args.image, stand_in=args.plumbing)

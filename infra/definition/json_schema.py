@@ -23,6 +23,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.catalog.regions import known_regions
 from gpufleet.infra.definition.checks import INPUT_NAME, TAG_KEY
 from gpufleet.infra.definition.layers import MODELINE, MOST_SCENARIOS, OVERLAID, SCENARIO_NAME
+from gpufleet.infra.definition.loader import SCHEMA
 from gpufleet.infra.definition.model import Account, Fleet, Interruptions, Job, Storage, Variant
 from gpufleet.infra.definition.rules import REQUIRED
 from gpufleet.infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
@@ -81,12 +82,13 @@ def text() -> str:
 
 
 def modeline(folder: Path, project: Path) -> str:
-    """The line that leads an editor from a file in `folder` to the shipped schema; empty where the schema does not lie
-    in the `project`, since the way to it would be this machine's.
+    """The line that leads an editor from a file in `folder` to the `project`'s copy of the schema; empty where it has
+    none, since the way to the installed one would be this machine's.
     """
-    if not FILE.is_relative_to(project.resolve()):
-        return ""
-    return MODELINE + os.path.relpath(FILE, folder.resolve())
+    for file in (project.resolve() / SCHEMA, project.resolve() / "infra" / "definition" / FILE.name):
+        if file.is_file():
+            return MODELINE + os.path.relpath(file, folder.resolve())
+    return ""
 
 
 def _kind(name: str, job: Schema, overlay: str, laid_over: Schema) -> Schema:

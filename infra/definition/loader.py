@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
 STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
+# What `gpufleet init` puts beside the definitions: the Pulumi program, alone in its folder, and the schema for editors.
+PROGRAM, SCHEMA = "stacks/program", "stacks/definition.schema.json"
+_TOP_KEY = re.compile(rb"(?m)^['\"]?(\w[\w.-]*)['\"]?[ \t]*:")
+_SECTIONS = {"run", "job", "fleet", "limits"}  # of each definition
 
 
 def load(
@@ -113,8 +117,28 @@ def stacks_of(root: Path) -> list[str]:
 
 
 def names_of(root: Path) -> list[str]:
-    """The stacks of `stacks/`, by name; hidden files are none, such as macOS's `._name.yaml`."""
-    return sorted(file.stem for file in (root / "stacks").glob("[!.]*.yaml") if file.is_file())
+    """The stacks of `stacks/`, by name; neither hidden files, such as macOS's `._name.yaml`, nor somebody else's."""
+    files = (file for file in (root / "stacks").glob("[!.]*.yaml") if file.is_file())
+    return sorted(file.stem for file in files if is_definition(file.read_bytes()))
+
+
+def is_definition(content: bytes) -> bool:
+    """Whether a file of a `stacks/`, which may be somebody else's folder of that name, is meant as a definition: it has
+    one of the sections that each must have, or nothing else at its top either.
+    """
+    keys = {key.decode(errors="replace") for key in _TOP_KEY.findall(content)}
+    return not keys or bool(keys & _SECTIONS)
+
+
+def of_project(root: Path) -> re.Pattern[str]:
+    """What lies in the project `root` for gpufleet, as names relative to it: what describes runs, and what commands
+    wrote. None of it is the code that trains, also where that lies in the same folder.
+    """
+    stacks = "|".join(map(re.escape, names_of(root))) or "(?!)"
+    return re.compile(
+        rf"(\.gpufleet|rehearsals|prices/\d{{4}}-[\d-]+|{PROGRAM}|(calibrations|receipts|results)/({stacks}))/"
+        rf"|stacks/({stacks})\.yaml$|{re.escape(SCHEMA)}$|policy\.yaml$|Pulumi(\.[^/]+)?\.yaml$|\.github/workflows/gpufleet-"
+    )
 
 
 def project_root(start: Path) -> Path:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from gpufleet.infra.definition.loader import of_project
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs import archive
@@ -67,13 +69,16 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
     folder = root / code.folder
     if not folder.is_dir():
         raise _refused(definition, code.folder, "a folder that is there", f"There is no {folder.resolve()}.")
-    commit = _git(folder, "rev-parse", "--verify", "-q", "HEAD")
-    files = {name: path for name, path in sorted(files_in(folder)) if not _is_excluded(name, code.exclude)}
+    commit = git(folder, "rev-parse", "--verify", "-q", "HEAD")
+    ours = _projects_own(folder, root)
+    files = {
+        name: path for name, path in sorted(files_in(folder)) if not ours(name) and not _is_excluded(name, code.exclude)
+    }
     tree = Tree(
         folder=folder,
         files=files,
         commit=commit.strip() if commit else None,
-        changed=bool(commit and _git(folder, "status", "--porcelain", "--", ".")),
+        changed=bool(commit and git(folder, "status", "--porcelain", "--", ".")),
     )
     if not files:
         raise _refused(definition, code.folder, "a folder with files", "Nothing in it is shipped.")
@@ -104,8 +109,8 @@ def pack(tree: Tree, root: Path) -> Packed:
 
 def programs(definition: StackDefinition, root: Path) -> Path | None:
     """The folder that comes first on the PATH of a command that runs on this machine: of `rehearsal.python`, else of
-    the environment in its code's folder. None: there is none, and the system's programs are its own. Raises
-    GpufleetError.
+    the environment in its code's folder, else of that into which gpufleet was installed beside the user's packages.
+    None: there is none, and the system's programs are its own. Raises GpufleetError.
     """
     if definition.python:
         python = root / definition.python
@@ -117,6 +122,8 @@ def programs(definition: StackDefinition, root: Path) -> Path | None:
         return python.absolute().parent  # not resolved: an environment's interpreter is a link
     code = definition.job.parameters.shipped
     places = [root / code.folder / name / "bin" for name in ENVIRONMENTS] if code else []
+    if Path(__file__).is_relative_to(sys.prefix):  # not a clone's environment, which is gpufleet's alone
+        places.append(Path(os.environ.get("VIRTUAL_ENV", sys.prefix)) / "bin")
     return next((place.absolute() for place in places if (place / "python").exists()), None)
 
 
@@ -179,7 +186,7 @@ def _target_inside(link: Path, folder: Path) -> Path | None:
 
 def files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Path]]:
     """Files and links by name: what git tracks or would, where it knows the folder, else all of it."""
-    listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    listed = git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = {name for name in listed.split("\0") if name} if listed else set(_walk(folder))
     for name in names:
         path = folder / name
@@ -191,6 +198,15 @@ def files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Path]]:
             yield from files_in(path, f"{above}{name.rstrip('/')}/")
 
 
+def _projects_own(folder: Path, root: Path) -> Callable[[str], bool]:
+    """Whether a name in the folder of code is of the project `root`, which may lie in it or be it."""
+    if not root.resolve().is_relative_to(folder.resolve()):
+        return lambda name: False
+    below = root.resolve().relative_to(folder.resolve()).as_posix()
+    prefix, wanted = "" if below == "." else f"{below}/", of_project(root)
+    return lambda name: name.startswith(prefix) and wanted.match(name, len(prefix)) is not None
+
+
 def _walk(folder: Path) -> Iterator[str]:
     for where, folders, files in os.walk(folder):
         at = Path(where)
@@ -199,7 +215,7 @@ def _walk(folder: Path) -> Iterator[str]:
         yield from ((at / each).relative_to(folder).as_posix() for each in (*files, *links))
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def git(folder: Path, *words: str) -> str | None:
     """What git says of the folder; None: it is in no repository, or there is no git."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # `status` would write the index
     try:

@@ -125,7 +125,7 @@ def _as_user_error(error: ValueError | ImportError) -> GpufleetError:
     """The error as `prepare` shows it: what is wrong with the data, or the package that is missing."""
     if isinstance(error, ValueError):
         return GpufleetError(str(error))
-    return GpufleetError(f"this data needs a package that is missing ({error}): pip install -e '.[job]'")
+    return GpufleetError(f"this data needs a package that is missing ({error}): pip install 'gpufleet[job]'")
 
 
 def _of_a_file(folder: Path, config: JobConfig) -> bool:

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from html import escape
+from importlib.util import find_spec
 from typing import Any
 
-from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.report.page import COLOURS
 
+LACKING = "Its charts need matplotlib: pip install 'gpufleet[report]'"
 SIZE = (5.2, 2.9)  # inches at 72 points: as wide as a telephone
 POINTS = 400  # of one line: more cannot be told apart
 COLOUR_CYCLE = ("blue", "orange", "green", "purple")
@@ -57,9 +58,9 @@ class Bar:
 def lines(
     found: Sequence[Series], *, x: str, y: str, marks: Sequence[Mark] = (), level: tuple[float, str] | None = None
 ) -> str:
-    """Lines over `x`; `level`: a bound, and what it is. Empty without a point."""
+    """Lines over `x`; `level`: a bound, and what it is. Empty without a point, as all are without matplotlib."""
     found = [line for line in found if line.points]
-    if not found:
+    if not found or not drawable():
         return ""
     with style():
         drawn, axes = figure()
@@ -88,6 +89,8 @@ def unit_of(seconds: float) -> tuple[str, float]:
 
 def steps_to(start: tuple[str, float], changes: Mapping[str, float], end: tuple[str, float], *, unit: str) -> str:
     """From one sum to another by what lies between: bars that begin where the one before ends."""
+    if not drawable():
+        return ""
     with style():
         drawn, axes = figure()
         names, at = [start[0], *changes, end[0]], start[1]
@@ -103,6 +106,8 @@ def steps_to(start: tuple[str, float], changes: Mapping[str, float], end: tuple[
 
 def lanes(names: Sequence[str], bars: Sequence[Bar], marks: Sequence[tuple[int, float, str]], *, x: str) -> str:
     """A lane per name with stretches of `kind`, by KINDS; `marks`: moments, as (lane, when, kind)."""
+    if not drawable():
+        return ""
     with style():
         drawn, axes = figure(height=1.1 + 0.28 * max(2, len(names)))
         for bar in bars:
@@ -139,12 +144,14 @@ def _kind(kind: str) -> str:
     return SENTINELS[KINDS[kind]]
 
 
+def drawable() -> bool:
+    """Whether matplotlib is there; without it a page has no charts, and says so with LACKING."""
+    return find_spec("matplotlib") is not None
+
+
 def style() -> AbstractContextManager[Any]:
-    """Raises GpufleetError without matplotlib."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise GpufleetError("the page's charts need matplotlib: pip install 'gpufleet[report]'") from error
+    import matplotlib as mpl
+
     ink, faint, line = (SENTINELS[name] for name in ("ink", "faint", "line"))
     return mpl.rc_context(
         {

@@ -17,6 +17,7 @@ def html(found: Comparison) -> str:
         f"{definition.name}, {found.scenario}: cost against time",
         f"{definition.fleet.region}; p50, and p10 to p90 in the picture; hours by the wall, with waits for capacity",
         (
+            "" if charts.drawable() else page.paragraph(charts.LACKING),
             page.charts([("The cheapest that can be run, and the frontier", _picture(found))]),
             page.section("Frontier: nothing is cheaper and sooner", _options(frontier)),
             page.section("All options for this work", _options(row for row in found.own_rows if row.usd)),
@@ -26,6 +27,8 @@ def html(found: Comparison) -> str:
 
 
 def _picture(found: Comparison) -> str:
+    if not charts.drawable():
+        return ""
     with charts.style():
         figure, axes = charts.figure(height=4.2)
         colours = {"spot": "blue", "on_demand": "orange", "ink": "ink"}

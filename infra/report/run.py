@@ -89,6 +89,7 @@ def html(run: RunResults) -> str:
         f"{kind}{detail}, counted until {receipt.at}, {receipt.capacity or 'capacity unknown'}",
         (
             page.figures(list(_figures(run))),
+            "" if charts.drawable() else page.paragraph(charts.LACKING),
             page.section("Bill against receipt", _money(run), _lines_table(receipt)),
             page.section("Training", page.charts(_training(run))),
             page.section("Nodes", page.charts(_nodes(run)), _attempts_table(receipt)),

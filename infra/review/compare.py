@@ -105,6 +105,7 @@ class Review:
     base_prices: str
     head_prices: str
     stacks: tuple[StackReview, ...]
+    folder: str = ""  # of the project in its repository
     notes: tuple[str, ...] = ()
     rules: bool = False  # whether there is a policy
     policy_uncommitted: bool = False  # HEAD has none, the folder that is worked in does

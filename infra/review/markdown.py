@@ -5,20 +5,21 @@ Whatever comes out of a file is written as code, so that a value can neither bre
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 
 from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.review.compare import Review, StackAtCommit, StackReview
 
-MARKER = "<!-- gpufleet-cost-review -->"  # a workflow finds its own comment by this line
+MARKER = "<!-- gpufleet-cost-review{} -->"  # a workflow finds its own comment by this line; with the project's folder
 _LONGEST = 80  # characters of a value
 LIMIT = 65_536  # characters of a comment, GitHub's REST API (2026-11)
 _KEPT = 512  # of them for the sentence that says what was cut
 
 
 def render(review: Review) -> str:
-    """The whole comment, MARKER first; what GitHub would refuse for its length is cut at a line, and says so.
+    """The whole comment, its marker first; what GitHub would refuse for its length is cut at a line, and says so.
 
     The verdict and the table of stacks stand before anything that grows with the number of changed settings.
     """
@@ -35,11 +36,17 @@ def render(review: Review) -> str:
     return "\n".join([*lines[:kept], "", cut]) + "\n"
 
 
+def marker(folder: str = "") -> str:
+    """The first line of each review of the project in this folder of its repository."""
+    return MARKER.format(" " + re.sub(r"[^\w./-]", "-", folder) if folder else "")
+
+
 def _lines(review: Review) -> Iterator[str]:
     changed = [stack for stack in review.stacks if stack.changed]
     before, after, unknown = _totals(review.stacks)
-    yield MARKER
-    yield f"## Cost review: {_signed(after - before)} USD"
+    yield marker(review.folder)
+    of_folder = f" of {_code(review.folder)}" if review.folder else ""
+    yield f"## Cost review{of_folder}: {_signed(after - before)} USD"
     yield ""
     without = f", without {', '.join(map(_code, unknown))} (no bill to compare)" if unknown else ""
     yield f"One run of each stack, sum of p50: {before:.2f} to {after:.2f} USD{without}. {_verdict(review)}"

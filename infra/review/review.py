@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gpufleet.infra.bill.side import Hazards
 from gpufleet.infra.catalog import SHIPPED, Catalog, files, load_catalog
+from gpufleet.infra.definition.loader import is_definition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import calibration, receipts
 from gpufleet.infra.evidence.observations import TRACES, observations
@@ -67,6 +68,7 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
         base_prices=f"prices: {old.name}, {old.as_of}",
         head_prices=f"prices: {new.name}, {new.as_of}",
         stacks=stacks,
+        folder=_place(project)[1].rstrip("/"),
         notes=tuple(notes),
         rules=chosen is not None,
         policy_uncommitted=chosen is None and (project / "policy.yaml").is_file(),
@@ -84,7 +86,8 @@ def _known(folder: Path, catalog: Catalog, hazards: Hazards) -> Known:
 
 
 def _texts(folder: Path) -> dict[str, bytes]:
-    return {path.stem: path.read_bytes() for path in (folder / "stacks").glob("*.yaml")}
+    found = {path.stem: path.read_bytes() for path in (folder / "stacks").glob("*.yaml")}
+    return {name: text for name, text in found.items() if is_definition(text)}
 
 
 def _bytes(path: Path) -> bytes:
@@ -117,12 +120,17 @@ def _made_at(project: Path, commit: str) -> datetime:
     return datetime.fromtimestamp(int(_git(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)), UTC)
 
 
+def _place(project: Path) -> tuple[Path, str]:
+    """Where the repository's files begin, and how the names of the project's begin there."""
+    top = Path(_git(project, "rev-parse", "--show-toplevel").decode().strip())
+    prefix = project.resolve().relative_to(top.resolve()).as_posix()
+    return top, "" if prefix == "." else f"{prefix}/"
+
+
 def _extract(project: Path, commit: str, folder: Path) -> list[str]:
     """Writes what a bill of the commit stands on into `folder`, laid out as in the project. Gives the paths that are
     links there: they are not followed."""
-    top = Path(_git(project, "rev-parse", "--show-toplevel").decode().strip())
-    prefix = project.resolve().relative_to(top.resolve()).as_posix()
-    prefix = "" if prefix == "." else f"{prefix}/"
+    top, prefix = _place(project)
     listed = _git(top, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8", "backslashreplace")
     blobs: dict[str, str] = {}
     links: list[str] = []

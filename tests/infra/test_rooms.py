@@ -10,8 +10,10 @@ from repository import ROOT
 
 
 def imported(package: str) -> Iterator[str]:
-    """Every module that a file of the package names in an import, at its head or further down."""
-    for path in (ROOT / package).rglob("*.py"):
+    """Every module that a file of the package names in an import, at its head or further down. Not those of the Pulumi
+    program, which is a user's: it stands on the public API alone.
+    """
+    for path in {*(ROOT / package).rglob("*.py")} - {ROOT / "infra" / "__main__.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 yield from (each.name for each in node.names)

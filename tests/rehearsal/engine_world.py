@@ -5,14 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+from repository import ROOT
+
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.pin import pin
 from gpufleet.infra.inputs.prepare import prepared
-from gpufleet.rehearsal import engine, scratch
+from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.account import AMI_PARAMETERS, ami_id
 
 STACK = "tinystories-growth"
-DEFINITION = engine.REPOSITORY / "stacks" / f"{STACK}.yaml"
+DEFINITION = ROOT / "stacks" / f"{STACK}.yaml"
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13@sha256:" + "5" * 64
 AMI = ami_id("us-east-2", next(iter(AMI_PARAMETERS)))
 

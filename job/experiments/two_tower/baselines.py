@@ -57,7 +57,7 @@ def lambdarank_missing(models: int) -> str | None:
     if models > MOST_RANKED:
         return f"LightGBM ranks at most {MOST_RANKED:,} models per query, here are {models:,}"
     if importlib.util.find_spec("lightgbm") is None:
-        return "not installed (.venv/bin/python -m pip install -c constraints.txt -e '.[ranking]')"
+        return "not installed (pip install 'gpufleet[ranking]')"
     try:
         importlib.import_module("lightgbm")
     except (ImportError, OSError) as error:  # scipy or a system library that it needs

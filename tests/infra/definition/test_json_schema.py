@@ -214,20 +214,19 @@ def test_the_first_file_of_the_page_is_accepted() -> None:
     assert wrong(FIRST.partition("```yaml\n")[2].partition("```")[0]) == []
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_new_file_names_the_schema_where_it_lies_in_the_project(
-    inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("copy", ["stacks/definition.schema.json", ".venv/lib/site-packages/definition.schema.json"])
+def test_a_new_file_names_the_project_s_copy_of_the_schema_and_no_environment_s(
+    copy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, code = tmp_path / "project", tmp_path / "code"
-    for folder in (project / "stacks", code):
-        folder.mkdir(parents=True)
+    for folder in ((project / copy).parent, project / "stacks", code):
+        folder.mkdir(parents=True, exist_ok=True)
+    (project / copy).write_text(json_schema.text())
     (code / "train.py").write_text("import torch\n")
     monkeypatch.chdir(project)
-    if inside:
-        monkeypatch.setattr(json_schema, "FILE", project / "infra" / "definition.json")
     assert main(["new", "mine", "--code", str(code)]) == 0
     text = Path("stacks/mine.yaml").read_text()
-    assert (text.splitlines()[0] == f"{MODELINE}../infra/definition.json") is inside
-    assert (MODELINE in text) is inside
+    assert (text.splitlines()[0] == f"{MODELINE}definition.schema.json") is copy.startswith("stacks/")
+    assert (MODELINE in text) is copy.startswith("stacks/")
     assert purpose(text).startswith("mine: train.py")
     assert wrong(text) == []

@@ -168,3 +168,29 @@ def test_a_link_to_a_folder_elsewhere_is_told(tmp_path: Path) -> None:
     with pytest.raises(DefinitionError, match=r"data leads to another folder"):
         code.read(definition(tmp_path), tmp_path / "project")
     assert shipped(tmp_path, exclude=["data"]) == {"train.py"}
+
+
+@pytest.mark.parametrize("inside", ["", "gpu"])
+def test_what_lies_in_a_project_for_gpufleet_is_no_code_where_both_are_one_folder(inside: str, tmp_path: Path) -> None:
+    repository, root = tmp_path / "repository", tmp_path / "repository" / inside
+    code_of_users = {
+        "train.py": "1",
+        "stacks/compose.yaml": "services: 1\n",
+        "results/theirs.csv": "1",
+        "a/stacks/b.yaml": "1",
+    }
+    written = ["Pulumi.yaml", "Pulumi.mine.yaml", "stacks/definition.schema.json", "stacks/program/__main__.py"]
+    written += [".gpufleet/x.tar.gz", "rehearsals/mine/r1/a", "results/mine/r1/a", "prices/2026-11-21/spot.csv"]
+    written += ["calibrations/mine/gpu.json", "receipts/mine/r1.json", "policy.yaml"]
+    file = command_file(root, code={"folder": os.path.relpath(repository, root)})
+    for name, text in code_of_users.items():
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text(text)
+    before = code.digest(load(file, now=NOW), root)
+    for name in written:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("1")
+    tree = code.read(load(file, now=NOW), root)
+    assert tree is not None
+    assert set(tree.files) == set(code_of_users)
+    assert code.digest(load(file, now=NOW), root) == before

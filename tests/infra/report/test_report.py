@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -195,3 +196,13 @@ def test_a_browser_shows_it(tmp_path: Path, width: int, dark: bool) -> None:
     assert seen["wide"] <= 0
     assert (seen["low"], seen["small"]) == ([], [])
     assert (seen["back"] < 0.1) is dark
+
+
+def test_without_matplotlib_there_is_a_page_without_charts_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    seen = Seen(run.html(run.read(results(tmp_path / "r1"))))
+    assert "Its charts need matplotlib: pip install 'gpufleet[report]'" in seen.texts
+    assert "svg" not in seen.tags
+    assert {"compute", "gone without a word"} <= {*seen.texts}

@@ -110,7 +110,8 @@ def test_new_prices_are_a_row_of_their_own(project: Project, capsys: pytest.Capt
     growth = stacks["growth"]
     first, second = growth["steps"]
     assert first["keys"] == ["prices"]
-    assert (first["before"], first["after"]) == ("shipped, 2026-07-20", "prices/2026-11-20, 2026-11-20")
+    was, now_is = f"shipped, {dearer.as_of.replace(month=10)}", f"prices/{dearer.as_of}, {dearer.as_of}"
+    assert (first["before"], first["after"]) == (was, now_is)
     before = load(project.folder / "stacks" / "growth.yaml", now=NOW)
     before = replace(before, job=replace(before.job, parameters=replace(before.job.parameters, steps_per_phase=1000)))
     compute = next(line for line in price(before, read_catalog(SHIPPED, None)).lines if line.name == "compute")
@@ -309,6 +310,16 @@ def test_hidden_files_of_a_commit_are_no_stacks(project: Project, capsys: pytest
     code, out = run(capsys, base, project.commit(dict.fromkeys(hidden, "Mac OS X")))
     assert code == 0
     assert "._" not in out
+
+
+def test_somebody_else_s_file_in_stacks_is_no_stack_and_a_broken_definition_is_one(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.stack()
+    head = project.commit({"stacks/compose.yaml": "services: {web: {image: x}}\n", "stacks/torn.yaml": "run: {id: ["})
+    code, stacks = reviewed(capsys, base, head)
+    assert code == 2
+    assert set(stacks) == {"growth", "torn"}
 
 
 def test_outside_a_repository_and_without_git_that_is_what_is_said(

@@ -12,7 +12,7 @@ from review_world import STACK, Project, reviewed, run
 
 from gpufleet.infra.catalog import SHIPPED
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.review.markdown import LIMIT, MARKER
+from gpufleet.infra.review.markdown import LIMIT, marker
 from gpufleet.infra.review.review import review_commits
 from gpufleet.infra.risk.hazard import Hazard
 
@@ -176,7 +176,7 @@ def test_a_review_longer_than_a_comment_is_cut_at_a_line_and_says_so(
     base, head = "HEAD", project.stack() and project.commit({"stacks/growth.yaml": STACK + wrong})
     code, out = run(capsys, f"{base}~1", head)
     assert code == 2
-    assert out.startswith(MARKER)
+    assert out.startswith(marker())
     assert len(out) <= LIMIT
     assert "**A stack of HEAD has no bill.**" in out
     assert "lines are missing.** All of it: `gpufleet diff " in out.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""docs/workflows/gpufleet-review.yml: every `run` step is run here in a clone with two commits; `uses` is not.
+"""The review workflow: every `run` step is run here in a clone with two commits; `uses` is not.
 
 Not run: the installation (it needs the network; what is installed here is this very checkout).
 """
@@ -20,8 +20,12 @@ import yaml
 from repository import ROOT
 from review_world import STACK, changed
 
-FILE = ROOT / "docs" / "workflows" / "gpufleet-review.yml"
-WORKFLOW: dict[Any, Any] = yaml.safe_load(FILE.read_text())
+from gpufleet.infra.review import workflow
+from gpufleet.infra.review.markdown import marker
+
+TEXT = workflow.workflow("llm", workflow.installation(ROOT))
+WORKFLOW: dict[Any, Any] = yaml.safe_load(TEXT)
+FOLDER = WORKFLOW["defaults"]["run"]["working-directory"]
 JOB = WORKFLOW["jobs"]["review"]
 STEPS: dict[str, dict[str, Any]] = {step["name"]: step for step in JOB["steps"] if "run" in step}
 
@@ -74,7 +78,9 @@ class Runner:
             "COMMENTS": str(self.folder / "comments.json"),
         }
         command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
-        done = subprocess.run(command, cwd=self.clone, env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            command, cwd=self.clone / FOLDER, env=environment, capture_output=True, text=True, timeout=100
+        )
         for line in output.read_text().splitlines() if output.exists() else []:
             key, _, value = line.partition("=")
             self.expressions[f"steps.{step['id']}.outputs.{key}"] = value
@@ -89,8 +95,8 @@ class Runner:
 
 
 def runner(tmp_path: Path, head: str) -> Runner:
-    """A clone of a project whose main has moved on since the branch `change` left it."""
-    origin = review_world.make(tmp_path / "origin")
+    """A clone of a project in a folder of its repository; main has moved on since the branch `change` left it."""
+    origin = review_world.make(tmp_path / "origin", FOLDER)
     origin.commit({"stacks/growth.yaml": STACK})
     origin.git("checkout", "-q", "-b", "change")
     changing = origin.commit({"stacks/growth.yaml": head})
@@ -121,7 +127,9 @@ def test_a_change_that_holds_is_commented_once_and_updated_the_next_time(tmp_pat
             assert done.returncode == 0, (name, done.stdout, done.stderr)
     somebody, ours = steps.comments()
     assert somebody["body"] == "hello"
-    assert ours["body"] == (steps.clone / "review.md").read_text()
+    assert ours["body"] == (steps.clone / FOLDER / "review.md").read_text()
+    assert ours["body"].startswith(f"{marker(FOLDER)}\n## Cost review of `llm`: ")
+    assert marker(FOLDER) not in (marker(), marker("llm/other"))  # another project's comment stays
     assert "`storage.keep.days`" in ours["body"]
     assert "other" not in ours["body"]  # main's own later change is none of this branch's
     assert (tmp_path / "summary").read_text() == ours["body"] * 2
@@ -146,7 +154,7 @@ def test_without_a_review_nothing_is_commented(tmp_path: Path) -> None:
     steps.expressions["github.event.pull_request.head.sha"] = "f" * 40
     done = steps.run("Review")
     assert done.returncode != 0
-    assert not (steps.clone / "review.md").exists()
+    assert not (steps.clone / FOLDER / "review.md").exists()
 
 
 def test_every_step_is_run_here_or_named_as_not_run() -> None:
@@ -155,12 +163,12 @@ def test_every_step_is_run_here_or_named_as_not_run() -> None:
     assert others == ["actions/checkout@v4", "actions/setup-python@v5"]
 
 
-def test_the_installation_is_that_of_this_project() -> None:
-    words = STEPS["Install gpufleet"]["run"].split()
-    assert words[-2:] == ["-e", "."]
-    assert (FILE.parents[2] / words[words.index("-c") + 1]).is_file()
+def test_in_a_clone_of_gpufleet_the_code_is_reviewed_with_the_stacks() -> None:
+    own = yaml.safe_load(workflow.workflow(".", "-c constraints.txt -e ."))
+    assert {"stacks/**", "infra/**", "job/**"} <= set(own[True]["pull_request"]["paths"])
+    assert "infra/**" not in yaml.safe_load(workflow.workflow(".", "gpufleet==1"))[True]["pull_request"]["paths"]
 
 
 def test_it_asks_for_no_more_rights_than_reading_and_commenting() -> None:
     assert WORKFLOW["permissions"] == {"contents": "read", "pull-requests": "write"}
-    assert "secrets." not in FILE.read_text()
+    assert "secrets." not in TEXT

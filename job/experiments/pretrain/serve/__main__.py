@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # hashing and loading 16 GB takes half a minute
         return 0
     except ImportError as error:
-        sys.stderr.write(f"the server needs a package that is missing ({error}): pip install -e '.[job,serve]'\n")
+        sys.stderr.write(f"the server needs a package that is missing ({error}): pip install 'gpufleet[job,serve]'\n")
         return 2
     except (ValueError, OSError, RuntimeError) as error:
         sys.stderr.write(f"{error}\n")

@@ -1,0 +1,43 @@
+"""The whole program of a Pulumi project: definition -> bill -> resources -> outputs."""
+
+from __future__ import annotations
+
+import sys
+
+import pulumi
+
+from gpufleet.infra.definition.selected import refuse_unread
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program import engine
+from gpufleet.job.text import printable
+
+SHOWN = 32  # tells the engine that the message is out, so that it adds none of its own
+
+
+def program() -> None:
+    """Declares one run as the whole Pulumi program: that of `stacks/NAME.yaml` under the Pulumi stack NAME, or of what
+    `pulumi config set definition` and `scenario` name. `gpufleet init` writes the program that calls it.
+
+    Ends the program with the problem's sentences where the definition, the run id or an input is wrong; nothing is
+    declared then. Exports bucket, log group, fleet and the bill; docs/real-aws.md has the outputs.
+    """
+    engine.require()
+    was, root = engine.last_update(), engine.root_directory()
+    try:
+        refuse_unread(pulumi.runtime.get_config_env(), pulumi.get_project())
+        config = pulumi.Config()
+        name = config.get("definition") or pulumi.get_stack()
+        plan = engine.planned(root, name, was, scenario=config.get("scenario") or "")
+        unknown = engine.unknown_fleets(plan, was)
+    except GpufleetError as error:
+        pulumi.log.error(printable(f"{error}\nNothing was declared."))
+        sys.exit(SHOWN)
+    engine.say(plan, root, also=unknown)
+
+    # Imported here: the provider's SDK takes a second to import, and errors need not wait for it.
+    from gpufleet.infra.program.resources.declare import declare
+
+    found = declare(plan, root)
+    outputs = {"bucket": found.bucket, "log_group": found.log_group, "fleet_id": found.fleet_id or engine.OVER}
+    for key, value in {**plan.outputs(), **outputs}.items():
+        pulumi.export(key, value)

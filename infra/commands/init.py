@@ -1,0 +1,125 @@
+"""`gpufleet init [NAME]`: makes the folder in which it runs, of a repository of your own, a project."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.commands import new
+from gpufleet.infra.definition import json_schema
+from gpufleet.infra.definition.layers import MODELINE
+from gpufleet.infra.definition.loader import PROGRAM, SCHEMA
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence.observations import observations
+from gpufleet.infra.inputs.code import git
+from gpufleet.infra.program import project
+from gpufleet.infra.review import policy, workflow
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """NAME and what `gpufleet new` takes."""
+    parser.add_argument("name", metavar="NAME", nargs="?", help="of a first stack, written as `gpufleet new` does")
+    parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
+    parser.add_argument("--command", metavar="TEXT", default="", help="how it is started there, as you would type it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes what is not there yet and says each file. Raises GpufleetError, before anything is written, where files of
+    somebody else's have names that gpufleet reads.
+    """
+    root = Path.cwd()
+    if args.name:
+        new.named(root, args.name)
+    _refuse_others(root)
+    repository = Path((git(root, "rev-parse", "--show-toplevel") or str(root)).rstrip("\n"))
+    _project(root, repository)
+    if json_schema.modeline(root / "stacks", root) in ("", f"{MODELINE}{Path(SCHEMA).name}"):  # not gpufleet's own copy
+        _write(root / SCHEMA, json_schema.text(), root)
+    _ignore(root)
+    _workflow(root, repository)
+    if args.name:
+        new.write_definition(root, args.name, args.code, args.command)
+    else:
+        print("Next: `gpufleet new NAME --code DIR` writes the definition of a folder of training code.")
+    return 0
+
+
+def _refuse_others(root: Path) -> None:
+    """Raises GpufleetError for what every bill would stumble over."""
+    try:
+        load_catalog(root)
+        observations(root)
+        policy.find_policy(root)
+    except GpufleetError as error:
+        raise GpufleetError(
+            f"{error}\ngpufleet reads prices/, receipts/, traces/ and policy.yaml of its project. If yours are"
+            " something else, run this in a new folder of the repository; `--code ..` names your code from there."
+        ) from None
+
+
+def _project(root: Path, repository: Path) -> None:
+    """Pulumi.yaml and the program, both or none."""
+    there = next((name for name in project.NAMES if (root / name).exists()), None)
+    if there and not (root / PROGRAM).exists():
+        print(
+            f"{there} is there already, so no Pulumi program is written. In the one that it has, gpufleet.TrainingRun"
+            " declares a run; for a Pulumi project of gpufleet's own, run this in another folder."
+        )
+        return
+    options = project.python_of(root, repository)
+    written = [_write(file, text, root) for file, text in project.files(root, project.name_for(root), options).items()]
+    if any(written):
+        print(f"  Pulumi runs it with {_python(options)}.")
+
+
+def _python(options: dict[str, str]) -> str:
+    """Where the engine finds the Python of these options, and what there is to put right."""
+    if options["toolchain"] != "pip":
+        return f"the environment of {options['toolchain']}.lock"
+    lacks = "" if find_spec("pip") else "; CHECK: it has no pip, which the engine asks what is installed: add it"
+    if "virtualenv" in options:
+        return options["virtualenv"] + lacks
+    if Path(shutil.which("python3") or "").parent == Path(sys.executable).parent:
+        return f"the python3 of PATH, {sys.prefix}{lacks}"
+    return f"the python3 of PATH; CHECK: gpufleet is in {sys.prefix}, which has to come first there{lacks}"
+
+
+def _ignore(root: Path) -> None:
+    """Adds what commands write, and the environment in which this runs, to .gitignore, where it has them in no form. A
+    results/ that is there already is the repository's own.
+    """
+    prefix, file = Path(sys.prefix), root / ".gitignore"
+    names = [".gpufleet", "rehearsals"] + ["results"] * (not (root / "results").exists())
+    if sys.prefix != sys.base_prefix and prefix.is_relative_to(root):
+        names.append(prefix.relative_to(root).as_posix())
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    there = {line.strip().strip("/") for line in text.splitlines()}
+    missing = [f"/{name}/" for name in names if name not in there]
+    if missing:
+        begun = text + "\n" if text and not text.endswith("\n") else text
+        file.write_text(begun + "".join(f"{line}\n" for line in missing), encoding="utf-8")
+    print(f"Added to .gitignore: {', '.join(missing)}" if missing else ".gitignore has all lines already.")
+
+
+def _workflow(root: Path, repository: Path) -> None:
+    folder = root.resolve().relative_to(repository.resolve()).as_posix()
+    name = "gpufleet-review.yml" if folder == "." else f"gpufleet-review-{folder.replace('/', '-')}.yml"
+    install = workflow.installation(root)
+    new_one = _write(repository / ".github" / "workflows" / name, workflow.workflow(folder, install), repository)
+    if new_one and install.endswith(workflow.CHECK):
+        print("  CHECK there from where CI gets gpufleet: here it was installed from a file.")
+
+
+def _write(file: Path, text: str, below: Path) -> bool:
+    """Writes it, unless it is there, and says either."""
+    if file.exists():
+        print(f"{file.relative_to(below)} is there already, and stays as it is.")
+        return False
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    print(f"Wrote {file.relative_to(below)}.")
+    return True

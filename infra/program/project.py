@@ -1,0 +1,75 @@
+"""The Pulumi project in which runs are declared, a user's or a rehearsal's: its Pulumi.yaml, and its program of two
+lines. The repository's own Pulumi.yaml says the same of `infra/`, and adds what `pulumi new` asks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from gpufleet.infra.definition.loader import PROGRAM
+
+PROGRAM_TEXT = '''"""The Pulumi program: the run that a file of stacks/ describes, called like the Pulumi stack."""
+
+import gpufleet
+
+gpufleet.program()
+'''
+NAMES = ("Pulumi.yaml", "Pulumi.yml", "Pulumi.json")  # by which the engine finds a project
+
+
+def pulumi_yaml(name: str, options: Mapping[str, str], main: str = PROGRAM) -> str:
+    """Its text. `options`: which Python runs it, as Pulumi's Python runtime takes them."""
+    python = "".join(f"\n    {line}" for line in yaml.safe_dump(dict(options), sort_keys=False).splitlines())
+    return f"""\
+name: {name}
+description: Train on rented AWS GPUs with the bill known before anything exists.
+main: {main}
+runtime:
+  name: python
+  options:{python}
+options:
+  # A run ends its own fleet and AWS expires it: without a look first, up and destroy would act on what is gone.
+  refresh: always
+config:
+  definition:
+    type: string
+    description: A file of stacks/ without its .yaml, or a path to one. Empty, the one called like the Pulumi stack.
+    default: ""
+  scenario:
+    type: string
+    description: A scenario of the definition file. Empty, the file as it is.
+    default: ""
+"""
+
+
+def files(folder: Path, name: str, options: Mapping[str, str]) -> dict[Path, str]:
+    """Both files of a project in `folder`, the program in a folder of its own: Python looks there first for all that is
+    imported, and beside it may lie an `infra` or a `gpufleet` of somebody else's.
+    """
+    return {folder / NAMES[0]: pulumi_yaml(name, options), folder / PROGRAM / "__main__.py": PROGRAM_TEXT}
+
+
+def name_for(folder: Path) -> str:
+    """The project's name: the folder's, as far as Pulumi takes it."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip("-.")[:100] or "gpufleet"
+
+
+def python_of(folder: Path, repository: Path) -> dict[str, str]:
+    """The options for the Python that has gpufleet: uv's or poetry's where their lock file lies in the `folder` or
+    above it, else the environment in which this runs, if it lies in the `repository`, else `python3` of PATH.
+    """
+    for place in (folder, *folder.parents):
+        for tool in ("uv", "poetry"):
+            if (place / f"{tool}.lock").is_file() and shutil.which(tool):  # the engine asks both for both
+                return {"toolchain": tool}
+    prefix = Path(sys.prefix).resolve()
+    if sys.prefix != sys.base_prefix and prefix.is_relative_to(repository.resolve()):
+        return {"toolchain": "pip", "virtualenv": os.path.relpath(prefix, folder.resolve())}
+    return {"toolchain": "pip"}

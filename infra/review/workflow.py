@@ -1,0 +1,42 @@
+"""The review of pull requests as a GitHub workflow: gpufleet-review.yml beside this, for one project."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+TEMPLATE = Path(__file__).with_name("gpufleet-review.yml")
+# What a review stands on; of gpufleet's own repository its code too, with which both sides are priced.
+READ = ("stacks/**", "prices/**", "calibrations/**", "receipts/**", "traces/**", "policy.yaml")
+CODE = ("infra/**", "job/**")
+CHECK = "  # CHECK: gpufleet came from a file here; name where CI can get it"
+
+
+def workflow(folder: str, install: str) -> str:
+    """Its text. `folder`: the project's in its repository, `.` where it is that; `install`: what pip is told."""
+    own = (*READ, *(CODE if install.endswith(" -e .") else ()))
+    paths = ", ".join(json.dumps(each if folder == "." else f"{folder}/{each}") for each in own)
+    values = {"PATHS": paths, "FOLDER": folder, "GPUFLEET": install}
+    return re.sub("|".join(values), lambda found: values[found[0]], TEMPLATE.read_text(encoding="utf-8"))
+
+
+def installation(project: Path) -> str:
+    """What pip is told to install this gpufleet elsewhere, by what it kept of where it came from (PEP 610). Ends with
+    CHECK where that is a place of this machine.
+    """
+    try:
+        found = distribution("gpufleet")
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return f"gpufleet{CHECK}"
+    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    url = str(origin.get("url", ""))
+    if "vcs_info" in origin:
+        vcs = origin["vcs_info"]
+        return f'"gpufleet @ {vcs["vcs"]}+{url}@{vcs["commit_id"]}"'
+    if url.startswith("file:"):
+        here = Path(unquote(urlsplit(url).path)) == project.resolve()
+        return "-c constraints.txt -e ." if here else f"gpufleet=={found.version}{CHECK}"
+    return f'"gpufleet @ {url}"' if url else f"gpufleet=={found.version}"
