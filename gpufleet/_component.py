@@ -58,7 +58,7 @@ class TrainingRunArgs(TypedDict):
     """The folder from which the definition's inputs are seen; by default that of the program."""
     vpc_id: NotRequired[pulumi.Input[str]]
     """A VPC that is there already; with `subnets`."""
-    subnets: NotRequired[pulumi.Input[dict[str, pulumi.Input[str]]]]
+    subnets: NotRequired[dict[str, pulumi.Input[str]]]
     """A subnet of it for each of fleet.zones: ids by zone."""
     permissions_boundary: NotRequired[pulumi.Input[str]]
     """The ARN of the boundary of the node's role."""
@@ -86,7 +86,7 @@ class TrainingRun(_training_run.TrainingRun):
         given = cast("Mapping[str, Any]", args)
         super().__init__(
             name,
-            given["definition"],
+            _whole(given["definition"]),
             scenario=given.get("scenario", ""),
             project=Path(given.get("project") or Path.cwd()),
             vpc_id=given.get("vpc_id"),
@@ -105,6 +105,15 @@ class TrainingRun(_training_run.TrainingRun):
                 kept_usd_per_month=bill.kept_usd_per_month,
             )
         )
+
+
+def _whole(value: Any) -> Any:
+    """The same with whole numbers as such: between processes all numbers are fractions."""
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Host(ComponentProvider):

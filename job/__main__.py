@@ -29,9 +29,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from gpufleet.job.clock import SteadyClock, uptime
 from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.codes import AttemptExit
-from gpufleet.job.contract.environment import RUN_URI
+from gpufleet.job.contract.environment import NODE_UPTIME, RUN_URI
 from gpufleet.job.contract.run import RunFile, load
 from gpufleet.job.contract.workdir import ENDED, LOG, PACKAGES, START
 from gpufleet.job.supervisor import bootstrap
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def supervise(run_json: Path) -> int:
     try:
         run, node = load(run_json), Node.from_environment(os.environ, time.time())
+        clock = SteadyClock(node.launched_at + uptime() - float(os.environ.get(NODE_UPTIME) or uptime()))
     except ValueError as error:  # the same on every node: the run ends here, and nothing is written beside the file
         sys.stdout.write(f"fatal: {error}\n")
         return AttemptExit.FAILED
@@ -67,10 +69,10 @@ def supervise(run_json: Path) -> int:
         except BlockingIOError:
             sys.stdout.write(f"{run_json} is being run already: wait for that attempt, or end it\n")
             return AttemptExit.CRASHED
-        return attempt(run, node, run_json.parent)
+        return attempt(run, node, run_json.parent, clock)
 
 
-def attempt(run: RunFile, node: Node, workdir: Path) -> int:
+def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
     from gpufleet.job.supervisor import fleet, machine
@@ -82,7 +84,7 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     from gpufleet.job.supervisor.world import Outside
 
     terminated: list[float] = []
-    signal.signal(signal.SIGTERM, lambda *_: terminated.append(time.time()))
+    signal.signal(signal.SIGTERM, lambda *_: terminated.append(clock()))
     environment = os.environ
     log = JobLog(workdir / LOG)
     gpus = machine.gpus() if run.config.device == "cuda" else ()
@@ -96,7 +98,7 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
             trainer(workdir, None, launched, run.config.module),
             child_environment,
             log,
-            time.time,
+            clock,
             ended,
             workdir / START,
         )
@@ -110,7 +112,7 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
 
     early = [begin()]  # importing torch takes seconds: meanwhile this process stages what it trains on
     metadata = Metadata(
-        fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=time.time, say=log.say
+        fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=clock, say=log.say
     )
     with MetadataThread(metadata), ThreadPoolExecutor(1) as uploads, ThreadPoolExecutor(1) as pulse:
         world = Outside(
@@ -123,8 +125,9 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
             log=log,
             spot_price=spot_history(node.type, node.zone, say=log.say),
             ranks=ranks,
-            fleet_changes=fleet.of_node(node.instance),
+            fleet_history=fleet.of_node(node.instance),
             gpus=lambda: gpus,
+            clock=clock,
         )
         try:
             return Supervisor(run, node, workdir, world).run()

@@ -18,6 +18,7 @@ from moto.iam.models import iam_backends
 from moto.kms.models import kms_backends
 from moto.logs.models import logs_backends
 from moto.s3.models import s3_backends
+from moto.scheduler.models import scheduler_backends
 from moto.ssm.models import Parameter, ssm_backends
 
 from gpufleet.infra.catalog import load_catalog
@@ -193,6 +194,11 @@ def inventory(
     for logs in list(logs_backends[account].values()):
         for group in logs.groups.values():
             found[("log-group", group.name)] = dict(logs.list_tags_log_group(group.name) or {})
+    for scheduler in list(scheduler_backends[account].values()):
+        for schedules in scheduler.schedule_groups.values():
+            if schedules.name != "default":  # every region has it
+                tags = {tag["Key"]: tag["Value"] for tag in scheduler.list_tags_for_resource(schedules.arn)["Tags"]}
+                found[("schedule-group", schedules.name)] = tags
     return found
 
 
@@ -200,7 +206,12 @@ def statements(account: str, profile: str) -> list[dict[str, Any]]:
     """The statements of the inline policies of the roles in an instance profile, as they are now."""
     iam = iam_backends[account]["aws"]
     roles = [role for each in list(iam.instance_profiles.values()) if each.name == profile for role in each.roles]
-    policies = [json.loads(document) for role in roles for document in list(role.policies.values())]
+    return [statement for role in roles for statement in role_statements(role)]
+
+
+def role_statements(role: Any) -> list[dict[str, Any]]:
+    """Those of the role's inline policies."""
+    policies = [json.loads(document) for document in list(role.policies.values())]
     return [statement for policy in policies for statement in policy["Statement"]]
 
 

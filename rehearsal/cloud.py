@@ -42,6 +42,7 @@ from gpufleet.rehearsal.environment import past_proxies
 from gpufleet.rehearsal.gate import NODE_KEY, SECRET, USER_KEY, Gate
 from gpufleet.rehearsal.imds import Imds
 from gpufleet.rehearsal.launch import CloudInstance, Launcher
+from gpufleet.rehearsal.schedules import Schedules
 
 _ACCOUNTS = itertools.count(111_122_223_333)
 TICK_S = 0.1
@@ -80,6 +81,7 @@ class Cloud:
             relaunch_delay_s=relaunch_delay_s,
             retry_s=retry_s,
         )
+        self.schedules = Schedules(self.account, self.fleets, self._tags_of)
         self.endpoint = ""
         self.launch, self.end = launch, end  # called for every instance that starts and that is gone
         self.trouble: OSError | None = None  # why an instance was launched and could not be started
@@ -108,6 +110,7 @@ class Cloud:
             statements=self._statements,
             tags=self._tags_of,
             key_of=lambda bucket: account.key_of(self.account, bucket),
+            clock=self.clock,
         )
         self._server = make_server("127.0.0.1", self._port, self._gate, threaded=True, request_handler=_QuietHandler)
         self.endpoint = self._gate.endpoint = f"http://127.0.0.1:{self._server.server_port}"
@@ -193,6 +196,7 @@ class Cloud:
 
     def tick(self) -> None:
         """Brings everything to where the clock says it must be."""
+        self.schedules.tick()
         self.fleets.tick()
 
     def deny(self, action: str, *, node: bool = False) -> None:

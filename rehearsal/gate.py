@@ -18,7 +18,8 @@ from xml.etree import ElementTree
 
 from gpufleet.infra.account import iam_policy
 from gpufleet.infra.account.iam_policy import AccessRequest, Statement
-from gpufleet.rehearsal import registry
+from gpufleet.rehearsal import registry, schedules
+from gpufleet.rehearsal.clock import Clock
 
 FREE = ("sts:GetCallerIdentity",)  # needs no right
 UNNARROWED = ("DescribeFleets", "DescribeInstances")  # these know no resource (IAM service authorization reference)
@@ -57,6 +58,8 @@ def asked(
         of_parameter, of_secret = f"parameter{names.get('Name')}", f"secret:{names.get('SecretId')}-AbCdEf"
         kept = of_parameter if request.service == "ssm" else of_secret  # AWS's own six letters
         return [AccessRequest(action=action, resource=f"arn:aws:{request.service}:{place}:{kept}")]
+    if request.service == "scheduler":
+        return list(_of_scheduler(request, place))
     if request.service != "ec2" or request.action in UNNARROWED:
         return [AccessRequest(action=action)]
     fields = parse_qs(request.body.decode("utf-8", "replace"))
@@ -78,6 +81,18 @@ def asked(
             AccessRequest(action="ec2:TerminateInstances")
         )  # with no tag, to be strict: AWS's page names no resource
     return wishes or [AccessRequest(action=action)]
+
+
+def _of_scheduler(request: Request, place: str) -> Iterator[AccessRequest]:
+    """The schedule, and the role that a request gives it."""
+    told, name = json.loads(request.body or b"{}"), request.path.rpartition("/")[2]
+    group = told.get("GroupName") or parse_qs(request.query).get("groupName", ["default"])[0]
+    yield AccessRequest(
+        action=f"scheduler:{request.action}", resource=f"arn:aws:scheduler:{place}:schedule/{group}/{name}"
+    )
+    if role := (told.get("Target") or {}).get("RoleArn"):
+        context = {"iam:PassedToService": schedules.SERVICE}
+        yield AccessRequest(action="iam:PassRole", resource=role, context=context)
 
 
 def listing(request: Request) -> AccessRequest:
@@ -138,7 +153,7 @@ USER_KEY = "AKIAREHEARSALUSER000"
 NODE_KEY = "ASIAREHEARSALNODE000"
 SECRET = "rehearsal-only-no-account-has-this"  # not a secret: the fake checks no signature
 
-_JSON = ("logs", "ssm", "secretsmanager")  # services whose errors are JSON
+_JSON = ("logs", "scheduler", "ssm", "secretsmanager")  # services whose errors are JSON
 _CREDENTIAL = re.compile(r"Credential=([^/,\s]+)/[^/]*/([^/]*)/([^/]*)/")
 
 
@@ -153,6 +168,7 @@ class Gate:
         statements: Callable[[str], Sequence[Statement] | None],
         tags: Callable[[str], Mapping[str, str]],
         key_of: Callable[[str], str | None],
+        clock: Clock,
     ) -> None:
         """`statements`: of the role of a node, by its session token; None for a token that no node has. `tags` and
         `key_of` as `rights.asked` takes them.
@@ -161,7 +177,7 @@ class Gate:
         self.account = account
         self.seed_region = seed_region
         self.statements = statements
-        self.tags, self.key_of = tags, key_of
+        self.tags, self.key_of, self.clock = tags, key_of, clock
         self.endpoint = ""  # set once the port is known
         self.images: dict[tuple[str, str], str] = {}  # digests of real ones, by name and tag or digest
         self.denied: set[tuple[str, str]] = set()  # (access key, action)
@@ -178,14 +194,24 @@ class Gate:
         action = ""
         if service != "s3":
             self.seed_region(region)
-            action = _action(environ)
+            action = _scheduler_action(environ) if service == "scheduler" else _action(environ)
             self.calls.append((key, action))
             if (key, action) in self.denied:
                 return _send(start, environ, *_unauthorized(service, f"{action} (refused by the rehearsal)"))
+        if service == "scheduler" and (past := self._past(environ, action)):
+            return _send(start, environ, *_error(service, "400 Bad Request", "ValidationException", past))
         environ["HTTP_X_MOTO_ACCOUNT_ID"] = self.account
         if key == NODE_KEY:
             return self._of_node(environ, start, service, region, action)
         return self.app(environ, start)
+
+    def _past(self, environ: dict[str, Any], action: str) -> str:
+        """What AWS says of a schedule whose moment has passed; empty where it has not."""
+        if action not in ("CreateSchedule", "UpdateSchedule"):
+            return ""
+        expression = str(json.loads(_body(environ))["ScheduleExpression"])
+        at = schedules.moment(expression)
+        return f"Invalid Schedule Expression {expression}" if at is None or at <= self.clock.now() else ""
 
     def _of_node(
         self, environ: dict[str, Any], start: Callable[..., Any], service: str, region: str, action: str
@@ -236,6 +262,14 @@ def _action(environ: dict[str, Any]) -> str:
         return ""
     body = _body(environ)
     return parse_qs(body.decode("utf-8", "replace")).get("Action", [""])[0]
+
+
+def _scheduler_action(environ: dict[str, Any]) -> str:
+    """Of an API that names what is asked by method and path."""
+    verbs = {"GET": "Get", "PUT": "Update", "POST": "Create", "DELETE": "Delete"}
+    kind, _, name = str(environ["PATH_INFO"]).strip("/").partition("/")
+    named = {"schedules": "Schedule", "schedule-groups": "ScheduleGroup"}.get(kind, "")
+    return f"{verbs[str(environ['REQUEST_METHOD'])]}{named}" if named and name else f"List{named}s" if named else ""
 
 
 def _body(environ: dict[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ from gpufleet.job.supervisor.store import Store
 QUICK = ["S3 faults", "clocks set", "metadata faults", "node refused"]  # the others are tests of their own, at one seed
 
 
-class Watch:
+class StopWatch:
     """A clock that a run moves by its length."""
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ def test_faults_come_and_what_is_promised_holds(kind: str, seed: int, tmp_path: 
 
 def test_a_run_whose_faults_never_come_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds.SeededStore, "_draw_fault", lambda store: None)
-    tally = chaos.inject({"S3": kinds.s3_faulty}, minutes=0, seed=5, clock=Watch())["S3"]
+    tally = chaos.inject({"S3": kinds.s3_faulty}, minutes=0, seed=5, clock=StopWatch())["S3"]
     assert (tally.runs, tally.held, tally.injected) == (1, 0, 0)
     assert "no fault came" in tally.failed[5]
 
 
 def test_what_does_not_hold_is_told_with_the_command_that_repeats_it() -> None:
-    watch = Watch()
+    watch = StopWatch()
 
     def breaks(seed: int, folder: Path) -> int:
         watch.now += 30
@@ -61,7 +61,7 @@ def test_what_does_not_hold_is_told_with_the_command_that_repeats_it() -> None:
 
 
 def test_every_kind_comes_once_and_then_time_is_shared() -> None:
-    watch = Watch()
+    watch = StopWatch()
     given = {"long": watch.run(100), "short": watch.run(10), "other": watch.run(10)}
     assert [each.runs for each in chaos.inject(given, minutes=0, seed=1, clock=watch).values()] == [1, 1, 1]
     shared = chaos.inject(given, minutes=5, seed=1, clock=watch)

@@ -79,7 +79,7 @@ def test_every_resource_and_the_run_file_are_the_same(
     definition = load(ROOT / "stacks" / f"{stack}.yaml", now=NOW)
 
     async def rights() -> Any:
-        statements = node_statements(definition, bucket_arn="<bucket>", log_group_arn="<log group>")
+        statements = node_statements(definition, "<bucket>", "<log group>", "<schedule>", "<stop role>")
         return json.loads(await pulumi.Output.json_dumps(statements).future() or "")
 
     assert_frozen(f"resources-{stack}", {"resources": found, "rights of the node": asyncio.run(rights())})

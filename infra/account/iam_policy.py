@@ -96,11 +96,13 @@ def _holds(operator: str, key: str, values: Any, wish: AccessRequest) -> bool | 
     match = _OPERATORS.get(name.replace("Not", "", 1))
     patterns = [str(value) for value in _listed(values)]
     context = {known.lower(): value for known, value in wish.context.items()}
-    if match is None or any("${" in pattern for pattern in patterns):
-        return None
     if key.lower() not in context and not wish.complete:
         return None
     value = context.get(key.lower())
+    if operator == "Null":
+        return str(value is None).lower() in patterns
+    if match is None or any("${" in pattern for pattern in patterns):
+        return None
     if value is None:
         return "Not" in name or operator != name
     return any(match(value, pattern) for pattern in patterns) != ("Not" in name)

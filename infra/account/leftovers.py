@@ -88,6 +88,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
         ("addresses", lambda: _addresses(ec2, definition)),
         ("buckets", lambda: _buckets(client("s3", region), definition)),
         ("log groups", lambda: _log_groups(client("logs", region), definition)),
+        ("schedules", lambda: _schedules(client("scheduler", region), definition)),
         ("network", lambda: _network(ec2, definition, vpcs, {node["InstanceId"] for node in nodes})),
         ("instance profiles", lambda: _profiles(client("iam", region), definition)),
         ("roles", lambda: _roles(client("iam", region), definition)),
@@ -248,6 +249,19 @@ def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
             ),
             owner=_other_owner(group, definition),
         )
+
+
+def _schedules(scheduler: Any, definition: StackDefinition) -> Iterator[Left]:
+    """Groups with what is in them: schedules themselves bear no tags."""
+    prefix = name_prefix(definition.name)
+    for group in aws.pages(scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=prefix):
+        tagged = scheduler.list_tags_for_resource(ResourceArn=group["Arn"])
+        if aws.tags_of(tagged).get(STACK_TAG) != definition.name:
+            continue
+        name, going = group["Name"], group["State"] == "DELETING"
+        end = removal.Call(service="scheduler", operation="delete_schedule_group", arguments={"Name": name})
+        owner = _other_owner(tagged, definition)
+        yield Left(kind="schedule group", id=name, steps=() if going else (end,), owner=owner)
 
 
 class _Part(NamedTuple):

@@ -86,9 +86,9 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     """Whether the nodes' rights lie within the permissions boundary."""
     if (arn := definition.account.permissions_boundary) is None:
         return
-    from gpufleet.infra.program.resources.identity import (
-        node_statements,  # here: the provider's SDK takes a second to import
-    )
+    # Here: the provider's SDK takes a second to import.
+    from gpufleet.infra.program.resources.identity import node_statements
+    from gpufleet.infra.program.resources.stop import schedule_arn, stop_statements
 
     try:
         version = iam.get_policy(PolicyArn=arn)["Policy"]["DefaultVersionId"]
@@ -102,10 +102,15 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     limits = (json.loads(document) if isinstance(document, str) else document)["Statement"]
     limits = limits if isinstance(limits, list) else [limits]
     made = f"gpufleet-{definition.name}-0000000"
+    schedule = schedule_arn(f"arn:aws:scheduler:{definition.fleet.region}:{_ANY_ACCOUNT}:schedule-group/{made}")
+    role = f"arn:aws:iam::{_ANY_ACCOUNT}:role/{made}"
     log_group = f"arn:aws:logs:{definition.fleet.region}:{_ANY_ACCOUNT}:log-group:{made}"
     answers = {
         (wish.action, iam_policy.allowed(limits, wish))
-        for each in node_statements(definition, f"arn:aws:s3:::{made}", log_group)
+        for each in [
+            *node_statements(definition, f"arn:aws:s3:::{made}", log_group, schedule, role),
+            *stop_statements(definition),
+        ]
         if each["Effect"] == "Allow"
         for wish in _wishes(each)
     }

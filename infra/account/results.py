@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -33,6 +34,7 @@ from gpufleet.infra.evidence import receipts
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
+from gpufleet.job.contract.cost import Lives
 from gpufleet.job.contract.done import EARLY, FINISHED, FLEET_GONE, NODE_ENDED, Done
 from gpufleet.job.contract.receipt import Receipt, parse
 from gpufleet.job.contract.run import load
@@ -250,27 +252,30 @@ def make_receipt(
     """
     try:
         run, store = load(target / RUN), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
-        found = attempts.read(store, run, done=done, say=say)
+        told = _history(definition, ec2)(now - fleet.KEPT_S)
+        found = attempts.read(store, run, done=done, lives=Lives(told.ended if told else {}), say=say)
         if not found:
             raise ValueError("no node has left a record")
         found = attempts.with_reclaims(found, attempts.reclaimed(before.attempts if before else ()))
-        found = attempts.judged(found, _changes(definition, ec2), now)
+        found = attempts.judged(found, lambda since: told, now)
         return receipt.build(run, found, done)
     except (OSError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _changes(definition: StackDefinition, ec2: Any) -> fleet.Changes:
+def _history(definition: StackDefinition, ec2: Any) -> fleet.Ask:
     """The history of the run's fleet, which AWS shows for two days after its deletion. Where a killed `up` has left a
     second fleet, the histories of both: which of them a node belonged to is not known any more.
     """
 
-    def ask(since: float) -> list[float] | None:
+    def ask(since: float) -> fleet.History | None:
         try:
             found = fleets_of(ec2, definition)
             ids = [each["FleetId"] for each in found if aws.owner_of(each) == aws.owner_of(found[0])]
-            return [at for each in ids for at in fleet.changes(ec2, each, since)] if ids else None
+            told = [fleet.history(ec2, each, since) for each in ids]
         except (BotoCoreError, ClientError):
             return None
+        changes = tuple(at for each in told for at in each.changes)
+        return fleet.History(changes=changes, ended=dict(ChainMap(*(each.ended for each in told)))) if told else None
 
     return ask

@@ -12,6 +12,8 @@ Three things that surprise:
 - The shipped spot figures come from an undated file made between 2026-01-21 and 2026-05-18; the earlier day is their
   date.
 - A fractional GPU is one device with a share: g6f.xlarge has gpu_count 1 and gpu_share 0.125, never 0 GPUs.
+- A region stands in the lists from its row in regions.csv on, and what no public source says of its prices is not
+  there: `missing` names what a bill would lack.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import date
+from datetime import UTC, date, datetime
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +37,11 @@ SHIPPED = Path(__file__).parent
 # Turing. CUDA 13, the image's, has dropped Volta; the AMI's open driver never had it (release notes of the Base OSS
 # Nvidia Driver AMI for AL2023 list G4dn, G5, G6, G6e, G7, G7e, P4d and newer; read 2026-11).
 LEAST_CAPABILITY = 7.5
+# Items of services.csv without which no bill can be made.
+BILLED = (
+    "ebs_gp3_storage", "ebs_gp3_iops", "ebs_gp3_throughput", "s3_storage", "s3_write_requests", "s3_read_requests",
+    "transfer_out", "public_ipv4", "logs_ingestion",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +120,27 @@ class Catalog:
     services: dict[tuple[str, str], Price] = field(repr=False)
     on_demand_prices: dict[tuple[str, str], Price] = field(repr=False)
     spot_prices: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(repr=False)
+    # On-demand prices that hold from a day on, by that day; `on` puts those in force into `on_demand_prices`.
+    dated_prices: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict, repr=False)
+
+    def on(self, day: date) -> Catalog:
+        """With the on-demand prices that hold on `day`."""
+        if not self.dated_prices:
+            return self
+        return replace(self, on_demand_prices=files.in_force(self.on_demand_prices, self.dated_prices, day))
 
     def regions(self) -> tuple[str, ...]:
-        """Those with prices."""
+        """Those with prices, be it of a few things."""
         priced = {region for _, region in self.services}
         return tuple(name for name in known_regions() if name in priced)
+
+    def missing(self, region: str) -> tuple[str, ...]:
+        """What a bill there would need and no source gives: items of services.csv, none where a bill can be made."""
+        return tuple(item for item in BILLED if (item, region) not in self.services)
+
+    def billed_regions(self) -> tuple[str, ...]:
+        """Those in which a bill can be made."""
+        return tuple(region for region in self.regions() if not self.missing(region))
 
     def zones(self, region: str) -> tuple[str, ...]:
         """Zone names, us-east-2a and so on; empty for a region the catalog does not cover."""
@@ -128,7 +151,9 @@ class Catalog:
         """Price of a service item (`ebs_gp3_storage`, `public_ipv4`, ...). Raises PriceMissing."""
         found = self.services.get((item, region))
         if found is None:
-            raise PriceMissing(f"no price for {item} in {region}; regions with prices: {', '.join(self.regions())}")
+            elsewhere = [known for known in self.regions() if (item, known) in self.services]
+            how = f" (`gpufleet prices refresh --region {region}` reads it from AWS)" if self.zones(region) else ""
+            raise PriceMissing(f"no price for {item} in {region}{how}; known in: {', '.join(elsewhere)}")
         return found
 
     def on_demand(self, type_: str, region: str) -> Price:
@@ -170,15 +195,16 @@ class Catalog:
         return f"{type_} has no {kind} price in {region}{where}"
 
 
-def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED) -> Catalog:
+def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED, day: date | None = None) -> Catalog:
     """The newest figures of the shipped catalog and of the newest folder in the project's `prices/`.
 
     `project` is the folder that holds `prices/`; None: the nearest at or above the working directory that holds
     `stacks/`, so that program, commands and a scratch project each find their own. The same files give the same
-    catalog, on any day. Raises GpufleetError when a price file is broken.
+    catalog, but for prices that hold from a day on: `day` is the bill's, today where none is given. Raises
+    GpufleetError when a price file is broken.
     """
     found = files.folders(project_prices(Path.cwd()) if project is None else project / "prices")
-    return read_catalog(shipped, found[-1] if found else None)
+    return read_catalog(shipped, found[-1] if found else None).on(day or datetime.now(UTC).date())
 
 
 def project_prices(start: Path) -> Path:
@@ -188,7 +214,7 @@ def project_prices(start: Path) -> Path:
 
 @cache
 def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
-    """The facts in `shipped`, with the prices of `refreshed` where these are not older."""
+    """The facts in `shipped`, with the prices of `refreshed` where these are not older; none of those dated ahead."""
     gpus = read_table(shipped / "gpus.csv", "gpu", _gpu)
     prices, name = files.read(shipped), "shipped"
     if refreshed is not None:
@@ -202,6 +228,7 @@ def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
         services=prices.services,
         on_demand_prices=prices.on_demand,
         spot_prices=prices.spot,
+        dated_prices=prices.dated,
     )
 
 
@@ -209,7 +236,7 @@ def _offered(instances: dict[str, Instance], prices: files.Prices) -> dict[str, 
     """With the regions that instances.csv does not speak of: added since, where a price tells what is offered."""
     told = {region for each in instances.values() for region in each.regions or ()}
     added: dict[str, list[str]] = {}
-    for type_, region in prices.on_demand:
+    for type_, region in {**prices.on_demand, **prices.dated}:
         if region not in told:
             added.setdefault(type_, []).append(region)
     return {

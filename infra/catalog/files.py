@@ -2,6 +2,9 @@
 
 Shipped beside this module, and written by `gpufleet prices refresh` as `prices/<date>/` of a project. A refreshed
 folder is complete: what was not read anew stands in it with its old date and source.
+
+A row of on_demand.csv may hold from a day on, in a last column `valid_from` that a file without such rows leaves out:
+a change of price that AWS has announced.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import csv
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from decimal import Decimal, InvalidOperation
@@ -23,6 +26,7 @@ from gpufleet.infra.errors import GpufleetError
 Status = Literal["verified", "inferred"]
 
 NAME = re.compile(r"(\d{4}-\d{2}-\d{2})(?:-([2-9]|[1-9]\d+))?")  # 2026-11-21; the second of that day: 2026-11-21-2
+_FROM = "valid_from"
 _HEADS = {
     "on_demand.csv": "type,regions,usd_per_hour,source,as_of,status",
     "spot.csv": "type,region,zone,usd_per_hour,low_usd,high_usd,source,as_of,status",
@@ -43,6 +47,7 @@ class Price:
     source: str
     as_of: date
     status: Status
+    valid_from: date | None = None  # None: for as long as anyone knows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +71,7 @@ class Prices:
     spot: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(default_factory=dict)
     services: dict[tuple[str, str], Price] = field(default_factory=dict)
     notes: dict[tuple[str, str], str] = field(default_factory=dict)  # of services: what the price holds for
+    dated: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict)  # on demand, each from a day on
 
     @property
     def newest(self) -> date:
@@ -75,11 +81,16 @@ class Prices:
     def copy(self) -> Prices:
         """A copy that may be changed."""
         return Prices(
-            on_demand=dict(self.on_demand), spot=dict(self.spot), services=dict(self.services), notes=dict(self.notes)
+            on_demand=dict(self.on_demand),
+            spot=dict(self.spot),
+            services=dict(self.services),
+            notes=dict(self.notes),
+            dated=dict(self.dated),
         )
 
     def all(self) -> Iterator[Price]:
         yield from self.on_demand.values()
+        yield from (price for prices in self.dated.values() for price in prices)
         yield from (zone.price for zones in self.spot.values() for zone in zones)
         yield from self.services.values()
 
@@ -90,26 +101,37 @@ def read(folder: Path) -> Prices:
     zones: dict[tuple[str, str], list[SpotPrice]] = {}
 
     def on_demand(row: dict[str, str]) -> None:
+        price = _price(row, row["usd_per_hour"], "node-hour")
         for region in row["regions"].split():
-            _first(prices.on_demand, (row["type"], _region(region)))
-            prices.on_demand[row["type"], region] = _price(row, row["usd_per_hour"], "node-hour")
+            key = (row["type"], _region(region))
+            if price.valid_from is None:
+                _first(prices.on_demand, key)
+                prices.on_demand[key] = price
+                continue
+            before = {_begin(each): each for each in prices.dated.get(key, ())}
+            if _begin(price) in before:
+                raise ValueError(f"{key[0]} in {key[1]} is there twice from {price.valid_from} on")
+            prices.dated[key] = tuple(sorted((*before.values(), price), key=_begin))
 
     def spot(row: dict[str, str]) -> None:
-        low, high = (_usd(row[key], above_0=True) if row[key] else None for key in ("low_usd", "high_usd"))
-        found = SpotPrice(zone=row["zone"], price=_price(row, row["usd_per_hour"], "node-hour"), low=low, high=high)
+        zone, price = row["zone"], _price(row, row["usd_per_hour"], "node-hour")
+        low = _usd(row["low_usd"], above_0=True) if row["low_usd"] else None
+        high = _usd(row["high_usd"], above_0=True) if row["high_usd"] else None
         of_type = zones.setdefault((row["type"], _region(row["region"])), [])
-        if not _ZONE.fullmatch(found.zone):
-            raise ValueError(f"zone {found.zone!r} is not az and a number")
-        if found.zone in {other.zone for other in of_type}:
-            raise ValueError(f"{row['type']} in {row['region']} {found.zone} is there twice")
-        if not (low or found.price.amount) <= found.price.amount <= (high or found.price.amount):
-            raise ValueError(f"{found.price.amount} USD is not within {low} to {high}")
-        of_type.append(found)
+        if not _ZONE.fullmatch(zone):
+            raise ValueError(f"zone {zone!r} is not az and a number")
+        for other in of_type:
+            if other.zone == zone:
+                raise ValueError(f"{row['type']} in {row['region']} {zone} is there twice")
+        if (low and low > price.amount) or (high and high < price.amount):
+            raise ValueError(f"{price.amount} USD is not within {low} to {high}")
+        of_type.append(SpotPrice(zone=zone, price=price, low=low, high=high))
 
     def service(row: dict[str, str]) -> None:
+        price = _price(row, row["usd"], row["unit"])
         for region in row["regions"].split():
             _first(prices.services, (row["item"], _region(region)))
-            prices.services[row["item"], region] = _price(row, row["usd"], row["unit"])
+            prices.services[row["item"], region] = price
             prices.notes[row["item"], region] = row["note"]
 
     _each(folder / "on_demand.csv", on_demand)
@@ -117,6 +139,14 @@ def read(folder: Path) -> Prices:
     _each(folder / "services.csv", service)
     prices.spot.update({key: cheapest_first(found) for key, found in zones.items()})
     return prices
+
+
+def in_force(
+    undated: Mapping[tuple[str, str], Price], dated: Mapping[tuple[str, str], tuple[Price, ...]], day: date
+) -> dict[tuple[str, str], Price]:
+    """The price of each that holds on `day`: of those from a day on, the last that has begun."""
+    begun = {key: [price for price in prices if _begin(price) <= day] for key, prices in dated.items()}
+    return {**undated, **{key: prices[-1] for key, prices in begun.items() if prices}}
 
 
 def cheapest_first(zones: Iterable[SpotPrice]) -> tuple[SpotPrice, ...]:
@@ -131,10 +161,16 @@ def newer(base: Prices, over: Prices) -> Prices:
     def spot_date(zones: tuple[SpotPrice, ...]) -> date:
         return max(zone.price.as_of for zone in zones)
 
+    def read_on(prices: Prices, key: tuple[str, str]) -> date:
+        of_key = (*prices.dated.get(key, ()), *((prices.on_demand[key],) if key in prices.on_demand else ()))
+        return max((price.as_of for price in of_key), default=date.min)
+
     merged = base.copy()
-    for key, price in over.on_demand.items():
-        if key not in base.on_demand or price.as_of >= base.on_demand[key].as_of:
-            merged.on_demand[key] = price
+    for key in {**over.on_demand, **over.dated}:
+        if read_on(over, key) >= read_on(base, key):  # a price and its announced changes are one figure
+            merged.dated.pop(key, None)
+            merged.on_demand.update({key: over.on_demand[key]} if key in over.on_demand else {})
+            merged.dated.update({key: over.dated[key]} if key in over.dated else {})
     for key, zones in over.spot.items():
         if key not in base.spot or spot_date(zones) >= spot_date(base.spot[key]):
             merged.spot[key] = zones
@@ -160,7 +196,7 @@ def write(prices: Prices, parent: Path, day: date) -> Path:
     building = parent / f".{day.isoformat()}.{os.getpid()}"
     building.mkdir()
     try:
-        _write(building / "on_demand.csv", ([*key, *_cells(price)] for key, price in sorted(prices.on_demand.items())))
+        _write(building / "on_demand.csv", _on_demand_rows(prices), (_FROM,) if prices.dated else ())
         _write(building / "spot.csv", _spot_rows(prices))
         _write(
             building / "services.csv",
@@ -181,6 +217,12 @@ def write(prices: Prices, parent: Path, day: date) -> Path:
         shutil.rmtree(building, ignore_errors=True)
 
 
+def _on_demand_rows(prices: Prices) -> Iterator[list[object]]:
+    for key in sorted({**prices.on_demand, **prices.dated}):
+        for price in (*((prices.on_demand[key],) if key in prices.on_demand else ()), *prices.dated.get(key, ())):
+            yield [*key, *_cells(price), *((price.valid_from,) if prices.dated else ())]
+
+
 def _spot_rows(prices: Prices) -> Iterator[list[object]]:
     for key, zones in sorted(prices.spot.items()):
         for zone in sorted(zones, key=lambda spot: spot.zone):
@@ -192,9 +234,9 @@ def _cells(price: Price) -> list[object]:
     return [price.amount, price.source, price.as_of, price.status]
 
 
-def _write(path: Path, rows: Iterable[list[object]]) -> None:
+def _write(path: Path, rows: Iterable[list[object]], more: Sequence[str] = ()) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(_HEADS[path.name] + "\n")
+        file.write(",".join((_HEADS[path.name], *more)) + "\n")
         for row in rows:
             csv.writer(file, lineterminator="\n").writerow(
                 "" if cell is None else f"{cell:f}" if isinstance(cell, Decimal) else cell for cell in row
@@ -208,39 +250,67 @@ def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
         lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)  # spreadsheets write a mark
     except (OSError, UnicodeDecodeError) as error:
         raise GpufleetError(f"{path} cannot be read ({error}); a price folder has {', '.join(_HEADS)}") from None
-    reader = csv.DictReader(lines, restval="")
-    if ",".join(reader.fieldnames or ()) != _HEADS[path.name]:
-        raise GpufleetError(f"{path}, line 1: the columns of a price file are {_HEADS[path.name]}")
-    for row in reader:
+    reader, head = csv.reader(lines), _HEADS[path.name]
+    columns = next(reader, [])
+    if ",".join(columns) not in (head, f"{head},{_FROM}" if path.name == "on_demand.csv" else head):
+        raise GpufleetError(f"{path}, line 1: the columns of a price file are {head}")
+    for cells in reader:  # not DictReader: it takes longer than all that is made of its rows
+        if not cells:
+            continue
         try:
-            if None in row:
+            if len(cells) > len(columns):
                 raise ValueError("more cells than columns")
-            take(row)
+            cells += [""] * (len(columns) - len(cells))
+            take(dict(zip(columns, cells, strict=True)))
         except ValueError as error:
             raise GpufleetError(f"{path}, line {reader.line_num}: not a price ({error})") from None
 
 
 def _price(row: dict[str, str], amount: str, unit: str) -> Price:
     usd = _usd(amount, above_0=unit == "node-hour")  # a service may be free, a node never is
-    if row["status"] not in ("verified", "inferred"):
-        raise ValueError(f"status {row['status']!r} is neither verified nor inferred")
-    status: Status = "verified" if row["status"] == "verified" else "inferred"
+    begins = row.get(_FROM)
+    return Price(
+        amount=usd,
+        unit=unit,
+        source=row["source"],
+        as_of=_date("as_of", row["as_of"]),
+        status=_status(row["status"]),
+        valid_from=_date(_FROM, begins) if begins else None,
+    )
+
+
+def _status(text: str) -> Status:
+    if text == "verified":
+        return "verified"
+    if text == "inferred":
+        return "inferred"
+    raise ValueError(f"status {text!r} is neither verified nor inferred")
+
+
+def _date(column: str, text: str) -> date:
     try:
-        as_of = date.fromisoformat(row["as_of"])
+        return date.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"as_of {row['as_of']!r} is no date; allowed: year-month-day, such as 2026-11-21") from None
-    return Price(amount=usd, unit=unit, source=row["source"], as_of=as_of, status=status)
+        allowed = "allowed: year-month-day, such as 2026-11-21"
+        raise ValueError(f"{column} {text!r} is no date; {allowed}") from None
+
+
+def _begin(price: Price) -> date:
+    return price.valid_from or date.min
 
 
 def _usd(text: str, *, above_0: bool) -> Decimal:
-    allowed = f"allowed: {'above 0' if above_0 else '0 or more'}, up to {_MOST_USD:,}"
     try:
         usd = Decimal(text)
     except InvalidOperation:
-        raise ValueError(f"{text!r} is no number of USD; {allowed}") from None
+        raise ValueError(f"{text!r} is no number of USD; {_allowed(above_0)}") from None
     if not usd.is_finite() or usd < 0 or (above_0 and not usd) or usd > _MOST_USD:
-        raise ValueError(f"{text} USD; {allowed}")
+        raise ValueError(f"{text} USD; {_allowed(above_0)}")
     return usd
+
+
+def _allowed(above_0: bool) -> str:
+    return f"allowed: {'above 0' if above_0 else '0 or more'}, up to {_MOST_USD:,}"
 
 
 def _region(name: str) -> str:

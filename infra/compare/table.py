@@ -110,6 +110,7 @@ CRITERIA: tuple[tuple[str, Callable[[Row, Row], str]], ...] = (
 
 
 WIDTH = 120
+REGIONS = 4  # whose prices stand beside each other
 BEST = 3  # options of each work, when there are many
 _REASONS = 12  # groups of losers that are named
 
@@ -151,7 +152,7 @@ def _rates(rows: Sequence[Row]) -> Iterator[str]:
     """The compute of each scenario at every region's prices."""
     if not rows:
         return
-    regions = [rate.region for rate in rows[0].rates]
+    regions = _shown_regions(rows)
     names = [known_regions()[region].short for region in regions]
     heads = ("scenario", "compute h", *(f"OD {n}" for n in names), *(f"spot {n}" for n in names), "GPU-h", "used")
     cells = []
@@ -171,9 +172,22 @@ def _rates(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield from _wrap(
         "compute h: optimizer steps alone, or the hours a node is held; OD and spot: those hours at the region's"
-        " on-demand and median-zone spot price. GPU-h: every GPU of the node, as billed (p50); used: those the job"
-        " works on, without set-up and idling."
+        f" on-demand and median-zone spot price ({', '.join(map(' '.join, zip(names, regions, strict=True)))}: the"
+        " file's, then those with the lowest; --json has every one). GPU-h: every GPU of the node, as billed (p50);"
+        " used: those the job works on, without set-up and idling."
     )
+
+
+def _shown_regions(rows: Sequence[Row]) -> list[str]:
+    """The file's own region, and of the others those with the least compute dollars; what has no price comes last."""
+    own, *others = (rate.region for rate in rows[0].rates)
+    of_region = {region: [r for row in rows for r in row.rates if r.region == region] for region in others}
+
+    def dollars(region: str) -> tuple[int, Decimal]:
+        least = [min((usd for usd in (rate.on_demand, rate.spot) if usd), default=None) for rate in of_region[region]]
+        return sum(usd is None for usd in least), sum((usd for usd in least if usd), Decimal(0))
+
+    return [own, *sorted(others, key=dollars)[: REGIONS - 1]]
 
 
 def _counted(rows: Sequence[Row]) -> str:

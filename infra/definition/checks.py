@@ -81,12 +81,14 @@ def _standing(config: JobConfig, path: str) -> str:
 
 
 def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
-    regions = sorted(catalog.regions())
-    if fleet.region not in regions:
-        findings.add(
-            "fleet.region", "a region with prices in the catalog: " + ", ".join(regions), nearest(fleet.region, regions)
-        )
-    zones = sorted(catalog.zones(fleet.region)) if fleet.region in regions else []
+    regions, priced = sorted(catalog.regions()), sorted(catalog.billed_regions())
+    if fleet.region not in priced:
+        hint = nearest(fleet.region, priced)
+        if catalog.zones(fleet.region):
+            lacks = ", ".join(catalog.missing(fleet.region))
+            hint = f"No price there of {lacks}: `gpufleet prices refresh --region {fleet.region}` reads them from AWS."
+        findings.add("fleet.region", "a region with prices in the catalog: " + ", ".join(priced), hint)
+    zones = sorted(catalog.zones(fleet.region))
     for index, zone in enumerate(fleet.zones):
         path = f"fleet.zones[{index}]"
         if zone in fleet.zones[:index]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 from gpufleet.infra.catalog import Catalog, Instance, Price, SpotPrice
 from gpufleet.infra.text import table, wrap
 
 SCHEMA = 1
+PLACES = Decimal("0.0001")  # that a spot price has: 27.433 is the on-demand price of 27.43298
 SPREAD = 3  # dearest over cheapest zone from which it is said
 ABREAST = 2  # zones of a type on one line: some regions have six
+BESIDE = 4  # regions whose service prices stand beside each other; of more, only how many are known
 
 
 def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, Any]:
@@ -42,13 +45,21 @@ def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
         "",
     ]
     lines += _types(catalog, regions[0], today) if len(regions) == 1 else _counts(found["regions"])
-    lines += ["", *_items(catalog, regions), ""]
+    if len(regions) <= BESIDE:
+        lines += ["", *_items(catalog, regions)]
+    lines.append("")
     for region in found["regions"]:
+        name, known = region["region"], _launchable(catalog, region["region"], today)
+        if lacks := catalog.missing(name):
+            brings = f"`gpufleet prices refresh --region {name}`"
+            lines += wrap(f"{name}: no bill yet, without a price of {', '.join(lacks)}; {brings} reads them")
         for kind in ("on_demand", "spot"):
             if missing := region[kind]["missing"]:
-                lines += wrap(f"{region['region']}: no {kind.replace('_', '-')} price of {', '.join(missing)}")
-        for doubt in region["doubts"]:
-            lines += wrap(f"{region['region']}: {doubt}")
+                lines += wrap(f"{name}: no {kind.replace('_', '-')} price of {', '.join(_families(missing, known))}")
+        for said in (*region["changes"], *region["doubts"]):
+            lines += wrap(f"{name}: {said}")
+    if len(regions) > BESIDE:
+        lines += ["", *wrap("`gpufleet prices --region REGION` shows each type, and the price of each service.")]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -59,9 +70,9 @@ def doubts(instance: Instance, on_demand: Price | None, spot: Sequence[SpotPrice
     low, high = spot[0], spot[-1]
     if on_demand is None:
         yield f"{instance.type} has a spot price and no on-demand price to compare it with"
-    elif high.price.amount >= on_demand.amount:
-        zones = ", ".join(zone.zone for zone in spot if zone.price.amount >= on_demand.amount)
-        word = "more than" if high.price.amount > on_demand.amount else "as much as"
+    elif high.price.amount >= (listed := on_demand.amount.quantize(PLACES, ROUND_HALF_UP)):
+        zones = ", ".join(zone.zone for zone in spot if zone.price.amount >= listed)
+        word = "more than" if high.price.amount > listed else "as much as"
         yield f"{instance.type}: spot costs {word} on demand ({on_demand.amount:f}) in {zones}"
     if high.price.amount >= SPREAD * low.price.amount:
         yield (
@@ -75,6 +86,7 @@ def _region(catalog: Catalog, region: str, today: date) -> dict[str, Any]:
     on_demand = {type_: price for type_ in known if (price := catalog.on_demand_prices.get((type_, region)))}
     spot = {type_: zones for type_ in known if (zones := catalog.spot_prices.get((type_, region)))}
     every_zone = [zone.price for zones in spot.values() for zone in zones]
+    items = list(dict.fromkeys(item for item, _ in catalog.services))
     return {
         "region": region,
         "types": len(known),
@@ -89,6 +101,16 @@ def _region(catalog: Catalog, region: str, today: date) -> dict[str, Any]:
             "zones": len({zone.zone for zones in spot.values() for zone in zones}),
             **_dates(every_zone),
         },
+        "services": {
+            "priced": sum((item, region) in catalog.services for item in items),
+            "missing": [item for item in items if (item, region) not in catalog.services],
+        },
+        "changes": [
+            f"{type_} costs {price.amount:f} on demand from {price.valid_from} on"
+            for type_ in known
+            for price in catalog.dated_prices.get((type_, region), ())
+            if price.valid_from and price.valid_from > today
+        ],
         "doubts": [
             doubt
             for type_, instance in known.items()
@@ -105,6 +127,16 @@ def _launchable(catalog: Catalog, region: str, today: date) -> dict[str, Instanc
         if (instance.left_ec2 is None or instance.left_ec2 >= today)
         and (instance.regions is None or region in instance.regions or (type_, region) in catalog.on_demand_prices)
     }
+
+
+def _families(types: Sequence[str], known: Iterable[str]) -> Iterator[str]:
+    """The types, those of a family that lacks every one as `g7.*`."""
+    whole: dict[str, list[str]] = {}
+    for type_ in known:
+        whole.setdefault(type_.partition(".")[0], []).append(type_)
+    families = {family for family, of_it in whole.items() if len(of_it) > 1 and set(of_it) <= set(types)}
+    shown = (f"{family}.*" if (family := type_.partition(".")[0]) in families else type_ for type_ in types)
+    yield from dict.fromkeys(shown)
 
 
 def _dates(prices: Iterable[Price]) -> dict[str, Any]:
@@ -135,9 +167,11 @@ def _counts(regions: list[dict[str, Any]]) -> list[str]:
                 str(spot["priced"]),
                 str(spot["zones"]),
                 _span(spot),
+                str(found["services"]["priced"]),
             )
         )
-    return list(table(("region", "types", "on demand", "inferred", "of", "spot", "zones", "of"), rows))
+    heads = ("region", "types", "on demand", "inferred", "of", "spot", "zones", "of", "items")
+    return list(table(heads, rows))
 
 
 def _span(dated: dict[str, Any]) -> str:

@@ -8,6 +8,8 @@ in the SDK's own example, 2026-11):
   EBS:VolumeUsage.gp3 there.
 - gp3 throughput comes per GiB/s; a bill counts MiB/s.
 - Capacity Blocks stand among the instances at 0 USD: marketoption and a price above 0 keep them out.
+- A term holds from its effectiveDate on. Of several the newest that has begun counts; an announced one is told beside
+  it.
 
 Where an answer leaves a choice, there is no price: a guess would look like a fact.
 """
@@ -15,8 +17,9 @@ Where an answer leaves a choice, there is no price: a guess would look like a fa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -45,10 +48,13 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quote:
-    """A price in the catalog's unit, and the day on which AWS published it."""
+    """A price in the catalog's unit, and the day on which AWS published it. `later`: what it becomes, each from a day
+    on.
+    """
 
     amount: Decimal
     published: str
+    later: tuple[tuple[date, Decimal], ...] = ()
 
     @property
     def source(self) -> str:
@@ -74,8 +80,8 @@ ITEMS = {
 }
 
 
-def on_demand(pricing: Any, type_: str, region: str) -> Quote:
-    """USD per node-hour of a Linux node. Raises NoFigure, and what botocore raises."""
+def on_demand(pricing: Any, type_: str, region: str, day: date) -> Quote:
+    """USD per node-hour of a Linux node on `day`. Raises NoFigure, and what botocore raises."""
     filters = {
         "instanceType": type_,
         "regionCode": region,
@@ -86,11 +92,11 @@ def on_demand(pricing: Any, type_: str, region: str) -> Quote:
         "operation": "RunInstances",
         "marketoption": "OnDemand",
     }
-    return _quote(list(_products(pricing, "AmazonEC2", filters)), {"hrs": _ONE}, region)
+    return _quote(list(_products(pricing, "AmazonEC2", filters)), {"hrs": _ONE}, region, day)
 
 
-def service(pricing: Any, name: str, region: str) -> Quote:
-    """USD per unit of a service item. The first tier counts. Raises NoFigure, and what botocore raises."""
+def service(pricing: Any, name: str, region: str, day: date) -> Quote:
+    """USD per unit of a service item on `day`. The first tier counts. Raises NoFigure, and what botocore raises."""
     item, products = ITEMS[name], []
     for prefix in known_regions()[region].usage_prefixes:
         usage_type = prefix + item.usage_type
@@ -98,7 +104,7 @@ def service(pricing: Any, name: str, region: str) -> Quote:
         products += [product for product in found if _attributes(product).get("usagetype") == usage_type]
         if products:
             break
-    return _quote(products, item.units, region)
+    return _quote(products, item.units, region, day)
 
 
 def _products(pricing: Any, service_code: str, filters: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -118,34 +124,67 @@ def _products(pricing: Any, service_code: str, filters: dict[str, str]) -> Itera
             yield product
 
 
-def _quote(products: list[dict[str, Any]], units: dict[str, Decimal], region: str) -> Quote:
-    """The one price that all products of the region agree on."""
+def _quote(products: list[dict[str, Any]], units: dict[str, Decimal], region: str, day: date) -> Quote:
+    """The one price that all products of the region agree on, on that day, and the ones that are to follow."""
     here = [product for product in products if _region(product) in (region, None)]
     if not here:
         raise NoFigure("the Price List has no such product", empty=True)
     try:
-        tiers = [tier for product in here if (tier := _first_tier(product)) is not None]
-    except (KeyError, TypeError, AttributeError, InvalidOperation) as error:
+        begins = sorted({begin for product in here for begin in _terms(product) if begin > day})
+        amount = _amount(here, units, day)
+        later = tuple(_changes(here, units, amount, begins))
+    except (KeyError, TypeError, AttributeError, ValueError, InvalidOperation) as error:
         raise NoFigure(f"the answer has an unknown form ({type(error).__name__}: {error})") from None
+    published = max(str(product.get("publicationDate", ""))[:10] for product in here)
+    return Quote(amount=amount, published=published, later=later)
+
+
+def _changes(
+    products: list[dict[str, Any]], units: dict[str, Decimal], amount: Decimal, days: Iterable[date]
+) -> Iterator[tuple[date, Decimal]]:
+    """What `amount` becomes, each from a day on. A change that leaves a choice is not known yet."""
+    for day in days:
+        try:
+            new = _amount(products, units, day)
+        except NoFigure:
+            continue
+        if new != amount:
+            yield day, new
+        amount = new
+
+
+def _amount(products: list[dict[str, Any]], units: dict[str, Decimal], day: date) -> Decimal:
+    """What all of them agree on, on that day. Raises NoFigure."""
+    tiers = [tier for product in products if (tier := _first_tier(product, day)) is not None]
     if not tiers:
         raise NoFigure("the Price List has the product without a price above 0", empty=True)
     known = {(units[unit] * usd).normalize() for unit, usd in tiers if unit in units}
     if len(known) != 1 or any(unit not in units for unit, _ in tiers):
         shown = ", ".join(sorted(f"{usd:f} per {unit}" for unit, usd in tiers))
         raise NoFigure(f"the Price List gives no single price: {shown}")
-    published = max(str(product.get("publicationDate", ""))[:10] for product in here)
-    return Quote(amount=known.pop(), published=published)
+    return known.pop()
 
 
-def _first_tier(product: dict[str, Any]) -> tuple[str, Decimal] | None:
-    """(unit, USD) of the lowest tier that costs something; None when nothing does."""
+def _terms(product: dict[str, Any]) -> dict[date, list[dict[str, Any]]]:
+    """Its on-demand terms by the day from which they hold: the first of the calendar where none is given."""
+    found: dict[date, list[dict[str, Any]]] = {}
+    for term in product["terms"].get("OnDemand", {}).values():
+        begin = str(term.get("effectiveDate") or "")[:10]
+        found.setdefault(date.fromisoformat(begin) if begin else date.min, []).append(term)
+    return found
+
+
+def _first_tier(product: dict[str, Any], day: date) -> tuple[str, Decimal] | None:
+    """(unit, USD) of the lowest tier that costs something on that day; None when nothing does."""
+    terms = _terms(product)
+    in_force = max((begin for begin in terms if begin <= day), default=None)
     found = [
         (
             Decimal(dimension.get("beginRange") or 0),
             dimension["unit"].lower(),
             Decimal(dimension["pricePerUnit"]["USD"]),
         )
-        for term in product["terms"].get("OnDemand", {}).values()
+        for term in (() if in_force is None else terms[in_force])
         for dimension in term["priceDimensions"].values()
         if "USD" in dimension["pricePerUnit"]
     ]

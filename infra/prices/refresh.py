@@ -80,27 +80,33 @@ def refresh(
     prices = old.copy()
     done = Refreshed(prices)
     types, day = sorted(types), now.date()
+    in_force = files.in_force(old.on_demand, old.dated, day)
     given_up, failures = "", 0
     for region in regions:
         for name, ask, table, unit in [
             *((type_, price_list.on_demand, prices.on_demand, "node-hour") for type_ in types),
             *((name, price_list.service, prices.services, item.unit) for name, item in price_list.ITEMS.items()),
         ]:
-            before = table.get((name, region))
+            key = (name, region)
+            before = in_force.get(key) if table is prices.on_demand else table.get(key)
             what = f"on-demand price of {name} in {region}" if table is prices.on_demand else f"{name} in {region}"
             try:
                 if given_up:
                     raise _GivenUp(given_up)
-                quote = ask(pricing, name, region)
+                quote = ask(pricing, name, region, day)
             except (NoFigure, _GivenUp, exceptions.ClientError, exceptions.BotoCoreError) as error:
                 failures = 0 if isinstance(error, NoFigure) else failures + 1
                 given_up = _reason(error) if _hopeless(error) or failures >= PATIENCE else given_up
                 _keep(done, what, error, before)
                 continue
             failures = 0
-            table[name, region] = Price(
-                amount=quote.amount, unit=unit, source=quote.source, as_of=day, status="verified"
+            table[key], *later = (
+                Price(amount=usd, unit=unit, source=quote.source, as_of=day, status="verified", valid_from=begin)
+                for begin, usd in ((None, quote.amount), *quote.later)
             )
+            if table is prices.on_demand:
+                prices.dated.pop(key, None)
+                prices.dated.update({key: tuple(later)} if later else {})
             _note(done, what, before, quote.amount)
         _spot(done, old, types, region, ec2_in, now)
     return done

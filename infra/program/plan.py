@@ -55,14 +55,15 @@ class Plan:
     run_config: str  # the text of run.json
     warnings: tuple[str, ...]
 
-    def user_data(self, bucket: str, log_group: str) -> str:
-        """The node's script, base64. Pure: the program calls it once AWS has named bucket and log group."""
+    def user_data(self, bucket: str, log_group: str, schedule: str) -> str:
+        """The node's script, base64. Pure: the program calls it once AWS has named these three."""
         script = user_data.render(
             **user_data.known(self.definition),
             archive_sha256=self.archive.sha256,
             run_config_sha256=hashlib.sha256(self.run_config.encode()).hexdigest(),
             bucket=bucket,
             log_group=log_group,
+            schedule=schedule,
         )
         return base64.b64encode(script.encode()).decode()
 
@@ -151,7 +152,7 @@ def make(
         previous=previous,
         now=now,
     )
-    catalog = load_catalog(root)
+    catalog = load_catalog(root, day=now.date())
     if verdict.continues:  # it is where it is
         bill, options = bill_of(definition, root, catalog), None
     else:

@@ -24,8 +24,8 @@ from gpufleet.infra.errors import DefinitionError, Problem
 from gpufleet.job.contract.bucket import input_key
 from gpufleet.job.text import stamp
 
-# Timer per boot: longer than the run's own limit, so that the job's meter, which ends cleanly, always comes first.
-TIMER_MARGIN = timedelta(minutes=30)
+# Timer of a boot that does not know yet what the run has spent (job/node/allowance.py): as long after the limit.
+TIMER_MARGIN = timedelta(minutes=4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

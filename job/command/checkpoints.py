@@ -301,9 +301,10 @@ class CommandCheckpoints:
         self.newest, self.begun_at, self.committed_at = step, watched.begun, self._clock()
         self._done[found.step] = found
         blocked_s = max(0.0, found.written - watched.begun)  # while it was written, as far as that was seen
-        save = Save(step=step, reason=reason, bytes=told.bytes, blocked_s=round(blocked_s, 3))
-        self._saved(save, found.written)
         took = time.monotonic() - started
+        took_s = round(blocked_s + took, 3)
+        save = Save(step=step, reason=reason, bytes=told.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
+        self._saved(save, found.written)
         size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
         self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -330,7 +331,7 @@ class StepReader:
         if around is not None and pace is not None:
             (since, known), (at, step) = around
             blocked_s = self._blocked_s = max(0.0, at - since - (step - known) * pace)
-        return {"step": save.step, "reason": save.reason, "bytes": save.bytes, "blocked_s": round(blocked_s, 3)}
+        return asdict(replace(save, blocked_s=round(blocked_s, 3)))
 
     def _pace(self) -> float | None:
         """Seconds of a step, in the middle; None: not known."""

@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 from gpufleet.job.contract import environment, reading
-from gpufleet.job.contract.reading import DoubtError, Fields, epoch
+from gpufleet.job.contract.reading import DoubtError, Fields, epoch, iso
 
 Aside = Callable[[str], None]  # is told what is set aside
 
@@ -137,6 +137,7 @@ class AttemptRecord:
     launched_at: str = ""  # UTC, ISO
     booted_at: str = ""
     manifest_at_boot: str | None = None  # key of the newest checkpoint's then
+    ended: Mapping[str, float] = field(default_factory=dict)  # other nodes', as AWS says: it forgets. Epoch seconds
     # The supervisor's.
     attempt: int | None = None  # of the run, from 1
     supervised_at: str = ""
@@ -161,6 +162,7 @@ class AttemptRecord:
     def to_json(self) -> dict[str, Any]:
         tree = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "machine"}
         tree["started_s"] = None if self.started_s is None else float(self.started_s)
+        tree["ended"] = {name: iso(at) for name, at in self.ended.items()}
         tree["exit"] = self.exit and self.exit.to_json()
         said = {
             key: value
@@ -182,6 +184,7 @@ class AttemptRecord:
             launched_at=fields.take("launched_at", _time, ""),
             booted_at=fields.take("booted_at", reading.text, ""),
             manifest_at_boot=fields.take("manifest_at_boot", reading.text, None) or None,
+            ended=fields.take("ended", reading.mapping(reading.moment), {}),
             resumed_step=fields.take("resumed_step", reading.step, None),
             started_s=fields.take("started_s", reading.unsigned, None),
             rung=fields.take("rung", reading.whole_number, None),

@@ -10,7 +10,7 @@ import re
 from gpufleet.job.contract import workdir
 
 # Below the run's prefix.
-DONE = "done.json"  # written last of all: the run is over
+DONE = workdir.DONE  # written last of all: the run is over
 ASKED = workdir.STOP  # `gpufleet stop` asks the run to end
 MANIFEST, REJECTED = "manifest.json", "rejected.txt"  # of a published checkpoint, and of one that does not verify
 ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"

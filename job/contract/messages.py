@@ -83,12 +83,13 @@ class SaveRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Spent(Message):
-    """What the run has cost by `at`, for the log; and for a command which attempt this is, and the newest step that is
-    in the bucket, -1 before the first.
+    """What the run has cost by `at`, for the log and the node's timer; and for a command which attempt this is, and the
+    newest step that is in the bucket, -1 before the first.
     """
 
     FILE = workdir.SPENT
     spent_usd: str
+    spent_s: str = "0"
     at: float
     attempt: int = 1
     published: int = -1
@@ -97,6 +98,7 @@ class Spent(Message):
     def _from_fields(cls, fields: Fields) -> Self:
         return cls(
             spent_usd=str(fields.need("spent_usd", reading.unsigned)),
+            spent_s=str(fields.take("spent_s", reading.unsigned, 0)),
             at=fields.need("at", reading.number),
             attempt=fields.take("attempt", reading.whole_number, 1),
             published=int(fields.take("published", reading.number, -1)),

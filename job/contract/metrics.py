@@ -27,6 +27,7 @@ class Save:
     reason: Reason
     bytes: int
     blocked_s: float  # how long it kept training waiting
+    took_s: float | None = None  # until it was on the disk
 
     @classmethod
     def from_json(cls, fields: Fields) -> Save:
@@ -36,6 +37,7 @@ class Save:
             reason=fields.need("reason", reading.choice(*get_args(Reason))),
             bytes=fields.need("bytes", reading.whole_number),
             blocked_s=fields.need("blocked_s", reading.seconds),
+            took_s=fields.take("took_s", reading.seconds, None),
         )
 
 

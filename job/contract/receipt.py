@@ -13,10 +13,10 @@ from typing import Any
 
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.attempt import Exit
+from gpufleet.job.contract.cost import CENT_100
 from gpufleet.job.contract.reading import Fields
 
 SCHEMA = 1
-CENT_100 = Decimal("0.0001")
 CAUSES = ("price", "runtime", "interruptions", "other")  # job/supervisor/receipt.py says what each is
 
 

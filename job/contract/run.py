@@ -6,6 +6,7 @@ the node gives the container its own address.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,44 +17,15 @@ from typing import Any
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import inputs as listing
-from gpufleet.job.contract import reading
+from gpufleet.job.contract import reading, terms
 from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.terms import Terms
 from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.spec import JobConfig, from_json
 
 SCHEMA = 1
 LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter counts a line of the bill
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunLimits:
-    """`deadline`, and `expires`, when AWS ends the fleet, in epoch seconds."""
-
-    max_usd: Decimal
-    max_hours: Decimal
-    deadline: float | None
-    expires: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    """USD per node-hour of one type in one zone. `spot` is the bill's price, which may be old."""
-
-    capacity: str
-    on_demand: Decimal
-    spot: Decimal | None
-    hourly: Mapping[str, Decimal]  # beside compute, by line of the bill
-
-    @property
-    def ceiling(self) -> Decimal:
-        """Compute at the most: a fleet that sets no maximum pays no spot price above the on-demand price."""
-        return max(self.on_demand, self.spot or self.on_demand) if self.capacity == "spot" else self.on_demand
-
-    @property
-    def extras(self) -> Decimal:
-        """What a node-hour costs besides compute."""
-        return sum(self.hourly.values(), Decimal(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,15 +38,6 @@ class InputData:
     uri: str | None
     sha256: str | None
     files: tuple[InputFile, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TypePrices:
-    """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0: unknown."""
-
-    on_demand: Decimal
-    spot: Mapping[str, Decimal]
-    gpus: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +123,7 @@ class BillEstimate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunFile:
+class RunFile(Terms):
     """run.json as the supervisor reads it."""
 
     run: str
@@ -170,11 +133,6 @@ class RunFile:
     config: JobConfig  # of these parameters
     image: str | None  # of a command
     config_sha256: str
-    limits: RunLimits
-    capacity: str
-    prices: Mapping[str, TypePrices]  # by type, at least one
-    hourly: Mapping[str, Decimal]  # USD per node-hour beside compute, by line of the bill
-    fixed_usd: Decimal
     dataset: InputData | None  # None for a command
     weights: InputData | None  # base weights; None for a job that starts from nothing
     code: InputData | None  # of a command: one archive; None: its image has all
@@ -186,17 +144,6 @@ class RunFile:
         """The GPUs of a node of this type, as the bill knows it; 0: unknown."""
         listed = self.prices.get(instance_type)
         return listed.gpus if listed else 0
-
-    def rates(self, instance_type: str, zone: str) -> Rates:
-        """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed."""
-        listed = self.prices.get(instance_type)
-        spot = None
-        if listed is None:
-            on_demand = max(each.on_demand for each in self.prices.values())
-        else:
-            on_demand = listed.on_demand
-            spot = listed.spot.get(zone, max(listed.spot.values(), default=None))
-        return Rates(capacity=self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,12 +257,12 @@ def with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(fields: Fields) -> RunFile:
-    limits, extras, given = (fields.section(key) for key in ("limits", "extras", "inputs"))
-    job, run = fields.section("job"), fields.section("run")
+    given, job, run = (fields.section(key) for key in ("inputs", "job", "run"))
     experiment, parameters = job.need("experiment", reading.text), job.section("parameters").tree
-    hourly = extras.need("hourly_usd", reading.mapping(reading.unsigned))
+    money = terms.read(fields)
     archive, config = given.tree.get("archive"), from_json(experiment, parameters)
     return RunFile(
+        **{each.name: getattr(money, each.name) for each in dataclasses.fields(Terms)},
         run=run.need("id", reading.name),
         stack=run.need("stack", reading.text),
         experiment=experiment,
@@ -323,16 +270,6 @@ def _typed(fields: Fields) -> RunFile:
         config=config,
         image=job.take("image", reading.text, None),
         config_sha256=config_digest(experiment, parameters),
-        limits=RunLimits(
-            max_usd=limits.need("max_usd", reading.unsigned),
-            max_hours=limits.need("max_hours", reading.unsigned),
-            deadline=limits.take("deadline", reading.moment, None),
-            expires=limits.take("expires", reading.moment, None),
-        ),
-        capacity=fields.need("capacity", reading.choice("spot", "on-demand")),
-        prices=_prices(fields.table("rates")),
-        hourly=hourly,
-        fixed_usd=extras.need("fixed_usd", reading.unsigned),
         dataset=_inputs(given.section("dataset")) if config.dataset_kind else None,
         weights=_inputs(given.section("base_weights")) if given.tree.get("base_weights") else None,
         code=_inputs(given.section("code")) if given.tree.get("code") else None,
@@ -340,21 +277,8 @@ def _typed(fields: Fields) -> RunFile:
         if "folders" in given.tree
         else {},
         code_sha256=None if archive is None else given.section("archive").take("sha256", reading.text, None),
-        estimate=BillEstimate.from_json(fields.section("estimate"), hourly),
+        estimate=BillEstimate.from_json(fields.section("estimate"), money.hourly),
     )
-
-
-def _prices(table: Mapping[str, Fields]) -> dict[str, TypePrices]:
-    if not table:
-        raise DoubtError("rates names no type")
-    return {
-        name: TypePrices(
-            on_demand=row.need("on_demand", reading.unsigned),
-            spot=row.take("spot", reading.mapping(reading.unsigned), {}),
-            gpus=row.take("gpus", reading.whole_number, 0),
-        )
-        for name, row in table.items()
-    }
 
 
 def _line(line: Fields, hourly: Mapping[str, Decimal]) -> BillLine:

@@ -31,6 +31,7 @@ METRICS = "metrics.jsonl"
 LOG = "job.log"
 RESULTS = "results.json"
 RECEIPT = "receipt.json"
+DONE = "done.json"  # how it ended: the node sends it where the supervisor could not
 
 # Folders.
 DATA = "data"  # the dataset
@@ -50,7 +51,7 @@ SCRIPTS, FIRST = "job", "first.sh"  # below it, and seen by the command's contai
 STEPS = "step_*"  # folders of checkpoints, as step_folder names them
 
 # Files at the top of the folder that are no results of the run.
-OWN = frozenset({RUN, START, STOP, SAVE, SPENT, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT})
+OWN = frozenset({RUN, START, STOP, SAVE, SPENT, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT, DONE})
 
 
 def step_folder(step: int) -> str:

@@ -16,18 +16,23 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timezone
+from pathlib import Path
 from typing import NoReturn
 
 from gpufleet.job import atomic
+from gpufleet.job.clock import SteadyClock
 from gpufleet.job.contract import done as ends
+from gpufleet.job.contract import terms
 from gpufleet.job.contract.attempt import AttemptRecord, Exit
 from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
-from gpufleet.job.contract.bucket import ATTEMPTS, DONE, attempt_key, boot_log_key
+from gpufleet.job.contract.bucket import ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key
 from gpufleet.job.contract.codes import AttemptExit
+from gpufleet.job.contract.reading import Fields
 from gpufleet.job.contract.workdir import RUN
-from gpufleet.job.node import attempts, container, disks
+from gpufleet.job.node import attempts, container, disks, means
+from gpufleet.job.node.allowance import LOOK_S, Allowance
 from gpufleet.job.node.jobs import Jobs
+from gpufleet.job.node.others import Others
 from gpufleet.job.node.outside import (
     MetadataService,
     Objects,
@@ -42,12 +47,13 @@ from gpufleet.job.node.outside import (
     tries,
     utc_now,
 )
+from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOG_LINES = 200  # of a job that crashed, in the boot log
 TIMER_STOP_S = 180  # a docker that hangs must not keep the machine
 # `up` names its fleet in the bucket seconds after it has made it, `destroy` takes the name back before it deletes it.
-UNKNOWN_S, LOOK_S = 600, 120
+UNKNOWN_S, KNOWN_LOOK_S = 600, 120
 
 
 class TerminatedError(BaseException):
@@ -60,6 +66,8 @@ class NodeRun:
     def __init__(self, settings: Settings, machine: InstanceIdentity) -> None:
         self.settings, self.machine = settings, machine
         self.folder, self.booted_at = settings.folder, utc_now()
+        self.clock = SteadyClock(machine.launched)
+        self.allowance = Allowance(Schedule(settings.schedule, settings.folder), self.clock, settings.timer_s)
         self.metadata = MetadataService(settings.metadata)
         self.objects = Objects(settings.bucket, settings.run)
         self.record = AttemptRecord(
@@ -71,6 +79,8 @@ class NodeRun:
         )
         self.manifest: str | None = None
         self.keys: list[str] = []
+        self.others = Others()
+        self.workdir: Path | None = None  # the job's, once it is there
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
         self.fired, self.ender, self._taking_over = threading.Event(), self.timer, threading.Lock()
         self.job: subprocess.Popen[bytes] | None = None
@@ -122,9 +132,11 @@ class NodeRun:
         fetch.join()
         if not self._run_file_is_here:
             self._crash(f"{RUN} cannot be had as declared")
-        (scratch / "run").mkdir(parents=True, exist_ok=True)
-        shutil.copy(self.folder / RUN, scratch / "run" / RUN)
-        container.give(self.settings, scratch / "run")
+        self.workdir = scratch / "run"
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        shutil.copy(self.folder / RUN, self.workdir / RUN)
+        container.give(self.settings, self.workdir)
+        self._limit(self.workdir)
         self._check_gpu()
         self._pull()
         self._yield()
@@ -146,24 +158,50 @@ class NodeRun:
     def _begin_record(self) -> None:
         """Ends the run instead, where boots before this one led nowhere."""
         if any(key.startswith(ATTEMPTS) for key in self.keys):
-            boots = self._futile_boots()
-            if boots is None:
+            records = self._records()
+            if records is None or not self.objects.get_folder(HEARTBEATS, self.folder / HEARTBEATS):
                 self._crash("the attempts cannot be read")
+            boots = attempts.futile_boots(records, self.manifest)
             if boots >= attempts.MOST_FUTILE:
                 self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
+            beats = self.folder / HEARTBEATS
+            self.others = Others((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
         self.record = replace(self.record, manifest_at_boot=self.manifest)
+        self._ask_others()
         if not self._record(self.record):
             self._crash("the attempt cannot be recorded")
 
-    def _futile_boots(self) -> int | None:
-        """With this one, where it has its record. None: they cannot be read, and what cannot be counted must not be
-        repeated.
+    def _records(self) -> list[AttemptRecord] | None:
+        """Of every boot, this one too where it has its record. None: they cannot be read, and what cannot be counted
+        must not be repeated.
         """
         folder = self.folder / ATTEMPTS
-        if not self.objects.get_folder(ATTEMPTS, folder):
-            return None
-        trees = [tree for path in folder.glob("*.json") if (tree := atomic.read_object(path)) is not None]
-        return attempts.futile_boots([AttemptRecord.from_json(tree, _set_aside) for tree in trees], self.manifest)
+        return attempts.read(folder, _set_aside) if self.objects.get_folder(ATTEMPTS, folder) else None
+
+    def _ask_others(self) -> bool:
+        """Whether AWS was asked when other nodes ended, which this one's record then tells to later ones."""
+        fleet = self._find_fleet() if self.others.unknown else None
+        if fleet is not None:
+            self.others.ask(fleet, self.clock())
+        self.record = replace(self.record, ended=dict(self.others.ended))
+        return fleet is not None
+
+    def _means(self, workdir: Path) -> means.Means:
+        money, here = terms.read(Fields(atomic.read_object(workdir / RUN))), self.machine
+        return means.of_node(money, here.type, here.zone, here.launched, self.others.nodes, self.others.lives)
+
+    def _limit(self, workdir: Path) -> None:
+        """Sets timer and schedule by what the run may still spend. Where that is nothing, it ends here."""
+        over, limit = self.allowance.begin(self._means(workdir), workdir)
+
+        def recount() -> means.Means | None:
+            return self._means(workdir) if self._ask_others() else None
+
+        watch = (self._noticed, recount)
+        threading.Thread(target=self.allowance.watch, args=watch, name="allowance", daemon=True).start()
+        say(f"timer: {self.allowance.timer_at - self.clock():.0f} s from now, at the dearest price")
+        if over <= self.clock():
+            self._end_run(limit, "reached before this boot")
 
     def _watch_notice(self) -> None:
         """Until the job looks itself: a boot that AWS interrupts is no failed attempt."""
@@ -255,21 +293,21 @@ class NodeRun:
         if printed.exists():
             log("".join(printed.read_text(errors="replace").splitlines(keepends=True)[-LOG_LINES:]))
         self._upload_log()
-        boots = self._futile_boots() if self._record_exit(code, reason) and self._list() else None
-        if boots is None:
+        records = self._records() if self._record_exit(code, reason) and self._list() else None
+        if records is None:
             say("the attempt cannot be counted")
             self._stop_fleet()
-        elif boots >= attempts.MOST_FUTILE:
+        elif (boots := attempts.futile_boots(records, self.manifest)) >= attempts.MOST_FUTILE:
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         self._leave(reason)
 
     def _interrupted(self) -> NoReturn:
         self._ended = True
         self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
+        self.allowance.open()
         self._upload_log()
         ending = AttemptRecord.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
-        launched = datetime.strptime(self.machine.launched_at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
-        age = (datetime.now(timezone.utc) - launched).total_seconds()
+        age = self.clock() - self.machine.launched
         if ending is not None and ending.notice and age < FREE_S:
             say(f"interrupted {age:.0f} s after launch: waiting for AWS to end this machine")
             for _ in range(180):
@@ -288,8 +326,9 @@ class NodeRun:
 
     def _end_by_timer(self) -> None:
         """This machine's own stop, whatever job and supervisor do."""
-        time.sleep(self.settings.timer_s)
-        self._take_over(lambda: self._end_run(ends.TIMER, f"{self.settings.timer_s} s after boot"))
+        while (left := self.allowance.timer_at - self.clock()) > 0:
+            time.sleep(min(left, LOOK_S))
+        self._take_over(lambda: self._end_run(ends.TIMER, f"{self.clock() - self.machine.launched:.0f} s after launch"))
 
     def _end_unless_known(self) -> None:
         """Ends a fleet that no stack's state knows of: a killed `up` has made it, a `destroy` has lost it. S3's silence
@@ -304,7 +343,7 @@ class NodeRun:
                 fleet, since = fleet or self._find_fleet(), time.monotonic()
             elif time.monotonic() - since >= UNKNOWN_S:
                 self._take_over(self._end_unknown)
-            threading.Event().wait(LOOK_S)
+            threading.Event().wait(KNOWN_LOOK_S)
 
     def _end_unknown(self) -> NoReturn:
         """Without a done marker: the run may be another fleet's."""
@@ -316,7 +355,7 @@ class NodeRun:
         self._leave(why)
 
     def _take_over(self, end: Callable[[], NoReturn]) -> None:
-        """Of a thread that ends the run, the first one: stops the job, while the main thread waits."""
+        """Stops the job, then ends; called in a thread, for which all others wait."""
         with self._taking_over:
             self.ender = threading.current_thread()
             self._ended = True
@@ -331,7 +370,7 @@ class NodeRun:
                 os._exit(1)
 
     def _yield(self) -> None:
-        """To the thread that ends the run, once there is one."""
+        """Waits for the thread that ends the run, once there is one."""
         if self.fired.is_set() and threading.current_thread() is not self.ender:
             self.ender.join()
 
@@ -360,11 +399,12 @@ class NodeRun:
             return self._record(replace(self.record, exit=Exit(int(code), reason, self._noticed(), utc_now())))
 
     def _mark_done(self, reason: str, detail: str) -> bool:
-        """done.json, unless the supervisor has said it."""
+        """done.json, unless the supervisor has said it, or has left what it could not say."""
         if self._list() and DONE in self.keys:
             return True
+        left = None if self.workdir is None else atomic.read_object(self.workdir / DONE)
         marker = ends.Done(reason, detail, self.machine.instance, utc_now())
-        atomic.write_json(self.folder / DONE, marker.to_json())
+        atomic.write_json(self.folder / DONE, left or marker.to_json())
         return retry(4, lambda: self.objects.put(self.folder / DONE, DONE))
 
     def _upload_log(self) -> None:
@@ -386,7 +426,8 @@ class NodeRun:
             ):
                 say("left to shutdown alone")
         else:
-            say(f"fleet {fleet} cannot be deleted: its expiry ends it")
+            by = "AWS ends it by the schedule" if self.allowance.end_fleet() else "its schedule or its expiry ends it"
+            say(f"fleet {fleet} cannot be deleted: {by}")
             self._upload_log()
 
     def _find_fleet(self) -> str | None:

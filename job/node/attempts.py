@@ -1,10 +1,12 @@
-"""What earlier boots of the run tell this one. Pure."""
+"""What earlier boots of the run tell this one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 
-from gpufleet.job.contract.attempt import AttemptRecord
+from gpufleet.job.contract.attempt import AttemptRecord, Beat, last_beat, record
 from gpufleet.job.contract.bucket import MANIFEST_KEY
 
 MOST_FUTILE = 3  # boots in a row that lead nowhere end the run
@@ -13,6 +15,17 @@ MOST_FUTILE = 3  # boots in a row that lead nowhere end the run
 def newest_manifest(keys: Iterable[str]) -> str | None:
     """The key of the newest published checkpoint's manifest."""
     return max((key for key in keys if MANIFEST_KEY.fullmatch(key)), default=None)
+
+
+def read(folder: Path, aside: Callable[[str], None]) -> list[AttemptRecord]:
+    """The records of a folder, each by its file's name."""
+    return [replace(record(path.read_bytes(), aside), instance=path.stem) for path in sorted(folder.glob("*.json"))]
+
+
+def beat(folder: Path, instance: str, aside: Callable[[str], None]) -> Beat | None:
+    """The node's last heartbeat in a folder; None without one."""
+    path = folder / f"{instance}.jsonl"
+    return last_beat(path.read_bytes(), aside) if path.exists() else None
 
 
 def futile_boots(records: Iterable[AttemptRecord], manifest: str | None) -> int:

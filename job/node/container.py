@@ -140,6 +140,7 @@ def command(settings: Settings, machine: InstanceIdentity, scratch: Path) -> lis
         environment.INSTANCE_TYPE: machine.type,
         environment.ZONE: machine.zone,
         environment.LAUNCHED_AT: machine.launched_at,
+        environment.NODE_UPTIME: f"{machine.uptime:.3f}",
     }
     return [
         *("docker", "run", "--name", name(machine.instance), "--stop-timeout", str(STOP_S)),

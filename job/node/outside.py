@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from gpufleet.job.contract.aws import ENDED, FLEET_TAG, THERE
 from gpufleet.job.contract.bucket import FLEETS
+from gpufleet.job.contract.reading import epoch, iso
 
 NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no network: minutes, not an hour
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
@@ -114,6 +116,27 @@ def last_line(said: str) -> str:
 def aws(*words: str) -> str | None:
     """What the AWS CLI prints; None when it fails."""
     return answer("aws", *words, *NOT_REACHED)
+
+
+def ended_nodes(fleet: str, since: float) -> dict[str, float]:
+    """When AWS ended nodes of the fleet, as its history tells, in epoch seconds; nothing where it is not told."""
+    told = aws(
+        *("ec2", "describe-fleet-history", "--fleet-id", fleet, "--start-time", iso(since), "--output", "text"),
+        *("--event-type", "instance-change", "--query"),
+        f"HistoryRecords[?EventInformation.EventSubType=='{ENDED}'].[EventInformation.InstanceId,Timestamp]",
+    )
+    found = [line.split() for line in (told or "").splitlines()]
+    times = {words[0]: epoch(words[1]) for words in found if len(words) == 2}
+    return {name: at for name, at in times.items() if at is not None}
+
+
+def nodes_there(fleet: str) -> set[str] | None:
+    """The fleet's nodes that have not ended; None where AWS does not say."""
+    told = aws(
+        *("ec2", "describe-instances", "--output", "text", "--query", "Reservations[].Instances[].[InstanceId]"),
+        *("--filters", f"Name=tag:{FLEET_TAG},Values={fleet}", f"Name=instance-state-name,Values={','.join(THERE)}"),
+    )
+    return None if told is None else set(told.split()) - {"None"}
 
 
 class MetadataService:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpufleet.job.clock import uptime
+from gpufleet.job.contract.reading import epoch
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -21,6 +24,7 @@ class Settings:
     log_group: str
     run_config_sha256: str
     timer_s: int
+    schedule: str  # GROUP/NAME of what ends the fleet; empty: there is none
     device: str  # cuda or cpu
     container_options: str  # words for docker run, of this kind of job
     data_volume: str  # blank, snapshot, or empty: none
@@ -46,6 +50,7 @@ class Settings:
             log_group=environment["LOG_GROUP"],
             run_config_sha256=environment["RUN_CONFIG_SHA256"],
             timer_s=int(environment["TIMER_SECONDS"]),
+            schedule=environment.get("SCHEDULE", ""),
             device=environment["DEVICE"],
             container_options=environment["CONTAINER_OPTIONS"],
             data_volume=environment["DATA_VOLUME"],
@@ -63,6 +68,12 @@ class InstanceIdentity:
     type: str
     zone: str
     launched_at: str  # UTC, whole seconds, Z
+    uptime: float = 0.0  # the machine's, when this was read
+
+    @property
+    def launched(self) -> float:
+        """Epoch seconds."""
+        return epoch(self.launched_at) or 0.0
 
     @classmethod
     def from_document(cls, document: str) -> InstanceIdentity:
@@ -73,4 +84,5 @@ class InstanceIdentity:
             type=told["instanceType"],
             zone=told["availabilityZone"],
             launched_at=told["pendingTime"],
+            uptime=uptime(),
         )

@@ -11,12 +11,13 @@ import shutil
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gpufleet.job import atomic
-from gpufleet.job.contract import bucket
+from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.attempt import Beat, Exit, Node
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
@@ -53,6 +54,8 @@ SIGTERM_S = 105.0  # docker stop waits 115 s
 PATIENCE_S = 120.0  # at least, for a trainer asked to stop at a limit
 LINES = 3  # that must be missing before a trainer told to write few is taken for stuck
 FINISH_S = 900.0  # to upload everything; then the attempt counts as crashed and the next one does it
+MARK_S = 120.0  # to say how the run ended, once all it leaves is uploaded; then the node says it
+PAST_S = 60.0  # past a limit, and a checkpoint: whatever is still under way then is given up
 CRASH_S = 120.0  # to publish what the trainer had committed
 LATE_S = 60.0  # AWS may take the machine later than it said
 T = TypeVar("T")
@@ -62,11 +65,16 @@ class InterruptedEarlyError(Exception):
     """The machine goes away before training began."""
 
 
+class LimitReachedError(Exception):
+    """A limit of the run is reached before training began."""
+
+
 class Supervisor:
     """One attempt. `run` gives the exit code for the node."""
 
-    record: attempts.OwnRecord  # these three once it is registered
-    earlier: list[attempts.Attempt]  # replaced as a whole, by the pulse's thread
+    record: attempts.OwnRecord  # these four once it is registered
+    others: attempts.Others
+    number: int  # of this attempt
     meter: Meter
 
     def __init__(self, run: RunFile, node: Node, workdir: Path, world: Outside) -> None:
@@ -96,7 +104,7 @@ class Supervisor:
             say=self.say,
             check=self._check,
             pause=world.sleep,
-            doubts=lambda key: attempts.doubts(self.earlier, key),
+            doubts=lambda key: attempts.doubts(self.others.attempts, key),
         )
         self.progress = MetricsFollower(workdir / METRICS, self.clock)
         self.resumed_step = 0
@@ -131,8 +139,10 @@ class Supervisor:
         except InterruptedEarlyError:
             self._look()
             return self._interrupted()
+        except LimitReachedError as error:
+            return self._finish(str(error))
         except staging.MismatchError as error:  # memory or disk of this node, until others have said the same
-            if attempts.doubts(self.earlier, error.key):
+            if attempts.doubts(self.others.attempts, error.key):
                 return self._crashed(f"{attempts.WRONG}: {error}", code=AttemptExit.REFUSED)
             return self._finish(ends.FAILED, str(error))
         except StoreError as error:
@@ -163,24 +173,25 @@ class Supervisor:
         self.record = attempts.OwnRecord(
             self.store, self.node.instance, lambda why: self.say(f"of this node's record: set aside: {why}")
         )
-        self.earlier = attempts.read(self.store, self.run_file, but=self.node, say=self.say)
+        self.others = attempts.Others(self.store, self.run_file, self.node, self.world.fleet_history, self.say)
+        earlier = self.others.attempts
+        self.number = len(earlier) + 1
         self.meter = Meter(
             rates=self.run_file.rates(self.node.type, self.node.zone),
             launched_at=self.node.launched_at,
             fixed_usd=self.run_file.fixed_usd,
-            prior_usd=sum((attempt.usd for attempt in self.earlier), Decimal(0)),
-            prior_s=sum((attempt.seconds for attempt in self.earlier), Decimal(0)),
+            others=self.others.spent,
             spot_price=self.world.spot_price,
         )
         self._metered = True
         # Where memory really ran out. A phase that is predicted not to fit, the trainer takes lower by itself.
-        self.rung = max([attempt.floor for attempt in self.earlier if attempt.type == self.node.type], default=0)
-        self.say(f"attempt {len(self.earlier) + 1} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
+        self.rung = max([attempt.floor for attempt in earlier if attempt.type == self.node.type], default=0)
+        self.say(f"attempt {self.number} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
         self.record.update(
             type=self.node.type,
             zone=self.node.zone,
             launched_at=iso(self.node.launched_at),
-            attempt=len(self.earlier) + 1,
+            attempt=self.number,
             supervised_at=iso(self.clock()),
             ranks=self.world.ranks,
             machine=machine.describe(self.world.gpus() if self.run_file.config.device == "cuda" else ()),
@@ -189,7 +200,7 @@ class Supervisor:
     def _lacking(self) -> str | None:
         """Why this node is refused before anything is staged: the trainer would make do with the GPUs it finds."""
         config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
-        if config.device != "cuda" or attempts.accepts(self.earlier):
+        if config.device != "cuda" or attempts.accepts(self.others.attempts):
             return None
         found, needed = len(self.world.gpus()), config.gpus_used(listed) if listed else 0
         return None if found >= needed else f"{found} working GPUs, this run uses {needed} of {self.node.type}'s"
@@ -240,12 +251,14 @@ class Supervisor:
         self._keep_alive()
         if self._leaving() is not None:
             raise InterruptedEarlyError
+        if self._metered and (limit := self._limit(self.clock(), 0.0)) is not None:
+            raise LimitReachedError(limit)
 
     # Training ---------------------------------------------------------------------------------------------------------
 
     def _train(self) -> int:
         """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
-        if attempts.accepts(self.earlier):
+        if attempts.accepts(self.others.attempts):
             self._tell(Accept())
         while self.cause is None or self._owes_model():
             self.record.update(floor=self.rung)
@@ -297,6 +310,7 @@ class Supervisor:
         if self.cause is None and self.uploader.idle:
             self.graphs.poll(self.world.uploads)
         self.forecast.learn(self.publisher.measured)
+        self.forecast.learn_saves(metrics.saves(self.progress.record))
         if now >= self._spent_at + SPENT_S:
             self._tell_spent(now)
         self._look()
@@ -308,8 +322,9 @@ class Supervisor:
         self._end_if_stuck(now)
 
     def _tell_spent(self, now: float) -> None:
-        self._spent_at, usd = now, str(self.meter.spent(now).usd)
-        self._tell(Spent(spent_usd=usd, at=now, attempt=len(self.earlier) + 1, published=self.publisher.newest))
+        self._spent_at, spent = now, self.meter.spent(now)
+        usd, seconds = str(spent.usd), str(spent.seconds)
+        self._tell(Spent(spent_usd=usd, spent_s=seconds, at=now, attempt=self.number, published=self.publisher.newest))
 
     def _leaving(self) -> Cause | None:
         """Why and when this machine goes away, from the first sign on. Nothing else asks for a notice."""
@@ -325,7 +340,7 @@ class Supervisor:
         end_s = self.forecast.end_s(self.progress.step, self.progress.step_s)
         if self.cause is not None:
             if self._by_hand and self._kill_at is not None and self._limit(now, end_s):
-                self._kill_at = min(self._kill_at, now + max(PATIENCE_S, 3 * end_s))
+                self._kill_at = min(self._kill_at, now + self._patience_s(now, end_s))
             return
         if leaving is not None:
             self.cause = leaving
@@ -367,10 +382,23 @@ class Supervisor:
         if save and cause.deadline is not None:
             self.uploader.hurry(cause.deadline)
         # By hand nothing presses, and it may still be starting, compiling or growing: only then does it look.
-        patience = max(FIRST_SIGN_S if self._by_hand else PATIENCE_S, 3 * needed)
+        patience = max(FIRST_SIGN_S, 3 * needed) if self._by_hand else self._patience_s(now, needed)
         self._kill_at = now + patience if cause.deadline is None else cause.deadline
         if not self._tell(Stop(reason=cause.reason, save=save, ends=cause.ends, deadline=cause.deadline)):
             self._kill_at = now  # it cannot be asked
+
+    def _patience_s(self, now: float, needed: float) -> float:
+        """How long a trainer is waited for that was told of a limit: until a minute and a checkpoint past it."""
+        most, stop_s = max(PATIENCE_S, 3 * needed), self.forecast.stop_s(self.progress.step, self.progress.step_s)
+        return min(most, self._left_s(now, most) + PAST_S + stop_s)
+
+    def _left_s(self, now: float, most_s: float) -> float:
+        return self.meter.left_s(now, self.run_file.limits, most_s)
+
+    def _until(self, seconds: float) -> float:
+        """The moment until which what ends this attempt may take: after so long, but not far past a limit."""
+        now = self.clock()
+        return now + (min(seconds, self._left_s(now, seconds) + PAST_S) if self._metered else seconds)
 
     def _end_if_stuck(self, now: float) -> None:
         assert self._child is not None
@@ -419,25 +447,43 @@ class Supervisor:
     # Ending -----------------------------------------------------------------------------------------------------------
 
     def _finish(self, reason: str, detail: str = "") -> int:
-        """Everything uploaded, receipt, then done.json. 0, 70 for `failed`, or 1 when the store does not take it."""
+        """Everything uploaded, receipt, then done.json. 0, 70 for `failed`, or 1 when the store does not take what the
+        run leaves, and there is money for another try.
+        """
         code = AttemptExit.FAILED if reason == ends.FAILED else AttemptExit.FINISHED
         self.say(f"the run ends: {reason} {detail}".rstrip())
-        until = self.clock() + FINISH_S
-        all_sent = self._drain(until if code == AttemptExit.FINISHED else self.clock() + CRASH_S)
-        if code == AttemptExit.FINISHED and not all_sent:
-            return self._crashed("the last checkpoints could not be uploaded")
+        until = self._until(FINISH_S)
+        all_sent = self._drain(until if code == AttemptExit.FINISHED else self._until(CRASH_S))
         try:
+            if code == AttemptExit.FINISHED and not all_sent:
+                raise StoreError("the last checkpoints could not be uploaded")
             self._insist(until, lambda: self._in_upload_thread(self.publisher.outputs))
-            done = ends.Done(reason, detail, self.node.instance, iso(self.clock()))
-            self.record.update(exit=Exit(code, reason, at=done.at))
-            self._insist(until, lambda: self.pulse.last(self.heartbeat()))
-            self._insist(until, lambda: self._write_receipt(done))
-            self._insist(until, self.record.flush)
-            self._insist(until, lambda: self.store.put_bytes(self.world.log.path.read_bytes(), LOG))
-            self._insist(until, lambda: self.store.put_bytes(atomic.json_bytes(done.to_json()), bucket.DONE))
         except OSError as error:
-            return self._crashed(f"the end of the run could not be written: {error}")
+            if self._limit(self.clock(), 0.0) is None:
+                return self._crashed(f"the end of the run could not be written: {error}")
+            self.say(f"at a limit no other node tries again: {error}")
+        self._tell_end(ends.Done(reason, detail, self.node.instance, iso(self.clock())), code)
         return code
+
+    def _tell_end(self, done: ends.Done, code: int) -> None:
+        """How the run ended, to whoever reads the bucket. What cannot be told costs minutes, no further node: the node
+        writes the marker that lies in the work folder, where it is missing, and `gpufleet results` makes a receipt.
+        """
+        marker, until = atomic.json_bytes(done.to_json()), self._until(MARK_S)
+        self.record.update(exit=Exit(code, done.reason, at=done.at))
+        with suppress(OSError):
+            atomic.write_bytes(self.workdir / bucket.DONE, marker)
+        for act in (
+            lambda: self.pulse.last(self.heartbeat()),
+            lambda: self._write_receipt(done),
+            self.record.flush,
+            lambda: self.store.put_bytes(self.world.log.path.read_bytes(), LOG),
+            lambda: self.store.put_bytes(marker, bucket.DONE),
+        ):
+            try:
+                self._insist(until, act)
+            except OSError as error:
+                self.say(f"the end of the run is not told: {error}")
 
     def _interrupted(self) -> int:
         """Publishes what there is time for, then says so. 75: this machine must not go on."""
@@ -459,7 +505,7 @@ class Supervisor:
         """
         self.say(f"this attempt failed: {why}")
         if self._metered:
-            self._drain(self.clock() + CRASH_S)
+            self._drain(self._until(CRASH_S))
             self._leave(Exit(code, why, at=iso(self.clock())))
         return code
 
@@ -510,7 +556,8 @@ class Supervisor:
         """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
         try:
             run, record = self.run_file, self.record.now
-            every = [*self.earlier, attempts.attempt_from_record(run, self.node.instance, record, self.heartbeat())]
+            own = attempts.attempt_from_record(run, replace(record, instance=self.node.instance), self.heartbeat())
+            every = sorted([*self.others.attempts, own], key=lambda each: each.launched_at)
             measurement = receipt.measure(run, every, self.workdir, record, at=done.at)
             made = receipt.build(run, every, done, measurement=measurement)
             text = receipt.text(made)
@@ -568,9 +615,9 @@ class Supervisor:
 
     def _take_notes(self) -> None:
         """What the trainer has left for attempts/<instance>.json, and what the fleet has said of earlier nodes."""
-        taken = attempts.reclaimed(self.earlier)
-        if taken != self.record.now.reclaimed:
-            self.record.update(reclaimed=taken)
+        taken, ended = attempts.reclaimed(self.others.attempts), {**self.record.now.ended, **self.others.ended}
+        if (taken, ended) != (self.record.now.reclaimed, self.record.now.ended):
+            self.record.update(reclaimed=taken, ended=ended)
         used = UsedRung.read(self.workdir)
         if used is not None and used.rung != self.record.now.rung:
             self.record.update(rung=used.rung)
@@ -584,7 +631,8 @@ class Supervisor:
             self.record.update(results=True)  # taken or lost after this, it has led somewhere: job/node/attempts.py
         self.record.flush()
         self._ask_price()
-        self.earlier = attempts.judged(self.earlier, self.world.fleet_changes, self.clock())
+        self.others.look(self.clock())
+        self.meter.others = self.others.spent
         self.asked = self.asked or self.store.get_bytes(bucket.ASKED) is not None
 
     def _ask_price(self) -> None:
@@ -595,7 +643,7 @@ class Supervisor:
         spent = self.meter.spent(self.clock())
         return Published(
             code_sha256=self.run_file.code_sha256,
-            attempt=len(self.earlier) + 1,
+            attempt=self.number,
             instance=self.node.instance,
             spent_usd=str(spent.usd),
             spent_s=str(spent.seconds),

@@ -1,7 +1,6 @@
-"""What earlier attempts of the run did and cost, from attempts/*.json and heartbeat/*.jsonl.
+"""What other attempts of the run did and cost, from attempts/*.json, heartbeat/*.jsonl and the fleet's history.
 
-A killed node says nothing after its last heartbeat: its cost is known to within one heartbeat. One that never sent any
-is billed until the next node's launch, LOST_BOOT_S at most. A node that was told of its end is billed until that end.
+What a node has cost is contract/cost.py's to say.
 """
 
 from __future__ import annotations
@@ -15,20 +14,19 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from gpufleet.job.contract import attempt, bucket, reading
+from gpufleet.job.contract import attempt, bucket, cost, reading
 from gpufleet.job.contract.attempt import Aside, AttemptRecord, Beat, Exit, Node
 from gpufleet.job.contract.aws import FREE_S
 from gpufleet.job.contract.codes import AttemptExit
+from gpufleet.job.contract.cost import UNTOLD, Lives
 from gpufleet.job.contract.done import Done
 from gpufleet.job.contract.reading import epoch, iso
-from gpufleet.job.contract.receipt import CENT_100, AttemptCost
+from gpufleet.job.contract.receipt import AttemptCost
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.supervisor import fleet
-from gpufleet.job.supervisor.meter import MINIMUM_S, hours
 from gpufleet.job.supervisor.store import Store, StoreError
 from gpufleet.job.supervisor.world import Cause
 
-LOST_BOOT_S = 480.0  # what the bills take for a small node's set-up, about half of a large one's
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it
 WRONG = "node refused, bytes arrived wrong"
 
@@ -128,10 +126,12 @@ def read(
     *,
     but: Node | None = None,
     done: Done | None = None,
+    lives: Lives = UNTOLD,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Attempt]:
-    """Every attempt, oldest first, except that of the node `but`, which came after them; or all of a run that is over,
-    `done.json` given: its node was there until then. `say` is told what is set aside of what nodes have written.
+    """Every attempt, oldest first, except that of the node `but`; or all of a run that is over, `done.json` given: its
+    node was there until then. `lives`: what is known beside the records. `say` is told what is set aside of what nodes
+    have written.
     """
     keys = [entry.key for prefix in (bucket.ATTEMPTS, bucket.HEARTBEATS) for entry in store.entries(prefix)]
     named = {key: node for key in keys if (node := bucket.node_of(key))}
@@ -145,7 +145,7 @@ def read(
 
     def recorded(name: str) -> AttemptRecord:
         key = bucket.attempt_key(name)
-        return attempt.record(texts.get(key), set_aside(key))
+        return replace(attempt.record(texts.get(key), set_aside(key)), instance=name)
 
     def beat(name: str) -> Beat | None:
         key = bucket.heartbeat_key(name)
@@ -155,44 +155,35 @@ def read(
     if done and (last := records.get(done.instance)):
         ended = last.exit or Exit(AttemptExit.CRASHED, done.reason)
         records[done.instance] = replace(last, exit=replace(ended, at=done.at))
-    ordered = sorted(records, key=lambda name: records[name].launched)
-    end = but.launched_at if but else (epoch(done.at) if done else None) or 0.0
-    launches = [*(records[name].launched for name in ordered), end]
+    launches = [each.launched for each in records.values()]
+    if (end := but.launched_at if but else epoch(done.at) if done else None) is not None:
+        launches.append(end)
     known = {name: taken for each in records.values() for name, taken in each.reclaimed.items()}
+    told = {name: at for each in records.values() for name, at in each.ended.items()}
+    lives = replace(lives, ended={**told, **lives.ended})
     found = [
-        attempt_from_record(run, name, records[name], beat(name), until)
-        for name, until in zip(ordered, launches[1:], strict=True)
+        attempt_from_record(run, each, beat(name), lives, cost.next_launch(each.launched, launches))
+        for name, each in records.items()
     ]
-    return with_reclaims(found, known)
+    return with_reclaims(sorted(found, key=lambda each: each.launched_at), known)
 
 
 def attempt_from_record(
-    run: RunFile, name: str, record: AttemptRecord, beat: Beat | None, until: float = 0.0
+    run: RunFile, record: AttemptRecord, beat: Beat | None, lives: Lives = UNTOLD, until: float | None = None
 ) -> Attempt:
-    """What a node's record and its last heartbeat say. `until`: the launch of the node after it."""
-    rates, launched, ended = run.rates(record.type, record.zone), record.launched, record.exit
+    """What a node's record and its last heartbeat say; `lives` and `until` as contract/cost.py has them."""
+    paid = cost.of_node(run.rates(record.type, record.zone), record, beat, lives, until)
     last = beat or Beat()
-    seen = last.attempt_s
-    lived = seen if last.lived_s is None else last.lived_s
-    told, gone = (epoch(at) for at in ((ended.at, ended.ends_at) if ended else (None, None)))
-    for time in (told, gone):
-        if time is not None and launched:
-            lived = max(lived, Decimal(f"{time - launched:.3f}"))
-    if beat is None and not ended and launched:  # lost while it booted: it was there until another one came, at most
-        lived = Decimal(f"{min(max(until - launched, 0.0), LOST_BOOT_S):.3f}")
-    seconds = max(lived, MINIMUM_S)
-    compute = rates.ceiling * hours(seen) if last.compute_usd is None else last.compute_usd
-    compute += hours(seconds - seen) * (rates.ceiling if last.usd_per_hour is None else last.usd_per_hour)
-    unasked_s = seconds if last.compute_usd is None and rates.capacity == "spot" else Decimal(0)
+    told, gone = (epoch(at) for at in ((record.exit.at, record.exit.ends_at) if record.exit else (None, None)))
     return Attempt(
-        instance=name,
+        instance=record.instance,
         type=record.type,
         zone=record.zone,
-        launched_at=launched,
-        seconds=seconds,
-        lived_s=lived,
-        usd=(compute + hours(seconds) * rates.extras).quantize(CENT_100),
-        compute_usd=compute.quantize(CENT_100),
+        launched_at=record.launched,
+        seconds=paid.seconds,
+        lived_s=paid.lived_s,
+        usd=paid.usd,
+        compute_usd=paid.compute_usd,
         free_usd=Decimal(0),
         started_s=record.started_s,
         resumed_step=record.resumed_step or 0,
@@ -202,8 +193,59 @@ def attempt_from_record(
         rung=record.rung,
         floor=record.floor or 0,
         exit=record.exit,
-        ceiling_s=unasked_s if last.ceiling_s is None else last.ceiling_s,
+        ceiling_s=paid.ceiling_s,
     )
+
+
+class Others:
+    """The run's other attempts, looked at again and again: a node before this one may still be there, and one after it
+    may have come. They share its limits.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: RunFile,
+        node: Node,
+        ask: fleet.Ask,
+        say: Callable[[str], None],
+    ) -> None:
+        self._store, self._run, self._node, self._ask = store, run, node, ask
+        self._lives, self._gone = Lives(), set[str]()
+        self.attempts = read(store, run, but=node, say=say)  # replaced as a whole
+
+    def look(self, now: float) -> None:
+        """Asks AWS what is not known yet, and reads again. Raises StoreError."""
+        since = now - fleet.KEPT_S
+        unknown = [each for each in self.attempts if self._is_unknown(each) and each.launched_at >= since]
+        told = self._ask(min(each.launched_at for each in unknown)) if unknown else None
+        if told is not None:
+            there = {each.instance: now for each in unknown if each.instance in (told.there or ())}
+            self._lives = Lives({**self._lives.ended, **told.ended}, {**self._lives.seen, **there})
+            if told.there is not None:  # of one that is gone AWS may have forgotten when
+                self._gone |= {each.instance for each in unknown} - told.there
+        known = reclaimed(self.attempts)
+        found = with_reclaims(read(self._store, self._run, but=self._node, lives=self._lives), known)
+        self.attempts = found if told is None else judged(found, lambda since: told, now)
+
+    @property
+    def spent(self) -> tuple[Decimal, Decimal]:
+        """USD and seconds of all together."""
+        found = self.attempts
+        return sum((each.usd for each in found), Decimal(0)), sum((each.seconds for each in found), Decimal(0))
+
+    @property
+    def ended(self) -> dict[str, float]:
+        """What AWS has said, for later attempts: it forgets."""
+        return {
+            each.instance: self._lives.ended[each.instance]
+            for each in self.attempts
+            if each.instance in self._lives.ended
+        }
+
+    def _is_unknown(self, each: Attempt) -> bool:
+        ended = each.instance in self._lives.ended or each.instance in self._gone
+        return not ended or (each.noticed and each.reclaimed is None)
 
 
 def with_reclaims(attempts: Iterable[Attempt], known: Mapping[str, bool]) -> list[Attempt]:
@@ -211,8 +253,8 @@ def with_reclaims(attempts: Iterable[Attempt], known: Mapping[str, bool]) -> lis
     return [_with_reclaim(each, known[each.instance]) if each.instance in known else each for each in attempts]
 
 
-def judged(attempts: Sequence[Attempt], changes: fleet.Changes, now: float) -> list[Attempt]:
-    """With what the fleet's `changes` say of those that got a notice and of which no attempt knows yet. A change during
+def judged(attempts: Sequence[Attempt], ask: fleet.Ask, now: float) -> list[Attempt]:
+    """With what the fleet's history says of those that got a notice and of which no attempt knows yet. A change during
     a node's life is what took it: whoever made it pays for the node.
     """
     doubtful = {
@@ -220,11 +262,11 @@ def judged(attempts: Sequence[Attempt], changes: fleet.Changes, now: float) -> l
         for each in attempts
         if each.noticed and each.reclaimed is None and each.launched_at >= now - fleet.KEPT_S
     }
-    at = changes(min(each.launched_at for each in attempts if each.instance in doubtful)) if doubtful else None
-    if at is None:
+    told = ask(min(each.launched_at for each in attempts if each.instance in doubtful)) if doubtful else None
+    if told is None:
         return list(attempts)
     return [
-        _with_reclaim(each, not any(each.launched_at <= change <= doubtful[each.instance] for change in at))
+        _with_reclaim(each, not any(each.launched_at <= at <= doubtful[each.instance] for at in told.changes))
         if each.instance in doubtful
         else each
         for each in attempts

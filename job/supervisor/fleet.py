@@ -1,51 +1,74 @@
-"""Whose hand took a node away: AWS's, or that of the run's owner.
+"""What AWS says of the run's nodes: who took one away, AWS or the run's owner; when it ended; which are there.
 
 The notice is the same for both, the charge is not: AWS charges no first hour that it interrupts itself (EC2 User Guide,
 billing for interrupted Spot Instances, read 2026-11-23). What an owner does, setting the fleet to 0, deleting it,
-letting it expire, is an event of the fleet's history. That AWS takes a node back is none.
+letting it expire, is an event of the fleet's history. That AWS takes a node back is none; that it has ended is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from gpufleet.job.contract.aws import FLEET_TAG
+from gpufleet.job.contract.aws import ENDED, FLEET_TAG, THERE
 from gpufleet.job.supervisor import store
 
 KEPT_S = 48 * 3600  # AWS keeps a fleet's events so long (EC2 API reference, DescribeFleetHistory)
 # EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, its sub-type in one.
 CHANGES = ("modify_in_progress", "expired", "deleted", "deleted_running", "deleted_terminating")
 
-Changes = Callable[[float], list[float] | None]  # since (epoch seconds) -> when; None: not known
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """Times are epoch seconds. `there`: nodes that have not ended; None: not known."""
+
+    changes: tuple[float, ...] = ()  # when its owner changed the fleet
+    ended: dict[str, float] = field(default_factory=dict)
+    there: frozenset[str] | None = None
 
 
-def changes(ec2: Any, fleet: str, since: float) -> list[float]:
-    """When its owner changed the fleet. Raises botocore's errors."""
+Ask = Callable[[float], History | None]  # since (epoch seconds) -> what AWS says; None: it does not
+
+
+def history(ec2: Any, fleet: str, since: float) -> History:
+    """The fleet's own. Raises botocore's errors."""
     asked: dict[str, Any] = {"FleetId": fleet, "StartTime": datetime.fromtimestamp(since, UTC)}
-    found: list[float] = []
+    changes, ended = list[float](), dict[str, float]()
     while True:
         answer = ec2.describe_fleet_history(**asked)
         for each in answer["HistoryRecords"]:
-            if each["EventInformation"].get("EventSubType") in CHANGES:
-                found.append(each["Timestamp"].timestamp())
+            told, at = each["EventInformation"], each["Timestamp"].timestamp()
+            if told.get("EventSubType") in CHANGES:
+                changes.append(at)
+            elif told.get("EventSubType") == ENDED and "InstanceId" in told:
+                ended[told["InstanceId"]] = at
         if not answer.get("NextToken"):
-            return found
+            return History(changes=tuple(changes), ended=ended)
         asked["NextToken"] = answer["NextToken"]
 
 
-def of_node(instance: str, client: Any = None) -> Changes:
-    """The history of the fleet that the node belongs to. None whenever AWS does not answer as it should."""
+def of_node(instance: str, client: Any = None) -> Ask:
+    """The history of the fleet that the node belongs to, and which of its nodes are there. None whenever AWS does not
+    answer as it should.
+    """
 
-    def ask(since: float) -> list[float] | None:
+    def ask(since: float) -> History | None:
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
             ec2 = client or store.ec2()
             (node,) = ec2.describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"]
-            tags = {tag["Key"]: tag["Value"] for tag in node["Tags"]}
-            return changes(ec2, tags[FLEET_TAG], since)
+            fleet = {tag["Key"]: tag["Value"] for tag in node["Tags"]}[FLEET_TAG]
+            filters = [
+                {"Name": f"tag:{FLEET_TAG}", "Values": [fleet]},
+                {"Name": "instance-state-name", "Values": list(THERE)},
+            ]
+            found = ec2.describe_instances(Filters=filters)["Reservations"]
+            told = history(ec2, fleet, since)
+            there = frozenset(str(each["InstanceId"]) for group in found for each in group["Instances"])
+            return History(changes=told.changes, ended=told.ended, there=there)
         except (BotoCoreError, ClientError, OSError, LookupError, ValueError):
             return None
 

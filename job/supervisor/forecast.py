@@ -1,14 +1,15 @@
 """How long a stop takes: one optimizer step, save, hash and upload.
 
 The bill has predicted it per type and phase, and said whether it fits a notice. Here that is only made longer: by
-slower steps, and by an upload that was measured to be slower. So what the bill promises is what is decided.
+slower steps, and by a save or an upload that was measured to be slower. So what the bill promises is what is decided.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
 from gpufleet.job.spec import JobConfig
 
@@ -16,6 +17,7 @@ GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing 
 RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit
 LATENCY_S = 2.0  # of a save and an upload of next to nothing
 UPLOAD_GB_S = 1.5  # of them to hash and send
+SAVE_GB_S = GB_S - UPLOAD_GB_S
 SLACK = 1.25
 MEASURABLE_BYTES = 50_000_000  # below this an upload's time is all latency
 
@@ -40,11 +42,18 @@ class Forecast:
             row.phase: row.seconds for row in notice if row.type == instance_type and row.seconds is not None
         }
         self._upload_s_per_byte: float | None = None
+        self._save_s_per_byte: float | None = None
 
     def learn(self, measured: tuple[int, float] | None) -> None:
         """Takes in bytes and seconds of an upload."""
         if measured is not None and measured[0] >= MEASURABLE_BYTES:
             self._upload_s_per_byte = measured[1] / measured[0]
+
+    def learn_saves(self, saves: Iterable[Save]) -> None:
+        """Takes in how long checkpoints took until they were on the disk."""
+        for save in saves:
+            if save.took_s is not None and save.bytes >= MEASURABLE_BYTES:
+                self._save_s_per_byte = save.took_s / save.bytes
 
     def phase(self, step: int) -> int:
         """The phase that optimizer step `step` belongs to."""
@@ -57,16 +66,15 @@ class Forecast:
         predicted_s = self._step_s.get(name, 0.0)
         found = self._stop_s.get(name, predicted_s + LATENCY_S + size / 1e9 * GB_S)
         slower = max(0.0, (step_s or 0.0) - predicted_s)
-        if self._upload_s_per_byte is None:
+        if self._upload_s_per_byte is None and self._save_s_per_byte is None:
             return found + slower
-        save_s, sent_s = size / 1e9 * (GB_S - UPLOAD_GB_S), size * self._upload_s_per_byte
-        return max(found, predicted_s + LATENCY_S + save_s + sent_s) + slower
+        return max(found, predicted_s + LATENCY_S + self._save_s(size) + self._sent_s(size)) + slower
 
     def end_s(self, step: int, step_s: float | None) -> float:
         """Seconds that a stop takes where a limit ends the run: what is then exported comes on top of stop_s."""
         export = self._config.sizes().final_if_cut[self.phase(step)]
-        save_s = export / 1e9 * (GB_S - UPLOAD_GB_S)
-        sent_s = export * max(UPLOAD_GB_S / 1e9, self._upload_s_per_byte or 0.0)
+        save_s = max(export / 1e9 * SAVE_GB_S, self._save_s(export))
+        sent_s = max(export / 1e9 * UPLOAD_GB_S, self._sent_s(export))
         stop_s = self.stop_s(step, step_s)
         if grace_s := self._config.grace_s:  # used up, and then a checkpoint that is whole
             stop_s = max(stop_s, grace_s + self.upload_s(self._config.sizes().checkpoints[self.phase(step)]))
@@ -84,3 +92,11 @@ class Forecast:
         if self._upload_s_per_byte is None:
             return LATENCY_S + size / 1e9 * UPLOAD_GB_S
         return LATENCY_S + SLACK * size * self._upload_s_per_byte
+
+    def _save_s(self, size: int) -> float:
+        """Until `size` bytes are on the disk, as measured, or before that as the bills have it."""
+        return size * (SAVE_GB_S / 1e9 if self._save_s_per_byte is None else self._save_s_per_byte)
+
+    def _sent_s(self, size: int) -> float:
+        """To hash and send them."""
+        return size * (UPLOAD_GB_S / 1e9 if self._upload_s_per_byte is None else self._upload_s_per_byte)

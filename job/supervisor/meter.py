@@ -1,9 +1,9 @@
-"""The dollar meter: what the run has cost so far, exactly, and when it must stop.
+"""The dollar meter: what the run has cost so far, never less than it has, and when it must stop.
 
 Compute is billed per second at the hour's price, 60 s at least for each start; disks and the address by the second; the
 bill's amounts for S3, logs and transfer once. The price of an instance-hour is the spot price at its start, as AWS
-tells it; where it does not, that of the hour before, else the ceiling of a spot price, and it is said for how long. A
-free first hour is not credited: it is known only afterwards.
+tells it; until it does, the ceiling of a spot price, and it is said for how long. A free first hour is not credited: it
+is known only afterwards.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from gpufleet.job.contract import aws
 from gpufleet.job.contract import done as ends
-from gpufleet.job.contract.receipt import CENT_100
-from gpufleet.job.contract.run import Rates, RunLimits
+from gpufleet.job.contract.cost import CENT_100, MINIMUM_S, hours
+from gpufleet.job.contract.terms import Rates, RunLimits
 from gpufleet.job.supervisor.store import ec2
 
-MINIMUM_S = Decimal(aws.MINIMUM_S)
 HOUR_S = 3600
 ASK_AGAIN_S = 60.0
 
@@ -48,14 +46,13 @@ class Meter:
         rates: Rates,
         launched_at: float,
         fixed_usd: Decimal = Decimal(0),
-        prior_usd: Decimal = Decimal(0),
-        prior_s: Decimal = Decimal(0),
+        others: tuple[Decimal, Decimal] = (Decimal(0), Decimal(0)),
         spot_price: SpotPrice = lambda at: None,
     ) -> None:
         self.rates = rates
         self.launched_at = launched_at
         self.fixed_usd = fixed_usd
-        self.prior_usd, self.prior_s = prior_usd, prior_s
+        self.others = others  # USD and seconds of the run's other nodes; replaced as a whole, by the pulse's thread
         self._spot_price = spot_price
         self._prices: dict[int, Decimal] = {}
         self._asked_at: float | None = None
@@ -88,46 +85,47 @@ class Meter:
     def spent(self, now: float) -> Spending:
         """Up to `now`, to a ten-thousandth of a dollar."""
         seconds = max(Decimal(f"{now - self.launched_at:.3f}"), MINIMUM_S)
+        others_usd, others_s = self.others
         compute, ceiling_s, left, hour = Decimal(0), Decimal(0), seconds, 0
         while left > 0:
-            part, price = min(left, Decimal(HOUR_S)), self._price(hour)
+            part, price = min(left, Decimal(HOUR_S)), self._prices.get(hour)
             compute += hours(part) * (self.rates.ceiling if price is None else price)
             ceiling_s += part if price is None and self.rates.capacity == "spot" else 0
             left, hour = left - part, hour + 1
         compute = compute.quantize(CENT_100)
         attempt = compute + (hours(seconds) * self.rates.extras).quantize(CENT_100)
         return Spending(
-            usd=self.prior_usd + self.fixed_usd + attempt,
-            seconds=self.prior_s + seconds,
+            usd=others_usd + self.fixed_usd + attempt,
+            seconds=others_s + seconds,
             attempt_usd=attempt,
             attempt_s=seconds,
             compute_usd=compute,
-            usd_per_hour=self._price(hour - 1) or self.rates.ceiling,
+            usd_per_hour=self._prices.get(hour - 1) or self.rates.ceiling,
             ceiling_s=ceiling_s,
         )
 
     def limit(self, now: float, limits: RunLimits, reserve_s: float) -> str | None:
         """The limit that `reserve_s` more would pass: max_usd, max_hours, deadline, expiry or None."""
-        spent, reserve = self.spent(now), Decimal(f"{reserve_s:.3f}")
-        if spent.usd + hours(reserve) * (spent.usd_per_hour + self.rates.extras) >= limits.max_usd:
+        then = now + reserve_s
+        spent = self.spent(then)
+        if spent.usd >= limits.max_usd:
             return ends.MAX_USD
-        if hours(spent.seconds + reserve) >= limits.max_hours:
+        if hours(spent.seconds) >= limits.max_hours:
             return ends.MAX_HOURS
-        if limits.deadline is not None and now + reserve_s >= limits.deadline:
+        if limits.deadline is not None and then >= limits.deadline:
             return ends.DEADLINE
-        if limits.expires is not None and now + reserve_s >= limits.expires:
+        if limits.expires is not None and then >= limits.expires:
             return ends.EXPIRY
         return None
 
-    def _price(self, hour: int) -> Decimal | None:
-        """The newest that AWS has told up to this hour."""
-        hours_back = range(hour, -1, -1)  # not over the prices: `refresh` may be adding one in its own thread
-        return next((self._prices[each] for each in hours_back if each in self._prices), None)
-
-
-def hours(seconds: Decimal) -> Decimal:
-    """Seconds as hours."""
-    return seconds / HOUR_S
+    def left_s(self, now: float, limits: RunLimits, most_s: float) -> float:
+        """Seconds until the first limit, `most_s` at most; 0 where one is passed."""
+        left, more = 0.0, most_s
+        while more >= 1.0:  # bisected: each hour may have a price of its own
+            more /= 2
+            if self.limit(now, limits, left + more) is None:
+                left += more
+        return left
 
 
 def spot_history(

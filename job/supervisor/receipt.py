@@ -24,12 +24,12 @@ from gpufleet.job import measured
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.attempt import AttemptRecord, Hardware
 from gpufleet.job.contract.aws import FREE_S
+from gpufleet.job.contract.cost import CENT_100, MINIMUM_S, hours
 from gpufleet.job.contract.done import Done
-from gpufleet.job.contract.receipt import CAUSES, CENT_100, AttemptCost, Receipt, ReceiptLine, money, seconds
+from gpufleet.job.contract.receipt import CAUSES, AttemptCost, Receipt, ReceiptLine, money, seconds
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import METRICS
 from gpufleet.job.supervisor.attempts import Attempt
-from gpufleet.job.supervisor.meter import MINIMUM_S, hours
 
 
 def build(

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from gpufleet.job.supervisor import machine
 from gpufleet.job.supervisor.child import JobLog
-from gpufleet.job.supervisor.fleet import Changes
+from gpufleet.job.supervisor.fleet import Ask
 from gpufleet.job.supervisor.metadata import Metadata
 from gpufleet.job.supervisor.meter import SpotPrice
 from gpufleet.job.supervisor.store import Store
@@ -38,9 +38,9 @@ class Outside:
     log: JobLog
     spot_price: SpotPrice
     ranks: int = 1  # processes that train
-    fleet_changes: Changes
+    fleet_history: Ask
     gpus: Callable[[], tuple[machine.DriverGpu, ...]]
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float]
     sleep: Callable[[float], None] = time.sleep
 
 

@@ -375,8 +375,10 @@ class Loop:
         """Says what became of a save. One that failed costs a checkpoint, never the run."""
         for saved in ended:
             if saved.problem is None:
-                blocked_s = round(saved.blocking_s, 3)
-                self._journal.saved(Save(step=saved.step, reason=saved.reason, bytes=saved.bytes, blocked_s=blocked_s))
+                blocked_s, took_s = round(saved.blocking_s, 3), round(saved.blocking_s + saved.seconds, 3)
+                self._journal.saved(
+                    Save(step=saved.step, reason=saved.reason, bytes=saved.bytes, blocked_s=blocked_s, took_s=took_s)
+                )
             else:
                 size = f"{saved.bytes / 1e6:.1f} MB"
                 self._journal.event(f"NOT saved {saved.step} ({saved.reason}, {size}): {saved.problem}", aloud=True)

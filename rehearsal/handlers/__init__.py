@@ -1,6 +1,6 @@
 """Every resource type our program declares, over boto3. A type that is not in this table is an error, not a success."""
 
-from gpufleet.rehearsal.handlers import compute, identity, network, storage
+from gpufleet.rehearsal.handlers import compute, identity, network, scheduler, storage
 from gpufleet.rehearsal.handlers.table import ResourceHandler, UnsupportedError
 
 HANDLERS: dict[str, ResourceHandler] = {
@@ -8,6 +8,7 @@ HANDLERS: dict[str, ResourceHandler] = {
     **storage.HANDLERS,
     **identity.HANDLERS,
     **compute.HANDLERS,
+    **scheduler.HANDLERS,
 }
 
 

@@ -170,11 +170,11 @@ def s3_faulty(seed: int, folder: Path) -> int:
         faults += store.faults
         if bench.store.get_bytes("done.json"):
             break
-    _whole(bench)
+    _check_whole(bench)
     return faults
 
 
-def _whole(bench: Bench) -> None:
+def _check_whole(bench: Bench) -> None:
     """The run has ended as one that nobody disturbed."""
     assert bench.json("done.json")["reason"] == "finished"
     assert bench.manifests()[-1] == STEPS
@@ -194,7 +194,7 @@ def clock_set(seed: int, folder: Path) -> int:
     for number in range(1, NODES):
         if bench.attempt(f"i-{number}", script=script).run() == 0:
             break
-    _whole(bench)
+    _check_whole(bench)
     return len(jumps)
 
 

@@ -52,6 +52,12 @@ def test_the_package_takes_and_gives_what_the_component_does() -> None:
     assert all(each["description"] for each in (*found["inputProperties"].values(), *found["properties"].values()))
 
 
+def test_the_plugin_that_is_installed_is_there() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts[PLUGIN].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
 # With the engine -----------------------------------------------------------------------------------------------------
 
 REAL = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
@@ -119,12 +125,6 @@ def program(folder: Path, project: dict[str, Any]) -> Iterator[tuple[Cloud, Pulu
             yield cloud, Pulumi(folder, {**environment, **settings(folder, port)}, "dev", lambda line: None)
 
 
-def test_the_plugin_that_is_installed_is_there() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    module, _, function = scripts[PLUGIN].partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
-
-
 @REAL
 def test_a_program_that_has_it_from_the_engine_declares_the_same_as_one_that_imports_it(tmp_path: Path) -> None:
     python = {"name": "other", "runtime": {"name": "python", "options": {"virtualenv": sys.prefix}}}
@@ -137,8 +137,8 @@ def test_a_program_that_has_it_from_the_engine_declares_the_same_as_one_that_imp
         outputs = engine.outputs()
         assert outputs["prefix"].endswith("/r1/")
         assert 0 < outputs["usd"] < 3
-        vpcs = cloud.client("ec2").describe_vpcs(Filters=[{"Name": "tag:Name", "Values": ["*gpufleet*"]}])["Vpcs"]
-        assert vpcs == []
+        networks = cloud.client("ec2").describe_vpcs(Filters=[{"Name": "tag-key", "Values": ["gpufleet:stack"]}])
+        assert networks["Vpcs"] == []  # the team's is used
         main.write_text(REMOTE[: REMOTE.index("\n\nclass Run")] + NATIVE)
         native = engine.up()
         assert set(native.changes) == {"same"}, native.text
@@ -147,7 +147,29 @@ def test_a_program_that_has_it_from_the_engine_declares_the_same_as_one_that_imp
         edit(tmp_path / "program" / "training.yaml", "max_usd: 3", "max_usd: 0.01")
         refused = engine.preview()
         assert not refused.ok
-        assert "limits.max_usd: '0.01' is not accepted" in refused.diagnostics
+        assert "Run r1 already exists with other settings" in refused.diagnostics
         assert "_training_run.py" not in refused.text
         assert engine.destroy().ok
         assert {kind for kind, _ in cloud.leftovers()} == {"bucket"}
+
+
+@REAL
+@pytest.mark.skipif(shutil.which("pulumi-language-yaml") is None, reason="Pulumi's YAML runtime is not on PATH")
+def test_the_yaml_program_of_the_page_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    (text,) = re.findall(r"```yaml\n(name: .*?)```", page, re.DOTALL)
+    project = yaml.safe_load(text)
+    sections = yaml.safe_load((ROOT / "examples" / "program" / "training.yaml").read_text())
+    sections["fleet"]["ami"] = AMI
+    sections["job"] |= {"image": IMAGE, "supervisor_image": IMAGE}
+    project["resources"]["second"] = {"type": "gpufleet:TrainingRun", "properties": {"definition": sections}}
+    with program(tmp_path / "program", project) as (cloud, engine):
+        created = engine.up()
+        assert created.ok, created.text
+        outputs = engine.outputs()
+        assert outputs["results"].startswith("s3://gpufleet-training-")
+        assert 0 < outputs["usd"] < 3
+        again = engine.up()
+        assert set(again.changes) == {"same"}, again.text
+        assert engine.destroy().ok
+        assert sorted(kind for kind, _ in cloud.leftovers()) == ["bucket", "bucket"]

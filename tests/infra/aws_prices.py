@@ -57,6 +57,15 @@ def node(usd: str, region: str = "us-east-2") -> str:
     return product(("0", "Hrs", usd), regionCode=region, marketoption="OnDemand")
 
 
+def announced(usd: str, *, then: str, begin: str) -> str:
+    """A node of us-east-2 with a second term, as a price list has it that tells of a change."""
+    found = json.loads(node(usd))
+    (name, term), *_ = found["terms"]["OnDemand"].items()
+    dimensions = {key: {**each, "pricePerUnit": {"USD": then}} for key, each in term["priceDimensions"].items()}
+    found["terms"]["OnDemand"][f"{name}.2"] = {**term, "effectiveDate": begin, "priceDimensions": dimensions}
+    return json.dumps(found)
+
+
 def refused(code: str, operation: str = "GetProducts") -> ClientError:
     return ClientError({"Error": {"Code": code, "Message": "no"}}, operation)
 
@@ -66,6 +75,7 @@ class PriceList:
     """A Price List that knows some nodes' prices, and every service item in every region unless told otherwise."""
 
     nodes: dict[tuple[str, str], str] = field(default_factory=dict)  # (type, region) -> USD
+    products: dict[tuple[str, str], str] = field(default_factory=dict)  # (type, region) -> what is answered instead
     errors: dict[str, Exception] = field(default_factory=dict)  # by instance type or usage type without prefix
     empty: set[str] = field(default_factory=set)  # usage types without an answer
     asked: list[dict[str, str]] = field(default_factory=list)
@@ -81,7 +91,8 @@ class PriceList:
             key = (wanted["instanceType"], wanted["regionCode"])
             if key[0] in self.errors:
                 raise self.errors[key[0]]
-            yield {"PriceList": [node(self.nodes[key], key[1])] if key in self.nodes else []}
+            found = self.products.get(key) or (node(self.nodes[key], key[1]) if key in self.nodes else "")
+            yield {"PriceList": [found] if found else []}
             return
         usage_type = wanted["usagetype"]
         bare = re.sub(r"^[A-Z]{2}[A-Z0-9]*-", "", usage_type)

@@ -2,8 +2,8 @@
 the outside.
 
 S3 is a folder, the metadata service is a folder, a command named in `fails` answers as if it were refused. To sleep
-takes no time, except for the timer and, nearly, for the watch for a notice. The script's own fetch of the job archive
-is not among the calls.
+takes next to no time, and the machine's clock jumps where `timer-fires` says so. The script's own fetch of the job
+archive is not among the calls.
 """
 
 from __future__ import annotations
@@ -29,23 +29,41 @@ from gpufleet.job.contract.bucket import fleet_key
 
 JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
-CONTRACT = ("__init__", "attempt", "aws", "bucket", "codes", "done", "environment", "reading", "workdir")
+CONTRACT = (
+    *("__init__", "attempt", "aws", "bucket", "codes", "cost"),
+    *("done", "environment", "reading", "terms", "workdir"),
+)
 # What the node imports, all of it written for Python 3.9 (per-file-target-version in pyproject.toml).
 CODE = [
     "__init__.py",
     "atomic.py",
+    "clock.py",
     *(f"contract/{name}.py" for name in CONTRACT),
     *(path.relative_to(JOB).as_posix() for path in (JOB / "node").glob("*.*")),
 ]
 INSTANCE = "i-0123456789abcdef0"
 BUCKET = "gpufleet-test"
 FLEET = "fleet-0a1b2c3d"
+SCHEDULE = "gpufleet-schedules/stop"
 TIMER_S = 9000
+DECLARED = {  # as GetSchedule answers
+    "Arn": f"arn:aws:scheduler:us-east-2:111122223333:schedule/{SCHEDULE}",
+    "ActionAfterCompletion": "NONE",
+    "CreationDate": "2026-11-27T00:00:00Z",
+    "FlexibleTimeWindow": {"Mode": "OFF"},
+    "GroupName": "gpufleet-schedules",
+    "Name": "stop",
+    "ScheduleExpression": "at(2036-11-27T00:00:00)",
+    "ScheduleExpressionTimezone": "UTC",
+    "State": "ENABLED",
+    "Target": {"Arn": "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets", "RoleArn": "arn:aws:iam::1:role/stop"},
+}
 
 # How calls begin.
 DELETE = "aws ec2 delete-fleets"
 TERMINATE = "aws ec2 terminate-instances"
 SHUTDOWN = "shutdown -h now"
+MOVE = "aws scheduler update-schedule"
 RUN = "docker run"
 
 _FAILS = r"""
@@ -73,7 +91,13 @@ case "$1 $2" in
     echo "${found:-None}" ;;
   "ec2 delete-fleets") if fails delete-fleets; then echo "not authorized"; else echo None; fi ;;
   "ec2 terminate-instances") fails terminate-instances && exit 254; echo TERMINATINGINSTANCES ;;
-  "ec2 describe-instances") cat "$WORLD/described" ;;
+  "ec2 describe-instances")
+    if [[ " $* " == *" --filters "* ]]; then cat "$WORLD/there" 2>/dev/null; else cat "$WORLD/described"; fi ;;
+  "ec2 describe-fleet-history") fails history && exit 254; cat "$WORLD/history" 2>/dev/null ;;
+  "scheduler get-schedule") fails scheduler && exit 254; cat "$WORLD/schedule" ;;
+  "scheduler update-schedule")
+    fails scheduler && exit 254
+    cp "${4#file://}" "$WORLD/moved" && cat "$WORLD/moved" >>"$WORLD/moves" && echo >>"$WORLD/moves" ;;
   "ssm get-parameter" | "secretsmanager get-secret-value") echo "me:secret of ${4}" ;;
   "ecr get-authorization-token") fails ecr && exit 254; echo "token of ${4}" ;;
   *) exit 252 ;;
@@ -117,11 +141,16 @@ world, wait = pathlib.Path(os.environ["WORLD"]), time.sleep
 def sleep(seconds):
     if seconds == 4:
         wait(0.2)
-    elif seconds == 9000:
-        fires = world / "timer-fires"
-        while not (fires.exists() and (world / fires.read_text()).exists()):
-            wait(0.02)
+    elif seconds == 10:
+        wait(0.02)
 
+def jumped(told):
+    def tell(*which):
+        fires = world / "timer-fires"
+        return told(*which) + (10**6 if fires.exists() and (world / fires.read_text()).exists() else 0)
+    return tell
+
+time.clock_gettime, time.monotonic = jumped(time.clock_gettime), jumped(time.monotonic)
 time.sleep = sleep
 sys.path.insert(0, "")
 runpy.run_module("gpufleet.job.node", run_name="__main__")
@@ -190,10 +219,12 @@ class StubNode:
         self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
         self.job_image = ""
         self.parameters: dict[str, Any] = {}
+        self.limits: dict[str, Any] = {"max_usd": "1000", "max_hours": "100", "expires": "2036-11-27T00:00:00Z"}
         self.launched(minutes_ago=90)
         self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
         self.put(fleet_key(FLEET), "known")
         (self.world / "calls").touch()
+        (self.world / "schedule").write_text(json.dumps(DECLARED))
         self.job_ends_with(0)
 
     def launched(self, *, minutes_ago: float) -> None:
@@ -244,6 +275,16 @@ class StubNode:
     def has(self, key: str) -> bool:
         return (self.s3 / "r1" / key).exists()
 
+    def moves(self) -> list[float]:
+        """The hours to which it moved the schedule that ends its fleet, in epoch seconds."""
+        path = self.world / "moves"
+        told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        assert all(each.keys() == DECLARED.keys() - {"Arn", "CreationDate"} for each in told)
+        return [
+            datetime.strptime(each["ScheduleExpression"], "at(%Y-%m-%dT%H:%M:%S)").replace(tzinfo=UTC).timestamp()
+            for each in told
+        ]
+
     def earlier_boots(self, count: int, *, manifest: str | None = None, notice: bool = False) -> None:
         for number in range(count):
             exit_ = {"code": 75 if notice else 1, "reason": "", "notice": notice, "at": ""}
@@ -256,7 +297,15 @@ class StubNode:
         inputs = self.s3 / "inputs" / packed.sha256
         inputs.mkdir(parents=True)
         (inputs / "job.tar.gz").write_bytes(packed.content)
-        run_config = json.dumps({"job": {"parameters": {"device": self.device, **self.parameters}}})
+        run_config = json.dumps(
+            {
+                "job": {"parameters": {"device": self.device, **self.parameters}},
+                "limits": self.limits,
+                "capacity": "spot",
+                "rates": {"g5.2xlarge": {"on_demand": "1.20", "spot": {"us-east-2a": "0.40"}}},
+                "extras": {"hourly_usd": {}, "fixed_usd": "0"},
+            }
+        )
         self.put("run.json", run_config)
         rendered = user_data.render(
             stack="tinystories-growth",
@@ -266,6 +315,7 @@ class StubNode:
             job_image=self.job_image,
             bucket=BUCKET,
             log_group="gpufleet-logs",
+            schedule=SCHEDULE,
             archive_sha256=packed.sha256,
             run_config_sha256=hashlib.sha256(run_config.encode()).hexdigest(),
             timer_seconds=TIMER_S,

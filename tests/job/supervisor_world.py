@@ -22,6 +22,7 @@ from gpufleet.job.contract.run import config_digest, load
 from gpufleet.job.spec import Checkpoint
 from gpufleet.job.supervisor.attempt import Supervisor
 from gpufleet.job.supervisor.child import JobLog
+from gpufleet.job.supervisor.fleet import History
 from gpufleet.job.supervisor.metadata import Metadata
 from gpufleet.job.supervisor.publish import Publisher, commits
 from gpufleet.job.supervisor.store import FolderStore, Store, StoreError
@@ -212,7 +213,7 @@ class Bench:
         self.trainers: list[FakeTrainer] = []
         self.terminated: float | None = None
         self.spot_price: Decimal | None = Decimal("0.36")
-        self.changes: list[float] | None = []  # of the fleet, by its owner
+        self.history: History | None = History()  # of the fleet
         self.answers: dict[str, bytes] = {}  # of the metadata service, by the end of the path
 
     def attempt(
@@ -243,7 +244,7 @@ class Bench:
             log=log,
             spot_price=lambda at: self.spot_price,
             gpus=lambda: (),
-            fleet_changes=lambda since: self.changes,
+            fleet_history=lambda since: self.history,
             clock=self.clock,
             sleep=self._sleep,
         )

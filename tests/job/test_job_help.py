@@ -20,6 +20,7 @@ SETTINGS = Settings(
     **dict.fromkeys(["stack", "run", "region", "image", "bucket", "log_group", "run_config_sha256"], "x"),
     **dict.fromkeys(["container_options", "data_volume", "data_device", "metadata", "job_image"], ""),
     timer_s=1,
+    schedule="",
     device="cpu",
     root=Path("/"),
 )

@@ -105,13 +105,13 @@ def role(cloud: Cloud, statements: Sequence[dict[str, Any]]) -> None:
     iam.add_role_to_instance_profile(InstanceProfileName="node", RoleName="node")
 
 
-def as_node(cloud: Cloud, service: str) -> Any:
-    """A boto3 client with the credentials of the first node's role."""
+def as_node(cloud: Cloud, service: str, instance: str = "") -> Any:
+    """A boto3 client with the credentials of a node's role, the first one's unless another is named."""
     return boto3.client(
         service,
         region_name=cloud.region,
         endpoint_url=cloud.endpoint,
         aws_access_key_id=NODE_KEY,
         aws_secret_access_key=SECRET,
-        aws_session_token=cloud.instances()[0].id,
+        aws_session_token=instance or cloud.instances()[0].id,
     )

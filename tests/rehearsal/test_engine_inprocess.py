@@ -164,8 +164,28 @@ def test_the_fleet_is_replaced_by_a_new_run_id_only_and_old_one_first(story: Sto
 
 
 def test_the_rights_of_an_earlier_run_go_last(story: Story) -> None:
-    options = story.one("aws:iam/rolePolicy:RolePolicy")["options"]
-    assert (options["replacement_trigger"], options["delete_before_replace"]) == ("r1", False)
+    for each in story.of_type("aws:iam/rolePolicy:RolePolicy"):
+        options = each["options"]
+        assert (options["replacement_trigger"], options["delete_before_replace"]) == ("r1", False)
+
+
+def test_the_schedule_that_ends_the_fleet_stands_at_its_expiry_and_goes_with_it(story: Story) -> None:
+    fleet, schedule = story.one("aws:ec2/fleet:Fleet"), story.one("aws:scheduler/schedule:Schedule")
+    expression, zone = (schedule["inputs"][key] for key in ("scheduleExpression", "scheduleExpressionTimezone"))
+    assert (expression, zone) == (f"at({fleet['inputs']['validUntil'].removesuffix('Z')})", "UTC")
+    assert json.loads(schedule["inputs"]["target"]["input"]) == {"FleetIds": [fleet["id"]], "TerminateInstances": True}
+    options = schedule["options"]
+    assert options["replacement_trigger"] == f"r1 {fleet['id']}"
+    assert options["delete_before_replace"] is True
+    assert options["ignore_changes"] == ["scheduleExpression", "state"]  # a node's to move
+
+
+def test_only_the_scheduler_acts_with_the_role_and_only_for_the_run_s_group(story: Story) -> None:
+    role = story.one("aws:iam/role:Role", f"gpufleet-{STACK}-stop")["inputs"]
+    group = story.one("aws:scheduler/scheduleGroup:ScheduleGroup")
+    (statement,) = json.loads(role["assumeRolePolicy"])["Statement"]
+    assert statement["Principal"] == {"Service": "scheduler.amazonaws.com"}
+    assert statement["Condition"] == {"ArnEquals": {"aws:SourceArn": group["state"]["arn"]}}
 
 
 def test_the_first_up_of_a_run_freezes_nothing(story: Story) -> None:
@@ -183,7 +203,7 @@ def test_the_job_finds_archive_and_run_config_where_the_node_script_looks(story:
 
 
 def test_a_node_writes_into_its_run_and_the_compiled_graphs_and_nowhere_else(story: Story) -> None:
-    (policy,) = story.of_type("aws:iam/rolePolicy:RolePolicy")
+    policy = story.one("aws:iam/rolePolicy:RolePolicy", "identity-rights")
     statements = json.loads(policy["inputs"]["policy"])["Statement"]
     written = [
         each["Resource"] for each in statements if "s3:PutObject" in each["Action"] and each["Effect"] == "Allow"

@@ -60,7 +60,9 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     facts["inventory"] = inventory(cloud)
     facts["state"] = engine._run(["pulumi", "stack", "export", "--stack", STACK])
     facts["known"] = known()
+    move(cloud, facts["moved_to"])  # as a node does
     steps["again"] = engine.up()
+    facts["after_again"] = schedule(cloud)
 
     # The job ends its own run; prices and job code change afterwards; ModifyFleet is denied to the user, too.
     ec2.modify_fleet(FleetId=fleet_id(), TargetCapacitySpecification={"TotalTargetCapacity": 0})
@@ -107,6 +109,7 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     story.outputs["new_run"] = engine.outputs()
     facts["old_state"] = ec2.describe_fleets(FleetIds=[facts["first_fleet"]])["Fleets"][0]["FleetState"]
     facts["new_capacity"], facts["newly_known"] = capacity(), known()
+    facts["new_schedule"] = schedule(cloud)
     facts["new_tags"] = ec2.describe_fleets(FleetIds=[fleet_id()])["Fleets"][0]["Tags"]
     facts["run_configs"] = sorted(
         each["Key"]
@@ -122,6 +125,7 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     steps["ended_by_node"] = engine.up()
     cloud.tick()
     facts["relaunched"] = len(cloud.instances()) - nodes
+    facts["made_again"], facts["its_schedule"] = fleet_id(), schedule(cloud)
 
     # AWS expires the fleet, and the recorded moment has passed.
     clock.advance(40 * 3600)
@@ -133,6 +137,20 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     facts["known_when_over"] = known()
     steps["destroyed"] = engine.destroy()
     facts["left"] = cloud.leftovers()
+
+
+def schedule(cloud: Cloud) -> dict[str, Any]:
+    """The one that ends the fleet, as GetSchedule tells it."""
+    scheduler = cloud.client("scheduler")
+    names = [each["Name"] for each in scheduler.list_schedule_groups()["ScheduleGroups"] if each["Name"] != "default"]
+    (found,) = [scheduler.get_schedule(GroupName=name, Name="stop") for name in names]
+    return dict(found)
+
+
+def move(cloud: Cloud, expression: str) -> None:
+    told = schedule(cloud)
+    kept = {key: told[key] for key in ("GroupName", "Name", "FlexibleTimeWindow", "State", "Target", "Description")}
+    cloud.client("scheduler").update_schedule(**kept, ScheduleExpression=expression, ActionAfterCompletion="NONE")
 
 
 def rewind(engine: Pulumi) -> None:
@@ -159,7 +177,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> RealStory:
     for package in ("gpufleet", "infra", "job"):
         shutil.copytree(ROOT / package, code / package, symlinks=True)  # with what is compiled already
     clock = ManualClock(datetime.now(UTC).replace(microsecond=0) - timedelta(minutes=5))
-    told = RealStory()
+    told = RealStory(facts={"moved_to": f"at({clock.now() + timedelta(hours=1):%Y-%m-%dT%H:%M:%S})"})
     with Cloud(folder / "cloud", clock=clock) as cloud:
         environment = {**cloud.environment(), "PYTHONPATH": str(code)}
         with Engine.open(folder / "project", environment, STACK, real=True) as engine:
@@ -190,6 +208,20 @@ def test_the_bucket_names_the_one_fleet_that_the_state_knows_of(story: RealStory
     for when, run, step in (("known", "r1", "created"), ("newly_known", "r2", "new_run")):
         assert story.facts[when] == [f"{run}/{fleet_key(story.outputs[step]['fleet_id'])}"]
     assert story.facts["known_when_over"] == []
+
+
+def test_an_up_leaves_the_hour_where_a_node_has_moved_it(story: RealStory) -> None:
+    assert story.facts["after_again"]["ScheduleExpression"] == story.facts["moved_to"]
+
+
+def test_the_schedule_goes_with_its_fleet(story: RealStory) -> None:
+    for fleet, told, run in (
+        (story.outputs["new_run"]["fleet_id"], story.facts["new_schedule"], story.outputs["new_run"]["run"]),
+        (story.facts["made_again"], story.facts["its_schedule"], story.outputs["new_run"]["run"]),
+    ):
+        assert json.loads(told["Target"]["Input"]) == {"FleetIds": [fleet], "TerminateInstances": True}
+        assert told["ScheduleExpression"] == f"at({run['valid_until'].removesuffix('Z')})"
+    assert story.facts["made_again"] != story.outputs["new_run"]["fleet_id"]
 
 
 def test_the_state_names_the_job_archive_and_holds_no_copy(story: RealStory) -> None:

@@ -197,6 +197,7 @@ def rehearse_with_image(project: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_command_is_rehearsed_by_the_node_s_own_docker_command_line(project: Path, asked: Asked) -> None:
     rehearse_with_image(project)
     runs = [words for words in asked() if words[0] == "run" and "--name" in words]
@@ -214,6 +215,7 @@ def test_a_command_is_rehearsed_by_the_node_s_own_docker_command_line(project: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_real_containers_are_reached_watched_signalled_and_removed(project: Path) -> None:
     if images._refused("docker", "version"):
         pytest.skip("no docker daemon answers here, and only a real one shows this")

@@ -20,7 +20,7 @@ from gpufleet.infra.definition.model import Account, StackDefinition
 from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.infra.program.resources.tags import tags
 from gpufleet.job.spec import CommandConfig
-from gpufleet.job.supervisor.fleet import changes, of_node
+from gpufleet.job.supervisor.fleet import History, history, of_node
 from gpufleet.job.supervisor.store import MissingError, RefusedError, S3Store
 from gpufleet.rehearsal import gate
 from gpufleet.rehearsal.clock import ManualClock
@@ -32,7 +32,9 @@ BUCKET, GROUP = "own", "gpufleet-logs"
 
 
 def _statements(account: str, run: StackDefinition = RUN) -> list[dict[str, Any]]:
-    return node_statements(run, f"arn:aws:s3:::{BUCKET}", f"arn:aws:logs:us-east-2:{account}:log-group:{GROUP}")
+    logs = f"arn:aws:logs:us-east-2:{account}:log-group:{GROUP}"
+    schedule, stop = f"arn:aws:scheduler:us-east-2:{account}:schedule/g/stop", f"arn:aws:iam::{account}:role/stop"
+    return node_statements(run, f"arn:aws:s3:::{BUCKET}", logs, schedule, stop)
 
 
 def owned_fleet(cloud: Cloud, **changed: str) -> str:
@@ -182,16 +184,33 @@ def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_p
         node = next(each for each in cloud.instances() if each.fleet_id == own)
         ec2, began = as_node(cloud, "ec2"), cloud.clock.now().timestamp()
         with pytest.raises(ClientError, match="UnauthorizedOperation"):
-            changes(ec2, theirs, began)
+            history(ec2, theirs, began)
         cloud.fleets.notice(node.id)
-        assert of_node(node.id, ec2)(began) == []  # AWS's hand
+        assert of_node(node.id, ec2)(began) == History(there=frozenset({node.id}))  # AWS's hand
         clock.advance(60)
         cloud.client("ec2").modify_fleet(FleetId=own, TargetCapacitySpecification={"TotalTargetCapacity": 0})
-        assert of_node(node.id, ec2)(began) == [began + 60]
+        changed = History(changes=(began + 60,), there=frozenset({node.id}))
+        assert of_node(node.id, ec2)(began) == changed
         assert of_node("i-0123456789abcdef0", ec2)(began) is None
-        history = cloud.fleets.fleets[own].history  # longer than one answer
-        history[:0] = [Event(cloud.clock.now(), "information", "launchSpecTemporarilyBlacklisted")] * 1000
-        assert of_node(node.id, ec2)(began) == [began + 60]
+        told = cloud.fleets.fleets[own].history  # longer than one answer
+        told[:0] = [Event(cloud.clock.now(), "information", "launchSpecTemporarilyBlacklisted")] * 1000
+        assert of_node(node.id, ec2)(began) == changed
+
+
+def test_a_node_learns_from_its_own_fleet_s_history_when_another_ended_and_which_are_there(tmp_path: Path) -> None:
+    clock = ManualClock()
+    with Cloud(tmp_path, clock=clock, relaunch_delay_s=60) as cloud:
+        role(cloud, _statements(cloud.account))
+        owned_fleet(cloud)
+        cloud.tick()
+        began, (first,) = clock.now().timestamp(), cloud.instances()
+        clock.advance(600)
+        cloud.kill(first.id)
+        clock.advance(60)
+        cloud.tick()
+        _, second = cloud.instances()
+        found = of_node(second.id, as_node(cloud, "ec2", second.id))(began)
+        assert found == History(ended={first.id: began + 600}, there=frozenset({second.id}))
 
 
 SECRETS = {

@@ -16,9 +16,9 @@ from gpufleet.rehearsal.rehearse import rehearse
 pytestmark = [pytest.mark.optional, pytest.mark.timeout(900)]
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = {  # what a user changes of the file that is written: how long the rehearsal is
-    "hf_trainer": {"--max_steps 60 --save_steps 20": "--max_steps 400 --save_steps 50", "steps: 60": "steps: 400"},
+    "hf_trainer": {"--max_steps 60 --save_steps 10": "--max_steps 400 --save_steps 50", "steps: 60": "steps: 400"},
     "lightning_fit": {
-        "--max_steps 60 --save_every 20": "--max_steps 3000 --save_every 200",
+        "--max_steps 60 --save_every 10": "--max_steps 3000 --save_every 200",
         "steps: 60": "steps: 3000",
     },
 }
@@ -50,7 +50,7 @@ def test_a_framework_that_saves_on_a_signal_loses_nothing_to_a_notice(
     assert cli.main(["new", "mine", "--code", str(code), "--command", command]) == 0
     path = project / "stacks" / "mine.yaml"
     text = (
-        path.read_text().replace("every: {steps: 20}", "every: {steps: 50}").replace("step_ms: [500]", "step_ms: [50]")
+        path.read_text().replace("every: {steps: 10}", "every: {steps: 50}").replace("step_ms: [500]", "step_ms: [50]")
     )
     for found, instead in SMALL[name].items():
         assert found in text

@@ -25,6 +25,7 @@ TRUST = json.dumps(
 )
 VPC, GROUP, OBJECT = "aws:ec2/vpc:Vpc", "aws:ec2/securityGroup:SecurityGroup", "aws:s3/bucketObjectv2:BucketObjectv2"
 SUBNET, LIFECYCLE = "aws:ec2/subnet:Subnet", "aws:s3/bucketLifecycleConfiguration:BucketLifecycleConfiguration"
+SCHEDULE = "aws:scheduler/schedule:Schedule"
 BUCKET, FLEET, LOGS = "aws:s3/bucket:Bucket", "aws:ec2/fleet:Fleet", "aws:cloudwatch/logGroup:LogGroup"
 
 
@@ -47,11 +48,11 @@ def make(aws: Aws, kind: str, **inputs: Any) -> tuple[str, dict[str, Any]]:
     return resource_id, state
 
 
-def change(aws: Aws, kind: str, resource_id: str, state: dict[str, Any], **inputs: Any) -> dict[str, Any]:
+def change(aws: Aws, kind: str, resource_id: str, before: dict[str, Any], /, **inputs: Any) -> dict[str, Any]:
     """The state after an update in place."""
     update = handler(kind).update
     assert update is not None
-    update(aws, resource_id, state, inputs)
+    update(aws, resource_id, before, inputs)
     after = table.state(handler(kind), aws, resource_id, inputs)
     assert after is not None
     return after
@@ -59,6 +60,20 @@ def change(aws: Aws, kind: str, resource_id: str, state: dict[str, Any], **input
 
 def declared(state: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
     return {key: state.get(key) for key in inputs}
+
+
+def _schedule(expression: str, state: str) -> dict[str, Any]:
+    target = {"arn": "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets", "roleArn": "arn:aws:iam::1:role/r", "input": "{}"}
+    return {
+        "groupName": "default",
+        "name": "stop",
+        "scheduleExpression": expression,
+        "scheduleExpressionTimezone": "UTC",
+        "flexibleTimeWindow": {"mode": "OFF"},
+        "target": {**target, "retryPolicy": {"maximumEventAgeInSeconds": 86400, "maximumRetryAttempts": 185}},
+        "state": state,
+        "actionAfterCompletion": "NONE",
+    }
 
 
 UPDATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -82,6 +97,12 @@ UPDATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "tags": {"a": "3"},
         },
     ),
+    (
+        "aws:scheduler/scheduleGroup:ScheduleGroup",
+        {"name": "g", "tags": {"a": "1", "b": "2"}},
+        {"name": "g", "tags": {"a": "3"}},
+    ),
+    (SCHEDULE, _schedule("at(2036-11-27T10:00:00)", "ENABLED"), _schedule("at(2036-11-28T10:00:00)", "DISABLED")),
     (BUCKET, {"bucket": "updated", "tags": {"a": "1"}}, {"bucket": "updated", "tags": {"a": "3"}}),
 ]
 
@@ -264,4 +285,4 @@ def test_a_full_bucket_goes_with_more_objects_than_one_listing_names(aws: Aws, c
 
 
 def test_every_handler_names_the_source_of_its_replacement_table() -> None:
-    assert all(each.source.startswith(("ec2/", "iam/", "logs/", "s3/")) for each in HANDLERS.values())
+    assert all(each.source.startswith(("ec2/", "iam/", "logs/", "s3/", "scheduler/")) for each in HANDLERS.values())

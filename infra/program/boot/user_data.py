@@ -43,6 +43,7 @@ def render(
     job_image: str = "",
     bucket: str,
     log_group: str,
+    schedule: str,
     archive_sha256: str,
     run_config_sha256: str,
     timer_seconds: int,
@@ -50,7 +51,8 @@ def render(
     container_options: str,
     data_volume: str | None,
 ) -> str:
-    """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do.
+    """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do, and sooner once it
+    knows what the run has spent. `schedule`: GROUP/NAME of what ends the fleet by itself, which the node moves.
 
     `image`: the supervisor's; `job_image`: of a command of the user's own, which has a container to itself, else empty.
     `device`: "cuda" or "cpu". `container_options`: words for `docker run`. `data_volume`: None, "blank" (formatted when
@@ -66,6 +68,7 @@ def render(
         **({"JOB_IMAGE": job_image} if job_image else {}),
         "BUCKET": bucket,
         "LOG_GROUP": log_group,
+        "SCHEDULE": schedule,
         "ARCHIVE_SHA256": archive_sha256,
         "RUN_CONFIG_SHA256": run_config_sha256,
         "TIMER_SECONDS": str(timer_seconds),

@@ -12,6 +12,7 @@ from gpufleet.infra.program.plan import Plan
 from gpufleet.infra.program.resources.fleet import FleetComponent
 from gpufleet.infra.program.resources.identity import Identity
 from gpufleet.infra.program.resources.network import GivenVpc, Network
+from gpufleet.infra.program.resources.stop import Stop
 from gpufleet.infra.program.resources.storage import StorageComponent, Upload
 from gpufleet.job.contract.bucket import ARCHIVE, CODE, input_key
 from gpufleet.job.contract.workdir import RUN
@@ -49,10 +50,18 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         frozen=verdict.continues,
         opts=options,
     )
+    stop = Stop(
+        f"{prefix}stop",
+        definition,
+        permissions_boundary=around.permissions_boundary,
+        opts=options,
+    )
     identity = Identity(
         f"{prefix}identity",
         definition,
         bucket_arn=storage.bucket.arn,
+        schedule_arn=stop.schedule_arn,
+        stop_role_arn=stop.role.arn,
         permissions_boundary=around.permissions_boundary,
         opts=options,
     )
@@ -63,7 +72,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         security_group_id=network.security_group.id,
         bucket=storage.bucket.bucket,
         profile_arn=identity.profile.arn,
-        user_data_base64=pulumi.Output.all(storage.bucket.bucket, identity.log_group.name).apply(
+        user_data_base64=pulumi.Output.all(storage.bucket.bucket, identity.log_group.name, stop.schedule_name).apply(
             lambda names: plan.user_data(*names)
         ),
         valid_until=verdict.run.valid_until,
@@ -72,6 +81,8 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         depends_on=[*network.ready, *storage.ready, *identity.ready],
         opts=options,
     )
+    if fleet.fleet:
+        stop.declare_for(fleet.fleet, verdict.run.valid_until)
     return DeclaredRun(
         bucket=storage.bucket.bucket,
         log_group=identity.log_group.name,

@@ -1,4 +1,5 @@
-"""Who a node is and what it may do: its own run's objects, log group and fleet. It can launch nothing and pass no role.
+"""Who a node is and what it may do: its own run's objects, log group and fleet. It can launch nothing, and passes one
+role, which can do less than it can itself (resources/stop.py).
 
 It can end its fleet, not change it: ModifyFleet has no condition on the number of nodes. It deletes checkpoints alone:
 what earlier attempts spent, which the caps count, stays.
@@ -19,6 +20,7 @@ import pulumi_aws as aws
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program import ecr
+from gpufleet.infra.program.resources.stop import SERVICE
 from gpufleet.infra.program.resources.tags import own_tags, tags
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.workdir import RUN
@@ -50,6 +52,8 @@ class Identity(pulumi.ComponentResource):
         definition: StackDefinition,
         *,
         bucket_arn: pulumi.Input[str],
+        schedule_arn: pulumi.Input[str],
+        stop_role_arn: pulumi.Input[str],
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
@@ -73,7 +77,7 @@ class Identity(pulumi.ComponentResource):
         policy = aws.iam.RolePolicy(
             f"{name}-rights",
             role=role.name,
-            policy=pulumi.Output.all(bucket_arn, self.log_group.arn).apply(
+            policy=pulumi.Output.all(bucket_arn, self.log_group.arn, schedule_arn, stop_role_arn).apply(
                 lambda arns: json.dumps({"Version": "2012-10-17", "Statement": node_statements(definition, *arns)})
             ),
             # Another run gets a policy of its own, and the old one goes after the old fleet. Changed in place it would
@@ -85,8 +89,10 @@ class Identity(pulumi.ComponentResource):
         self.register_outputs({"log_group": self.log_group.name})
 
 
-def node_statements(definition: StackDefinition, bucket_arn: str, log_group_arn: str) -> list[dict[str, Any]]:
-    """Everything a node may do."""
+def node_statements(
+    definition: StackDefinition, bucket_arn: str, log_group_arn: str, schedule_arn: str, stop_role_arn: str
+) -> list[dict[str, Any]]:
+    """Everything a node may do. `schedule_arn` and `stop_role_arn`: of what ends its fleet."""
     run = definition.run.id
     return [
         {
@@ -144,6 +150,19 @@ def node_statements(definition: StackDefinition, bucket_arn: str, log_group_arn:
             "Condition": {
                 "StringEquals": {f"aws:ResourceTag/{key}": value for key, value in own_tags(definition).items()}
             },
+        },
+        {
+            "Sid": "MoveTheHour",
+            "Effect": "Allow",
+            "Action": ["scheduler:GetSchedule", "scheduler:UpdateSchedule"],
+            "Resource": schedule_arn,
+        },
+        {
+            "Sid": "WithItsRole",
+            "Effect": "Allow",
+            "Action": "iam:PassRole",
+            "Resource": stop_role_arn,
+            "Condition": {"StringEquals": {"iam:PassedToService": SERVICE}},
         },
         {
             "Sid": "FindItselfAndItsPrice",  # neither action can be narrowed to a resource

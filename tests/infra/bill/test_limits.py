@@ -28,7 +28,7 @@ from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.risk import simulation
 from gpufleet.job.contract import run as run_file
 from gpufleet.job.contract.reading import Fields
-from gpufleet.job.contract.run import Rates
+from gpufleet.job.contract.terms import Rates, RunLimits
 from gpufleet.job.spec import SftConfig
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
@@ -132,7 +132,7 @@ def test_an_accepted_limit_lets_the_jobs_meter_come_to_the_end_of_the_work(hours
     found = price(plan, CATALOG)
     exposure, hourly = found.chosen.exposure, found.hourly_usd
     rates = Rates(capacity="on-demand", on_demand=found.chosen.price.amount, spot=None, hourly=hourly)
-    limits = run_file.RunLimits(max_usd=Decimal(3), max_hours=Decimal(hours), deadline=None)
+    limits = RunLimits(max_usd=Decimal(3), max_hours=Decimal(hours), deadline=None)
     told = run_file.BillEstimate.from_json(Fields(to_json(found)), hourly)
     forecast = Forecast(plan.job.parameters, found.chosen.type, phases=told.phases, notice=told.notice)
     reserve_s = forecast.end_s(2999, None) + RESERVE_S
@@ -278,9 +278,16 @@ def test_dollars_at_a_hazard_are_those_of_a_bill_that_is_told_it() -> None:
 
 
 def test_no_type_is_recommended_that_has_no_bill() -> None:
-    """Of those that hold kernel-sft the cheapest is a g7e.24xlarge, whose peak is not in the catalog."""
+    """Of those that hold kernel-sft the cheapest is a g7e.24xlarge: without its peak it has no speed."""
     config = load(SHIPPED / "kernel-sft.yaml", now=NOW).job.parameters
-    named = cheapest_holder(config, CATALOG, "us-east-2").split(" ")[0]
+    assert cheapest_holder(config, CATALOG, "us-east-2").startswith("g7e.24xlarge ")
+    unknown = {
+        name: replace(each, gpu=replace(each.gpu, bf16_tflops=None))
+        for name, each in CATALOG.instances.items()
+        if name.startswith("g7e.")
+    }
+    without = replace(CATALOG, instances=CATALOG.instances | unknown)
+    named = cheapest_holder(config, without, "us-east-2").split(" ")[0]
     assert not named.startswith("g7")
     plan = replace(load(SHIPPED / "kernel-sft.yaml", now=NOW), scenario="")
     on_it = replace(plan, fleet=replace(plan.fleet, instance_types=(named,), capacity="on-demand"))

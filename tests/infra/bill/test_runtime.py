@@ -161,7 +161,7 @@ def test_a_slice_of_a_gpu_is_slower_by_its_share() -> None:
     assert slice_.mfu == pytest.approx(whole.mfu)
 
 
-@pytest.mark.parametrize("type_", ["g4dn.xlarge", "g7e.2xlarge"])
+@pytest.mark.parametrize("type_", ["g4dn.xlarge", "p3dn.24xlarge"])
 def test_a_gpu_without_a_known_peak_asks_for_measured_step_times(type_: str) -> None:
     with pytest.raises(GpufleetError, match=r"estimate\.step_ms"):
         runtime.hours(GrowthConfig(), instance(type_), Estimate(), ROOT)

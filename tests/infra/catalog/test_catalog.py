@@ -16,7 +16,11 @@ from gpufleet.infra.errors import GpufleetError, PriceMissing
 
 FILES = sorted(Path(catalog.__file__).parent.glob("*.csv"))
 CATALOG = load_catalog()
-REGIONS = ("us-east-1", "us-east-2", "us-west-2", "eu-west-1")
+REGIONS = (
+    "us-east-1", "us-east-2", "us-west-2", "eu-west-1", "eu-central-1", "eu-north-1", "eu-west-2", "ap-northeast-1",
+    "ap-south-1", "ap-southeast-2", "ca-central-1", "sa-east-1", "ap-northeast-2", "eu-south-2",
+)  # fmt: skip
+WITHOUT_BILLS = {"eu-north-1", "eu-south-2"}  # no public source gives what a request or a log costs there
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -32,7 +36,30 @@ def test_every_row_names_its_source_and_its_date(path: Path) -> None:
 
 def test_prices_are_positive_and_no_dearer_than_a_node_can_be() -> None:
     hourly = [*CATALOG.on_demand_prices.values(), *(s.price for zones in CATALOG.spot_prices.values() for s in zones)]
-    assert all(Decimal("0.01") < price.amount < 200 for price in hourly)
+    assert all(Decimal("0.01") < price.amount < 300 for price in hourly)
+
+
+def test_a_region_costs_no_less_than_virginia_and_no_more_than_sao_paulo() -> None:
+    """A figure typed wrong would fall out of the band of all others."""
+    for (type_, region), price in CATALOG.on_demand_prices.items():
+        first = CATALOG.on_demand_prices.get((type_, "us-east-1"))
+        if first is not None:
+            most = Decimal(2) if region == "sa-east-1" else Decimal("1.5")  # its p6-b300 costs 1.97 times Virginia's
+            assert 1 - Decimal("0.0001") <= price.amount / first.amount <= most, (type_, region)
+
+
+def test_spot_costs_no_more_than_on_demand() -> None:
+    """Spot prices are published with four decimals."""
+    for (type_, region), zones in CATALOG.spot_prices.items():
+        listed = CATALOG.on_demand_prices.get((type_, region))
+        if listed is not None:
+            assert zones[-1].price.amount <= listed.amount + Decimal("0.00005"), (type_, region)
+
+
+def test_a_type_is_priced_only_where_it_is_offered() -> None:
+    for type_, region in (*CATALOG.on_demand_prices, *CATALOG.spot_prices):
+        instance = CATALOG.instances[type_]
+        assert instance.left_ec2 or (instance.regions and region in instance.regions), (type_, region)
 
 
 def test_spot_zones_come_cheapest_first_and_without_local_zones() -> None:
@@ -48,28 +75,19 @@ def test_every_priced_type_has_specifications() -> None:
 
 
 @pytest.mark.parametrize("region", REGIONS)
-@pytest.mark.parametrize(
-    "item",
-    [
-        "ebs_gp3_storage",
-        "ebs_gp3_iops",
-        "ebs_gp3_throughput",
-        "s3_storage",
-        "s3_write_requests",
-        "s3_read_requests",
-        "transfer_out",
-        "public_ipv4",
-        "logs_ingestion",
-    ],
-)
-def test_every_region_has_what_a_bill_needs(region: str, item: str) -> None:
-    assert CATALOG.price(item, region).amount > 0
+def test_a_region_has_what_a_bill_needs_or_names_what_it_lacks(region: str) -> None:
+    lacks = CATALOG.missing(region)
+    assert bool(lacks) == (region in WITHOUT_BILLS)
+    assert all(CATALOG.price(item, region).amount > 0 for item in catalog.BILLED if item not in lacks)
+    for item in lacks:
+        with pytest.raises(PriceMissing, match=rf"no price for {item} .*`gpufleet prices refresh --region {region}`"):
+            CATALOG.price(item, region)
 
 
 def test_a_price_taken_over_from_another_region_says_so() -> None:
     assert CATALOG.price("s3_storage", "us-east-1").status == "verified"
     assert CATALOG.price("s3_storage", "us-east-2").status == "inferred"
-    assert CATALOG.on_demand("g5.4xlarge", "us-east-2").status == "inferred"
+    assert CATALOG.on_demand("g7e.4xlarge", "us-east-2").status == "inferred"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +119,10 @@ def test_a10g_is_70_teraflops_and_not_the_125_of_the_a10() -> None:
         ("p4d.24xlarge", "tf32", 156),  # NVIDIA's A100 data sheet
         ("p4d.24xlarge", "fp32", 19.5),
         ("g4dn.xlarge", "tf32", 8.1),  # a T4 has none
-        ("p6-b300.48xlarge", "fp32", None),
+        ("p6-b300.48xlarge", "fp32", 75),
+        ("g7.2xlarge", "bf16", 203),
+        ("g7e.2xlarge", "bf16", 480),
+        ("p3.2xlarge", "bf16", None),
     ],
 )
 def test_a_gpus_peak_depends_on_what_its_products_are_in(type_: str, products: str, tflops: float | None) -> None:
@@ -136,19 +157,23 @@ def test_an_unknown_type_is_none_and_its_price_error_names_the_nearest() -> None
 
 
 def test_a_missing_spot_price_says_where_there_is_none() -> None:
-    with pytest.raises(PriceMissing, match=r"p5\.4xlarge has no spot price in us-east-2, nor in any other region"):
+    with pytest.raises(PriceMissing, match=r"g7\.2xlarge has no spot price in us-east-2, nor in any other region"):
+        CATALOG.spot("g7.2xlarge", "us-east-2")
+    with pytest.raises(PriceMissing, match=r"p5\.4xlarge has no spot price in us-east-2; known in: eu-west-2"):
         CATALOG.spot("p5.4xlarge", "us-east-2")
 
 
 def test_a_region_without_prices_is_an_error_that_lists_the_regions() -> None:
-    with pytest.raises(PriceMissing, match="us-east-1, us-east-2, us-west-2, eu-west-1"):
-        CATALOG.price("s3_storage", "ap-south-1")
-    assert CATALOG.zones("ap-south-1") == ()
+    with pytest.raises(PriceMissing, match="in me-south-1; known in: us-east-1, us-east-2, us-west-2, eu-west-1"):
+        CATALOG.price("s3_storage", "me-south-1")
+    assert CATALOG.zones("me-south-1") == ()
 
 
 def test_zones_are_names_of_their_region() -> None:
-    assert set(CATALOG.regions()) == set(REGIONS)
+    assert CATALOG.regions() == REGIONS
+    assert set(CATALOG.billed_regions()) == set(REGIONS) - WITHOUT_BILLS
     assert CATALOG.zones("us-east-2") == ("us-east-2a", "us-east-2b", "us-east-2c")
+    assert CATALOG.zones("ap-northeast-1") == ("ap-northeast-1a", "ap-northeast-1c", "ap-northeast-1d")
 
 
 @pytest.mark.parametrize(

@@ -238,3 +238,66 @@ def test_merging_keeps_the_newer_figure_of_each() -> None:
     assert files.newer(over, base).on_demand[KEY] == new
     same = replace(old, amount=Decimal(3))
     assert files.newer(over, files.Prices(on_demand={KEY: same})).on_demand[KEY] == same
+
+
+# A price from a day on ----------------------------------------------------------------------------------------------
+
+CHANGE = replace(priced("1.1", "2026-11-21"), valid_from=date(2026, 12, 1))
+
+
+def test_a_price_from_a_day_on_counts_from_that_day_on(project: Path) -> None:
+    prices = refreshed(priced("1.5", "2026-11-21"))
+    prices.dated[KEY] = (CHANGE, replace(CHANGE, amount=Decimal("1.0"), valid_from=date(2027, 1, 1)))
+    folder = files.write(prices, project / "prices", date(2026, 11, 21))
+    assert files.read(folder) == prices
+    for day, usd in (("2026-11-30", "1.5"), ("2026-12-01", "1.1"), ("2026-12-31", "1.1"), ("2027-01-01", "1.0")):
+        assert load_catalog(project, day=date.fromisoformat(day)).on_demand(*KEY).amount == Decimal(usd)
+
+
+def test_the_bill_of_a_day_stands_on_the_price_of_that_day(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prices = refreshed(priced("1.5", "2026-11-21"))
+    prices.dated[KEY] = (CHANGE,)
+    files.write(prices, project / "prices", date(2026, 11, 21))
+    monkeypatch.chdir(project)
+    text = (ROOT / "stacks" / "tinystories-growth.yaml").read_text()
+    made = scratch.make(tmp_path_factory.mktemp("scratch") / "made", {"tinystories-growth": text})
+    found = []
+    for now in (datetime(2026, 11, 30, tzinfo=UTC), datetime(2026, 12, 1, tzinfo=UTC)):
+        plan = make(made, "tinystories-growth", now=now, previous=Previous(outputs={}), preview=True)
+        found += [each.on_demand.amount for each in plan.bill.types if each.type == KEY[0] and each.on_demand]
+    assert found == [Decimal("1.5"), Decimal("1.1")]
+
+
+def test_a_file_without_such_rows_has_the_columns_of_before(project: Path) -> None:
+    folder = files.write(refreshed(priced("1.5", "2026-11-21")), project / "prices", date(2026, 11, 21))
+    assert (folder / "on_demand.csv").read_text().partition("\n")[0] == "type,regions,usd_per_hour,source,as_of,status"
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (("1.5,a,2026-11-21,verified,", "1.1,a,2026-11-21,verified,2026-12-01"), None),
+        (("1.1,a,2026-11-21,verified,2026-12-01",), None),
+        (("1.1,a,2026-11-21,verified,soon",), "line 2: .*valid_from 'soon' is no date"),
+        (("1.1,a,2026-11-21,verified,2026-12-01",) * 2, "line 3: .*is there twice from 2026-12-01 on"),
+    ],
+)
+def test_rows_from_a_day_on_are_read_beside_the_others(project: Path, rows: tuple[str, ...], said: str | None) -> None:
+    folder = files.write(files.Prices(), project / "prices", date(2026, 11, 21))
+    lines = [(folder / "on_demand.csv").read_text().strip() + ",valid_from"]
+    (folder / "on_demand.csv").write_text("\n".join((*lines, *(f"g5.2xlarge,us-east-2,{row}" for row in rows))) + "\n")
+    if said is not None:
+        with pytest.raises(GpufleetError, match=said):
+            load_catalog(project)
+        return
+    assert load_catalog(project, day=date(2026, 12, 24)).on_demand(*KEY).amount == Decimal("1.1")
+
+
+def test_a_newer_reading_takes_the_place_of_a_price_and_of_its_announced_change() -> None:
+    old = files.Prices(on_demand={KEY: priced("1.5", "2026-11-21")}, dated={KEY: (CHANGE,)})
+    new = files.Prices(on_demand={KEY: priced("1.4", "2026-11-22")})
+    assert files.newer(old, new).dated == {}
+    assert files.newer(new, old).on_demand[KEY].amount == Decimal("1.4")
+    assert files.newer(new, old).dated == {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aws_prices import Ec2, PriceList, refused
+from aws_prices import Ec2, PriceList, announced, refused
 from repository import ROOT
 
 from gpufleet.infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog, regions
@@ -123,39 +123,84 @@ def test_a_row_of_regions_and_a_refresh_are_all_that_a_new_region_takes(
 ) -> None:
     """`path` is a stack's file, its project the current directory."""
     added = tmp_path / "regions.csv"
-    added.write_text(regions.FILE.read_text() + "eu-central-1,abc,EUC1-,ec1,a test,2026-11-21\n")
-    path.write_text(path.read_text().replace("us-east-2", "eu-central-1"))
-    assert main(["prices", "refresh", "--region", "eu-central-1"]) == 2
-    assert "--region eu-central-1: the catalog covers us-east-1, " in capsys.readouterr().err
+    added.write_text(regions.FILE.read_text() + "eu-west-3,abc,EUW3-,ew3,a test,2026-11-21\n")
+    path.write_text(path.read_text().replace("us-east-2", "eu-west-3"))
+    assert main(["prices", "refresh", "--region", "eu-west-3"]) == 2
+    assert "--region eu-west-3: the catalog covers us-east-1, " in capsys.readouterr().err
 
     monkeypatch.setattr(regions, "FILE", added)
     assert main(["cost", "small-growth"]) == 2  # known, and without prices
-    assert "fleet.region: 'eu-central-1' is not accepted" in capsys.readouterr().err
+    assert "fleet.region: 'eu-west-3' is not accepted" in capsys.readouterr().err
     assert main(["compare", "small-growth"]) == 2
 
-    pricing = PriceList(nodes={("g5.2xlarge", "eu-central-1"): "1.516"})
-    row = {"InstanceType": "g5.2xlarge", "AvailabilityZone": "eu-central-1a", "SpotPrice": "0.5", "Timestamp": NOW}
-    ec2 = Ec2(rows=[row], zones={"eu-central-1a": "euc1-az2"})
+    pricing = PriceList(nodes={("g5.2xlarge", "eu-west-3"): "1.516"})
+    row = {"InstanceType": "g5.2xlarge", "AvailabilityZone": "eu-west-3a", "SpotPrice": "0.5", "Timestamp": NOW}
+    ec2 = Ec2(rows=[row], zones={"eu-west-3a": "euw3-az2"})
     monkeypatch.setattr(aws, "client", lambda service, region: pricing if service == "pricing" else ec2)
-    assert main(["prices", "refresh", "--region", "eu-central-1"]) == 0
-    assert {each["usagetype"][:5] for each in pricing.asked if "usagetype" in each} == {"EUC1-"}
+    assert main(["prices", "refresh", "--region", "eu-west-3"]) == 0
+    assert {each["usagetype"][:5] for each in pricing.asked if "usagetype" in each} == {"EUW3-"}
     capsys.readouterr()
 
-    assert main(["prices", "--region", "eu-central-1", "--json"]) == 0
+    assert main(["prices", "--region", "eu-west-3", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["regions"]
     assert (found["on_demand"]["priced"], found["spot"]["priced"]) == (1, 1)
     assert main(["cost", "small-growth", "--json"]) == 0
     assert Decimal(json.loads(capsys.readouterr().out)["usd"]["p90"]) > 0
     assert main(["compare", "small-growth"]) == 0
-    assert "OD ec1" in capsys.readouterr().out
+    assert "OD ew3" in capsys.readouterr().out
+
+
+def test_a_refresh_brings_what_a_shipped_region_lacks_and_the_next_bill_stands_on_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of eu-south-2 no public source gives what a disk or a request costs."""
+    path.write_text(path.read_text().replace("us-east-2", "eu-south-2").replace("g5.2xlarge", "g6.2xlarge"))
+    assert main(["cost", "small-growth"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "No price there of ebs_gp3_storage, " in said
+    assert "`gpufleet prices refresh --region eu-south-2` reads them from AWS." in said
+
+    pricing = PriceList(nodes={("g6.2xlarge", "eu-south-2"): "1.03"})
+    monkeypatch.setattr(aws, "client", lambda service, region: pricing if service == "pricing" else Ec2())
+    assert main(["prices", "refresh", "--region", "eu-south-2"]) == 0
+    assert {each["usagetype"][:5] for each in pricing.asked if "usagetype" in each} == {"EUS2-"}
+    capsys.readouterr()
+
+    assert load_catalog().on_demand("g6.2xlarge", "eu-south-2").amount == Decimal("1.03")
+    assert main(["cost", "small-growth", "--json"]) == 0
+    bill = json.loads(capsys.readouterr().out)
+    assert (bill["region"], len(bill["spot"]["zone"])) == ("eu-south-2", 3)
+
+
+def test_an_announced_price_is_written_down_and_counts_from_its_day_on(project: Path) -> None:
+    changing = announced("1.212", then="1.1", begin="2026-12-01T00:00:00Z")
+    pricing = listed(products={("g5.2xlarge", "us-east-2"): changing})
+    folder = project / "prices"
+    assert renew(load_catalog(), ["us-east-2"], folder, pricing=pricing, ec2_in=lambda _: Ec2(), now=NOW) == 0
+    for day, usd in ((TODAY, "1.212"), (date(2026, 11, 30), "1.212"), (date(2026, 12, 1), "1.1")):
+        assert load_catalog(day=day).on_demand("g5.2xlarge", "us-east-2").amount == Decimal(usd)
+    told = coverage.render(load_catalog(day=TODAY), ["us-east-2"], TODAY)
+    assert "us-east-2: g5.2xlarge costs 1.1 on demand from 2026-12-01 on" in told
+
+    # A later refresh that is not answered keeps both; one that is answered puts the new price in its place.
+    later = datetime(2026, 12, 2, tzinfo=UTC)
+    failing = listed(errors={"g5.2xlarge": refused("ThrottlingException")})
+    renew(load_catalog(), ["us-east-2"], folder, pricing=failing, ec2_in=lambda _: Ec2(), now=later)
+    assert load_catalog(day=later.date()).on_demand("g5.2xlarge", "us-east-2").amount == Decimal("1.1")
+    settled = listed()
+    settled.nodes["g5.2xlarge", "us-east-2"] = "1.1"
+    renew(load_catalog(), ["us-east-2"], folder, pricing=settled, ec2_in=lambda _: Ec2(), now=later)
+    assert load_catalog(day=TODAY).on_demand("g5.2xlarge", "us-east-2").amount == Decimal("1.1")
+    newest = files.folders(folder)[-1]
+    assert (newest / "on_demand.csv").read_text().startswith("type,regions,usd_per_hour,source,as_of,status\n")
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("Frankfurt,abc,EUC1-,ec1,a test,2026-11-21", "'Frankfurt' is no region"),
-        ("eu-central-1,aab,EUC1-,ec1,a test,2026-11-21", "zones 'aab'; allowed: the letters"),
-        ("eu-central-1,abc,,ec1,a test,2026-11-21", "must not be empty"),
+        ("Frankfurt,abc,EUW3-,ew3,a test,2026-11-21", "'Frankfurt' is no region"),
+        ("eu-west-3,aab,EUW3-,ew3,a test,2026-11-21", "zones 'aab'; allowed: the letters"),
+        ("eu-west-3,abc,,ew3,a test,2026-11-21", "must not be empty"),
         ("us-east-2,abc,USE2-,e2,a test,2026-11-21", "us-east-2 is there twice"),
     ],
 )
@@ -165,7 +210,8 @@ def test_a_row_that_is_no_region_is_refused_with_its_line(
     added = tmp_path / "regions.csv"
     added.write_text(regions.FILE.read_text() + row + "\n")
     monkeypatch.setattr(regions, "FILE", added)
-    with pytest.raises(GpufleetError, match=rf"regions\.csv, line 6: .*{said}"):
+    line = len(added.read_text().splitlines())
+    with pytest.raises(GpufleetError, match=rf"regions\.csv, line {line}: .*{said}"):
         regions.known_regions()
 
 
@@ -236,8 +282,25 @@ def test_prices_of_the_future_are_not_called_young(project: Path) -> None:
 def test_showing_gives_age_and_coverage_of_every_region(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     printed = capsys.readouterr().out
-    for word in ("us-east-1", "us-east-2", "us-west-2", "eu-west-1", "days old", "ebs_gp3_storage", "inferred"):
+    for word in ("us-east-1", "us-east-2", "us-west-2", "sa-east-1", "days old", "logs_ingestion", "inferred"):
         assert word in printed
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_a_region_without_a_price_that_bills_need_is_told_with_the_command_that_reads_it(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "eu-north-1: no bill yet, without a price of s3_write_requests" in printed
+    assert "`gpufleet prices refresh --region eu-north-1` reads them" in printed
+    assert "eu-central-1: no bill yet" not in printed
+
+
+def test_a_family_without_a_price_is_one_word(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--region", "us-west-2")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "us-west-2: no spot price of g6f.2xlarge, g6f.4xlarge, g7.*, g7e.*, " in printed
 
 
 def test_json_counts_what_is_priced_inferred_and_missing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,8 +339,8 @@ def test_a_region_of_many_zones_and_a_weeks_extremes_fit_a_page_and_all_are_show
 
 
 def test_an_unknown_region_is_an_error_that_names_the_known(project: Path) -> None:
-    with pytest.raises(GpufleetError, match="--region ap-south-1: the catalog covers us-east-1"):
-        run("--region", "ap-south-1")
+    with pytest.raises(GpufleetError, match="--region me-south-1: the catalog covers us-east-1"):
+        run("--region", "me-south-1")
 
 
 @pytest.mark.parametrize("words", [("--to", "x"), ("refresh", "--json")])
@@ -302,6 +365,7 @@ def priced(usd: str) -> Price:
     [
         ("1.00", [("az1", "0.40"), ("az2", "1.00")], ["spot costs as much as on demand (1.00) in az2"]),
         ("1.00", [("az1", "0.40"), ("az2", "1.01")], ["spot costs more than on demand (1.00) in az2"]),
+        ("27.43298", [("az1", "27.433")], ["spot costs as much as on demand (27.43298) in az1"]),
         ("5.00", [("az1", "0.40"), ("az2", "1.20")], ["zones differ by 3.0x, 0.40 (az1) to 1.20 (az2)"]),
         ("5.00", [("az1", "0.41"), ("az2", "1.20")], []),
         (None, [("az1", "0.40")], ["has a spot price and no on-demand price"]),
@@ -324,6 +388,14 @@ def test_the_page_documents_every_key_of_the_json(project: Path, capsys: pytest.
     run("--json")
     found = json.loads(capsys.readouterr().out)
     region = found["regions"][0]
-    for part in (found, found["catalog"], region, region["on_demand"], region["spot"], found["items"][0]):
+    for part in (
+        found,
+        found["catalog"],
+        region,
+        region["on_demand"],
+        region["spot"],
+        region["services"],
+        found["items"][0],
+    ):
         for key in part:
             assert f"`{key}" in page, key

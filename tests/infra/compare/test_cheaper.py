@@ -130,10 +130,12 @@ def test_the_bill_names_them_and_where_all_are() -> None:
 
 
 def test_a_bill_without_any_says_so() -> None:
-    asked = shipped("kernel-sft")
+    asked = next(
+        each for each in scenarios(ROOT / "stacks" / "kernel-sft.yaml", now=NOW) if each.scenario == "curriculum"
+    )
     options = cheaper_options(asked)
     assert options.rows == ()
-    said = "No other type does this work for less; all: `gpufleet compare kernel-sft`."
+    said = "No other type does this work for less; all: `gpufleet compare kernel-sft --scenario curriculum`."
     assert said in flat(price(asked, CATALOG), options)
 
 

@@ -307,7 +307,10 @@ def test_a_node_may_read_what_the_file_names_and_nothing_beside_it(tmp_path: Pat
         account={"kms_key": key},
     )
 
-    stated = {each["Sid"]: each for each in node_statements(load(path, now=NOW), "arn:aws:s3:::own", "arn:logs")}
+    stated = {
+        each["Sid"]: each
+        for each in node_statements(load(path, now=NOW), "arn:aws:s3:::own", "arn:logs", "arn:schedule", "arn:role")
+    }
 
     parameters, secrets = stated["Parameters"], stated["Secrets"]
     of_us = "arn:aws:ssm:us-east-2:*:parameter"
@@ -316,5 +319,7 @@ def test_a_node_may_read_what_the_file_names_and_nothing_beside_it(tmp_path: Pat
     assert secrets["Resource"] == ["arn:aws:secretsmanager:us-east-2:*:secret:team/b-??????"]
     assert (stated["KeyOfSecrets"]["Action"], stated["KeyOfSecrets"]["Resource"]) == ("kms:Decrypt", key)
     assert stated["Input0"]["Resource"] == "arn:aws:s3:::theirs/some/data/*"
-    plain = node_statements(load(command_file(tmp_path), now=NOW), "arn:aws:s3:::own", "arn:logs")
+    plain = node_statements(
+        load(command_file(tmp_path), now=NOW), "arn:aws:s3:::own", "arn:logs", "arn:schedule", "arn:role"
+    )
     assert not {"Parameters", "Secrets", "KeyOfSecrets", "Input0"} & {each["Sid"] for each in plain}

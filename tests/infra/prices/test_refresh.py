@@ -141,15 +141,15 @@ def test_an_empty_answer_keeps_a_known_price_and_is_no_failure() -> None:
 
 
 def test_a_type_that_is_not_sold_there_and_never_was_is_no_news() -> None:
-    done = run(PriceList(nodes=NODES), types=[*TYPES, "g7.48xlarge"])
+    done = run(PriceList(nodes=NODES), types=[*TYPES, "p3dn.24xlarge"])
     assert not done.kept
-    assert ("g7.48xlarge", REGION) not in done.prices.on_demand
+    assert ("p3dn.24xlarge", REGION) not in done.prices.on_demand
 
 
 def test_a_type_priced_for_the_first_time_is_there() -> None:
-    nodes = {**NODES, ("g7.48xlarge", REGION): "20"}
-    done = run(PriceList(nodes=nodes), types=[*TYPES, "g7.48xlarge"])
-    assert done.prices.on_demand["g7.48xlarge", REGION].amount == 20
+    nodes = {**NODES, ("p3dn.24xlarge", REGION): "20"}
+    done = run(PriceList(nodes=nodes), types=[*TYPES, "p3dn.24xlarge"])
+    assert done.prices.on_demand["p3dn.24xlarge", REGION].amount == 20
     assert not done.moved
 
 

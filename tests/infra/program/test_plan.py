@@ -85,9 +85,10 @@ def test_run_json_names_what_the_node_fetches_and_changes_with_its_fleet_s_expir
 
 def test_user_data_holds_the_names_that_aws_gave(ready: Path) -> None:
     plan = make(ready, NAME, now=NOW, previous=NEW, preview=True)
-    script = base64.b64decode(plan.user_data("the-bucket", "the-group")).decode()
+    script = base64.b64decode(plan.user_data("the-bucket", "the-group", "the-schedules/stop")).decode()
     assert "BUCKET=the-bucket\n" in script
     assert "LOG_GROUP=the-group\n" in script
+    assert "SCHEDULE=the-schedules/stop\n" in script
 
 
 def test_the_outputs_are_the_bill_s_own_figures(ready: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_missing_file_of_somebody_s_bucket_can_be_told_from_a_refused_one(tmp_
     path.write_text(_variant())
     definition = load(path, now=datetime(2026, 11, 21, tzinfo=UTC))
 
-    found = [each for each in node_statements(definition, "own", "own") if "their-bucket" in str(each["Resource"])]
+    found = [each for each in node_statements(definition, *["own"] * 4) if "their-bucket" in str(each["Resource"])]
     foreign = {each["Action"]: each for each in found}
     assert foreign["s3:GetObject"]["Resource"] == "arn:aws:s3:::their-bucket/some/prefix/*"
     assert foreign["s3:ListBucket"]["Resource"] == "arn:aws:s3:::their-bucket"
@@ -76,7 +76,7 @@ def test_a_node_may_pull_its_private_image_and_no_other(tmp_path: Path) -> None:
     path.write_text(re.sub("image: .*", f"image: {image}", _variant()))
     definition = load(path, now=datetime(2026, 11, 21, tzinfo=UTC))
 
-    rights = {each["Sid"]: each for each in node_statements(definition, "own", "own")}
+    rights = {each["Sid"]: each for each in node_statements(definition, *["own"] * 4)}
     assert rights["LogInToEcr"]["Action"] == "ecr:GetAuthorizationToken"
     assert rights["PrivateImage"]["Resource"] == "arn:aws:ecr:eu-west-1:123456789012:repository/team/train"
     assert rights["PrivateImage"]["Action"] == ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]

@@ -28,13 +28,13 @@ def fleet(state: str = "active", **tags: str) -> dict[str, Any]:
     }
 
 
-class Ec2:
+class ShownFleets:
     """Answers DescribeFleets."""
 
     def __init__(self, *fleets: dict[str, Any], refuses: Exception | None = None) -> None:
         self.fleets, self.refuses = list(fleets), refuses
 
-    def get_paginator(self, operation: str) -> Ec2:
+    def get_paginator(self, operation: str) -> ShownFleets:
         assert operation == "describe_fleets"
         return self
 
@@ -44,23 +44,23 @@ class Ec2:
         return [{"Fleets": self.fleets}]
 
 
-def seen(ec2: Ec2, *, known: frozenset[str] = frozenset(), preview: bool = False) -> list[str]:
+def seen(ec2: ShownFleets, *, known: frozenset[str] = frozenset(), preview: bool = False) -> list[str]:
     return look(DEFINITION, known, lambda service, region: ec2, NOW, preview=preview)
 
 
 def test_up_refuses_to_make_a_second_fleet_of_the_run_and_says_how_to_end_the_first() -> None:
     end = r"aws ec2 delete-fleets --terminate-instances --fleet-ids fleet-1 --region us-east-2"
     with pytest.raises(GpufleetError, match=f"{end}.*gpufleet sweep tinystories-growth --delete"):
-        seen(Ec2(fleet()))
+        seen(ShownFleets(fleet()))
 
 
 def test_a_preview_warns_of_it() -> None:
-    (said,) = seen(Ec2(fleet()), preview=True)
+    (said,) = seen(ShownFleets(fleet()), preview=True)
     assert said.startswith(f"fleet-1 of run {DEFINITION.run.id} is in us-east-2, and this stack's state does not know")
 
 
 def test_another_run_s_fleet_is_a_warning() -> None:
-    (said,) = seen(Ec2(fleet(**{"gpufleet:run": "r0"})))
+    (said,) = seen(ShownFleets(fleet(**{"gpufleet:run": "r0"})))
     assert said.startswith("fleet-1 of run r0 ")
 
 
@@ -77,19 +77,19 @@ def test_another_run_s_fleet_is_a_warning() -> None:
     ids=["deleting", "deleted with nodes", "deleted", "expired", "another owner's", "another stack's"],
 )
 def test_what_ends_or_is_not_this_stack_s_is_not_mentioned(quiet: dict[str, Any]) -> None:
-    assert seen(Ec2(quiet)) == []
+    assert seen(ShownFleets(quiet)) == []
 
 
 def test_a_fleet_that_the_state_knows_is_not_mentioned() -> None:
-    assert seen(Ec2(fleet()), known=frozenset({"fleet-1"})) == []
+    assert seen(ShownFleets(fleet()), known=frozenset({"fleet-1"})) == []
 
 
 def test_what_aws_does_not_show_is_said() -> None:
     refused = ClientError({"Error": {"Code": "UnauthorizedOperation", "Message": "no"}}, "DescribeFleets")
-    (said,) = seen(Ec2(refuses=refused))
+    (said,) = seen(ShownFleets(refuses=refused))
     assert "was not seen: " in said
     assert "DescribeFleets" in said
 
 
 def test_without_credentials_nothing_is_asked_and_nothing_can_be_made() -> None:
-    assert seen(Ec2(refuses=NoCredentialsError())) == []
+    assert seen(ShownFleets(refuses=NoCredentialsError())) == []

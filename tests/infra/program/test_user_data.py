@@ -28,6 +28,7 @@ KNOWN: dict[str, Any] = {
 VALUES = KNOWN | {
     "bucket": "gpufleet-tinystories-growth-1a2b3c4",
     "log_group": "gpufleet-tinystories-growth-5d6e7f8",
+    "schedule": "gpufleet-tinystories-growth-9a0b1c2/stop",
     "archive_sha256": "2" * 64,
     "run_config_sha256": "3" * 64,
 }
@@ -42,6 +43,7 @@ def test_the_header_is_what_the_node_reads() -> None:
     assert (settings.run, settings.image, settings.bucket) == ("r1", KNOWN["image"], VALUES["bucket"])
     assert (settings.timer_s, settings.device, settings.container_options) == (9000, "cuda", "")
     assert (settings.data_volume, settings.root) == ("", Path("/"))
+    assert settings.schedule == VALUES["schedule"]
 
 
 def test_what_the_shell_does_stays_small() -> None:
@@ -96,7 +98,7 @@ def test_the_longest_values_that_a_definition_and_aws_allow_fit_ec2s_limit() -> 
     for pattern, value in zip(allowed, longest.values(), strict=True):
         assert re.fullmatch(pattern, value)
         assert not re.fullmatch(pattern, f"{value[0]}{value}")
-    names = {"bucket": "b" * 63, "log_group": "g" * 512}
+    names = {"bucket": "b" * 63, "log_group": "g" * 512, "schedule": "s" * 129}
 
     size = len(user_data.render(**VALUES | longest | names).encode())
 

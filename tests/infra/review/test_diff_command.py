@@ -110,7 +110,8 @@ def test_new_prices_are_a_row_of_their_own(project: Project, capsys: pytest.Capt
     growth = stacks["growth"]
     first, second = growth["steps"]
     assert first["keys"] == ["prices"]
-    assert (first["before"], first["after"]) == ("shipped, 2026-07-20", "prices/2026-11-20, 2026-11-20")
+    was, now_is = f"shipped, {dearer.as_of.replace(month=10)}", f"prices/{dearer.as_of}, {dearer.as_of}"
+    assert (first["before"], first["after"]) == (was, now_is)
     before = load(project.folder / "stacks" / "growth.yaml", now=NOW)
     before = replace(before, job=replace(before.job, parameters=replace(before.job.parameters, steps_per_phase=1000)))
     compute = next(line for line in price(before, read_catalog(SHIPPED, None)).lines if line.name == "compute")

@@ -33,6 +33,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         **dict.fromkeys(["container_options", "data_volume", "data_device", "metadata"], ""),
         job_image="me/train:1",
         timer_s=1,
+        schedule="",
         device="cpu",
         root=tmp_path,
     )

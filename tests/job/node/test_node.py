@@ -140,13 +140,19 @@ def test_the_deletion_leaves_the_node_alive_until_it_ends_itself_from_outside(no
     assert node.has("done.json")
 
 
-def test_a_refused_deletion_is_seen_although_the_call_succeeds(node: StubNode) -> None:
-    node.fails("delete-fleets")
+@pytest.mark.parametrize(
+    ("fails", "said"), [((), "AWS ends it by the schedule"), (("scheduler",), "its schedule or its expiry ends it")]
+)
+def test_a_refused_deletion_is_seen_although_the_call_succeeds_and_left_to_the_schedule(
+    node: StubNode, fails: tuple[str, ...], said: str
+) -> None:
+    node.fails("delete-fleets", *fails)
 
     outcome = node.boot()
 
-    assert "its expiry ends it" in outcome.log
-    assert "its expiry ends it" in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
+    assert said in outcome.log
+    assert said in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
+    assert [hour - time.time() < 120 for hour in node.moves()[-1:]] == [True] * (not fails)
     assert outcome.calls_starting(DELETE, TERMINATE, SHUTDOWN) == [DELETE] * 3 + [SHUTDOWN]
 
 
@@ -267,8 +273,11 @@ def test_every_call_to_aws_is_one_that_the_nodes_role_allows(node: StubNode) -> 
                 ("ec2", "describe-instances"),
                 ("ec2", "delete-fleets"),
                 ("ec2", "terminate-instances"),
+                ("ec2", "describe-fleet-history"),
+                ("scheduler", "get-schedule"),
+                ("scheduler", "update-schedule"),
             }
-    assert len({tuple(call[1:3]) for call in calls}) == 5  # all kinds were made
+    assert len({tuple(call[1:3]) for call in calls}) == 8  # all kinds were made
 
 
 def test_a_cpu_job_needs_no_gpu(node: StubNode) -> None:

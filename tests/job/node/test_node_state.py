@@ -23,7 +23,7 @@ def node(tmp_path: Path) -> StubNode:
 
 def patient(node: StubNode, seconds: float) -> None:
     """It looks each twentieth of a second, and waits so long."""
-    node.breaks(at=f"= {node_main.UNKNOWN_S}, {node_main.LOOK_S}", by=f"= {seconds}, 0.05")
+    node.breaks(at=f"= {node_main.UNKNOWN_S}, {node_main.KNOWN_LOOK_S}", by=f"= {seconds}, 0.05")
 
 
 def known(node: StubNode) -> Path:

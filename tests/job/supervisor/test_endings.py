@@ -337,7 +337,7 @@ def test_what_the_fleet_s_history_said_of_a_node_is_kept_for_later_attempts(tmp_
         assert bench.attempt(instance, script={step: notice_at(bench, 120)}).run() == 75
         bench.answers.clear()
         bench.clock.sleep(300)
-    bench.changes = None  # AWS forgets after two days, or does not answer
+    bench.history = None  # AWS forgets after two days, or does not answer
     assert bench.attempt("i-3").run() == 0
     assert bench.json("attempts/i-3.json")["reclaimed"] == {"i-1": True}
     first, second, _ = bench.json("receipt.json")["attempts"]
@@ -359,9 +359,8 @@ def test_a_dataset_that_arrives_damaged_on_three_nodes_fails_for_good(tmp_path: 
     assert [bench.attempt(f"i-{number}").run() for number in (1, 2)] == [71, 71]  # it may be the node's fault
     last = bench.attempt("i-3")
     assert last.run() == 70
-    assert not attempts.accepts(
-        last.earlier
-    )  # what arrives wrong uses up none of the nodes that may be refused for what they are
+    # What arrives wrong uses up none of the nodes that may be refused for what they are.
+    assert not attempts.accepts(last.others.attempts)
     assert "sha256 is" in bench.json("done.json")["detail"]
     assert bench.trainers == []
 

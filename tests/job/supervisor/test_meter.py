@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import runs
 
-from gpufleet.job.contract.attempt import AttemptRecord, Node
-from gpufleet.job.contract.run import Rates, RunLimits, load
+from gpufleet.job.contract import cost
+from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Node
+from gpufleet.job.contract.cost import Lives
+from gpufleet.job.contract.run import load
+from gpufleet.job.contract.terms import Rates, RunLimits
 from gpufleet.job.supervisor import attempts, fleet
+from gpufleet.job.supervisor.fleet import History
 from gpufleet.job.supervisor.meter import Meter, spot_history
 from gpufleet.job.supervisor.store import FolderStore
 
@@ -64,12 +68,13 @@ def test_each_instance_hour_has_its_own_price() -> None:
     assert made.spent(T0 + 5400).usd_per_hour == made.spent(T0 + 3600.5).usd_per_hour == Decimal("0.90")
 
 
-def test_an_hour_whose_price_aws_does_not_tell_costs_what_the_one_before_did() -> None:
+def test_an_hour_whose_price_aws_does_not_tell_counts_at_the_ceiling_whatever_the_one_before_cost() -> None:
     made = meter(spot_price=lambda at: Decimal("0.90") if at < T0 + 3600 else None)
     made.refresh(T0 + 10)
     made.refresh(T0 + 7300)
-    assert made.spent(T0 + 9000).compute_usd == Decimal("2.2500")
-    assert made.spent(T0 + 9000).usd_per_hour == Decimal("0.90")
+    assert made.spent(T0 + 9000).compute_usd == Decimal("0.90") + Decimal("1.212") * Decimal("1.5")
+    assert made.spent(T0 + 9000).usd_per_hour == Decimal("1.212")
+    assert made.spent(T0 + 9000).ceiling_s == 5400
 
 
 def test_on_demand_asks_nobody() -> None:
@@ -116,10 +121,10 @@ def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> No
 @pytest.mark.parametrize(
     ("limits", "reserve_s", "expected"),
     [
-        (RunLimits(max_usd=Decimal("0.3761"), max_hours=Decimal(9), deadline=None), 10.0, None),
-        (RunLimits(max_usd=Decimal("0.3760"), max_hours=Decimal(9), deadline=None), 10.0, "max_usd"),
-        (RunLimits(max_usd=Decimal("0.7501"), max_hours=Decimal(9), deadline=None), 3600.0, None),
-        (RunLimits(max_usd=Decimal("0.7500"), max_hours=Decimal(9), deadline=None), 3600.0, "max_usd"),  # extras too
+        (RunLimits(max_usd=Decimal("0.3785"), max_hours=Decimal(9), deadline=None), 10.0, None),
+        (RunLimits(max_usd=Decimal("0.3784"), max_hours=Decimal(9), deadline=None), 10.0, "max_usd"),
+        (RunLimits(max_usd=Decimal("1.6021"), max_hours=Decimal(9), deadline=None), 3600.0, None),
+        (RunLimits(max_usd=Decimal("1.6020"), max_hours=Decimal(9), deadline=None), 3600.0, "max_usd"),  # extras too
         (RunLimits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 35.9, None),
         (RunLimits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 36.0, "max_hours"),
         (RunLimits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3661), 60.0, None),
@@ -133,11 +138,26 @@ def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> No
 def test_a_limit_counts_with_what_the_stop_itself_will_take(
     limits: RunLimits, reserve_s: float, expected: str | None
 ) -> None:
-    assert meter().limit(T0 + 3600, limits, reserve_s) == expected  # spent: 0.3750; 10 s more: 0.0010
+    # Spent: 0.3750. 10 s more are 0.0034: what the next hour costs is not known yet, and counts at the ceiling.
+    assert meter().limit(T0 + 3600, limits, reserve_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "left_s"),
+    [
+        (RunLimits(max_usd=Decimal(9), max_hours=Decimal("1.5"), deadline=None), 1800),
+        (RunLimits(max_usd=Decimal("0.9885"), max_hours=Decimal(9), deadline=None), 1800),  # at the ceiling
+        (RunLimits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3700), 100),
+        (RunLimits(max_usd=Decimal(9), max_hours=Decimal("0.5"), deadline=None), 0),
+        (NO_LIMITS, 7200),
+    ],
+)
+def test_what_is_left_until_the_first_limit_is_told_to_the_second(limits: RunLimits, left_s: float) -> None:
+    assert meter().left_s(T0 + 3600, limits, 7200) == pytest.approx(left_s, abs=1.5)
 
 
 def test_earlier_attempts_are_in_the_sum_and_in_the_hours() -> None:
-    made = meter(prior_usd=Decimal("0.5000"), prior_s=Decimal(7200))
+    made = meter(others=(Decimal("0.5000"), Decimal(7200)))
     spent = made.spent(T0 + 3600)
     assert (spent.usd, spent.seconds) == (Decimal("0.8750"), Decimal(10800))
     assert made.limit(T0 + 3600, RunLimits(max_usd=Decimal(9), max_hours=Decimal(3), deadline=None), 0.0) == "max_hours"
@@ -221,13 +241,13 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=1_800_019_900)
     found = {
         attempt.instance: attempt
-        for attempt in attempts.judged(attempts.read(store, run, but=me), lambda _: [], me.launched_at)
+        for attempt in attempts.judged(attempts.read(store, run, but=me), lambda _: History(), me.launched_at)
     }
     assert list(found) == ["i-killed", "i-noticed", "i-old", "i-brief", "i-crashed", "i-silent", "i-silent-too"]
 
-    killed = found["i-killed"]
-    assert (killed.seconds, killed.compute_usd, killed.last_step) == (Decimal("600.000"), Decimal("0.0900"), 40)
-    assert killed.usd == Decimal("0.0900") + Decimal("0.0027")  # 600 s of disks and address
+    killed = found["i-killed"]  # after its last heartbeat it may have gone on for two more
+    assert (killed.seconds, killed.compute_usd, killed.last_step) == (Decimal("720.000"), Decimal("0.1080"), 40)
+    assert killed.usd == Decimal("0.1080") + Decimal("0.0032")  # 720 s of disks and address
     assert killed.free_usd == 0  # nobody knows that it was AWS
 
     noticed = found["i-noticed"]
@@ -238,17 +258,93 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
 
     assert found["i-old"].seconds == 4000
     assert found["i-old"].free_usd == 0  # past its first hour
-    assert [found["i-brief"].seconds, found["i-brief"].lived_s] == [60, 20]  # a minute at least
+    assert [found["i-brief"].seconds, found["i-brief"].lived_s] == [140, 140]
     crashed = found["i-crashed"]  # before a supervisor could ask for the price
-    assert [crashed.seconds, crashed.ceiling_s, crashed.compute_usd] == [60, 60, Decimal("0.0202")]
+    assert [crashed.seconds, crashed.lived_s] == [60, 30]  # a minute at least
+    assert [crashed.ceiling_s, crashed.compute_usd] == [60, Decimal("0.0202")]
     assert found["i-silent"].seconds == 200  # until the next one came
     assert found["i-silent"].compute_usd == Decimal("0.0673")
     assert found["i-killed"].ceiling_s == 0
-    assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity
-    unknown = attempts.attempt_from_record(
-        run, "i-x", AttemptRecord(launched_at=iso(0), resumed_step=30), None
-    )  # nor when the next one came
-    assert [unknown.seconds, unknown.lived_s, unknown.last_step] == [60, 0, 30]
+    assert found["i-silent-too"].seconds == 10_200
+    unknown = attempts.attempt_from_record(run, AttemptRecord(launched_at=iso(0), resumed_step=30), None)
+    assert [unknown.seconds, unknown.last_step] == [cost.BOOT_S, 30]  # nor is known when the next one came
+
+
+BEAT = Beat(attempt_s=Decimal(3000), compute_usd=Decimal("0.3000"), usd_per_hour=Decimal("0.36"), ceiling_s=Decimal(0))
+
+
+@pytest.mark.parametrize(
+    ("lives", "until", "seconds", "usd"),
+    [
+        (Lives(ended={"i-1": T0 + 3050}), 9000, 3050, "0.3050"),  # AWS says when it ended
+        (Lives(ended={"i-1": T0 + 7200}), 9000, 7200, "1.5720"),  # past its hour, whose price is all that it knew
+        (Lives(seen={"i-1": T0 + 3500}), 9000, 3500, "0.3500"),  # it was still there then
+        (Lives(seen={"i-1": T0 + 3100}), 9000, 3120, "0.3120"),
+        (Lives(), 3040, 3040, "0.3040"),  # a fleet of one launches the next after it
+        (Lives(), None, 3120, "0.3120"),  # two heartbeats more
+    ],
+)
+def test_a_node_that_was_lost_costs_no_less_than_it_may_have(
+    lives: Lives, until: float | None, seconds: float, usd: str
+) -> None:
+    node = AttemptRecord(instance="i-1", launched_at=iso(0))
+    found = cost.of_node(replace(SPOT, hourly={}), node, BEAT, lives, None if until is None else T0 + until)
+    assert [found.seconds, found.compute_usd] == [seconds, Decimal(usd)]
+
+
+def test_what_aws_says_of_a_node_s_end_counts_more_than_what_the_node_was_told(tmp_path: Path) -> None:
+    ending = Exit(75, "notice", True, iso(600), iso(720))
+    node = AttemptRecord(instance="i-1", launched_at=iso(0), exit=ending)
+    found = [cost.of_node(SPOT, node, None, lives).seconds for lives in (Lives(), Lives(ended={"i-1": T0 + 650}))]
+    assert found == [720, 650]
+
+
+def two_nodes(tmp_path: Path, ask: fleet.Ask) -> attempts.Others:
+    """What i-2 sees, 1000 s after i-1, which has left one heartbeat."""
+    store = FolderStore(tmp_path / "r1")
+    record(store, "i-1", 0, None, {"attempt_s": "900.000", "compute_usd": "0.0900", "usd_per_hour": "0.36"})
+    record(store, "i-2", 1000, None, None)
+    me = Node(instance="i-2", type="g5.2xlarge", zone="us-east-2a", launched_at=T0 + 1000)
+    return attempts.Others(store, load(runs.place(tmp_path, runs.tree())), me, ask, print)
+
+
+def test_two_nodes_at_once_share_one_cap(tmp_path: Path) -> None:
+    """The one that its fleet took for gone goes on, and spends what the other would have."""
+    others = two_nodes(tmp_path, lambda since: History(there=frozenset({"i-1", "i-2"})))
+    assert others.spent[1] == 1000
+    others.look(T0 + 2500)
+    assert others.spent[1] == 2500
+    record(FolderStore(tmp_path / "r1"), "i-3", 3000, None, {"attempt_s": "600", "compute_usd": "0.06"})
+    others.look(T0 + 3700)
+    assert [each.instance for each in others.attempts] == ["i-1", "i-3"]
+    assert others.spent[1] == 3700 + 720
+
+
+def test_what_aws_said_of_a_node_s_end_is_asked_once_and_told_to_later_attempts(tmp_path: Path) -> None:
+    asked: list[float] = []
+
+    def ask(since: float) -> History:
+        asked.append(since)
+        return History(ended={"i-1": T0 + 950}, there=frozenset({"i-2"}))
+
+    others = two_nodes(tmp_path, ask)
+    for at in (1100, 1200):
+        others.look(T0 + at)
+        assert others.spent[1] == 950
+    assert (asked, others.ended) == ([T0], {"i-1": T0 + 950})
+
+
+def test_a_node_that_is_gone_without_a_word_of_aws_is_asked_about_once(tmp_path: Path) -> None:
+    asked: list[float] = []
+
+    def ask(since: float) -> History:
+        asked.append(since)
+        return History(there=frozenset({"i-2"}))
+
+    others = two_nodes(tmp_path, ask)
+    for at in (1100, 1200):
+        others.look(T0 + at)
+    assert [others.spent[1], asked] == [1000, [T0]]
 
 
 @pytest.mark.parametrize(
@@ -264,9 +360,9 @@ def test_a_first_hour_is_free_where_the_fleet_s_history_says_that_aws_took_the_n
     me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=T0 + 2000)
     asked: list[float] = []
 
-    def history(since: float) -> list[float] | None:
+    def history(since: float) -> History | None:
         asked.append(since)
-        return changes
+        return None if changes is None else History(changes=tuple(changes))
 
     (found,) = attempts.judged(attempts.read(store, run, but=me), history, me.launched_at)
     assert found.reclaimed is reclaimed

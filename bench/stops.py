@@ -1,0 +1,473 @@
+"""Whether a run's limits hold with its stops dead: `python bench/stops.py [RUNS]`, 1,000 by default.
+
+Runs are drawn, not trained: nodes boot, stage, train at prices that rise, are taken with a notice, vanish, live on
+beside the next, wait for capacity; the price API, S3 and the scheduler are out for a while. What decides is the code
+itself: the job's meter and forecast, how it counts other nodes, a node's means, timer and hour of the schedule. Three
+stops: the meter in the supervisor, the timer of the boot (with what a boot looks at before it starts the job), the
+schedule of AWS (with the fleet's expiry). Writes bench/results/stops.md to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import WAITING_TIME
+from gpufleet.infra.program.boot.run_config import run_config
+from gpufleet.job.contract import bucket, run
+from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Node, last_beat, record
+from gpufleet.job.contract.cost import Lives
+from gpufleet.job.contract.reading import iso
+from gpufleet.job.contract.run import RunFile
+from gpufleet.job.contract.workdir import RUN
+from gpufleet.job.node import means
+from gpufleet.job.node.allowance import Allowance
+from gpufleet.job.node.means import Means
+from gpufleet.job.supervisor.attempts import Others
+from gpufleet.job.supervisor.fleet import History
+from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
+from gpufleet.job.supervisor.meter import Meter
+from gpufleet.job.supervisor.store import Entry
+from gpufleet.job.text import stamp
+
+ROOT = Path(__file__).parents[1]
+STACKS = [*sorted((ROOT / "stacks").glob("*.yaml")), ROOT / "examples" / "nanogpt.yaml"]
+T0 = 1_800_000_000.0
+MINUTE, HOUR = 60.0, 3600.0
+METER, TIMER, AWS = "meter", "timer", "schedule"
+STOPS = frozenset({METER, TIMER, AWS})
+ALLOWED_S = 10 * MINUTE  # past a limit with two stops dead, and a checkpoint
+HARD_S = 40 * HOUR  # past a limit: nothing has ended the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """What of a definition its limits depend on."""
+
+    name: str
+    run: RunFile
+    type: str
+    zone: str
+    spot: bool
+    setup_s: float
+    forecast: Forecast
+    checkpoint_s: float
+    waits_s: float  # for capacity, from the fleet's creation to its expiry, beside the run's own hours
+
+    @property
+    def ceiling(self) -> float:
+        """USD per second of a node, at the most."""
+        rates = self.run.rates(self.type, self.zone)
+        return float(rates.ceiling + rates.extras) / HOUR
+
+
+def stack(path: Path) -> Stack:
+    """Of a file, with its bill."""
+    definition = load(path, now=datetime.fromtimestamp(T0, UTC))
+    bill = price(definition, load_catalog())
+    expiry = stamp(definition.limits.expiry(datetime.fromtimestamp(T0, UTC)))
+    place = {"uri": "s3://elsewhere", "sha256": None, "files": []}
+    tree = run_config(definition, bill, {"dataset": place}, expires=expiry)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / RUN
+        file.write_bytes(run.encode(tree))
+        read = run.load(file)
+    chosen = bill.chosen
+    forecast = Forecast(read.config, chosen.type, phases=read.estimate.phases, notice=read.estimate.notice)
+    zone = sorted(definition.fleet.zones)[0]
+    return Stack(
+        name=path.stem,
+        run=read,
+        type=chosen.type,
+        zone=zone,
+        spot=definition.fleet.capacity == "spot",
+        setup_s=chosen.exposure.setup_h * HOUR,
+        forecast=forecast,
+        checkpoint_s=forecast.end_s(0, None),
+        waits_s=WAITING_TIME.total_seconds(),
+    )
+
+
+class Memory:
+    """The bucket."""
+
+    uri = "memory"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    def entries(self, prefix: str) -> list[Entry]:
+        return [Entry(key=key, bytes=len(each)) for key, each in self.objects.items() if key.startswith(prefix)]
+
+    def get_bytes(self, key: str) -> bytes | None:
+        return self.objects.get(key)
+
+
+class Said:
+    """The work folder, as far as a node looks into it: the meter's last word."""
+
+    def __init__(self) -> None:
+        self.told = b""
+
+    def __truediv__(self, name: str) -> Said:
+        return self
+
+    def read_bytes(self) -> bytes:
+        return self.told
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """A node, from its launch to its end."""
+
+    id: str
+    launched: float
+    allowance: Allowance | None = None
+    before: list[tuple[AttemptRecord, Beat | None]] = field(default_factory=list)
+    ended_ones: dict[str, float] = field(default_factory=dict)  # as AWS has said by now
+    seen_ones: dict[str, float] = field(default_factory=dict)
+    counted_at: float = 0.0
+    loses_keeper_at: float = float("inf")
+    said: Said = field(default_factory=Said)
+    meter: Meter | None = None
+    others: Others | None = None
+    checks_at: float  # what is left, before it pulls an image
+    meters_at: float
+    ended: float | None = None  # may be still to come
+
+
+def outages(draw: random.Random, until: float, share: float) -> Callable[[float], bool]:
+    """Whether something is out at a moment: stretches of half an hour on average."""
+    spans, at = list[tuple[float, float]](), T0
+    while share and at < until:
+        at += draw.expovariate(share / (1 - share) / (0.5 * HOUR))
+        spans.append((at, at + draw.expovariate(1 / (0.5 * HOUR))))
+        at = spans[-1][1]
+    return lambda now: any(since <= now < to for since, to in spans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Of one run: seconds of a node past its limits (hours, or dollars at the dearest price), and what ended it."""
+
+    past_s: float
+    nodes: int
+    ended_by: str
+
+
+class Drawn:
+    """One run. `on`: the stops that work."""
+
+    def __init__(self, stack: Stack, seed: int, on: frozenset[str], *, keys_die: bool = False) -> None:
+        self.stack, self.on, self.draw = stack, on, random.Random(f"{stack.name} {seed}")
+        self.now, self.nodes, self.hour = T0, list[Machine](), T0 + HARD_S
+        self.store, self.ended_by = Memory(), ""
+        limits = stack.run.limits
+        self.expires = limits.expires or T0 + float(limits.max_hours) * HOUR + stack.waits_s
+        self.hour = self.expires
+        span = float(limits.max_hours) * HOUR * 3
+        self.losses_per_s = self.draw.choice([0.0, 1, 3, 6]) / span * 3
+        self.is_silent = self.draw.random() < 0.5
+        self.price_out = outages(self.draw, T0 + span, self.draw.choice([0, 0.1, 0.5]))
+        self.s3_out = outages(self.draw, T0 + span, self.draw.choice([0, 0.05]))
+        self.scheduler_out = outages(self.draw, T0 + span, self.draw.choice([0, 0.1, 0.5]))
+        self.keepers_die = TIMER not in on and self.draw.random() < 0.5  # else the scheduler may be out
+        if self.keepers_die:
+            self.scheduler_out = lambda now: False
+        self.keys_die = T0 + self.draw.uniform(0, span / 2) if keys_die else float("inf")
+        self._prices = self._rising()
+
+    def _rising(self) -> list[float]:
+        rates = self.stack.run.rates(self.stack.type, self.stack.zone)
+        if rates.capacity != "spot" or rates.spot is None:
+            return []
+        at, top, found = float(rates.spot), float(rates.ceiling), list[float]()
+        drift = self.draw.choice([0.0, 0.02, 0.2])
+        for _ in range(2000):
+            found.append(min(at, top))
+            at *= 1 + self.draw.uniform(-0.02, 0.05) + drift * self.draw.random()
+        return found
+
+    def spot(self, at: float) -> float:
+        return self._prices[min(int((at - T0) // HOUR), len(self._prices) - 1)]
+
+    # What AWS does --------------------------------------------------------------------------------------------------
+
+    def move(self, at: float) -> bool:
+        """UpdateSchedule."""
+        if self.scheduler_out(self.now) or self.now >= self.keys_die:
+            return False
+        self.hour = at
+        return True
+
+    def __call__(self) -> float:
+        return self.now
+
+    def history(self, since: float) -> History | None:
+        """The fleet's, which tells an end within five minutes."""
+        if self.price_out(self.now):
+            return None
+        ended = {each.id: each.ended for each in self.nodes if each.ended is not None and each.ended < self.now - 60}
+        there = frozenset(each.id for each in self.nodes if each.ended is None or each.ended > self.now)
+        return History(ended=ended, there=there)
+
+    def cost(self) -> tuple[float, float]:
+        """What it really was: billed seconds, and USD."""
+        rates, seconds, usd = (
+            self.stack.run.rates(self.stack.type, self.stack.zone),
+            0.0,
+            float(self.stack.run.fixed_usd),
+        )
+        for each in self.nodes:
+            lived = max((each.ended or self.now) - each.launched, 60.0)
+            seconds, at = seconds + lived, 0.0
+            while at < lived:
+                part = min(HOUR, lived - at)
+                hourly = self.spot(each.launched + at) if self.stack.spot else float(rates.on_demand)
+                usd, at = usd + part / HOUR * (hourly + float(rates.extras)), at + part
+        return seconds, usd
+
+    # The run --------------------------------------------------------------------------------------------------------
+
+    def go(self) -> Result:
+        while not self.ended_by:
+            self._launch()
+            self._live(self.nodes[-1])
+        seconds, usd = self.cost()
+        limits = self.stack.run.limits
+        past = max(seconds - float(limits.max_hours) * HOUR, (usd - float(limits.max_usd)) / self.stack.ceiling, 0.0)
+        return Result(past_s=past, nodes=len(self.nodes), ended_by=self.ended_by)
+
+    def _launch(self) -> None:
+        boots = self.now + self.draw.uniform(60, 150)
+        node = Machine(
+            id=f"i-{len(self.nodes)}",
+            launched=self.now,
+            checks_at=boots,
+            loses_keeper_at=boots + self.draw.expovariate(1 / HOUR) if self.keepers_die else float("inf"),
+            meters_at=boots + self.stack.setup_s * self.draw.uniform(0.2, 0.6),
+        )
+        self.nodes.append(node)
+
+    def _record(self, node: Machine, ending: Exit | None = None) -> None:
+        told = AttemptRecord(
+            instance=node.id,
+            type=self.stack.type,
+            zone=self.stack.zone,
+            launched_at=iso(node.launched),
+            booted_at=iso(node.launched + 30),
+            exit=ending,
+        )
+        self.store.objects[bucket.attempt_key(node.id)] = json.dumps(told.to_json()).encode()
+
+    def _check(self, node: Machine) -> bool:
+        """What job/node does before it pulls an image. False: the run has nothing left."""
+        self._record(node)
+        nodes = [
+            (record(self.store.objects[bucket.attempt_key(each.id)], print), self._beat(each))
+            for each in self.nodes
+            if each is not node and bucket.attempt_key(each.id) in self.store.objects
+        ]
+        node.before = nodes
+        found = self._means(node)
+        node.allowance = Allowance(self, self, float(self.stack.run.limits.max_hours) * HOUR + 240)  # type: ignore[arg-type]
+        over, _ = node.allowance.begin(found, node.said)  # type: ignore[arg-type]
+        return over > self.now or TIMER not in self.on
+
+    def _means(self, node: Machine) -> Means:
+        """As job/node counts them, at its boot and every five minutes."""
+        node.counted_at, told = self.now, self.history(T0)
+        if told is not None:
+            node.ended_ones.update(told.ended)
+            node.seen_ones.update(dict.fromkeys(told.there or (), self.now))
+        lives = Lives(node.ended_ones, node.seen_ones)
+        return means.of_node(self.stack.run, self.stack.type, self.stack.zone, node.launched, node.before, lives)
+
+    def _beat(self, node: Machine) -> Beat | None:
+        return last_beat(self.store.objects.get(bucket.heartbeat_key(node.id)), print)
+
+    def _arrive(self, node: Machine) -> None:
+        """What the supervisor does before it stages anything."""
+        me = Node(instance=node.id, type=self.stack.type, zone=self.stack.zone, launched_at=node.launched)
+        node.others = Others(self.store, self.stack.run, me, self.history, print)  # type: ignore[arg-type]
+        node.others.look(self.now)
+        node.meter = Meter(
+            rates=self.stack.run.rates(me.type, me.zone),
+            launched_at=node.launched,
+            fixed_usd=self.stack.run.fixed_usd,
+            others=node.others.spent,
+            spot_price=lambda at: None if self.price_out(self.now) else Decimal(f"{self.spot(at):.6f}"),
+        )
+
+    def _speak(self, node: Machine) -> None:
+        """Meter's heartbeat and word to the node, unless it is off and silent."""
+        meter, others = node.meter, node.others
+        if meter is None or others is None or (METER not in self.on and self.is_silent):
+            return
+        meter.refresh(self.now)
+        if any(each.ended is None or each.ended > self.now - 600 for each in self.nodes[:-1]):
+            others.look(self.now)
+            meter.others = others.spent
+        spent = meter.spent(self.now)
+        told = {"spent_usd": str(spent.usd), "spent_s": str(spent.seconds), "at": self.now}
+        node.said.told = json.dumps(told).encode()
+        if not self.s3_out(self.now) and self.now < self.keys_die:
+            beat = Beat(
+                attempt_s=spent.attempt_s,
+                lived_s=spent.attempt_s,
+                compute_usd=spent.compute_usd,
+                usd_per_hour=spent.usd_per_hour,
+                ceiling_s=spent.ceiling_s,
+            )
+            self.store.objects[bucket.heartbeat_key(node.id)] = json.dumps(beat.to_json()).encode()
+
+    def _live(self, node: Machine) -> None:
+        """One node to its end, and the wait for the next, or the end of the run."""
+        lost_at = self.now + (self.draw.expovariate(self.losses_per_s) if self.losses_per_s else float("inf"))
+        while True:
+            if AWS in self.on and self.now >= self.hour + self.ends_in:
+                return self._end(node, AWS, self.draw.uniform(10, 60))
+            if self.now >= lost_at:
+                return self._lost(node)
+            if self.now >= self.keys_die and node.launched >= self.keys_die - 60 and self.now >= node.checks_at:
+                return self._useless(node)
+            if node.allowance is None and self.now >= node.checks_at and not self._check(node):
+                return self._end(node, "boot", self.draw.uniform(20, 60))
+            if node.allowance is not None:
+                if node.meter is None and self.now >= node.meters_at:
+                    self._arrive(node)
+                self._speak(node)
+                if self.now < node.loses_keeper_at:
+                    if self.now >= node.counted_at + 300 and any(
+                        each.instance not in node.ended_ones for each, _ in node.before
+                    ):
+                        node.allowance._means = self._means(node)
+                    node.allowance.look()
+                if TIMER in self.on and self.now >= node.allowance.timer_at:
+                    return self._end(node, TIMER, self.draw.choice([60, 115, 180]) + self.draw.uniform(30, 60))
+                if METER in self.on and node.meter is not None and self._limit(node.meter):
+                    takes = self.stack.checkpoint_s * self.draw.uniform(0.5, 1.1) + self.draw.uniform(5, 30)
+                    return self._end(node, METER, takes)
+            if self._past() > HARD_S:
+                return self._end(node, "nothing", 0)
+            self.now += self._step(node, lost_at)
+
+    @property
+    def ends_in(self) -> float:
+        """EventBridge Scheduler is exact to a minute."""
+        return 45.0
+
+    def _limit(self, meter: Meter) -> bool:
+        reserve_s = self.stack.checkpoint_s + RESERVE_S
+        return meter.limit(self.now, self.stack.run.limits, reserve_s) is not None
+
+    def _past(self) -> float:
+        lived = sum((each.ended or self.now) - each.launched for each in self.nodes)
+        return lived - float(self.stack.run.limits.max_hours) * HOUR
+
+    def _step(self, node: Machine, lost_at: float) -> float:
+        """To the next moment at which something may be decided: a few minutes, and seconds near a limit."""
+        if node.allowance is None:
+            return max(node.checks_at - self.now, 5.0)
+        if node.meter is None:
+            return max(min(node.meters_at, lost_at) - self.now, 5.0)
+        near = [node.allowance.timer_at, self.hour, self.expires]
+        left = min(abs(each - self.now) for each in near)
+        room = node.meter.left_s(self.now, self.stack.run.limits, 2 * HOUR) - self.stack.checkpoint_s - RESERVE_S
+        step = 20.0 if min(left, abs(room)) < 900 else 240.0
+        return max(min(step, lost_at - self.now), 1.0)
+
+    # Its ends -------------------------------------------------------------------------------------------------------
+
+    def _end(self, node: Machine, by: str, takes: float) -> None:
+        self.now += takes
+        node.ended, self.ended_by = self.now, by
+        for each in self.nodes:
+            each.ended = min(self.now if each.ended is None else each.ended, self.now)
+
+    def _lost(self, node: Machine) -> None:
+        """AWS takes it, with a notice or without; or the fleet takes it for gone, and it lives on for a while."""
+        kind = self.draw.choice(["notice", "notice", "lost", "lives on"])
+        if kind == "notice":
+            noticed = self.now
+            if node.allowance is not None and self.now < node.loses_keeper_at:
+                node.allowance.open()
+            self.now += 120
+            if not self.s3_out(noticed) and node.allowance is not None and noticed < self.keys_die:
+                skew = self.draw.choice([0, 0, -HOUR, HOUR]) if self.draw.random() < 0.2 else 0  # its clock is set
+                self._record(node, Exit(75, "notice", True, iso(noticed + skew), None if skew else iso(self.now)))
+        waits = self.draw.uniform(60, 180) if kind == "lives on" else self.draw.lognormvariate(-1.0, 1.3) * HOUR + 60
+        if kind == "lives on":
+            node.ended = self.now + waits + self.draw.uniform(30, 240)
+        else:
+            node.ended = self.now
+        until = self.now + waits
+        if AWS in self.on and until >= self.hour + self.ends_in:
+            self.ended_by = "waiting"
+            return
+        self.now = until
+
+    def _useless(self, node: Machine) -> None:
+        """A node that AWS lets do nothing ends itself, and is replaced."""
+        self.now += self.draw.uniform(60, 300)
+        node.ended = self.now
+        self.now += self.draw.uniform(60, 180)
+        if self.now >= min(self.hour, self.expires) + self.ends_in:
+            self.ended_by = AWS
+
+
+CASES: dict[str, tuple[frozenset[str], dict[str, bool]]] = {
+    "meter alone": (frozenset({METER}), {}),
+    "timer alone": (frozenset({TIMER}), {}),
+    "schedule alone": (frozenset({AWS}), {}),
+    "all three": (STOPS, {}),
+    "all three, and from some moment on no node may do anything": (STOPS, {"keys_die": True}),
+}
+
+
+def results(of: Stack, case: str, runs: Iterable[int]) -> Iterator[Result]:
+    on, faults = CASES[case]
+    for seed in runs:
+        yield Drawn(of, seed, on, **faults).go()
+
+
+def main() -> None:
+    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    say: Callable[[str], Any] = sys.stdout.write
+    say(
+        "# A run's limits with its stops dead\n\n"
+        f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}. `python bench/stops.py {runs}` wrote this."
+        "\n\n"
+        "| Stack | A checkpoint | Stops that work | Runs | Past the limit, 99th | most | "
+        "Beyond ten minutes and a checkpoint | Ended by |\n|---|---|---|---|---|---|---|---|\n"
+    )
+    for path in STACKS:
+        of = stack(path)
+        for case in CASES:
+            found = sorted(results(of, case, range(runs)), key=lambda each: each.past_s)
+            beyond = sum(each.past_s > ALLOWED_S + of.checkpoint_s for each in found)
+            p99, worst = found[int(0.99 * (runs - 1))].past_s, found[-1].past_s
+            by = Counter(each.ended_by for each in found)
+            said = ", ".join(f"{name} {count}" for name, count in by.most_common())
+            say(
+                f"| {of.name} | {of.checkpoint_s / 60:.1f} min | {case} | {runs} | {p99 / 60:.1f} min | "
+                f"{worst / 60:.1f} min | {beyond} | {said} |\n"
+            )
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

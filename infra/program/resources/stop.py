@@ -1,0 +1,126 @@
+"""The stop that no process of the run carries: a schedule of EventBridge Scheduler, which ends the fleet and its nodes.
+
+Its hour is the fleet's expiry until a node moves it, within the run's means alone (job/node/allowance.py). To move it a
+node must pass the role that the schedule acts with (UpdateSchedule replaces everything), so that role can end this
+run's fleet and nodes, and nothing else: whoever has taken over a node gains nothing by it. Other switches of a run
+belong into the same group, each with a role as harmless.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pulumi
+import pulumi_aws as aws
+
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.tags import own_tags, tags
+
+SCHEDULE = "stop"  # within its group
+SERVICE = "scheduler.amazonaws.com"
+END_FLEET = "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets"  # a universal target (Scheduler User Guide, 2026-11-27)
+
+
+class Stop(pulumi.ComponentResource):
+    """Group and role of the schedule, which must exist before a node boots. `declare_for` adds the schedule itself."""
+
+    group: aws.scheduler.ScheduleGroup
+    role: aws.iam.Role
+
+    def __init__(
+        self,
+        name: str,
+        definition: StackDefinition,
+        *,
+        permissions_boundary: pulumi.Input[str] | None = None,
+        opts: pulumi.ResourceOptions | None = None,
+    ) -> None:
+        super().__init__("gpufleet:infra:Stop", name, None, opts)
+        self._name, self._definition = name, definition
+        child, labels = pulumi.ResourceOptions(parent=self), tags(definition)
+        self.group = aws.scheduler.ScheduleGroup(f"gpufleet-{definition.name}", tags=labels, opts=child)
+        self.role = aws.iam.Role(
+            f"gpufleet-{definition.name}-stop",
+            assume_role_policy=self.group.arn.apply(lambda arn: json.dumps(trust(arn))),
+            description="ends a gpufleet run",
+            permissions_boundary=permissions_boundary or definition.account.permissions_boundary,
+            tags=labels,
+            opts=child,
+        )
+        self._rights = aws.iam.RolePolicy(
+            f"{name}-rights",
+            role=self.role.name,
+            policy=json.dumps({"Version": "2012-10-17", "Statement": stop_statements(definition)}),
+            opts=pulumi.ResourceOptions(parent=self, replacement_trigger=definition.run.id),
+        )
+        self.schedule_arn = self.group.arn.apply(schedule_arn)
+        self.schedule_name = self.group.name.apply(lambda group: f"{group}/{SCHEDULE}")
+        self.register_outputs({})
+
+    def declare_for(self, fleet: aws.ec2.Fleet, valid_until: str) -> aws.scheduler.Schedule:
+        """The schedule that ends this fleet. Its hour is a node's to move, so no later `up` puts it back."""
+        return aws.scheduler.Schedule(
+            f"{self._name}-schedule",
+            name=SCHEDULE,
+            group_name=self.group.name,
+            description="ends the fleet when the run's means are used up; its node moves the hour",
+            schedule_expression=f"at({datetime.fromisoformat(valid_until):%Y-%m-%dT%H:%M:%S})",
+            schedule_expression_timezone="UTC",
+            flexible_time_window=aws.scheduler.ScheduleFlexibleTimeWindowArgs(mode="OFF"),
+            state="ENABLED",
+            action_after_completion="NONE",
+            target=aws.scheduler.ScheduleTargetArgs(
+                arn=END_FLEET,
+                role_arn=self.role.arn,
+                input=fleet.id.apply(lambda each: json.dumps({"FleetIds": [each], "TerminateInstances": True})),
+                retry_policy=aws.scheduler.ScheduleTargetRetryPolicyArgs(
+                    maximum_event_age_in_seconds=86400, maximum_retry_attempts=185
+                ),
+            ),
+            opts=pulumi.ResourceOptions(
+                parent=self,
+                depends_on=[self._rights],
+                # With the fleet: another run's, and one that was made again, whose hour may have passed.
+                replacement_trigger=pulumi.Output.concat(self._definition.run.id, " ", fleet.id),
+                delete_before_replace=True,  # its name is the same
+                ignore_changes=["scheduleExpression", "state"],
+            ),
+        )
+
+
+def trust(group_arn: str) -> dict[str, Any]:
+    """Who may act with the role: the service, for this group (Scheduler User Guide, confused deputy prevention)."""
+    principal, of_group = {"Service": SERVICE}, {"ArnEquals": {"aws:SourceArn": group_arn}}
+    allow = {"Effect": "Allow", "Principal": principal, "Action": "sts:AssumeRole", "Condition": of_group}
+    return {"Version": "2012-10-17", "Statement": [allow]}
+
+
+def schedule_arn(group_arn: str) -> str:
+    """The schedule's, within a group."""
+    return f"{group_arn.replace(':schedule-group/', ':schedule/')}/{SCHEDULE}"
+
+
+def stop_statements(definition: StackDefinition) -> list[dict[str, Any]]:
+    """Everything the schedule may do. Whether DeleteFleets asks for the right to terminate each node, or for that to
+    terminate without naming one, AWS's pages do not say: a request that names an instance is the first statement's.
+    """
+    region = definition.fleet.region
+    own = {f"aws:ResourceTag/{key}": value for key, value in own_tags(definition).items()}
+    return [
+        {
+            "Sid": "EndOwnFleet",
+            "Effect": "Allow",
+            "Action": ["ec2:DeleteFleets", "ec2:TerminateInstances"],
+            "Resource": [f"arn:aws:ec2:{region}:*:{kind}/*" for kind in ("fleet", "instance")],
+            "Condition": {"StringEquals": own},
+        },
+        {
+            "Sid": "WithItsNodes",
+            "Effect": "Allow",
+            "Action": "ec2:TerminateInstances",
+            "Resource": "*",
+            "Condition": {"Null": {"ec2:InstanceType": "true"}},
+        },
+    ]

@@ -1,0 +1,104 @@
+"""What of run.json money depends on: the run's limits, and what its nodes cost. Supervisor and node both count with it.
+
+The node's own Python reads this: no newer than 3.9 here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.reading import DoubtError, Fields
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """`deadline`, and `expires`, when AWS ends the fleet, in epoch seconds."""
+
+    max_usd: Decimal
+    max_hours: Decimal
+    deadline: float | None
+    expires: float | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """USD per node-hour of one type in one zone. `spot` is the bill's price, which may be old."""
+
+    capacity: str
+    on_demand: Decimal
+    spot: Decimal | None
+    hourly: Mapping[str, Decimal]  # beside compute, by line of the bill
+
+    @property
+    def ceiling(self) -> Decimal:
+        """Compute at the most: a fleet that sets no maximum pays no spot price above the on-demand price."""
+        return max(self.on_demand, self.spot or self.on_demand) if self.capacity == "spot" else self.on_demand
+
+    @property
+    def extras(self) -> Decimal:
+        """What a node-hour costs besides compute."""
+        return sum(self.hourly.values(), Decimal(0))
+
+
+@dataclass(frozen=True)
+class TypePrices:
+    """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0: unknown."""
+
+    on_demand: Decimal
+    spot: Mapping[str, Decimal]
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Limits, and prices by type, at least one."""
+
+    limits: RunLimits
+    capacity: str
+    prices: Mapping[str, TypePrices]
+    hourly: Mapping[str, Decimal]  # USD per node-hour beside compute, by line of the bill
+    fixed_usd: Decimal
+
+    def rates(self, instance_type: str, zone: str) -> Rates:
+        """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed."""
+        listed = self.prices.get(instance_type)
+        spot = None
+        if listed is None:
+            on_demand = max(each.on_demand for each in self.prices.values())
+        else:
+            on_demand = listed.on_demand
+            spot = listed.spot.get(zone, max(listed.spot.values(), default=None))
+        return Rates(capacity=self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
+
+
+def read(run: Fields) -> Terms:
+    """Those of run.json. Raises DoubtError."""
+    limits, extras = run.section("limits"), run.section("extras")
+    return Terms(
+        limits=RunLimits(
+            max_usd=limits.need("max_usd", reading.unsigned),
+            max_hours=limits.need("max_hours", reading.unsigned),
+            deadline=limits.take("deadline", reading.moment, None),
+            expires=limits.take("expires", reading.moment, None),
+        ),
+        capacity=run.need("capacity", reading.choice("spot", "on-demand")),
+        prices=_prices(run.table("rates")),
+        hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
+        fixed_usd=extras.need("fixed_usd", reading.unsigned),
+    )
+
+
+def _prices(table: Mapping[str, Fields]) -> dict[str, TypePrices]:
+    if not table:
+        raise DoubtError("rates names no type")
+    return {
+        name: TypePrices(
+            on_demand=row.need("on_demand", reading.unsigned),
+            spot=row.take("spot", reading.mapping(reading.unsigned), {}),
+            gpus=row.take("gpus", reading.whole_number, 0),
+        )
+        for name, row in table.items()
+    }

@@ -1,0 +1,112 @@
+"""How long this node may go on: its timer, and the hour at which AWS ends the fleet by itself.
+
+Both follow what the job's meter tells. A node moves that hour within the run's means only; one that goes because AWS
+takes it puts it back to the fleet's expiry, as waiting costs nothing. What no node moves any more stands.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import SPENT
+from gpufleet.job.node.means import Means, Spent
+from gpufleet.job.node.outside import say
+from gpufleet.job.node.schedule import Schedule
+
+LOOK_S = 10  # between two looks at what the meter tells
+# After the moment at which nothing is left. The job's own meter comes first and ends cleanly; then the timer, which
+# lets the job save (115 s); then AWS.
+TIMER_S, STOP_S = 240, 480
+MOVE_S, AGAIN_S = 300, 60  # from a move of the hour, or a refusal, to the next; where it was moved to an earlier one
+NEAR_S = 45  # hours so near are the same: EventBridge Scheduler is exact to a minute
+OPEN_S = 1200  # longer than a node waits for AWS to end it
+SOON_S = 90  # AWS takes no moment that has passed
+
+
+class Allowance:
+    """Of one node. Until `begin` its timer alone is set, by the run's hours."""
+
+    def __init__(self, schedule: Schedule, clock: Callable[[], float], timer_s: float) -> None:
+        self._schedule, self._clock = schedule, clock
+        self.timer_at = clock() + timer_s
+        self._means: Means | None = None
+        self._workdir = Path()
+        self._began = 0.0
+        self._said: tuple[Any, float] = None, 0.0  # the meter's last word, and when it was first seen
+        self._spent_at: float | None = None  # when nothing was left any more: that does not come back
+        self._stands: float | None = None  # the hour, as far as this node has moved it
+        self._again_at = self._open_until = float("-inf")
+        self._ending = False
+        self._moving = threading.RLock()
+
+    def begin(self, means: Means, workdir: Path) -> tuple[float, str]:
+        """When nothing is left any more, and of which limit. The hour is moved before this returns."""
+        self._means, self._workdir, self._began = means, workdir, self._clock()
+        self.look()
+        return means.over(None)
+
+    def watch(self, noticed: Callable[[], bool], recount: Callable[[], Means | None]) -> None:
+        """Until the process ends. `noticed`: whether AWS takes this machine. `recount`: the means, where more is known
+        of other nodes than before.
+        """
+        counted_at = self._clock()
+        while True:
+            time.sleep(LOOK_S)
+            if self._clock() >= counted_at + MOVE_S:
+                counted_at, self._means = self._clock(), recount() or self._means
+            if self._open_until == float("-inf") and noticed():
+                self.open()
+            self.look()
+
+    def look(self) -> None:
+        """Sets the timer by what is left now, and moves the hour where that has changed."""
+        with self._moving:
+            if self._means is not None and not self._ending:
+                self._look(self._means, self._clock())
+
+    def open(self) -> None:
+        """No node of the run spends anything for a while: AWS takes this one."""
+        with self._moving:
+            self._open_until, self._again_at = self._clock() + OPEN_S, float("-inf")
+            self.look()
+
+    def end_fleet(self) -> bool:
+        """By the schedule, in a minute or two. Whether it could be moved."""
+        with self._moving:
+            self._ending = True
+            return self._move(self._clock() + SOON_S)
+
+    def _look(self, means: Means, now: float) -> None:
+        over, _ = means.over(self._told(now))
+        if self._spent_at is None and over <= now:
+            self._spent_at = over
+        over = over if self._spent_at is None else self._spent_at
+        self.timer_at = max(over, self._began) + TIMER_S  # a boot that finds nothing left ends the run itself
+        expires = means.limits.expires or over + STOP_S
+        hour = expires if now < self._open_until else min(over + STOP_S, expires)
+        soonest = max(hour, now + SOON_S)
+        later = self._stands is not None and hour > self._stands + NEAR_S
+        if (self._stands is None or later or soonest < self._stands - NEAR_S) and now >= self._again_at:
+            self._again_at = now + (AGAIN_S if self._move(soonest) and not later else MOVE_S)
+
+    def _move(self, hour: float) -> bool:
+        moved = self._schedule.move(hour)
+        if moved:
+            self._stands = hour
+        else:
+            say("the hour at which AWS ends the fleet cannot be moved: it stands")
+        return moved
+
+    def _told(self, now: float) -> Spent | None:
+        """The meter's last word, as of when it came: its clock is another."""
+        tree = atomic.read_object(self._workdir / SPENT)
+        if tree is not None and tree != self._said[0]:
+            self._said = tree, now
+        told = None if self._said[0] is None else Spent.from_json(self._said[0])
+        return told and replace(told, at=self._said[1])

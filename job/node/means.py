@@ -1,0 +1,87 @@
+"""What the run may still spend, as a node knows it. Pure.
+
+The job's meter knows what has been spent; this knows what there can be left of it should the meter fall silent: from
+its last word on every hour counts at the dearest price that there is. So the moment at which nothing is left moves away
+as long as the meter speaks, and stands still once it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from gpufleet.job.contract import cost, done, reading
+from gpufleet.job.contract.attempt import AttemptRecord, Beat
+from gpufleet.job.contract.cost import Lives
+from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.terms import RunLimits, Terms
+
+
+@dataclass(frozen=True)
+class Spent:
+    """By `at`, epoch seconds, the whole run's USD and billed seconds."""
+
+    usd: Decimal
+    seconds: Decimal
+    at: float
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Spent | None:
+        """The supervisor's word; None: it cannot be believed."""
+        fields = Fields(dict(tree))
+        try:
+            return cls(
+                usd=fields.need("spent_usd", reading.unsigned),
+                seconds=fields.need("spent_s", reading.unsigned),
+                at=fields.need("at", reading.number),
+            )
+        except DoubtError:
+            return None
+
+
+@dataclass(frozen=True)
+class Means:
+    """The run's limits, and what this node can cost at the most; `before`: all that was spent at its launch."""
+
+    limits: RunLimits
+    usd_per_hour: Decimal
+    before: Spent
+
+    def over(self, told: Spent | None) -> tuple[float, str]:
+        """The moment (epoch seconds) after which nothing is left, and of which limit. `told`: by the meter."""
+        known = told or self.before
+        hours = min(self._hours_over(each) for each in (self.before, known))
+        usd = known.at + float((self.limits.max_usd - known.usd) / self.usd_per_hour) * 3600
+        return min((hours, done.MAX_HOURS), (usd, done.MAX_USD))
+
+    def _hours_over(self, spent: Spent) -> float:
+        return spent.at + float(self.limits.max_hours * 3600 - spent.seconds)
+
+
+def of_node(
+    terms: Terms,
+    kind: str,
+    zone: str,
+    launched: float,
+    others: Iterable[tuple[AttemptRecord, Beat | None]],
+    lives: Lives,
+) -> Means:
+    """Those of a node of this type, launched then, beside `others` of the run."""
+    listed = list(others)
+    launches = [launched, *(node.launched for node, _ in listed)]
+    paid = [
+        cost.of_node(terms.rates(node.type, node.zone), node, beat, lives, cost.next_launch(node.launched, launches))
+        for node, beat in listed
+    ]
+    rates = terms.rates(kind, zone)
+    return Means(
+        limits=terms.limits,
+        usd_per_hour=rates.ceiling + rates.extras,
+        before=Spent(
+            usd=sum((each.usd for each in paid), terms.fixed_usd),
+            seconds=sum((each.seconds for each in paid), Decimal(0)),
+            at=launched,
+        ),
+    )

@@ -1,0 +1,52 @@
+"""The schedule of EventBridge Scheduler that ends the run's fleet, whatever its nodes do; a node moves its hour."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from gpufleet.job.node.outside import aws, say
+
+# What UpdateSchedule takes of GetSchedule's answer. It replaces all of them: one that is left out gets its default.
+KEPT = (
+    "ActionAfterCompletion",
+    "Description",
+    "FlexibleTimeWindow",
+    "GroupName",
+    "KmsKeyArn",
+    "Name",
+    "ScheduleExpressionTimezone",
+    "State",
+    "Target",
+)
+
+
+class Schedule:
+    """One schedule, `GROUP/NAME`; empty: there is none."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._group, _, self._name = name.partition("/")
+        self._folder = folder
+        self._known: dict[str, Any] | None = None
+
+    def move(self, at: float) -> bool:
+        """Whether it now fires at this moment (epoch seconds)."""
+        if not self._name:
+            return False
+        if self._known is None:
+            said = aws(
+                "scheduler", "get-schedule", "--group-name", self._group, "--name", self._name, "--output", "json"
+            )
+            if said is None:
+                return False
+            answer = json.loads(said)
+            self._known = {key: answer[key] for key in KEPT if answer.get(key) is not None}
+        hour = datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
+        file = self._folder / "schedule.json"
+        file.write_text(json.dumps({**self._known, "ScheduleExpression": f"at({hour})"}))
+        moved = aws("scheduler", "update-schedule", "--cli-input-json", f"file://{file}") is not None
+        if moved:
+            say(f"AWS ends the fleet at {hour}Z, unless a node moves that hour")
+        return moved

@@ -1,0 +1,96 @@
+"""Schedule group and schedule of EventBridge Scheduler. A schedule's id is its group's name and its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpufleet.rehearsal.handlers.table import (
+    Aws,
+    Properties,
+    ResourceHandler,
+    absent,
+    fields,
+    from_api,
+    tag_diff,
+    tag_list,
+    tagged,
+    to_api,
+)
+
+_GONE = "ResourceNotFoundException"
+_SCHEDULE = fields(
+    "name groupName description scheduleExpression scheduleExpressionTimezone flexibleTimeWindow state target "
+    "actionAfterCompletion"
+)
+
+
+def _create_group(aws: Aws, inputs: Properties) -> str:
+    aws.client("scheduler").create_schedule_group(Name=inputs["name"], Tags=tag_list(inputs.get("tags") or {}))
+    return str(inputs["name"])
+
+
+def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    scheduler = aws.client("scheduler")
+    found = absent(lambda: scheduler.get_schedule_group(Name=resource_id), _GONE)
+    if found is None:
+        return None
+    tags = scheduler.list_tags_for_resource(ResourceArn=found["Arn"])["Tags"]
+    return {"name": resource_id, "arn": found["Arn"], "state": found["State"], **tagged(tags)}
+
+
+def _update_group(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    scheduler = aws.client("scheduler")
+    arn = aws.arn("scheduler", f"schedule-group/{resource_id}")
+    gone, changed = tag_diff(old, new)
+    if gone:
+        scheduler.untag_resource(ResourceArn=arn, TagKeys=gone)
+    if changed:
+        scheduler.tag_resource(ResourceArn=arn, Tags=tag_list(changed))
+
+
+def _request(inputs: Properties) -> dict[str, Any]:
+    return dict(to_api({key: value for key, value in inputs.items() if key in _SCHEDULE}))
+
+
+def _create_schedule(aws: Aws, inputs: Properties) -> str:
+    aws.client("scheduler").create_schedule(**_request(inputs))
+    return f"{inputs['groupName']}/{inputs['name']}"
+
+
+def _read_schedule(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    group, _, name = resource_id.partition("/")
+    found = absent(lambda: aws.client("scheduler").get_schedule(GroupName=group, Name=name), _GONE)
+    return None if found is None else from_api({key: value for key, value in found.items() if value is not None})
+
+
+def _delete_schedule(aws: Aws, resource_id: str, state: Properties) -> None:
+    group, _, name = resource_id.partition("/")
+    absent(lambda: aws.client("scheduler").delete_schedule(GroupName=group, Name=name), _GONE)
+
+
+HANDLERS = {
+    "aws:scheduler/scheduleGroup:ScheduleGroup": ResourceHandler(
+        source="scheduler/schedule_group",
+        optional=fields("name tags"),
+        replaces=fields("name"),
+        computed=fields("arn state tagsAll"),
+        name="name",
+        create=_create_group,
+        read=_read_group,
+        update=_update_group,
+        delete=lambda aws, resource_id, state: aws.client("scheduler").delete_schedule_group(Name=resource_id),
+    ),
+    "aws:scheduler/schedule:Schedule": ResourceHandler(
+        source="scheduler/schedule",
+        required=fields("flexibleTimeWindow scheduleExpression target groupName name"),
+        optional=_SCHEDULE - fields("flexibleTimeWindow scheduleExpression target groupName name"),
+        replaces=fields("name groupName"),
+        computed=fields("arn"),
+        volatile=fields(""),
+        allowed={"state": fields("ENABLED DISABLED"), "flexibleTimeWindow.mode": fields("OFF FLEXIBLE")},
+        create=_create_schedule,
+        read=_read_schedule,
+        update=lambda aws, resource_id, old, new: aws.client("scheduler").update_schedule(**_request(new)),
+        delete=_delete_schedule,
+    ),
+}

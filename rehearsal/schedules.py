@@ -1,0 +1,113 @@
+"""The schedules that moto keeps and never fires: one-time ones, at their hour by the Cloud's clock, as their role may.
+
+EventBridge Scheduler acts with a role's rights, if that trusts it for the schedule's group; an hour that has passed is
+refused where it is set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from moto.iam.models import iam_backends
+from moto.scheduler.models import scheduler_backends
+
+from gpufleet.infra.account import iam_policy
+from gpufleet.infra.account.iam_policy import AccessRequest
+from gpufleet.rehearsal import account
+from gpufleet.rehearsal.controller import FleetController
+
+SERVICE = "scheduler.amazonaws.com"
+_AT = re.compile(r"at\((\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\)")
+_TARGET = "arn:aws:scheduler:::aws-sdk:"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fired:
+    """A schedule that has fired, and what kept its target from being done: nothing, if that is empty."""
+
+    name: str  # GROUP/NAME
+    at: datetime
+    refused: str
+
+
+def moment(expression: str) -> datetime | None:
+    """When a one-time schedule fires; None: it is none."""
+    found = _AT.fullmatch(expression)
+    return datetime.fromisoformat(found[1]).replace(tzinfo=UTC) if found else None
+
+
+class Schedules:
+    """Those of one Cloud."""
+
+    def __init__(self, account_id: str, fleets: FleetController, tags: Callable[[str], Mapping[str, str]]) -> None:
+        """`tags`: those of a fleet or an instance, by its id."""
+        self._account, self._fleets, self._tags = account_id, fleets, tags
+        self._done: set[tuple[str, str]] = set()  # ARN and expression
+        self.fired: list[Fired] = []
+
+    def tick(self) -> None:
+        """Fires what is due."""
+        now = self._fleets.clock.now()
+        for region, backend in list(scheduler_backends[self._account].items()):
+            for group in list(backend.schedule_groups.values()):
+                for each in list(group.schedules.values()):
+                    at, key = moment(each.schedule_expression), (each.arn, each.schedule_expression)
+                    # moto keeps a state that was left out of an update as none, AWS as the default.
+                    if at is not None and at <= now and each.state != "DISABLED" and key not in self._done:
+                        self._done.add(key)
+                        refused = self._do(region, group.arn, each.target)
+                        self.fired.append(Fired(name=f"{group.name}/{each.name}", at=now, refused=refused))
+
+    def _do(self, region: str, group_arn: str, target: dict[str, Any]) -> str:
+        if target["Arn"] != f"{_TARGET}ec2:deleteFleets":
+            return f"the embedded AWS has no target {target['Arn']}"
+        asked = json.loads(target["Input"])
+        place = f"arn:aws:ec2:{region}:{self._account}"
+        ending = [node.id for fleet in asked["FleetIds"] for node in self._fleets.living(fleet)]
+        named = [("DeleteFleets", f"{place}:fleet/{each}", each) for each in asked["FleetIds"]]
+        named += [("TerminateInstances", f"{place}:instance/{each}", each) for each in ending]
+        wishes = [
+            AccessRequest(
+                action=f"ec2:{action}",
+                resource=arn,
+                # Which keys a request has is in the service authorization reference; the type stands for all of them.
+                context={
+                    **({"ec2:InstanceType": "any"} if action == "TerminateInstances" else {}),
+                    **{f"aws:ResourceTag/{key}": value for key, value in self._tags(name).items()},
+                },
+            )
+            for action, arn, name in named
+        ]
+        if asked.get("TerminateInstances", True):  # and, to be strict, without a node named
+            wishes.append(AccessRequest(action="ec2:TerminateInstances"))
+        if refused := self._refused(target["RoleArn"], group_arn, wishes):
+            return refused
+        answer = self._fleets.delete(region, asked)
+        return "; ".join(each["Error"]["Message"] for each in answer["UnsuccessfulFleetDeletions"])
+
+    def _refused(self, role_arn: str, group_arn: str, wishes: list[AccessRequest]) -> str:
+        """Why the role may not; empty: it may."""
+        roles = iam_backends[self._account]["aws"].roles.values()
+        role = next((each for each in roles if each.arn == role_arn), None)
+        if role is None:
+            return f"there is no role {role_arn}"
+        if not trusts(json.loads(role.assume_role_policy_document), group_arn):
+            return f"{role_arn} does not trust {SERVICE} for {group_arn}"
+        statements = account.role_statements(role)
+        return next((f"not allowed: {each.action}" for each in wishes if not iam_policy.allowed(statements, each)), "")
+
+
+def trusts(policy: dict[str, Any], group_arn: str) -> bool:
+    """Whether a role's trust policy lets the service act with it, for the schedules of a group."""
+    for_service = [
+        {key: value for key, value in each.items() if key != "Principal"}
+        for each in policy["Statement"]
+        if each.get("Principal") == {"Service": SERVICE}
+    ]
+    wish = AccessRequest(action="sts:AssumeRole", context={"aws:SourceArn": group_arn})
+    return bool(iam_policy.allowed([{"Resource": "*", **each} for each in for_service], wish))
