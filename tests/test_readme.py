@@ -37,7 +37,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)\s]*\)")
 CODE = re.compile(r"`([^`\n]+)`")
 OF_OTHERS = (f"{PROGRAM}/__main__.py", SCHEMA)  # what `gpufleet init` writes into their repositories
 MAKE_COMMANDS = ("make rehearse", "make test")
-BRANCH = (("steps_per_phase: 1000", "steps_per_phase: 4000"), ("capacity: spot", "capacity: on-demand"))
+BRANCH = (("steps_per_phase: 1000", "steps_per_phase: 2000"), ("capacity: spot", "capacity: on-demand"))
 
 
 def blocks(kind: str, marker: str = "") -> list[str]:
