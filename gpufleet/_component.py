@@ -53,7 +53,7 @@ class TrainingRunArgs(TypedDict):
     scenario: NotRequired[str]
     """This one of the definition's scenarios."""
     project: NotRequired[str]
-    """The folder from which the definition's inputs are seen; by default that of the program."""
+    """The folder from which the definition's inputs are seen; by default that of Pulumi.yaml."""
     vpc_id: NotRequired[pulumi.Input[str]]
     """A VPC that is there already; with `subnets`."""
     subnets: NotRequired[dict[str, pulumi.Input[str]]]
@@ -86,7 +86,7 @@ class TrainingRun(_training_run.TrainingRun):
             name,
             _with_whole_numbers(given["definition"]),
             scenario=given.get("scenario", ""),
-            project=Path(given.get("project") or Path.cwd()),
+            project=given.get("project") or _project(Path.cwd()),
             vpc_id=given.get("vpc_id"),
             subnets=given.get("subnets"),
             permissions_boundary=given.get("permissions_boundary"),
@@ -103,6 +103,11 @@ class TrainingRun(_training_run.TrainingRun):
                 kept_usd_per_month=bill.kept_usd_per_month,
             )
         )
+
+
+def _project(folder: Path) -> Path:
+    """The folder of Pulumi.yaml, which a hosted component is not told: at or above that of the program."""
+    return next((each for each in (folder, *folder.parents) if (each / "Pulumi.yaml").is_file()), folder)
 
 
 def _figures(found: _bill.Figures) -> Figures:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pulumi
 
@@ -70,6 +71,7 @@ class TrainingRun(pulumi.ComponentResource):
             was = engine.last_update((TYPE, name), path.stem)
             plan = engine.planned(root, str(path), was, scenario=scenario, tags=tags)
             _check_network(vpc_id, subnets, plan.definition.fleet.zones)
+            _claim(plan.definition.name, name)
         except GpufleetError as error:
             raise pulumi.RunError(printable(f"{name}: {error}\nNothing of it was declared.")) from error
         super().__init__(TYPE, name, None, opts)
@@ -104,6 +106,24 @@ class TrainingRun(pulumi.ComponentResource):
             **plan.record(),
         }
         self.register_outputs(outputs)
+
+
+_CLAIMED: WeakKeyDictionary[pulumi.Resource, dict[str, str]] = WeakKeyDictionary()  # by the stack of a program
+
+
+def _claim(definition: str, name: str) -> None:
+    """Raises GpufleetError where another component of this program runs a definition of that name, as bucket, role and
+    tags are called; the engine would speak of one of those alone.
+    """
+    root = pulumi.runtime.get_root_resource()
+    if root is None:  # hosted for another program
+        return
+    other = _CLAIMED.setdefault(root, {}).setdefault(definition, name)
+    if other != name:
+        raise GpufleetError(
+            f"{other} runs the definition {definition} already, and bucket, role and tags are named after it. Give this"
+            f" one a file of another name, or the file's sections as a mapping, which is called {name} then"
+        )
 
 
 def _check_network(

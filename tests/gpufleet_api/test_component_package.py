@@ -127,9 +127,10 @@ def program(folder: Path, project: dict[str, Any]) -> Iterator[tuple[Cloud, Pulu
 
 @REAL
 def test_a_program_that_has_it_from_the_engine_declares_the_same_as_one_that_imports_it(tmp_path: Path) -> None:
-    python = {"name": "other", "runtime": {"name": "python", "options": {"virtualenv": sys.prefix}}}
+    python = {"name": "other", "main": "app", "runtime": {"name": "python", "options": {"virtualenv": sys.prefix}}}
     with program(tmp_path / "program", python) as (cloud, engine):
-        main = tmp_path / "program" / "__main__.py"
+        main = tmp_path / "program" / "app" / "__main__.py"
+        main.parent.mkdir()
         main.write_text(REMOTE)
         created = engine.up()
         assert created.ok, created.text

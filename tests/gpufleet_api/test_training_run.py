@@ -146,6 +146,19 @@ def test_what_is_wrong_is_said_before_anything_is_declared(tmp_path: Path) -> No
     assert [each["type"] for each in found["declared"]] == ["pulumi:pulumi:Stack"]
 
 
+def test_two_runs_of_one_definition_are_refused_and_of_a_mapping_are_two(tmp_path: Path) -> None:
+    folder = tmp_path / "program"
+    shutil.copytree(EXAMPLE, folder)
+    two = "import gpufleet; gpufleet.TrainingRun('one', {first}); gpufleet.TrainingRun('two', {second})"
+    sections = "__import__('yaml').safe_load(open('training.yaml'))"
+    (folder / "__main__.py").write_text(two.format(first="'training.yaml'", second="'training.yaml'"))
+    assert "two: one runs the definition training already" in mocked(folder)["error"]
+    (folder / "__main__.py").write_text(two.format(first="'training.yaml'", second=sections))
+    found = mocked(folder)
+    assert found["error"] == ""
+    assert {each["tags"].get("gpufleet:stack") for each in found["declared"]} == {None, "training", "two"}
+
+
 def test_an_up_without_pins_is_refused_and_says_what_is_missing(tmp_path: Path) -> None:
     folder = tmp_path / "program"
     shutil.copytree(EXAMPLE, folder)
