@@ -79,7 +79,7 @@ def stack(path: Path) -> Stack:
     definition = load(path, now=datetime.fromtimestamp(T0, UTC))
     bill = price(definition, load_catalog())
     expiry = stamp(definition.limits.expiry(datetime.fromtimestamp(T0, UTC)))
-    place = {"uri": "s3://elsewhere", "sha256": None, "files": []}
+    place: dict[str, Any] = {"uri": "s3://elsewhere", "sha256": None, "files": []}
     tree = run_config(definition, bill, {"dataset": place}, expires=expiry)
     with TemporaryDirectory() as folder:
         file = Path(folder) / RUN

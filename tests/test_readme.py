@@ -35,7 +35,7 @@ BLOCK = re.compile(r"^```(sh|console)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DO
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)\s]*\)")
 CODE = re.compile(r"`([^`\n]+)`")
 MAKE_COMMANDS = ("make rehearse", "make test")
-BRANCH = (("steps_per_phase: 1000", "steps_per_phase: 4000"), ("capacity: spot", "capacity: on-demand"))
+BRANCH = (("steps_per_phase: 1000", "steps_per_phase: 2000"), ("capacity: spot", "capacity: on-demand"))
 
 
 def blocks(kind: str, marker: str = "") -> list[str]:

@@ -162,7 +162,7 @@ def test_a_trace_does_not_grade_what_it_taught(
     main(["cost", "growth", "--json"])
     assert "node-hours seen" in json.loads(capsys.readouterr().out)["hazard"]["source"]
     main(["replay", mine, "growth"])
-    assert "log-normal of nine zones" in capsys.readouterr().out
+    assert "log-normal of public traces" in capsys.readouterr().out
     other = written(tmp_path, markov(0.1, seed=2, zone="other"), type="g5.2xlarge", zone="us-east-2b")
     main(["replay", other, "growth"])
     assert "node-hours seen" in capsys.readouterr().out
