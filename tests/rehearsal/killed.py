@@ -48,8 +48,9 @@ class Killer:
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         action = f"{environ['REQUEST_METHOD']} {environ.get('QUERY_STRING', '')}".strip()
-        if gate._credential(environ, str(environ.get("HTTP_AUTHORIZATION", "")))[2] != "s3":
-            action = gate._action(environ)
+        service = gate._credential(environ, str(environ.get("HTTP_AUTHORIZATION", "")))[2]
+        if service != "s3":
+            action = gate._scheduler_action(environ) if service == "scheduler" else gate._action(environ)
         if not self._reads and action.startswith((*READS, "GET", "HEAD")):
             return self._app(environ, start)
         with self._lock:  # one call after the other: the same kill finds the same account
