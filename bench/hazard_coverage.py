@@ -161,7 +161,7 @@ def _score(trace: Trace, hours: float, stated: Hazard, nodes: int = 1) -> tuple[
 
 
 def _learned(nine: Sequence[Trace], at: int, hours: float, *, own: bool) -> tuple[float, float]:
-    """Of one zone: from the others, or with its own first half judged on the second."""
+    """What is learned of one zone: from the others, or with its own first half judged on the second."""
     trace, half = nine[at], nine[at].hours / 2
     others = [each for each in nine if each is not trace]
     if own:

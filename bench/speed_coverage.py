@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpufleet.infra.evidence.speeds import Expected, Place, Speed, Speeds, shipped
+from gpufleet.infra.evidence.speeds import Expected, Speed, SpeedGroup, Speeds, shipped
 from gpufleet.infra.risk.unknown import P90
 
 BAR = (0.75, 0.90)
@@ -32,13 +32,13 @@ class Judged(NamedTuple):
     expected: Expected
 
     @property
-    def off(self) -> float:
+    def error_of(self) -> float:
         """ln of measured over expected."""
         return math.log(self.figure.share / self.expected.share)
 
     @property
-    def inside(self) -> bool:
-        return abs(self.off) <= P90 * self.expected.sigma
+    def share_inside(self) -> bool:
+        return abs(self.error_of) <= P90 * self.expected.sigma
 
 
 def main() -> None:
@@ -60,14 +60,14 @@ def main() -> None:
     say("| Prediction | figures inside | clusters inside | pinball loss of ln share | bar |\n|---|---|---|---|---|\n")
     for name, some in (("the fit, this source left out", judged), ("one share of 0.45, sigma 0.4", words)):
         of_clusters = clusters(some)
-        shares = [inside(some), inside(of_clusters)]
+        shares = [share_inside(some), share_inside(of_clusters)]
         met = all(BAR[0] <= round(share, 3) <= BAR[1] for share in shares)
         say(f"| {name} | {shares[0]:.1%} of {len(some)} | {shares[1]:.1%} of {len(of_clusters)} | {loss(some):.3f} | ")
         say(f"{'met' if met else 'missed'} |\n")
     say("\n## By GPU and kind\n\n| | figures | inside | median of measured / predicted |\n|---|---|---|---|\n")
     for name, some in (*grouped(judged, 0), *grouped(judged, 1)):
-        ratio = math.exp(statistics.median(each.off for each in some))
-        say(f"| {name} | {len(some)} | {inside(some):.0%} | {ratio:.2f} |\n")
+        ratio = math.exp(statistics.median(each.error_of for each in some))
+        say(f"| {name} | {len(some)} | {share_inside(some):.0%} | {ratio:.2f} |\n")
     say("\n## What a bill expects\n\nShare of the peak, and sigma of its logarithm, of a shipped job and of one that ")
     say("nobody has measured.\n\n| GPU | shipped: from scratch, 8 GPUs | adapter, one GPU | another's: adapter |\n")
     say("|---|---|---|---|\n")
@@ -78,13 +78,13 @@ def main() -> None:
             ("adapter", "gpufleet", False),
             ("adapter", "new", False),
         ):
-            found = shipped().expect(Place(gpu, kind, source, several))
+            found = shipped().expect(SpeedGroup(gpu, kind, source, several))
             cells.append(f"{found.share:.2f}, {found.sigma:.2f}")
         say(f"| {gpu} | {' | '.join(cells)} |\n")
     say("\n## Every figure\n\n| source | what | measured | predicted, p10 to p90 | |\n|---|---|---|---|---|\n")
     for each in sorted(judged, key=lambda one: (one.figure.place.source, one.figure.name)):
         low, high = (each.expected.share * math.exp(sign * P90 * each.expected.sigma) for sign in (-1, 1))
-        outside = "" if each.inside else "outside"
+        outside = "" if each.share_inside else "outside"
         say(f"| {each.figure.place.source} | {each.figure.name} | {each.figure.share:.2f} | ")
         say(f"{each.expected.share:.2f}, {low:.2f} to {high:.2f} | {outside} |\n")
     draw(judged)
@@ -101,7 +101,7 @@ def left_out(figures: Sequence[Speed]) -> Iterator[Judged]:
 
 def clusters(some: Sequence[Judged]) -> list[Judged]:
     """One for each source, GPU, kind and whether of several GPUs: its mean."""
-    by_place: dict[Place, list[Judged]] = defaultdict(list)
+    by_place: dict[SpeedGroup, list[Judged]] = defaultdict(list)
     for each in some:
         by_place[each.figure.place].append(each)
     return [
@@ -110,8 +110,8 @@ def clusters(some: Sequence[Judged]) -> list[Judged]:
     ]
 
 
-def inside(some: Sequence[Judged]) -> float:
-    return sum(each.inside for each in some) / len(some)
+def share_inside(some: Sequence[Judged]) -> float:
+    return sum(each.share_inside for each in some) / len(some)
 
 
 def loss(some: Sequence[Judged]) -> float:
@@ -119,7 +119,7 @@ def loss(some: Sequence[Judged]) -> float:
     found = []
     for each in some:
         for share, at in ((0.1, -P90), (0.5, 0.0), (0.9, P90)):
-            over = each.off - at * each.expected.sigma
+            over = each.error_of - at * each.expected.sigma
             found.append(max(share * over, (share - 1) * over))
     return float(np.mean(found))
 

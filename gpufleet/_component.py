@@ -84,7 +84,7 @@ class TrainingRun(_training_run.TrainingRun):
         given = cast("Mapping[str, Any]", args)
         super().__init__(
             name,
-            _whole(given["definition"]),
+            _with_whole_numbers(given["definition"]),
             scenario=given.get("scenario", ""),
             project=Path(given.get("project") or Path.cwd()),
             vpc_id=given.get("vpc_id"),
@@ -109,12 +109,12 @@ def _figures(found: _bill.Figures) -> Figures:
     return Figures(p10=found.p10, p50=found.p50, p90=found.p90, mean=found.mean)
 
 
-def _whole(value: Any) -> Any:
-    """The same with whole numbers as such: between processes all numbers are fractions."""
+def _with_whole_numbers(value: Any) -> Any:
+    """What is given, whole numbers as such: between processes all numbers are fractions."""
     if isinstance(value, dict):
-        return {key: _whole(each) for key, each in value.items()}
+        return {key: _with_whole_numbers(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_whole(each) for each in value]
+        return [_with_whole_numbers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

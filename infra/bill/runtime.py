@@ -21,7 +21,7 @@ from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import roofline
 from gpufleet.infra.evidence.calibration import Calibration, PhaseSpeed
-from gpufleet.infra.evidence.speeds import NOBODY, OURS, Expected, Place, Speeds, shipped
+from gpufleet.infra.evidence.speeds import NOBODY, OURS, Expected, SpeedGroup, Speeds, shipped
 from gpufleet.infra.risk import unknown
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.spec.common import PhaseSize
@@ -217,7 +217,7 @@ def scratch_rate(instance: Instance, root: Disk) -> float:
 def _expected(config: JobConfig, instance: Instance, ranks: int, known: Speeds | None) -> Expected:
     """The share of the roofline that a job of this kind reaches on these GPUs."""
     source = NOBODY if config.is_users_own else OURS
-    return (known or shipped()).expect(Place(instance.gpu.name, config.work_kind(), source, ranks > 1))
+    return (known or shipped()).expect(SpeedGroup(instance.gpu.name, config.work_kind(), source, ranks > 1))
 
 
 def _speed_basis(config: JobConfig, instance: Instance, estimate: Estimate, *, timed: bool) -> SpeedBasis:

@@ -71,7 +71,7 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
 
 
 def _gpus(type_: str, root: Path) -> int:
-    """Of a node of the type; 1 for one that the catalog has never heard of."""
+    """How many GPUs a node of the type has; 1 for one that the catalog has never heard of."""
     from gpufleet.infra.catalog import load_catalog
 
     known = load_catalog(root).instances.get(type_)

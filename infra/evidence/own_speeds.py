@@ -9,7 +9,7 @@ from typing import Any
 from gpufleet.infra.catalog import Instance
 from gpufleet.infra.evidence import calibration, receipts
 from gpufleet.infra.evidence.roofline import launch_ms, limit_ms
-from gpufleet.infra.evidence.speeds import OURS, Place, Speed, Speeds, shipped
+from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds, shipped
 from gpufleet.job.spec import from_json
 
 _HOST_BOUND = 0.7  # of a step, from which the host's launches say more of it than the GPU does
@@ -51,7 +51,7 @@ def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Itera
         step_ms = float(phase["step_ms"]["median"])
         if size is None or not limit or launch_ms(size, node, config, ranks) > _HOST_BOUND * step_ms:
             continue
-        place = Place(node.gpu.name, config.work_kind(), OURS, ranks > 1)
+        place = SpeedGroup(node.gpu.name, config.work_kind(), OURS, ranks > 1)
         yield Speed(place, limit / step_ms, f"{tree['experiment']}, {size.name}")
 
 

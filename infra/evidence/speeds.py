@@ -32,7 +32,7 @@ MEAN_SIGMA, GPU_SIGMA, KIND_SIGMA, SOURCE_SIGMA, CELL_SIGMA, REST_SIGMA = 0.2, 0
 Floats = NDArray[np.float64]
 
 
-class Place(NamedTuple):
+class SpeedGroup(NamedTuple):
     """What a share of the peak is of."""
 
     gpu: str
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 class Speed(NamedTuple):
     """One figure of the table."""
 
-    place: Place
+    place: SpeedGroup
     share: float  # of the dense peak
     name: str = ""  # for people
 
@@ -67,15 +67,15 @@ class Speeds:
         among = _covariance(self._places, self._places) + REST_SIGMA**2 * np.eye(len(self._places))
         self._inverse = np.linalg.inv(among)
         self._weights = self._inverse @ np.array([math.log(each.share) - MEAN for each in self.figures])
-        self._told: dict[Place, Expected] = {}
+        self._told: dict[SpeedGroup, Expected] = {}
 
-    def expect(self, place: Place) -> Expected:
+    def expect(self, place: SpeedGroup) -> Expected:
         """At a place, whether or not anything was measured there."""
         if place not in self._told:
             self._told[place] = self._expect(place)
         return self._told[place]
 
-    def _expect(self, place: Place) -> Expected:
+    def _expect(self, place: SpeedGroup) -> Expected:
         elsewhere = place._replace(gpu="")  # a GPU that nobody has measured: what it shares with this one is the job's
         both = [place, elsewhere]
         to_known = _covariance(both, self._places)
@@ -99,12 +99,12 @@ def shipped() -> Speeds:
 def _figure(row: Mapping[str, str], peak: float) -> Speed:
     count = int(row["gpus"])
     share = float(row["tokens_per_s"]) * float(row["gflop_per_token"]) / 1e3 / (peak * count)
-    place = Place(row["gpu"], row["kind"], row["source"], count > 1)
+    place = SpeedGroup(row["gpu"], row["kind"], row["source"], count > 1)
     return Speed(place, share, f"{row['job']} on {count} x {row['gpu']}")
 
 
-def _covariance(rows: Sequence[Place], columns: Sequence[Place]) -> Floats:
-    """Of ln share, without the rest."""
+def _covariance(rows: Sequence[SpeedGroup], columns: Sequence[SpeedGroup]) -> Floats:
+    """The covariance of ln share, without the rest."""
     found = np.full((len(rows), len(columns)), MEAN_SIGMA**2)
     for at, sigma in ((0, GPU_SIGMA), (1, KIND_SIGMA), (2, SOURCE_SIGMA)):
         left, right = (np.array([each[at] for each in some], dtype=object) for some in (rows, columns))

@@ -96,7 +96,7 @@ class Hazard:
 
 
 def prior(gpus: int) -> Hazard:
-    """Of a node with so many GPUs, of whose type nothing was seen."""
+    """The hazard of a node with so many GPUs, of whose type nothing was seen."""
     return Hazard(median=HAZARD_MEDIAN * gpus**SIZE_POWER)
 
 

@@ -107,13 +107,13 @@ def score(name: str, stated: Exposure, realised: SimulatedRuns) -> Score:
         p10_usd=p10,
         p50_usd=p50,
         p90_usd=p90,
-        contained=_inside(realised.usd, outcome.usd),
-        contained_hours=_inside(realised.wall_hours, outcome.wall_hours),
+        contained=_share_inside(realised.usd, outcome.usd),
+        contained_hours=_share_inside(realised.wall_hours, outcome.wall_hours),
         pinball_usd=pinball(realised.usd, (p10, p50, p90)),
     )
 
 
-def _inside(realised: Floats, stated: Floats) -> float:
+def _share_inside(realised: Floats, stated: Floats) -> float:
     """The share within p10 to p90. One on the edge is inside: many runs meet no interruption at all."""
     low, high = np.quantile(stated, (SHARES[0], SHARES[-1]))
     edge = 1e-9 * max(1.0, float(high))
@@ -170,7 +170,7 @@ def contained(found: Sequence[Replayed]) -> float:
 
 
 def contained_hours(found: Sequence[Replayed]) -> float:
-    """The same of hours by the wall."""
+    """The share of hours by the wall."""
     return sum(each.scores[0].contained_hours for each in found) / len(found)
 
 

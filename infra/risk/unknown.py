@@ -86,7 +86,7 @@ class Draws:
         self._kept: dict[tuple[str, float], Floats] = {}
 
     def factors(self, unknowns: Sequence[Unknown]) -> Factors:
-        """Of each, one after the other."""
+        """Factors of each, one after the other."""
         return Factors(
             work=self._joined([self._work(one) for one in unknowns]),
             price=self._joined([self._factor(one.price, f"price of {one.offer}") for one in unknowns]),
@@ -102,7 +102,7 @@ class Draws:
         return np.exp(sigma * self._normals(of)) if sigma else None
 
     def _work(self, one: Unknown) -> Floats | None:
-        """Of the hours of work. What a job has on any GPU is one draw, what it has on this one another."""
+        """Factors of the hours of work. What a job has on any GPU is one draw, what it has on this one another."""
         widest = max(one.faster, one.slower)
         if not widest:
             return None

@@ -9,7 +9,7 @@ from gpufleet.job.contract.cost import Lives
 from gpufleet.job.node.outside import ended_nodes, nodes_there
 
 
-class Others:
+class OtherNodes:
     """Those that had a record when this one booted, each with its last heartbeat."""
 
     def __init__(self, nodes: Iterable[tuple[AttemptRecord, Beat | None]] = ()) -> None:

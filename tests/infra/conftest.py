@@ -11,7 +11,7 @@ from commands_world import account, definition
 from commands_world import project as stack_project
 
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.infra.evidence.speeds import Expected, Place, Speeds
+from gpufleet.infra.evidence.speeds import Expected, SpeedGroup, Speeds
 from gpufleet.infra.risk import unknown
 from gpufleet.rehearsal.cloud import Cloud
 
@@ -50,7 +50,7 @@ def everything_known(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEASURED", "STATED", "SETUP", "SETUP_MEASURED", "MOST_PRICE"):
         monkeypatch.setattr(unknown, name, 0.0)
 
-    def expect(_: Speeds, place: Place) -> Expected:
+    def expect(_: Speeds, place: SpeedGroup) -> Expected:
         return Expected(share=PLANNED[place.kind], sigma=0.0, shared=0.0)
 
     monkeypatch.setattr(Speeds, "expect", expect)

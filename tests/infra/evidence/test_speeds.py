@@ -10,12 +10,12 @@ from calibration_world import measurement, place
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.evidence import own_speeds, speeds
-from gpufleet.infra.evidence.speeds import OURS, Place, Speed, Speeds
+from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds
 
-H100 = Place("H100", "from scratch", "somebody", several=False)
+H100 = SpeedGroup("H100", "from scratch", "somebody", several=False)
 
 
-def figures(place: Place, share: float, count: int) -> list[Speed]:
+def figures(place: SpeedGroup, share: float, count: int) -> list[Speed]:
     """As many sources as told."""
     return [Speed(place._replace(source=f"{share} {at}"), share) for at in range(count)]
 
@@ -37,13 +37,13 @@ def test_a_gpu_without_figures_is_expected_like_the_others_and_less_sure() -> No
 def test_a_job_measured_on_one_gpu_is_better_known_on_another() -> None:
     before = Speeds(figures(H100, 0.4, 5))
     after = Speeds([*before.figures, Speed(H100._replace(source=OURS), 0.6)])
-    asked = Place("B200", "from scratch", OURS, several=False)
+    asked = SpeedGroup("B200", "from scratch", OURS, several=False)
     assert after.expect(asked).share > 1.1 * before.expect(asked).share
     assert after.expect(asked).sigma < before.expect(asked).sigma
 
 
 def test_what_two_gpus_share_of_a_doubt_is_less_than_all_of_it() -> None:
-    expected = speeds.shipped().expect(Place("B200", "adapter", OURS, several=True))
+    expected = speeds.shipped().expect(SpeedGroup("B200", "adapter", OURS, several=True))
     assert 0 < expected.shared < expected.sigma
 
 
@@ -53,13 +53,15 @@ def test_every_figure_of_the_table_is_a_share_of_its_gpus_peak() -> None:
 
 
 def test_the_h100_reaches_a_smaller_share_than_the_a100_as_the_same_code_shows() -> None:
-    h100, a100 = (speeds.shipped().expect(Place(gpu, "from scratch", "new", True)) for gpu in ("H100", "A100 80GB"))
+    h100, a100 = (
+        speeds.shipped().expect(SpeedGroup(gpu, "from scratch", "new", True)) for gpu in ("H100", "A100 80GB")
+    )
     assert a100.share > 1.1 * h100.share
 
 
 def test_a_projects_measurement_of_one_job_tells_of_another_on_that_gpu(tmp_path: Path) -> None:
     instances = load_catalog().instances
-    asked = Place("A10G", "from scratch", OURS, several=False)
+    asked = SpeedGroup("A10G", "from scratch", OURS, several=False)
     before = own_speeds.known(tmp_path, instances).expect(asked)
     place(tmp_path, measurement())  # 50, 100 and 150 ms: the last is faster than the data sheet allows by half
     after = own_speeds.known(tmp_path, instances).expect(asked)
