@@ -26,7 +26,7 @@ from gpufleet.rehearsal.engine import Pulumi, settings
 from gpufleet.rehearsal.environment import scratch
 
 READS = ("Describe", "Get", "List", "Head")
-WRITES = 40  # of an `up` from nothing, which a test counts
+WRITES = 45  # of an `up` from nothing, which a test counts
 Mode = Literal["killed", "no answer"]
 
 
