@@ -137,7 +137,8 @@ def of_project(root: Path) -> re.Pattern[str]:
     stacks = "|".join(map(re.escape, names_of(root))) or "(?!)"
     return re.compile(
         rf"(\.gpufleet|rehearsals|prices/\d{{4}}-[\d-]+|{PROGRAM}|(calibrations|receipts|results)/({stacks}))/"
-        rf"|stacks/({stacks})\.yaml$|{re.escape(SCHEMA)}$|policy\.yaml$|Pulumi(\.[^/]+)?\.yaml$|\.github/workflows/gpufleet-"
+        rf"|stacks/({stacks})\.yaml$|{re.escape(SCHEMA)}$|traces/[^/]+\.(csv|json)$|policy\.yaml$"
+        r"|Pulumi(\.[^/]+)?\.yaml$|\.github/workflows/gpufleet-"
     )
 
 

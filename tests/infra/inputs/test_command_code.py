@@ -181,7 +181,7 @@ def test_what_lies_in_a_project_for_gpufleet_is_no_code_where_both_are_one_folde
     }
     written = ["Pulumi.yaml", "Pulumi.mine.yaml", "stacks/definition.schema.json", "stacks/program/__main__.py"]
     written += [".gpufleet/x.tar.gz", "rehearsals/mine/r1/a", "results/mine/r1/a", "prices/2026-11-21/spot.csv"]
-    written += ["calibrations/mine/gpu.json", "receipts/mine/r1.json", "policy.yaml"]
+    written += ["calibrations/mine/gpu.json", "receipts/mine/r1.json", "policy.yaml", "traces/a.csv"]
     file = command_file(root, code={"folder": os.path.relpath(repository, root)})
     for name, text in code_of_users.items():
         (repository / name).parent.mkdir(parents=True, exist_ok=True)
