@@ -52,7 +52,7 @@ def test_the_node_of_an_up_killed_after_its_fleet_ends_both_with_the_rights_it_h
     for package in ("gpufleet", "infra", "job"):
         shutil.copytree(ROOT / package, code / package, symlinks=True)
     main = code / "job/node/__main__.py"
-    edit(main, f"= {node_main.UNKNOWN_S}, {node_main.LOOK_S}", "= 10, 1")
+    edit(main, f"= {node_main.UNKNOWN_S}, {node_main.KNOWN_LOOK_S}", "= 10, 1")
     with Cloud(tmp_path / "cloud") as cloud:
         runner = NodeRunner(cloud, tmp_path / "nodes")
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit
-from gpufleet.job.contract.cost import Lives
+from gpufleet.job.contract.lives import Lives
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.terms import RunLimits, Terms, TypePrices
 from gpufleet.job.node import means
