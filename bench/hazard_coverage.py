@@ -1,35 +1,37 @@
-"""How often the stated interval holds on zones it has not seen: `python bench/hazard_coverage.py TRACES_DIR`.
+"""How often the stated interval holds on traces it has not seen: `python bench/hazard_coverage.py SPOT H100`.
 
-TRACES_DIR is a checkout of github.com/skypilot-org/spot-traces; nothing of it is kept here. Nine zones of 2023-02-15
-(one V100) are the test, each left out once. The three constants of a learned hazard come from the eight traces of
-2022-10-26 alone; this prints what those traces say beside what the code has. Writes bench/results/risk.md to standard
-output.
+SPOT is a checkout of github.com/skypilot-org/spot-traces, H100 one of github.com/andylizf/skynomad-artifact; nothing of
+them is kept here. Each trace is left out once: the median of the prior is taken anew from all others of single nodes,
+all else as in the code. Writes bench/results/risk.md to standard output.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import platform
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpufleet.infra.evidence.traces import Trace
-from gpufleet.infra.evidence.traces import read as read_trace
 from gpufleet.infra.risk import hazard, replay
-from gpufleet.infra.risk.hazard import Floats, Hazard, learn
-from gpufleet.infra.risk.replay import Score
-from gpufleet.infra.risk.simulation import Exposure
+from gpufleet.infra.risk.hazard import Hazard, find, gang, learn, wait
+from gpufleet.infra.risk.simulation import Exposure, SimulatedRuns
 
 WORK_H = (2.0, 8.0, 24.0)
 TYPE = "p3.2xlarge"
 BAR = (0.75, 0.90)
+STARTS = 1_000
 # P types: a quarter of an hour to set up and to restart; a checkpoint each 300 s that fits the notice.
 RUN = Exposure(
     setup_h=0.25,
@@ -42,134 +44,162 @@ RUN = Exposure(
     fixed_usd=0.0,
     hazard=None,
 )
-ON_ALL, ON_LATER = "whole trace", "second half"
+
+
+class Group(NamedTuple):
+    """Traces of one kind: up where all `nodes` could be had."""
+
+    name: str
+    gpus: int  # of a node
+    nodes: int
+    traces: list[Trace]
+
+    def of_one(self, trace: Trace) -> float:
+        """The trace's hazard as that of a node with one GPU alone."""
+        per_hour = max(trace.interruptions, 0.5) / trace.node_hours
+        return float(per_hour / (self.gpus**hazard.SIZE_POWER * gang(self.nodes)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="TRACES_DIR", type=Path, help="a checkout of skypilot-org/spot-traces")
-    folder = parser.parse_args().folder
-    traces = folder / "availability/1-node"
-    tested = sorted((traces / "aws-02-15-2023").glob("*_v100_1.json"))
-    trained = sorted((traces / "aws-10-26-2022").glob("*.json"))
-    for name, found in (("aws-02-15-2023", tested), ("aws-10-26-2022", trained)):
-        if not found:
-            parser.error(f"no traces in {traces / name}; TRACES_DIR is a checkout of skypilot-org/spot-traces")
-    test = [
-        replace(read_trace(path), type=TYPE, zone=path.name.partition("_")[0], start=date(2023, 2, 15))
-        for path in tested
-    ]
-    training = [read_trace(path) for path in trained]
+    parser.add_argument("spot", metavar="SPOT", type=Path, help="a checkout of skypilot-org/spot-traces")
+    parser.add_argument("h100", metavar="H100", type=Path, help="a checkout of andylizf/skynomad-artifact")
+    args = parser.parse_args()
+    groups = list(read(args.spot, args.h100))
     say = sys.stdout.write
     say("# Coverage of the stated interval on public spot traces\n\n")
     say(f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, numpy {np.__version__}; ")
-    say(f"github.com/skypilot-org/spot-traces at {_commit(folder)}. `python bench/hazard_coverage.py` wrote this.\n\n")
-    say("The model: docs/risk.md. A run of 2, 8 or 24 h of work, 15 min of set-up and restart, 1 USD/h and 0.02 for ")
-    say("the disk, free interrupted first hours, is begun at 2000 hours of each trace; replayed bills against the ")
-    say("p10, p50 and p90 stated before. Mean over the nine zones; pinball loss in USD, mean over the quantiles.\n\n")
-    say(f"Bars: {BAR[0]:.0%} to {BAR[1]:.0%} inside p10-p90, and less loss than a fixed 0.2 on the same bills.\n\n")
-    say("| Forecast | Replayed on |" + "".join(f" {hours:g} h inside | loss |" for hours in WORK_H) + " Bars |\n")
-    say("|---|---|" + "---|" * (2 * len(WORK_H) + 1) + "\n")
-    rows = measured(test)
-    for (name, where), scores in rows.items():
-        say(f"| {name} | {where} |")
-        met = True
-        for hours in WORK_H:
-            inside, loss = _mean(scores[hours])
-            _, fixed = _mean(rows["fixed 0.2", where][hours])
-            met &= BAR[0] <= round(inside, 3) <= BAR[1] and loss < fixed
-            say(f" {inside:.1%} | {loss:.4f} |")
-        say(f" {'-' if name == 'fixed 0.2' else 'met' if met else 'missed'} |\n")
-    independent = {hours: sum(_independent(trace, hours) for trace in test) for hours in WORK_H}
-    say("\nRuns that fit into the nine traces one after the other, the sample's real size: ")
-    say(", ".join(f"{count:.0f} of {hours:g} h" for hours, count in independent.items()) + ".\n")
-    say("\n## By zone, share inside\n\n")
-    shown = [("prior", ON_ALL), ("learned, other zones", ON_ALL), ("learned, own first half", ON_LATER)]
-    say("| Zone | Hazard |" + "".join(f" {name}: 2 / 8 / 24 h |" for name, _ in shown) + "\n")
-    say("|---|---|" + "---|" * len(shown) + "\n")
-    for index, trace in enumerate(test):
-        say(f"| {trace.zone} | {trace.interruptions / trace.node_hours:.2f} |")
-        for key in shown:
-            say(" " + " / ".join(f"{rows[key][hours][index].contained:.0%}" for hours in WORK_H) + " |")
-        say("\n")
-    say("\n## The constants, from the eight traces of 2022-10-26\n\n")
-    say("| Constant | In the code | Those traces | The nine zones, for comparison |\n|---|---|---|---|\n")
-    for name, of in (("DISPERSION", dispersion), ("DRIFT", drift), ("UNEVENNESS", unevenness)):
-        say(f"| {name} | {getattr(hazard, name):g} | {of(training):.2f} | {of(test):.2f} |\n")
-    say("\n## Other constants than those: inside / loss, for 2, 8 and 24 h\n\n")
-    say("The prior with uneven nodes is not what a bill uses: the design fixes the prior, and it meets the bars.\n\n")
-    say("| UNEVENNESS | DRIFT | prior | learned, other zones | learned, own first half |\n|---|---|---|---|---|\n")
-    bills = {
-        (hours, index, where): replay.run(replace(RUN, phase_ends_h=(hours,)), part).usd
-        for hours in WORK_H
-        for index, trace in enumerate(test)
-        for where, part in ((ON_ALL, trace), (ON_LATER, trace.part(trace.hours / 2, trace.hours)))
-    }
-    for uneven, wander in ((0.0, 0.7), (1.0, 0.7), (1.3, 0.5), (1.3, 0.7), (1.3, 0.9), (1.6, 0.7)):
-        cells = []
-        for name, where in (("prior", ON_ALL), ("others", ON_ALL), ("own", ON_LATER)):
-            cells.append(" ".join(_cell(test, bills, hours, name, where, uneven, wander) for hours in WORK_H))
-        say(f"| {uneven:g} | {wander:g} | " + " | ".join(cells) + " |\n")
+    say(f"github.com/skypilot-org/spot-traces at {_commit(args.spot)}, github.com/andylizf/skynomad-artifact at ")
+    say(f"{_commit(args.h100)}. `python bench/hazard_coverage.py` wrote this.\n\n")
+    say("A run of 2, 8 or 24 h of work, 15 min of set-up and restart, 1 USD/h and 0.02 for the disk, is begun at ")
+    say(f"{STARTS} hours of each trace; replayed dollars / hours by the wall that lie between the p10 and p90 stated ")
+    say("before. The median that a trace is judged by is that of all other traces of single nodes, by GPUs; all else ")
+    say("is the code's, and several nodes are in no fit. Mean over a group's traces. ")
+    say(f"Bar: {BAR[0]:.0%} to {BAR[1]:.0%}.\n\n")
+    say("| Traces | number | hazard, geometric mean |" + "".join(f" {hours:g} h |" for hours in WORK_H) + "\n")
+    say("|---|---|---|" + "---|" * len(WORK_H) + "\n")
+    judged: dict[str, list[list[tuple[float, float]]]] = {}
+    for group in groups:
+        shares = [covered(group, groups, hours) for hours in WORK_H]
+        rate = math.exp(fmean(math.log(max(t.interruptions, 0.5) / t.node_hours) for t in group.traces))
+        say(f"| {group.name} | {len(group.traces)} | {rate:.2f} |")
+        say("".join(f" {_both(some)} |" for some in shares) + "\n")
+        kind = (
+            "nodes with 8 GPUs"
+            if group.gpus == 8
+            else "one node, one GPU"
+            if group.nodes == 1
+            else f"{group.nodes} nodes at once"
+        )
+        for at, some in enumerate(shares):
+            judged.setdefault(kind, [[] for _ in WORK_H])[at] += some
+    for kind, by_hours in judged.items():
+        say(f"| **all: {kind}** | {len(by_hours[0])} | |")
+        say("".join(f" **{_both(some)}** |" for some in by_hours) + "\n")
+    nine = groups[0].traces
+    say("\n## Learned from other zones, the nine of 2023\n\n| Forecast | Replayed on |")
+    say("".join(f" {hours:g} h |" for hours in WORK_H) + "\n|---|---|" + "---|" * len(WORK_H) + "\n")
+    for name, where in (("learned, other zones", "whole trace"), ("learned, own first half", "second half")):
+        cells = [_both([_learned(nine, at, hours, own="own" in name) for at in range(len(nine))]) for hours in WORK_H]
+        say(f"| {name} | {where} | " + " | ".join(cells) + " |\n")
+    say("\n## Waits until a node is there again\n\n| Traces | median h | sigma of ln h | mean h |\n|---|---|---|---|\n")
+    for group in groups:
+        waits = np.concatenate([trace.up_from_h[1:] - trace.up_to_h[:-1] for trace in group.traces])
+        logs = np.log(waits)
+        say(f"| {group.name} | {np.exp(np.median(logs)):.2f} | {logs.std():.2f} | {waits.mean():.2f} |\n")
+    old = groups[1].traces + groups[4].traces
+    say("\n## Constants, from the eight traces of 2022-10-26\n\n")
+    say("| Constant | In the code | Those traces |\n|---|---|---|\n")
+    say(f"| DISPERSION | {hazard.DISPERSION:g} | {dispersion(old):.2f} |\n")
+    say(f"| DRIFT | {hazard.DRIFT:g} | {drift(old):.2f} |\n")
+    say(f"| UNEVENNESS | {hazard.UNEVENNESS:g} | {unevenness(old):.2f} |\n")
 
 
-def measured(test: Sequence[Trace]) -> dict[tuple[str, str], dict[float, list[Score]]]:
-    """Scores by (forecast, what was replayed) and hours of work, in the zones' order."""
-    found: dict[tuple[str, str], dict[float, list[Score]]] = {}
-    for trace in test:
-        rest = [other for other in test if other is not trace]
-        logs = np.log([other.interruptions / other.node_hours for other in rest])
-        half = trace.hours / 2
-        early = [each.part(0, half) for each in (trace, *rest)]
-        later = trace.part(half, trace.hours)
-        others = hazard.find(learn(each.observation() for each in rest), TYPE, trace.zone)
-        own = hazard.find(learn(each.observation() for each in early), TYPE, trace.zone)
-        refit = Hazard(median=math.exp(float(logs.mean())), sigma=float(logs.std(ddof=1)))
-        forecasts: list[tuple[str, str, Trace, Hazard | float | None]] = [
-            ("fixed 0.2", ON_ALL, trace, 0.2),
-            ("prior", ON_ALL, trace, None),
-            ("log-normal of the other eight", ON_ALL, trace, refit),
-            ("learned, other zones", ON_ALL, trace, others),
-            ("fixed 0.2", ON_LATER, later, 0.2),
-            ("prior", ON_LATER, later, None),
-            ("own first half's rate, as a figure", ON_LATER, later, early[0].interruptions / early[0].node_hours),
-            ("learned, own first half", ON_LATER, later, own),
-        ]
-        for hours in WORK_H:
-            run = replace(RUN, phase_ends_h=(hours,))
-            bills = {id(part): replay.run(run, part).usd for part in (trace, later)}
-            for name, where, part, stated in forecasts:
-                score = replay.score(name, replace(run, hazard=stated), bills[id(part)])
-                found.setdefault((name, where), {}).setdefault(hours, []).append(score)
+def read(spot: Path, h100: Path) -> Iterator[Group]:
+    """Every group of traces. Exits with a sentence where a folder holds none."""
+
+    def some(name: str, pattern: str, *, gpus: int = 1, nodes: int = 1) -> Group:
+        found = sorted(spot.glob(pattern))
+        if not found:
+            sys.exit(f"no traces at {spot / pattern}; SPOT is a checkout of skypilot-org/spot-traces")
+        return Group(name, gpus, nodes, [_spot(path, nodes) for path in found])
+
+    yield some("1 x V100, AWS 2023-02", "availability/1-node/aws-02-15-2023/*_v100_1.json")
+    yield some("1 x V100 or K80, AWS 2022-10", "availability/1-node/aws-10-26-2022/*_1.json")
+    yield some("1 x V100, AWS 2023-04", "preemption/1-node/aws-04-22-2023/*_v100_1.json")
+    rounds = [json.loads(path.read_bytes()) for path in sorted((h100 / "data" / "h100_16_runs").glob("*.json"))]
+    if not rounds:
+        sys.exit(f"no probes in {h100 / 'data' / 'h100_16_runs'}; H100 is a checkout of andylizf/skynomad-artifact")
+    yield Group("1 x H100, GCP 2025-10", 1, 1, _h100(rounds, 1))
+    yield some("8 x V100 or K80, AWS 2022-10", "availability/1-node/aws-10-26-2022/*_8.json", gpus=8)
+    yield some("4 nodes, V100, AWS 2023-08, kept", "preemption/4-node/*/*.json", nodes=4)
+    yield some("4 nodes, V100, AWS 2023-08", "availability/16-node/*/*.json", nodes=4)
+    yield Group("4 nodes, H100, GCP 2025-10", 1, 4, _h100(rounds, 4))
+    yield some("16 nodes, V100, AWS 2023-08", "availability/16-node/*/*.json", nodes=16)
+    yield Group("16 nodes, H100, GCP 2025-10", 1, 16, _h100(rounds, 16))
+
+
+def covered(group: Group, groups: Sequence[Group], hours: float) -> list[tuple[float, float]]:
+    """Shares of dollars and hours inside, of each trace long enough, from a prior that has not seen it."""
+    found = []
+    for trace in group.traces:
+        if trace.hours < hours + 1 or trace.node_hours < 1:
+            continue
+        seen = [of.of_one(each) for of in groups if of.nodes == 1 for each in of.traces if each is not trace]
+        median = statistics.median(seen)
+        stated = replace(hazard.prior(group.gpus), median=median * group.gpus**hazard.SIZE_POWER)
+        found.append(_score(trace, hours, stated, group.nodes))
     return found
 
 
-def _stated(test: Sequence[Trace], index: int, name: str) -> Hazard:
-    """The forecast for one zone, before any constant is changed."""
-    trace, rest = test[index], [other for place, other in enumerate(test) if place != index]
-    if name == "prior":
-        return Hazard()
-    seen = rest if name == "others" else [each.part(0, each.hours / 2) for each in (trace, *rest)]
-    return hazard.find(learn(each.observation() for each in seen), TYPE, trace.zone)
+def _score(trace: Trace, hours: float, stated: Hazard, nodes: int = 1) -> tuple[float, float]:
+    wait_h, wait_sigma = wait(1, nodes)
+    run = replace(RUN, phase_ends_h=(hours,), hazard=stated, nodes=nodes, wait_h=wait_h, wait_sigma=wait_sigma)
+    outcome: SimulatedRuns = replay.run(run, trace, starts=STARTS)
+    score = replay.score("stated", run, outcome)
+    return score.contained, score.contained_hours
 
 
-def _cell(
-    test: Sequence[Trace],
-    bills: dict[tuple[float, int, str], Floats],
-    hours: float,
-    name: str,
-    where: str,
-    uneven: float,
-    wander: float,
-) -> str:
-    scores = []
-    for index in range(len(test)):
-        found = _stated(test, index, name)
-        sigma = found.sigma if name == "prior" else math.sqrt(found.sigma**2 - hazard.DRIFT**2 + wander**2)
-        changed = replace(found, sigma=sigma, unevenness=uneven)
-        run = replace(RUN, phase_ends_h=(hours,), hazard=changed)
-        scores.append(replay.score(name, run, bills[hours, index, where]))
-    inside, loss = _mean(scores)
-    return f"{inside:.0%}/{loss:.3f}"
+def _learned(nine: Sequence[Trace], at: int, hours: float, *, own: bool) -> tuple[float, float]:
+    """What is learned of one zone: from the others, or with its own first half judged on the second."""
+    trace, half = nine[at], nine[at].hours / 2
+    others = [each for each in nine if each is not trace]
+    if own:
+        seen = learn(each.part(0, half).observation() for each in nine)
+        return _score(trace.part(half, trace.hours), hours, find(seen, TYPE, trace.zone))
+    return _score(trace, hours, find(learn(each.observation() for each in others), TYPE, trace.zone))
+
+
+def _both(shares: Sequence[tuple[float, float]]) -> str:
+    return f"{fmean(usd for usd, _ in shares):.0%} / {fmean(wall for _, wall in shares):.0%}"
+
+
+def _spot(path: Path, nodes: int) -> Trace:
+    tree = json.loads(path.read_bytes())
+    return _trace(tree["data"], tree["metadata"]["gap_seconds"], nodes, path.name.partition("_")[0])
+
+
+def _h100(rounds: Sequence[Any], nodes: int) -> list[Trace]:
+    """By zone: up where so many of the 16 instances asked for were made, each ten minutes."""
+    zones = sorted({zone for each in rounds for zone in each["zone_results"]})
+    made = {zone: [each["zone_results"].get(zone, {}).get("instances_created", 0) for each in rounds] for zone in zones}
+    found = [_trace(counts, 600, nodes, zone) for zone, counts in made.items()]
+    return [trace for trace in found if trace.node_hours >= 1]
+
+
+def _trace(counts: Sequence[int], gap_s: float, nodes: int, zone: str) -> Trace:
+    up = np.asarray(counts) >= nodes
+    change = np.diff(np.concatenate(([0], up.astype(np.int8), [0])))
+    edges = np.arange(len(up) + 1) * gap_s / 3600
+    return Trace(
+        up_from_h=edges[np.flatnonzero(change == 1)],
+        up_to_h=edges[np.flatnonzero(change == -1)],
+        hours=float(edges[-1]),
+        type=TYPE,
+        zone=zone,
+        start=date(2023, 2, 15),
+        source=zone,
+    )
 
 
 def dispersion(traces: Sequence[Trace]) -> float:
@@ -216,21 +246,10 @@ def unevenness(traces: Sequence[Trace]) -> float:
     return float(tried[total.argmax()])
 
 
-def _mean(scores: Sequence[Score]) -> tuple[float, float]:
-    return (
-        sum(score.contained for score in scores) / len(scores),
-        sum(score.pinball_usd for score in scores) / len(scores),
-    )
-
-
-def _independent(trace: Trace, hours: float) -> float:
-    return trace.hours / float(replay.run(replace(RUN, phase_ends_h=(hours,)), trace).wall_hours.mean())
-
-
 def _commit(folder: Path) -> str:
     """The commit of the checkout; a plain copy has none."""
     found = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "an unknown commit"
+    return found.stdout.strip()[:7] or "an unknown commit"
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ HARD_S = 40 * HOUR  # past a limit: nothing has ended the run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
+class PricedStack:
     """What of a definition its limits depend on."""
 
     name: str
@@ -79,8 +79,8 @@ class Stack:
         return float(rates.ceiling + rates.extras) / HOUR
 
 
-def stack(path: Path) -> Stack:
-    """Of a file, with its bill."""
+def stack(path: Path) -> PricedStack:
+    """What a file says, with its bill."""
     definition = load(path, now=datetime.fromtimestamp(T0, UTC))
     bill = price(definition, load_catalog())
     expiry = stamp(definition.limits.expiry(datetime.fromtimestamp(T0, UTC)))
@@ -93,7 +93,7 @@ def stack(path: Path) -> Stack:
     chosen = bill.chosen
     forecast = Forecast(read.config, chosen.type, phases=read.estimate.phases, notice=read.estimate.notice)
     zone = sorted(definition.fleet.zones)[0]
-    return Stack(
+    return PricedStack(
         name=path.stem,
         run=read,
         type=chosen.type,
@@ -106,7 +106,7 @@ def stack(path: Path) -> Stack:
     )
 
 
-class Memory:
+class MemoryStore:
     """The bucket."""
 
     uri = "memory"
@@ -121,13 +121,13 @@ class Memory:
         return self.objects.get(key)
 
 
-class Said:
+class SaidNode:
     """The work folder, as far as a node looks into it: the meter's last word."""
 
     def __init__(self) -> None:
         self.told = b""
 
-    def __truediv__(self, name: str) -> Said:
+    def __truediv__(self, name: str) -> SaidNode:
         return self
 
     def read_bytes(self) -> bytes:
@@ -145,7 +145,7 @@ class Machine:
     sightings: Sightings
     counted_at: float = 0.0
     loses_keeper_at: float = float("inf")
-    said: Said = field(default_factory=Said)
+    said: SaidNode = field(default_factory=SaidNode)
     meter: Meter | None = None
     others: Others | None = None
     checks_at: float  # what is left, before it pulls an image
@@ -164,8 +164,8 @@ def outages(draw: random.Random, until: float, share: float) -> Callable[[float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """Of one run: seconds of a node past its limits (hours, or dollars at the dearest price), and what ended it."""
+class DrawnResult:
+    """One run: seconds of a node past its limits (hours, or dollars at the dearest price), and what ended it."""
 
     past_s: float
     ended_by: str
@@ -175,10 +175,10 @@ class Result:
 class Drawn:
     """One run. `on`: the stops that work."""
 
-    def __init__(self, stack: Stack, seed: int, on: frozenset[str], *, keys_die: bool = False) -> None:
+    def __init__(self, stack: PricedStack, seed: int, on: frozenset[str], *, keys_die: bool = False) -> None:
         self.stack, self.on, self.draw = stack, on, random.Random(f"{stack.name} {seed}")
         self.now, self.nodes, self.hour = T0, list[Machine](), T0 + HARD_S
-        self.store, self.ended_by = Memory(), ""
+        self.store, self.ended_by = MemoryStore(), ""
         limits = stack.run.limits
         self.expires = limits.expires or T0 + float(limits.max_hours) * HOUR + stack.waits_s
         self.hour = self.expires
@@ -245,7 +245,7 @@ class Drawn:
 
     # The run --------------------------------------------------------------------------------------------------------
 
-    def go(self) -> Result:
+    def go(self) -> DrawnResult:
         while not self.ended_by:
             self._launch()
             self._live(self.nodes[-1])
@@ -254,7 +254,7 @@ class Drawn:
         past = max(seconds - float(limits.max_hours) * HOUR, (usd - float(limits.max_usd)) / self.stack.ceiling, 0.0)
         last = self.nodes[-1]
         late = last.meter is None or last.meter.limit(last.meters_at, limits, self.stack.checkpoint_s + RESERVE_S)
-        return Result(past_s=past, ended_by=self.ended_by, is_late=bool(late))
+        return DrawnResult(past_s=past, ended_by=self.ended_by, is_late=bool(late))
 
     def _launch(self) -> None:
         boots = self.now + self.draw.uniform(60, 150)
@@ -369,7 +369,7 @@ class Drawn:
                 if METER in self.on and node.meter is not None and self._limit(node.meter):
                     takes = self.stack.checkpoint_s * self.draw.uniform(0.5, 1.1) + self.draw.uniform(5, 30)
                     return self._end(node, METER, takes)
-            if self._past() > HARD_S:
+            if self._seconds_past() > HARD_S:
                 return self._end(node, "nothing", 0)
             self.now += self._step(node, lost_at)
 
@@ -382,7 +382,7 @@ class Drawn:
         reserve_s = self.stack.checkpoint_s + RESERVE_S
         return meter.limit(self.now, self.stack.run.limits, reserve_s) is not None
 
-    def _past(self) -> float:
+    def _seconds_past(self) -> float:
         lived = sum((each.ended or self.now) - each.launched for each in self.nodes)
         return lived - float(self.stack.run.limits.max_hours) * HOUR
 
@@ -446,7 +446,7 @@ CASES: dict[str, tuple[frozenset[str], dict[str, bool]]] = {
 }
 
 
-def results(of: Stack, case: str, runs: Iterable[int]) -> Iterator[Result]:
+def results(of: PricedStack, case: str, runs: Iterable[int]) -> Iterator[DrawnResult]:
     on, faults = CASES[case]
     for seed in runs:
         with redirect_stdout(io.StringIO()):  # what a node says

@@ -6,7 +6,6 @@ The SDK reads the annotations below as they are, so none may be a text: no `from
 import importlib.metadata
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
@@ -15,8 +14,7 @@ from pulumi.provider import main
 from pulumi.provider.experimental.component import ComponentProvider
 from pulumi.provider.server import ComponentInitError
 
-from gpufleet import _training_run
-from gpufleet._bill import Bill
+from gpufleet import _bill, _training_run
 
 
 class Figures(TypedDict):
@@ -86,7 +84,7 @@ class TrainingRun(_training_run.TrainingRun):
         given = cast("Mapping[str, Any]", args)
         super().__init__(
             name,
-            _whole(given["definition"]),
+            _with_whole_numbers(given["definition"]),
             scenario=given.get("scenario", ""),
             project=Path(given.get("project") or Path.cwd()),
             vpc_id=given.get("vpc_id"),
@@ -95,24 +93,28 @@ class TrainingRun(_training_run.TrainingRun):
             tags=given.get("tags"),
             opts=opts,
         )
-        bill = cast("Bill", self.bill)
+        bill = cast("_bill.Bill", self.bill)
         self.bill = pulumi.Output.from_input(
             RunBill(
-                usd=Figures(**asdict(bill.usd)),
-                hours=Figures(**asdict(bill.hours)),
-                wall_hours=Figures(**asdict(bill.wall_hours)),
-                usd_to_finish=Figures(**asdict(bill.usd_to_finish)),
+                usd=_figures(bill.usd),
+                hours=_figures(bill.hours),
+                wall_hours=_figures(bill.wall_hours),
+                usd_to_finish=_figures(bill.usd_to_finish),
                 kept_usd_per_month=bill.kept_usd_per_month,
             )
         )
 
 
-def _whole(value: Any) -> Any:
-    """The same with whole numbers as such: between processes all numbers are fractions."""
+def _figures(found: _bill.Figures) -> Figures:
+    return Figures(p10=found.p10, p50=found.p50, p90=found.p90, mean=found.mean)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """What is given, whole numbers as such: between processes all numbers are fractions."""
     if isinstance(value, dict):
-        return {key: _whole(each) for key, each in value.items()}
+        return {key: _with_whole_numbers(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_whole(each) for each in value]
+        return [_with_whole_numbers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -32,6 +32,14 @@ def _refuse_subnet(backend: Any, asked: dict[str, Any]) -> None:
             del table._associations[key]
 
 
+def _forget_route_table(backend: Any, asked: dict[str, Any]) -> None:
+    """DeleteRouteTable: gateway endpoints let go of it; moto's could not be deleted any more."""
+    table = backend.route_tables.get(asked["RouteTableId"])
+    if table is not None and not table._associations:
+        for endpoint in backend.vpc_end_points.values():
+            endpoint.route_table_ids = [each for each in endpoint.route_table_ids or [] if each != table.id]
+
+
 def _refuse_security_group(backend: Any, asked: dict[str, Any]) -> None:
     """DeleteSecurityGroup: neither while an interface has it, nor while another group's rule names it."""
     group_id = asked.get("GroupId")
@@ -73,6 +81,7 @@ def _refuse_vpc(backend: Any, asked: dict[str, Any]) -> None:
 
 _REFUSALS = {
     "delete_subnet": _refuse_subnet,
+    "delete_route_table": _forget_route_table,
     "delete_security_group": _refuse_security_group,
     "detach_internet_gateway": _refuse_gateway,
     "delete_vpc": _refuse_vpc,

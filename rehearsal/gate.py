@@ -198,14 +198,14 @@ class Gate:
             self.calls.append((key, action))
             if (key, action) in self.denied:
                 return _send(start, environ, *_unauthorized(service, f"{action} (refused by the rehearsal)"))
-        if service == "scheduler" and (past := self._past(environ, action)):
+        if service == "scheduler" and (past := self._passed_moment(environ, action)):
             return _send(start, environ, *_error(service, "400 Bad Request", "ValidationException", past))
         environ["HTTP_X_MOTO_ACCOUNT_ID"] = self.account
         if key == NODE_KEY:
             return self._of_node(environ, start, service, region, action)
         return self.app(environ, start)
 
-    def _past(self, environ: dict[str, Any], action: str) -> str:
+    def _passed_moment(self, environ: dict[str, Any], action: str) -> str:
         """What AWS says of a schedule whose moment has passed; empty where it has not."""
         if action not in ("CreateSchedule", "UpdateSchedule"):
             return ""
@@ -265,7 +265,7 @@ def _action(environ: dict[str, Any]) -> str:
 
 
 def _scheduler_action(environ: dict[str, Any]) -> str:
-    """Of an API that names what is asked by method and path."""
+    """The action of an API that names what is asked by method and path."""
     verbs = {"GET": "Get", "PUT": "Update", "POST": "Create", "DELETE": "Delete"}
     kind, _, name = str(environ["PATH_INFO"]).strip("/").partition("/")
     named = {"schedules": "Schedule", "schedule-groups": "ScheduleGroup"}.get(kind, "")

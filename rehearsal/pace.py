@@ -83,14 +83,14 @@ def longer(definition: StackDefinition, step_ms: float) -> Change | None:
     said = setting(config.command, STEP_COUNTS)
     if said is None or int(said["value"]) != config.work.steps or count <= config.work.steps:
         return None
-    job: dict[str, object] = {"command": _with(said, count), "work": {"steps": count}}
+    job: dict[str, object] = {"command": _with_setting(said, count), "work": {"steps": count}}
     if (saves := setting(str(job["command"]), SAVE_INTERVALS)) and int(saves["value"]) == config.checkpoint.every.steps:
-        job |= {"command": _with(saves, count // SAVES), "checkpoint": {"every": {"steps": count // SAVES}}}
+        job |= {"command": _with_setting(saves, count // SAVES), "checkpoint": {"every": {"steps": count // SAVES}}}
     overlay = read(json.dumps({"job": job, "estimate": {"step_ms": [round(step_ms, 3)]}}))
     return lambda tree: cast(Mapping, merge(tree, overlay))
 
 
-def _with(said: re.Match[str], value: int) -> str:
+def _with_setting(said: re.Match[str], value: int) -> str:
     """The command with another value of a setting."""
     start, end = said.span("value")
     return f"{said.string[:start]}{value}{said.string[end:]}"

@@ -63,7 +63,10 @@ class Bill:
     reclaimed: Reclaimed | None  # AWS's own words on the chosen type; in no calculation. None on demand or not known
     cadence: BestInterval | None  # the checkpoint interval that costs least; spot only
     usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); spot only
-    half_speed: Quantiles  # USD if every step takes twice as long
+    span_usd: Mapping[str, tuple[Decimal, Decimal]]  # p10, p90 to finish, with `speed` or `price` alone unknown
+    measured_usd: (
+        Quantiles | None
+    )  # to finish, as far as a calibration would tell; None: there is one, or it is endless
     break_even_hazard: float | None  # None: spot is cheaper at any hazard up to 10, or has nothing to compare with
     types: tuple[TypeCost, ...]  # every listed type, in the file's order
     fits: tuple[Fit, ...]

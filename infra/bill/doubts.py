@@ -14,6 +14,7 @@ from gpufleet.infra.bill.options import Calibrations
 from gpufleet.infra.bill.runtime import Runtime, hours
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.calibration import RefusedCalibration
+from gpufleet.infra.risk import unknown
 from gpufleet.job.contract.aws import NOTICE_S
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.text import counted
@@ -31,10 +32,11 @@ def warnings(
     """In the order a reader needs them."""
     config = definition.job.parameters
     if not bill.calibrated and not config.is_endless:
-        covered = "p10 to p90 cover interruptions, not a wrong speed"
-        if any(bill.chosen.exposure.work_spread):
-            covered = "p10 to p90 cover interruptions and how far that may be off"
-        yield f"uncalibrated: {bill.chosen.runtime.basis}; {covered}"
+        faster, slower = (unknown.span(each) for each in _speed(bill))
+        yield (
+            f"uncalibrated: {bill.chosen.runtime.basis}; in eight runs of ten the work takes {faster[0]:.0%} to"
+            f" {slower[1]:.0%} of those hours"
+        )
     for type_, calibration in calibrations.items():
         if isinstance(calibration, RefusedCalibration):
             yield f"{type_}: {calibration.why}"
@@ -68,6 +70,10 @@ def warnings(
         yield "not priced: what account.vpc has of its own, NAT gateways and endpoints and their traffic"
     if definition.account.kms_key:
         yield "not priced: account.kms_key and the requests to it"
+
+
+def _speed(bill: Bill) -> tuple[float, float]:
+    return bill.chosen.exposure.unknown.faster, bill.chosen.exposure.unknown.slower
 
 
 def cut_short(bill: Bill) -> str:

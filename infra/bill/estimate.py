@@ -2,24 +2,37 @@
 
 Lines are exact and price the run without interruptions; one more line, `interruptions`, makes their sum the p50 of the
 simulation. It can be negative: AWS does not charge an interrupted first hour, and a limit may end the run (the table
-shows that apart). The bill knows no clock: the same definition, catalog and dataset size give the same bill on any day
-(its table may say how old the prices are).
+shows that apart, and what speed, price and set-up add that nobody knows). The only clock is `today`, by which a spot
+price has its age.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from decimal import Decimal
 
 from gpufleet.infra.bill import doubts, limits, lines, options
 from gpufleet.infra.bill.bill import Bill, Cap, KeptStorage
 from gpufleet.infra.bill.lines import Line
-from gpufleet.infra.bill.side import UNBOUND, Hazards, Side, cadence, exact, half_speed, price_side, usd_at_hazards
+from gpufleet.infra.bill.side import (
+    FEW,
+    UNBOUND,
+    Hazards,
+    Side,
+    after_calibration,
+    cadence,
+    exact,
+    price_side,
+    span_usd,
+    usd_at_hazards,
+)
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.catalog.reclaim import reclaimed
-from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.model import CAPACITIES, StackDefinition
 from gpufleet.infra.errors import Problem
+from gpufleet.infra.evidence.speeds import Speeds
 from gpufleet.infra.risk import closed_form, simulation
 
 
@@ -31,25 +44,40 @@ def price(
     not_ready: Sequence[str] = (),
     calibrations: options.Calibrations | None = None,
     hazards: Hazards | None = None,
+    speeds: Speeds | None = None,
+    today: date | None = None,
     runs: int = simulation.RUNS,
 ) -> Bill:
     """The bill of `definition`. Without `dataset_bytes` the dataset's size is assumed.
 
     `not_ready` are sentences to show among the warnings; `calibrations` come from infra.evidence.calibration.find_all,
-    `hazards` from infra.risk.hazard.learn, and count where the definition fixes none. Raises PriceMissing
-    when a needed price of a service is not in the catalog, DefinitionError when the job fits no listed type or none of
-    them has a price.
+    `hazards` from infra.risk.hazard.learn, and count where the definition fixes none; `speeds` from
+    infra.evidence.own_speeds. `today`: None for the day of the catalog's newest price. Raises PriceMissing when a
+    needed price of a service is not in the catalog, DefinitionError when the job fits no listed type or none of them
+    has a price.
     """
     only_priced = definition.variant.only_priced
     if only_priced:
         definition = replace(definition, limits=UNBOUND)
-    types, capacity = options.type_costs(definition, catalog, calibrations), definition.fleet.capacity
+    types, capacity = options.type_costs(definition, catalog, calibrations, speeds), definition.fleet.capacity
     if options.dearest(types, capacity) is None:
         raise options.refuse(definition, types)
-    spot = price_side(definition, catalog, types, "spot", dataset_bytes=dataset_bytes, runs=runs, hazards=hazards)
-    on_demand = price_side(definition, catalog, types, "on-demand", dataset_bytes=dataset_bytes, runs=runs)
+    spot, on_demand = (
+        price_side(
+            definition,
+            catalog,
+            types,
+            kind,
+            dataset_bytes=dataset_bytes,
+            runs=runs if kind == capacity else min(runs, FEW),
+            hazards=hazards,
+            today=today,
+        )
+        for kind in CAPACITIES
+    )
     chosen = spot if capacity == "spot" else on_demand
     assert chosen is not None
+    endless = definition.job.parameters.is_endless
     bill = Bill(
         stack=definition.name,
         scenario=definition.scenario,
@@ -68,7 +96,8 @@ def price(
         reclaimed=reclaimed(chosen.type, definition.fleet.region) if capacity == "spot" else None,
         cadence=cadence(chosen) if capacity == "spot" else None,
         usd_at_hazard=usd_at_hazards(chosen) if capacity == "spot" else (),
-        half_speed=half_speed(chosen, definition.variant),
+        span_usd=span_usd(chosen),
+        measured_usd=None if chosen.runtime.calibrated or endless else after_calibration(chosen),
         break_even_hazard=_break_even(spot, on_demand),
         types=types,
         fits=tuple(phase for option in types for phase in option.fits),
@@ -79,7 +108,7 @@ def price(
         prices_as_of=min(line.as_of for line in chosen.lines),
         max_price_age_days=definition.estimate.max_price_age_days,
         calibrated=chosen.runtime.calibrated,
-        buys=chosen.trained_hours if definition.job.parameters.is_endless else None,
+        buys=chosen.trained_hours if endless else None,
         hourly_usd={each.name: each.usd_per_hour for each in lines.hourly_charges(definition, catalog)},
     )
     return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes, calibrations or {}), *not_ready))
@@ -95,7 +124,7 @@ def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:
 
 def _interruptions(side: Side) -> Line:
     amount = side.usd.p50 - side.total
-    drawn = f"p50 of {side.runs} simulated runs less the lines above" if side.runs > 1 else "none on demand"
+    drawn = f"p50 of {side.runs} simulated runs less the lines above"
     return Line(
         name="interruptions",
         kind="interruptions",

@@ -36,11 +36,10 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     ):
         if limit >= need.p50 + stop:
             continue
-        drawn = bill.capacity == "spot"
-        who = "half of the simulated runs need that or more" if drawn else "the run needs that"
+        who = "half of the simulated runs need that or more"
         clean = f"{side.exposure.reserve_h * 3600:.0f} s for a clean stop included"
         allowed = f"at least {enough(need.p50 + stop)} {unit}: {who}{as_counted}, {clean}"
-        hint = f"{enough(need.p90 + stop)} suffices for nine in ten." if drawn else ""
+        hint = f"{enough(need.p90 + stop)} suffices for nine in ten."
         hint = f"{hint} {_own(definition, key)}".strip()
         yield definition.problem(f"limits.{key}", str(limit), allowed, hint)
     yield from _types(definition, bill)

@@ -14,6 +14,7 @@ from gpufleet.infra.catalog import Catalog, Instance, Price, SpotPrice
 from gpufleet.infra.definition.model import Capacity, StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
 from gpufleet.infra.evidence.calibration import Calibration, RefusedCalibration
+from gpufleet.infra.evidence.speeds import Speeds
 
 Calibrations = Mapping[str, Calibration | RefusedCalibration]  # by instance type: evidence.calibration.find_all
 
@@ -25,6 +26,7 @@ class BillBasis:
     definition: StackDefinition  # with what its prepared dataset counts
     dataset_bytes: int | None = None  # None: not prepared, assumed
     calibrations: Calibrations = field(default_factory=dict)
+    speeds: Speeds | None = None  # None: what the shipped table says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +54,16 @@ class TypeCost:
 
 
 def type_costs(
-    definition: StackDefinition, catalog: Catalog, calibrations: Calibrations | None = None
+    definition: StackDefinition,
+    catalog: Catalog,
+    calibrations: Calibrations | None = None,
+    speeds: Speeds | None = None,
 ) -> tuple[TypeCost, ...]:
     """Every listed type, in the file's order."""
-    types = definition.fleet.instance_types
-    return tuple(type_cost(definition, catalog, type_, calibrations=calibrations) for type_ in types)
+    return tuple(
+        type_cost(definition, catalog, type_, calibrations=calibrations, speeds=speeds)
+        for type_ in definition.fleet.instance_types
+    )
 
 
 def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float = 0.0) -> TypeCost | None:
@@ -121,6 +128,7 @@ def type_cost(
     *,
     nearest: str | None = None,
     calibrations: Calibrations | None = None,
+    speeds: Speeds | None = None,
 ) -> TypeCost:
     """One type, listed or not. `nearest`: fit.cheapest_holder's words, for who asks about many types. Raises
     GpufleetError for one that the catalog has never heard of, which no definition file may list.
@@ -153,6 +161,7 @@ def type_cost(
             buffer=float(definition.variant.buffer),
             hold_hours=None if definition.variant.hold_hours is None else float(definition.variant.hold_hours),
             calibration=calibration,
+            speeds=speeds,
         )
     except GpufleetError as unknown:
         why.append(str(unknown))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 from gpufleet.infra.bill.bill import Bill
@@ -16,6 +17,7 @@ from gpufleet.infra.bill.options import BillBasis, Calibrations
 from gpufleet.infra.bill.side import Hazards
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence import own_speeds
 from gpufleet.infra.evidence.calibration import Calibration, find_all
 from gpufleet.infra.evidence.observations import observations
 from gpufleet.infra.inputs import folders
@@ -28,12 +30,13 @@ def bill_of(
     root: Path,
     catalog: Catalog,
     *,
+    today: date | None = None,
     hazards: Hazards | None = None,
     not_ready: Sequence[str] = (),
     but: Sequence[Path] = (),
 ) -> Bill:
-    """The bill, with what lies under `root`. `hazards`: learnt there already; `but`: traces that must not teach them.
-    Raises as price().
+    """The bill, with what lies under `root`. `today`: as price() has it. `hazards`: learnt there already; `but`: traces
+    that must not teach them. Raises as price().
     """
     found = bill_basis(definition, root, catalog)
     return price(
@@ -42,6 +45,8 @@ def bill_of(
         dataset_bytes=found.dataset_bytes,
         not_ready=not_ready,
         calibrations=found.calibrations,
+        speeds=found.speeds,
+        today=today,
         hazards=learn(observations(root, but=but)) if hazards is None else hazards,
     )
 
@@ -57,6 +62,7 @@ def bill_basis(definition: StackDefinition, root: Path, catalog: Catalog) -> Bil
         definition=_as_measured(counted_by(definition, dataset), calibrations),
         dataset_bytes=_uploaded(definition, root) if dataset is None else sum(file.bytes for file in dataset.files),
         calibrations=calibrations,
+        speeds=own_speeds.known(root, catalog.instances),
     )
 
 

@@ -63,7 +63,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "reclaimed_a_month": bill.reclaimed and asdict(bill.reclaimed) | {"as_of": bill.reclaimed.as_of.isoformat()},
         "cadence": bill.cadence and _cadence(bill.cadence),
         "usd_at_hazard": {str(hazard): str(usd) for _, hazard, usd in bill.usd_at_hazard},
-        "half_speed": {"usd": quantiles(bill.half_speed)},
+        "unknown": _unknown(bill),
         "break_even_hazard": None if bill.break_even_hazard is None else round(bill.break_even_hazard, 2),
         "types": [
             {
@@ -156,6 +156,24 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
 
 def quantiles(values: Quantiles) -> dict[str, str]:
     return {"p10": str(values.p10), "p50": str(values.p50), "p90": str(values.p90), "mean": str(values.mean)}
+
+
+def _unknown(bill: Bill) -> dict[str, Any]:
+    """The parts of the range, each as if it alone were unknown, in USD to finish."""
+    of = bill.chosen.exposure.unknown
+    alone = {name: {"p10": str(low), "p90": str(high)} for name, (low, high) in bill.span_usd.items()}
+    return {
+        "interruptions": quantiles(bill.chosen.alone_usd),
+        "speed": alone.get("speed"),
+        "price": alone.get("price"),
+        "measured": bill.measured_usd and quantiles(bill.measured_usd),
+        "sigma": {
+            "faster": round(of.faster, 4),
+            "slower": round(of.slower, 4),
+            "price": round(of.price, 4),
+            "setup": round(of.setup, 4),
+        },
+    }
 
 
 def _cap(cap: Cap) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Work to seconds: how long each phase of a job takes on one instance type, without interruptions.
 
 A step is priced from the job's own shape: FLOP at the dense peak of the GPUs used plus optimizer traffic at their
-memory bandwidth (the roofline), divided by an efficiency; or from `estimate.step_ms`, somebody's own figures. Neither
-is a measurement of this job on this device, and the bill says so; a calibration is one, and then evaluations, saves,
-what lies between phases and the end are as they were measured too. Where optimizer traffic is small, as it is
-everywhere but in tinystories-growth, that efficiency is the MFU of a job in bf16.
+memory bandwidth (the roofline), divided by the share of it that such work reaches (infra/evidence/speeds.py); or from
+`estimate.step_ms`, somebody's own figures. Neither is a measurement of this job on this device, and the bill says so; a
+calibration is one, and then evaluations, saves, what lies between phases and the end are as they were measured too.
+Where optimizer traffic is small, as it is everywhere but in tinystories-growth, that share is the MFU of a job in bf16.
 
-The constants are assumptions of ours unless a source is named. None of them is fitted.
+The constants are assumptions of ours unless a source is named.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from gpufleet.infra.catalog import Instance
 from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import roofline
 from gpufleet.infra.evidence.calibration import Calibration, PhaseSpeed
+from gpufleet.infra.evidence.speeds import NOBODY, OURS, Expected, SpeedGroup, Speeds, shipped
+from gpufleet.infra.risk import unknown
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.spec.common import PhaseSize
 
@@ -30,6 +34,9 @@ SHA256_GB_S = 1.4  # measured on one core
 UPLOAD_GB_S = 1.02  # 17.4 GB to S3 in 17 s, once, on g5.12xlarge; never above the type's sustained network
 DECODE_S = 0.02  # one token of every sequence at once in plain PyTorch: launch-bound; never below reading the weights
 _STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
+
+# Where step times come from: a calibration or receipt; the definition's own figures; the table of measured speeds.
+SpeedBasis = Literal["measured", "stated", "derived"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +71,20 @@ class Runtime:
     upload_s: float  # final save, hash and upload
     held_s: float  # at the end: a buffer, or a node that is kept longer than its work
     basis: str
-    measured: bool  # step times come from a measurement, not from a roofline
-    calibrated: bool  # from one of this job on this device, not from the definition
-    declared: bool = False  # they are the job's own parameters' word
+    speed: SpeedBasis
+    sigma: float  # of ln(actual/these hours of work), as far as `speed` says how far it may be off
+    shared: float = 0.0  # the part of it that the job has on every GPU
+    setup_seen: bool = False  # set-up is a receipt's
+
+    @property
+    def measured(self) -> bool:
+        """Whether step times are somebody's figures, not a share of the data sheet's."""
+        return self.speed != "derived"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether they were measured, of this job on this device."""
+        return self.speed == "measured"
 
     @property
     def compute_s(self) -> float:
@@ -94,11 +112,13 @@ def hours(
     hold_hours: float | None = None,
     buffer: float = 0.0,
     calibration: Calibration | None = None,
+    speeds: Speeds | None = None,
 ) -> Runtime:
     """The run on `nodes` nodes of `instance`, each kept for `hold_hours` when that is longer than the work; the
     work grows by the share `buffer`, at its end.
 
-    `calibration`: what was measured of this job on one such node. A figure of `estimate` goes before it.
+    `calibration`: what was measured of this job on one such node. A figure of `estimate` goes before it. `speeds`: what
+    was measured of other jobs and GPUs; without them what the shipped table says.
     Raises GpufleetError when its speed can be derived from nothing.
     """
     sizes = config.phases()
@@ -107,6 +127,8 @@ def hours(
         calibration = None
     timed = calibration is not None and sizes[0].counts == "steps"
     upload_gb_s = upload_rate(instance, estimate)
+    expected = _expected(config, instance, ranks, speeds)
+    share = expected.share if estimate.efficiency is None else float(estimate.efficiency)
     ends_with = (*list(config.sizes().exports.values())[-1:], *config.sizes().final.values())
     last_gb = (config.sizes().phase_ends[len(sizes) - 1] + sum(ends_with)) / 1e9
     finish_s = calibration.finish_s if calibration and sizes[-1].steps else None
@@ -117,13 +139,13 @@ def hours(
     launched: list[str] = []  # phases whose GPU waits for its host
     evaluation_s = stalls_s = growth_s = 0.0
     for index, size in enumerate(sizes):
-        limit_ms = _limit_ms(size, instance, config, ranks)
+        limit_ms = roofline.limit_ms(size, instance.gpu, config, ranks, share=instance.gpu_share)
         seen = calibration.phase(size.name) if calibration else None
         last = index == len(sizes) - 1
         after = calibration.phase(sizes[index + 1].name) if calibration and not last else None
         ended = (after is not None and after.boundary_s is not None) or (last and finish_s is not None)
-        launch_ms = _launch_ms(size, instance, config, ranks)
-        step_ms = _step_ms(index, sizes, limit_ms, launch_ms, config, instance, estimate, seen)
+        launch_ms = roofline.launch_ms(size, instance, config, ranks)
+        step_ms = _step_ms(index, sizes, limit_ms, launch_ms, share, config, instance, estimate, seen)
         if size.steps and step_ms == launch_ms:
             launched.append(size.name)
         beside = _beside_s(config, size, instance, ranks, step_ms, seen, ended=ended)
@@ -170,10 +192,11 @@ def hours(
         growth_s=growth_s,
         upload_s=upload_s,
         held_s=max(buffer * worked_s, 0.0 if hold_hours is None else hold_hours * 3600 - (setup_s + worked_s)),
-        basis=calibration.basis if timed and calibration else _basis(config, instance, estimate, launched),
-        measured=estimate.step_ms is not None or timed,
-        calibrated=timed,
-        declared=not timed and config.declared_step_ms(instance.gpu.name) is not None,
+        basis=calibration.basis if timed and calibration else _basis(config, instance, estimate, share, launched),
+        speed=_speed_basis(config, instance, estimate, timed=timed),
+        sigma=max(unknown.MEASURED, calibration.spread) if timed and calibration else expected.sigma,
+        shared=expected.shared,
+        setup_seen=calibration is not None and calibration.setup_s is not None and estimate.setup_minutes is None,
     )
 
 
@@ -191,20 +214,18 @@ def scratch_rate(instance: Instance, root: Disk) -> float:
     return min(root.throughput_mibps * 1.048576e-3, instance.ebs_gbps / 8)
 
 
-def efficiency(config: JobConfig, estimate: Estimate) -> float:
-    """Share of the roofline: the definition's figure, else the experiment's."""
-    return config.efficiency if estimate.efficiency is None else float(estimate.efficiency)
+def _expected(config: JobConfig, instance: Instance, ranks: int, known: Speeds | None) -> Expected:
+    """The share of the roofline that a job of this kind reaches on these GPUs."""
+    source = NOBODY if config.is_users_own else OURS
+    return (known or shipped()).expect(SpeedGroup(instance.gpu.name, config.work_kind(), source, ranks > 1))
 
 
-def _limit_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float | None:
-    peak, bandwidth = instance.gpu.peak_tflops(config.products()), instance.gpu.bandwidth_gb_s
-    if peak is None or bandwidth is None:
-        return None
-    tokens = size.tokens_per_step * (1 + config.empty_rows(ranks) / config.rows())
-    compute_s = tokens * size.flops_per_token / (peak * instance.gpu_share * ranks * 1e12)
-    cut = ranks if size.sharded else 1
-    traffic_s = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
-    return (compute_s + traffic_s / (bandwidth * instance.gpu_share * 1e9)) * 1e3
+def _speed_basis(config: JobConfig, instance: Instance, estimate: Estimate, *, timed: bool) -> SpeedBasis:
+    if estimate.step_ms is not None:
+        return "stated"
+    if timed:
+        return "measured"
+    return "derived" if config.declared_step_ms(instance.gpu.name) is None else "stated"
 
 
 def _step_ms(
@@ -212,6 +233,7 @@ def _step_ms(
     sizes: tuple[PhaseSize, ...],
     limit_ms: float | None,
     launch_ms: float,
+    share: float,
     config: JobConfig,
     instance: Instance,
     estimate: Estimate,
@@ -237,15 +259,7 @@ def _step_ms(
             f"{instance.type}: the peak of its GPU ({instance.gpu.name}) in this job's precision is not in the catalog,"
             f" so its speed cannot be derived; give {_STEP_MS}"
         )
-    return max(limit_ms / efficiency(config, estimate), launch_ms)
-
-
-def _launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
-    """Milliseconds in which the host launches a step's kernels, with the micro-batches that the node's GPUs hold."""
-    if not size.micro_launch_ms:
-        return size.launch_ms
-    rung = config.choose_rung(instance.gpu_memory_gb, ranks=ranks) or config.ladder(ranks)[-1]
-    return size.launch_ms + config.micro_batches(rung, ranks) * size.micro_launch_ms
+    return max(limit_ms / share, launch_ms)
 
 
 def _save_s(
@@ -303,10 +317,11 @@ def _setup_s(instance: Instance, estimate: Estimate, calibration: Calibration | 
     return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0)
 
 
-def _basis(config: JobConfig, instance: Instance, estimate: Estimate, launched: Sequence[str]) -> str:
+def _basis(config: JobConfig, instance: Instance, estimate: Estimate, share: float, launched: Sequence[str]) -> str:
     if estimate.step_ms is not None:
         return "step times from estimate.step_ms"
     if config.declared_step_ms(instance.gpu.name) is not None:
         return f"{config.path}.work as declared, not measured"
-    said = f"roofline at efficiency {efficiency(config, estimate):g}"
+    whose = "as others measured" if estimate.efficiency is None else "estimate.efficiency"
+    said = f"{share:.0%} of the roofline, {whose}"
     return f"{said}, but for {', '.join(launched)}: what the host needs to launch a step" if launched else said

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from decimal import Decimal
 
 from gpufleet.infra.bill import lines, options
@@ -11,17 +13,18 @@ from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.options import TypeCost
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.catalog import Catalog, Price
-from gpufleet.infra.definition.model import Capacity, Limits, StackDefinition, Variant
-from gpufleet.infra.risk import simulation
+from gpufleet.infra.definition.model import Capacity, Limits, StackDefinition
+from gpufleet.infra.risk import simulation, unknown
 from gpufleet.infra.risk.cadence import BestInterval, optimal
-from gpufleet.infra.risk.hazard import HAZARD_WORDS, Hazard, Key, find
+from gpufleet.infra.risk.hazard import HAZARD_WORDS, Hazard, Key, find, wait
+from gpufleet.infra.risk.unknown import Unknown
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 
 UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
 Hazards = Mapping[Key, Hazard]  # as infra.risk.hazard.learn gives them
-_FEW = 2_000  # simulated runs behind a figure that is only a comparison
+FEW = 2_000  # simulated runs behind a figure that is only a comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +77,7 @@ class Side(Prepared):
     needed_usd: Quantiles  # without the limits: what it takes to finish
     needed_hours: Quantiles
     metered_usd: Quantiles  # the same as the job's meter counts: interrupted first hours not credited
+    alone_usd: Quantiles  # needed_usd, if all but interruptions were as the lines say
     interruptions: float  # expected
     probability_stopped: float  # by a limit, before the work is done
     within: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind usd
@@ -101,8 +105,11 @@ def prepare(
     *,
     dataset_bytes: int | None,
     hazards: Hazards | None = None,
+    today: date | None = None,
 ) -> Prepared | None:
-    """None when no listed type has both a price of this kind and a known speed."""
+    """None when no listed type has both a price of this kind and a known speed. `today`: by which a price has its age;
+    None: by the newest price of the catalog.
+    """
     option = options.dearest(
         types, capacity, float(sum(each.usd_per_hour for each in lines.hourly_charges(definition, catalog)))
     )
@@ -111,14 +118,15 @@ def prepare(
         return None
     node = lines.node_lines(definition, catalog, option.runtime.total_s / 3600, hourly)
     bucket = lines.bucket_lines(definition, catalog, option.runtime, dataset_bytes)
-    chance = _chance(definition, option.type, hazards or {}) if capacity == "spot" else 0.0
+    chance = _chance(definition, option, hazards or {}) if capacity == "spot" else 0.0
+    age = ((today or catalog.as_of) - hourly.as_of).days if capacity == "spot" else 0
     return Prepared(
         option=option,
         zone=option.spot[-1].zone if capacity == "spot" else None,
         price=hourly,
         lines=(*node, *bucket),
         runtime=option.runtime,
-        exposure=_exposure(definition, option, option.runtime, chance, node, bucket),
+        exposure=_exposure(definition, option, option.runtime, chance, node, bucket, price_age_days=age),
     )
 
 
@@ -131,18 +139,26 @@ def price_side(
     dataset_bytes: int | None,
     runs: int,
     hazards: Hazards | None = None,
+    today: date | None = None,
 ) -> Side | None:
-    """None when no listed type has both a price of this kind and a known speed."""
-    prepared = prepare(definition, catalog, types, capacity, dataset_bytes=dataset_bytes, hazards=hazards)
+    """As `prepare`."""
+    prepared = prepare(definition, catalog, types, capacity, dataset_bytes=dataset_bytes, hazards=hazards, today=today)
     if prepared is None:
         return None
-    runs = runs if capacity == "spot" or prepared.exposure.is_drawn else 1
-    outcome, needed = simulation.simulate_each([prepared.exposure, prepared.exposure.unlimited], runs=runs)
-    return settle(prepared, outcome, needed if outcome.stopped.any() else outcome)
+    exposure = prepared.exposure
+    runs = runs if exposure.is_drawn else 1
+    outcome, needed = simulation.simulate_each([exposure, exposure.unlimited], runs=runs)
+    alone = simulation.simulate(exposure.unlimited.interruptions_alone, runs=runs if exposure.chance.median else 1)
+    return settle(prepared, outcome, needed if outcome.stopped.any() else outcome, alone)
 
 
-def settle(prepared: Prepared, outcome: simulation.SimulatedRuns, needed: simulation.SimulatedRuns) -> Side:
-    """The side, from the simulated runs within the limits and without."""
+def settle(
+    prepared: Prepared,
+    outcome: simulation.SimulatedRuns,
+    needed: simulation.SimulatedRuns,
+    alone: simulation.SimulatedRuns | None = None,
+) -> Side:
+    """The side, from the simulated runs within the limits, without them, and with interruptions alone."""
     usd, hours, wall_hours, metered_usd = _figures(outcome, prepared)
     needed_usd, needed_hours = usd, hours
     if needed is not outcome:
@@ -160,6 +176,7 @@ def settle(prepared: Prepared, outcome: simulation.SimulatedRuns, needed: simula
         needed_usd=needed_usd,
         needed_hours=needed_hours,
         metered_usd=metered_usd,
+        alone_usd=needed_usd if alone is None else _figures(alone, prepared)[0],
         interruptions=float(outcome.interruptions.mean()),
         probability_stopped=float(outcome.stopped.mean()),
         within=outcome,
@@ -176,20 +193,36 @@ def cadence(side: Side) -> BestInterval | None:
     return optimal(side.exposure, side.runtime.stalls_s / saves)
 
 
-def half_speed(side: Side, variant: Variant) -> Quantiles:
-    """USD to finish if every step takes twice as long. A node that is held waits that much less afterwards."""
-    *ends, last = (2 * end for end in side.exposure.phase_ends_h)
-    if variant.hold_hours is not None:
-        held = side.runtime.held_s / 3600
-        last = max((last - 2 * held) * float(1 + variant.buffer), last / 2)
-    slow = replace(side.exposure.unlimited, phase_ends_h=(*ends, last))
-    return _figures(simulation.simulate(slow, runs=min(_FEW, side.runs)), side)[0]
+def after_calibration(side: Side) -> Quantiles:
+    """USD to finish as far as they would be known if the job had been measured on this GPU."""
+    known = replace(side.exposure.unknown, faster=unknown.MEASURED, slower=unknown.MEASURED)
+    measured = replace(side.exposure.unlimited, unknown=known)
+    return _figures(simulation.simulate(measured, runs=min(FEW, side.runs)), side)[0]
+
+
+def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
+    """p10 and p90 of USD to finish, uninterrupted, with one thing unknown at a time: `speed`, `price`."""
+    of, total = side.exposure, side.total
+    found = {}
+    ends_h, compute_usd = of.phase_ends_h[-1], of.uninterrupted_h * of.compute_usd_h
+
+    def at_speed(factor: float) -> float:
+        work_h = (ends_h - of.idle_h) * factor
+        return ((max(work_h, ends_h) if of.idle_h else work_h) - ends_h) * of.usd_h
+
+    cheap, dear = ((factor - 1) * compute_usd for factor in unknown.span(of.unknown.price))
+    fast, slow = at_speed(unknown.span(of.unknown.faster)[0]), at_speed(unknown.span(of.unknown.slower)[1])
+    for name, low, high in (("speed", fast, slow), ("price", cheap, dear)):
+        if low or high:
+            found[name] = (total + exact(low), total + exact(high))
+    return found
 
 
 def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
     """(word, interruptions per node-hour, mean USD to finish)."""
-    fixed = [replace(side.exposure.unlimited, hazard=hazard) for _, hazard in HAZARD_WORDS]
-    outcomes = simulation.simulate_each(fixed, runs=min(_FEW, side.runs))
+    alone = side.exposure.unlimited.interruptions_alone
+    fixed = [replace(alone, hazard=hazard) for _, hazard in HAZARD_WORDS]
+    outcomes = simulation.simulate_each(fixed, runs=min(FEW, side.runs))
     means = [_figures(outcome, side)[0].mean for outcome in outcomes]
     return tuple((word, hazard, mean) for (word, hazard), mean in zip(HAZARD_WORDS, means, strict=True))
 
@@ -206,9 +239,14 @@ def _exposure(
     chance: Hazard | float,
     node: Sequence[Line],
     bucket: Sequence[Line],
+    *,
+    price_age_days: int,
 ) -> simulation.Exposure:
     nodes = definition.nodes
-    wait, missed = definition.estimate.capacity_wait_minutes, definition.estimate.notice_missed
+    stated, missed = definition.estimate.capacity_wait_minutes, definition.estimate.notice_missed
+    wait_h, wait_sigma = wait(len(definition.fleet.zones), nodes)
+    if stated is not None:  # the mean
+        wait_h = float(stated) / 60 * math.exp(-(wait_sigma**2) / 2)
     ends, worked_h = [], 0.0
     for phase in runtime.phases:
         worked_h += phase.seconds / 3600
@@ -227,12 +265,30 @@ def _exposure(
         fixed_usd=float(sum(line.amount for line in bucket)),
         hazard=chance,
         nodes=nodes,
-        wait_h=(simulation.CAPACITY_WAIT_MINUTES if wait is None else float(wait)) / 60,
+        wait_h=wait_h,
+        wait_sigma=wait_sigma,
         notice_missed=simulation.NOTICE_MISSED if missed is None else float(missed),
         max_usd=float(definition.limits.max_usd),
         max_hours=float(definition.limits.max_hours) / nodes,
         reserve_h=reserve_h(definition.job.parameters, option),
-        work_spread=definition.job.parameters.work_spread(declared=runtime.declared),
+        idle_h=0.0 if definition.variant.hold_hours is None else runtime.held_s / 3600,
+        unknown=_unknown(definition, option, runtime, price_age_days),
+    )
+
+
+def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, price_age_days: int) -> Unknown:
+    """What of the run nobody knows, beside its interruptions."""
+    config, gpus = definition.job.parameters, option.instance.gpus
+    faster, slower = config.stated_spread() or (None, None)
+    sigma = unknown.STATED if runtime.speed == "stated" else runtime.sigma
+    return Unknown(
+        faster=sigma if faster is None or runtime.calibrated else faster,
+        slower=sigma if slower is None or runtime.calibrated else slower,
+        shared=runtime.shared if runtime.speed == "derived" else 0.0,
+        device=gpus,
+        price=unknown.spot_price(price_age_days),
+        offer=f"{option.type} in {definition.fleet.region}",
+        setup=unknown.SETUP_MEASURED if runtime.setup_seen else unknown.SETUP,
     )
 
 
@@ -245,7 +301,7 @@ def reserve_h(config: JobConfig, option: TypeCost) -> float:
     return (forecast.end_s(config.total_steps(), None) + RESERVE_S) / 3600
 
 
-def _chance(definition: StackDefinition, type_: str, hazards: Hazards) -> Hazard | float:
+def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> Hazard | float:
     """Per node-hour: the definition's figure, else what was learned of the type, else the prior.
 
     What was learned of one zone counts for a fleet of that zone alone; any other fleet may be given a zone without
@@ -255,7 +311,7 @@ def _chance(definition: StackDefinition, type_: str, hazards: Hazards) -> Hazard
     if fixed is not None:
         return float(fixed)
     zones = definition.fleet.zones
-    return find(hazards, type_, zones[0] if len(zones) == 1 else None)
+    return find(hazards, option.type, zones[0] if len(zones) == 1 else None, option.instance.gpu_count)
 
 
 def _figures(outcome: simulation.SimulatedRuns, of: Prepared) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:
@@ -265,7 +321,7 @@ def _figures(outcome: simulation.SimulatedRuns, of: Prepared) -> tuple[Quantiles
     nothing.
     """
     exposure, total = of.exposure, of.total
-    beyond = [usd - exposure.uninterrupted_usd for usd in (outcome.usd, exposure.metered(outcome.hours))]
+    beyond = [usd - exposure.uninterrupted_usd for usd in (outcome.usd, outcome.metered_usd)]
     values = (beyond[0], outcome.hours, outcome.wall_hours, beyond[1])
     usd, hours, wall_hours, metered_usd = ([exact(value) for value in simulation.quantiles(each)] for each in values)
     return (

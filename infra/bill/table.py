@@ -61,6 +61,9 @@ def _lines(bill: Bill) -> Iterator[str]:
         for line in bill.chosen.lines
     ]
     sums = [("interruptions", _interruptions_usd(bill))]
+    unknown = bill.chosen.needed_usd.p50 - bill.chosen.alone_usd.p50
+    if unknown:
+        sums.append(("what is not known", unknown))
     if bill.buys is not None and bill.cap is not None:
         sums = [(f"interruptions, and the stop at {bill.cap.first}", bill.usd.p50 - bill.chosen.total)]
     elif bill.cap is not None and (cut := bill.usd.p50 - bill.chosen.needed_usd.p50):
@@ -74,7 +77,7 @@ def _lines(bill: Bill) -> Iterator[str]:
 
 def _interruptions_usd(bill: Bill) -> Decimal:
     """What interruptions add to a run that ends finished; the bill's own line is of the run that a limit may stop."""
-    return bill.chosen.needed_usd.p50 - bill.chosen.total
+    return bill.chosen.alone_usd.p50 - bill.chosen.total
 
 
 def _totals(bill: Bill) -> Iterator[str]:
@@ -91,12 +94,12 @@ def _totals(bill: Bill) -> Iterator[str]:
     rows = [figures(f"USD{within}, done or not" if within else "USD", bill.usd)]
     if within:
         rows.append(figures("USD to finish, were there no limit", chosen.needed_usd))
+    rows += _parts(bill)
     # Its mean is made by few runs that hardly get beyond a first hour: a million of them tell another than 10,000.
     counted_usd = (*figures(f"USD {AS_COUNTED}", chosen.metered_usd)[:4], "-")
     beside = bill.cap is not None and counted_usd[2:4] != figures("", chosen.needed_usd)[2:4]
     if beside:
         rows.append(counted_usd)
-    rows.append(figures("USD at half the speed", bill.half_speed))
     rows.append(_other(bill, bill.on_demand if bill.capacity == "spot" else bill.spot))
     hours = "hours of each node" if chosen.exposure.nodes > 1 else "node-hours"
     rows.append(figures(hours, bill.hours))
@@ -105,6 +108,23 @@ def _totals(bill: Bill) -> Iterator[str]:
     yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
     if beside:
         yield "limits.max_usd counts interrupted first hours as well, which AWS does not charge."
+
+
+def _parts(bill: Bill) -> Iterator[tuple[str, ...]]:
+    """What the range is made of, each part as if all else were as the lines say; and what would narrow it."""
+    if bill.capacity == "spot":
+        yield figures("  interruptions alone", bill.chosen.alone_usd)
+    middle = bill.chosen.total
+    names = {"price": "  price alone", "speed": f"  speed alone, {_SPEED[bill.chosen.runtime.speed]}"}
+    for part, name in names.items():
+        if part in bill.span_usd:
+            low, high = bill.span_usd[part]
+            yield *figures(name, Quantiles(p10=low, p50=middle, p90=high, mean=middle))[:4], "-"
+    if bill.measured_usd is not None:
+        yield figures("  all, after `gpufleet calibrate`", bill.measured_usd)
+
+
+_SPEED = {"measured": "measured", "stated": "as stated", "derived": "not measured"}
 
 
 def _limits_note(bill: Bill) -> str:
@@ -295,7 +315,7 @@ def _limits(bill: Bill) -> str:
     if bill.buys is not None:
         return f"Limits: {money}, {hours}. The first one ends the run."
     chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
-    said = f"Limits: {money}, {hours}; chance that one stops the run, if the speed is right: {chance}."
+    said = f"Limits: {money}, {hours}; chance that one stops the run: {chance}."
     if cap.deadline is None:
         return said
     return (

@@ -120,11 +120,11 @@ class Catalog:
     services: dict[tuple[str, str], Price] = field(repr=False)
     on_demand_prices: dict[tuple[str, str], Price] = field(repr=False)
     spot_prices: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(repr=False)
-    # On-demand prices that hold from a day on, by that day; `on` puts those in force into `on_demand_prices`.
+    # On-demand prices that hold from a day on, by that day; `in_force_on` puts those in force into `on_demand_prices`.
     dated_prices: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict, repr=False)
 
-    def on(self, day: date) -> Catalog:
-        """With the on-demand prices that hold on `day`."""
+    def in_force_on(self, day: date) -> Catalog:
+        """The catalog with the on-demand prices that hold on `day`."""
         if not self.dated_prices:
             return self
         return replace(self, on_demand_prices=files.in_force(self.on_demand_prices, self.dated_prices, day))
@@ -204,7 +204,7 @@ def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED, day: d
     GpufleetError when a price file is broken.
     """
     found = files.folders(project_prices(Path.cwd()) if project is None else project / "prices")
-    return read_catalog(shipped, found[-1] if found else None).on(day or datetime.now(UTC).date())
+    return read_catalog(shipped, found[-1] if found else None).in_force_on(day or datetime.now(UTC).date())
 
 
 def project_prices(start: Path) -> Path:

@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints what the traces did to the run. 0: the stated interval held; 1: it did not."""
     traces = [read_trace(path) for path in args.traces]
     type_, exposure = _exposure(args)
-    found = [replay.compare(exposure, trace) for trace in traces]
+    gpus = load_catalog().instances[type_].gpu_count
+    found = [replay.compare(exposure, trace, gpus=gpus) for trace in traces]
     held = replay.interval_held(found)
     if args.json:
         sys.stdout.write(json.dumps(replay.record(args.stack, type_, exposure, found), indent=2) + "\n")

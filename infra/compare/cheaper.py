@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from gpufleet.infra.compare.rows import Row, filled
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.observations import observations
 from gpufleet.infra.review import policy
+from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import learn
 from gpufleet.job.text import counted
 
 SHOWN = 3
 REFINED = 6  # simulated more closely, so that noise neither names nor hides one
 ATTEMPTS = 64  # nodes of such a run before it is carried on: moves the mean by less than LEAST
+SURE = 0.8  # probability of being cheaper, speed and price as far as they are known
 LEAST = Decimal("0.02")  # of the bill's mean: what is saved at least; less is noise of the simulation
 CENT = Decimal("0.01")
 LATE = 0.1  # share of runs that may miss the deadline, as of those that may pass another limit
@@ -39,10 +41,11 @@ FREE = Decimal("0.5")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cheaper:
-    """Options whose mean is below the bill's, in the definition's region."""
+    """Options that cost less than the bill in at least SURE of the runs, in the definition's region."""
 
     rows: tuple[Row, ...]  # the SHOWN with the lowest mean, of those allowed
     more: int  # others that are
+    unsure: int  # others with a lower mean that are not so sure to be cheaper
     beyond: int  # cheaper ones that pass a limit or the deadline in more than one run in ten, or break a rule
     assumed: frozenset[str]  # types of `rows` whose speed is assumed, where the bill's is measured
     command: str  # shows all of them
@@ -50,23 +53,25 @@ class Cheaper:
     def lines(self) -> Iterator[str]:
         """Its block of the bill, line by line."""
         beyond = f"{counted(self.beyond, 'cheaper one')} beyond a limit or rule" if self.beyond else ""
+        unsure = f"{self.unsure} perhaps cheaper, in fewer than {SURE:.0%} of runs" if self.unsure else ""
         if not self.rows:
-            others = f"; {beyond}" if beyond else ""
-            yield from text.wrap(f"No other type does this work for less{others}; all: `{self.command}`.")
+            others = "".join(f"; {each}" for each in (unsure, beyond) if each)
+            yield from text.wrap(f"No other type is sure to do this work for less{others}; all: `{self.command}`.")
             return
-        heads = ("cheaper to finish this work", "GPUs", "used", "USD p50", "USD p90", "hours")
+        heads = ("cheaper to finish this work", "GPUs", "used", "USD p50", "USD p90", "hours", "sure")
         rows = []
         for row in self.rows:
             assert row.usd is not None
             assert row.hours is not None
             place = "on spot" if row.capacity == "spot" else "on demand"
             usd = figures(f"{row.type} {place}{' *' if row.type in self.assumed else ''}", row.usd)
-            rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}"))
-        yield from text.table(heads, rows, right=range(2, 6))
+            sure = "-" if row.cheaper is None else f"{row.cheaper:.0%}"
+            rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}", sure))
+        yield from text.table(heads, rows, right=range(2, 7))
         if self.assumed:
             yield "* at an assumed speed; the bill's own is measured"
         more = f"{self.more} more within the limits" if self.more else ""
-        others = ", ".join(filter(None, (more, beyond)))
+        others = ", ".join(filter(None, (more, unsure, beyond)))
         yield from text.wrap(f"{f'{others}; all: ' if others else 'All: '}`{self.command}`.")
 
     def to_json(self) -> dict[str, Any]:
@@ -81,10 +86,12 @@ class Cheaper:
                     "usd": row.usd and quantiles(row.usd),
                     "hours": row.hours and quantiles(row.hours),
                     "basis": row.basis,
+                    "sure": None if row.cheaper is None else round(row.cheaper, 3),
                 }
                 for row in self.rows
             ],
             "more": self.more,
+            "unsure": self.unsure,
             "beyond": self.beyond,
         }
 
@@ -100,7 +107,7 @@ def bill_and_cheaper(
 ) -> tuple[Bill, Cheaper | None]:
     """The bill, and what would do its work for less: within the limits and the project's `rules`. Raises as price()."""
     hazards = learn(observations(root))
-    bill = bill_of(definition, root, catalog, hazards=hazards, not_ready=not_ready)
+    bill = bill_of(definition, root, catalog, today=now.date(), hazards=hazards, not_ready=not_ready)
     facts = policy.facts(definition, bill)
     if definition.variant.only_priced:  # nor is its bill held against them
         rules = None
@@ -118,6 +125,7 @@ def bill_and_cheaper(
         hazards=hazards,
         found=lambda work: bill_basis(work, root, catalog),
         allowed=allowed,
+        today=now.date(),
     )
     return bill, options
 
@@ -131,6 +139,7 @@ def cheaper(
     hazards: Hazards | None = None,
     found: ranking.Found = ranking.nothing,
     allowed: Callable[[Row], bool] = lambda row: True,
+    today: date | None = None,
 ) -> Cheaper | None:
     """`allowed`: whether the project's rules let the row be. None for what cannot be taken to another type: several
     nodes, or a run that was elsewhere.
@@ -149,20 +158,31 @@ def cheaper(
         return not row.over_limit and row.late <= LATE and allowed(row)
 
     options = ranking.every_option(
-        definition, (definition,), catalog, hours_left=hours_left, hazards=hazards, found=found, most=below / FREE
+        definition,
+        (definition,),
+        catalog,
+        hours_left=hours_left,
+        hazards=hazards,
+        found=found,
+        most=below / FREE,
+        today=today,
     )
     rows = able([row for row in options if row.ranked and not _listed(row, definition)])
     likely = [row for row in rows if within_limits(row)][:REFINED]
     closer = filled(likely, hours_left, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
+    own = simulation.simulate(bill.chosen.exposure.unlimited, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
+    closer = [replace(row, cheaper=float((row.side.needed.usd < own.usd).mean())) for row in closer if row.side]
     rows = able([*closer, *(row for row in rows if row not in likely)])
-    chosen = [row for row in rows if within_limits(row)]
+    within = [row for row in rows if within_limits(row)]
+    chosen = [row for row in within if row.cheaper is not None and row.cheaper >= SURE]
     shown = tuple(chosen[:SHOWN])
     measured = bill.chosen.runtime.measured
     scenario = f" --scenario {definition.scenario}" if definition.scenario else ""
     return Cheaper(
         rows=shown,
         more=len(chosen) - len(shown),
-        beyond=len(rows) - len(chosen),
+        unsure=len(within) - len(chosen),
+        beyond=len(rows) - len(within),
         assumed=frozenset(row.type for row in shown if measured and row.basis != "measured"),
         command=f"gpufleet compare {definition.argument}{scenario}",
     )

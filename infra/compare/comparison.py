@@ -68,10 +68,14 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     def find_basis(work: StackDefinition) -> BillBasis:
         return bill_basis(work, root, catalog)
 
-    listed = ranking.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=find_basis)
+    listed = ranking.scenarios(
+        definition, variants, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
+    )
     ended = outcomes.read(root, definition.name)
     listed = [replace(row, outcome=outcomes.newest(ended, row.settings, row.type)) for row in listed]
-    rows = ranking.every_option(whose, asked, catalog, hours_left=left, hazards=hazards, found=find_basis)
+    rows = ranking.every_option(
+        whose, asked, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
+    )
     rows = ranking.refined(rows, hours_left=left)
     default = ranking.default_row(definition, variants, listed)
     name = scenario or default.scenario

@@ -82,13 +82,14 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
             found = simulate(replace(spot, leave=leave), runs=RUNS)
             return found, *_finished(found, spot, on_demand)
 
+        sure = leaving(0.0)
+        most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a speed that is not known may miss it anyway
         # Finer where it is small: what has to be made up for is mostly one lost checkpoint interval.
         for margin_h in max(slack_h, 0.0) * np.linspace(0, 1, _MARGINS) ** 2:
             switch_h = max(0.0, slack_h - margin_h)
             begun, usd, wall = leaving(switch_h)
-            if (wall <= by_h + 1e-6).mean() >= on_time:
+            if (wall <= by_h + 1e-6).mean() >= most:
                 break
-        sure = leaving(0.0)
         # Too little slack to get anything done on spot: its nodes are paid in vain.
         if sure[1].mean() < usd.mean() - 1e-9:
             margin_h, switch_h, (begun, usd, wall) = max(slack_h, 0.0), 0.0, sure
@@ -110,7 +111,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
 def _finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
     """Dollars and hours by the wall of runs whose rest is done on demand where they left spot."""
-    left_share = 1 - begun.done_h / spot.phase_ends_h[-1]
+    left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]  # of the work as the bill has it
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)
     rest_h = np.maximum(start_h + left_share * on_demand.phase_ends_h[-1], MINIMUM_H)
     more_h = np.where(begun.stopped, rest_h, 0.0)

@@ -11,21 +11,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from datetime import date
 from decimal import Decimal
 from typing import Any
 
 from gpufleet.infra import text
 from gpufleet.infra.bill import fit, options
 from gpufleet.infra.bill.options import BillBasis
-from gpufleet.infra.bill.side import Hazards
+from gpufleet.infra.bill.side import Hazards, Side
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.compare import deadline
 from gpufleet.infra.compare.rows import Row, draft, filled, rate
-from gpufleet.infra.definition.model import Capacity, StackDefinition
+from gpufleet.infra.definition.model import CAPACITIES, Fleet, StackDefinition
 from gpufleet.infra.evidence.outcomes import dotted
 from gpufleet.infra.risk import simulation
 
-CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
 RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
 RUNS_SHOWN = 2_000  # with risk.RUNS, as its bill is, those after it with these
 ATTEMPTS_EACH = 24  # nodes of such a run before it is carried on as it went so far
@@ -50,6 +50,7 @@ def scenarios(
     runs: int = simulation.RUNS,
     hazards: Hazards | None = None,
     found: Found = nothing,
+    today: date | None = None,
 ) -> list[Row]:
     """Each scenario on the first type of its own fleet, in the file's order. Without any, the file as it is."""
     regions = [definition.fleet.region, *(r for r in catalog.regions() if r != definition.fleet.region)]
@@ -70,8 +71,8 @@ def scenarios(
             drafts.append(row)
             continue
         bill_inputs = found(_on_types(variant, fleet.instance_types[:1]))
-        option = options.type_costs(bill_inputs.definition, catalog, bill_inputs.calibrations)[0]
-        drafted = draft(bill_inputs, name, option, fleet.capacity, catalog, hazards or {})
+        option = options.type_costs(bill_inputs.definition, catalog, bill_inputs.calibrations, bill_inputs.speeds)[0]
+        drafted = draft(bill_inputs, name, option, fleet.capacity, catalog, hazards or {}, today)
         rates = tuple(rate(drafted, option, region, catalog) for region in regions)
         drafts.append(replace(drafted, rates=rates, settings=settings(variant)))
     return filled(drafts, hours_left, runs=runs)
@@ -88,11 +89,13 @@ def every_option(
     hazards: Hazards | None = None,
     found: Found = nothing,
     most: Decimal | None = None,
+    today: date | None = None,
 ) -> list[Row]:
     """Every (work, type, capacity), the best first; those that cannot run come last with the reason. `most`: leaves out
     whose uninterrupted run costs more USD than this.
     """
-    drafts = []
+    drafts: list[Row] = []
+    fleets: dict[str, Fleet] = {}
     for work, name in _works(definition, variants):
         listed = tuple(types or catalog.instances)
         bill_inputs = found(_on_types(work, listed))
@@ -102,13 +105,39 @@ def every_option(
         holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
         for type_ in listed:
             asked = found_work if _device(found_work, type_, catalog) in own else elsewhere
-            option = options.type_cost(asked, catalog, type_, nearest=holder, calibrations=measured)
+            option = options.type_cost(
+                asked, catalog, type_, nearest=holder, calibrations=measured, speeds=bill_inputs.speeds
+            )
             if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                 option = replace(option, why="")
-            drafts += [draft(bill_inputs, name, option, capacity, catalog, hazards or {}) for capacity in CAPACITIES]
+            drafts += [
+                draft(bill_inputs, name, option, capacity, catalog, hazards or {}, today) for capacity in CAPACITIES
+            ]
+        fleets[name] = work.fleet
     if most is not None:
         drafts = [row for row in drafts if row.prepared is None or row.prepared.total <= most]
-    return _ranked(filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH), hours_left)
+    rows = filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH)
+    theirs = {name: _own(rows, name, fleet) for name, fleet in fleets.items()}
+    return _ranked([replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows], hours_left)
+
+
+def chance_below(one: Side | None, other: Side | None) -> float | None:
+    """The probability that `one` costs less to finish: both simulated with as many runs, which meet the same luck. None
+    where one of them has no figures.
+    """
+    if one is None or other is None or len(one.needed.usd) != len(other.needed.usd):
+        return None
+    return float((one.needed.usd < other.needed.usd).mean())
+
+
+def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
+    """The dearest of the work's own listed types, which its bill stands on."""
+    sides = [
+        row.side
+        for row in rows
+        if row.scenario == name and row.type in fleet.instance_types and row.capacity == fleet.capacity and row.side
+    ]
+    return max(sides, key=lambda each: each.total, default=None)
 
 
 def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from decimal import Decimal
 from statistics import median
 from typing import Any
@@ -70,6 +71,7 @@ class Row:
     nearest: str = ""  # change that would make it fit
     limits: Limits | None = None  # of the file; None: nothing is priced
     over_limit: bool = False  # p90 passes limits.max_usd or limits.max_hours
+    cheaper: float | None = None  # probability that it costs less than the work's own fleet; None: that has no figures
     late: float = 0.0  # probability of missing the deadline, before which the job stops as before any limit
     basis: str = ""  # claim, target (roofline and an efficiency), measured
     sharded: bool = False  # trained state cut over the GPUs
@@ -92,6 +94,7 @@ def draft(
     capacity: Capacity,
     catalog: Catalog,
     hazards: side.Hazards,
+    today: date | None = None,
 ) -> Row:
     """What can be said of the row before anything is simulated. The definition's limits are marked, never applied."""
     definition = bill_inputs.definition
@@ -102,7 +105,9 @@ def draft(
     prepared = None
     if runtime is not None and option.hourly(capacity) is not None and unfit is None:
         size = bill_inputs.dataset_bytes
-        prepared = side.prepare(definition, catalog, [option], capacity, dataset_bytes=size, hazards=hazards)
+        prepared = side.prepare(
+            definition, catalog, [option], capacity, dataset_bytes=size, hazards=hazards, today=today
+        )
     return Row(
         scenario=name,
         type=option.type,
@@ -166,7 +171,7 @@ def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
         billed_gpu_h=float(found.hours.p50) * row.nodes * row.gpu_count,
         wall_hours=found.wall_hours,
         usd=found.usd,
-        free_usd=side.exact(float((found.exposure.metered(outcome.hours) - outcome.usd).mean())),
+        free_usd=side.exact(float((outcome.metered_usd - outcome.usd).mean())),
         interruptions=found.interruptions,
         interrupted=float((outcome.interruptions > 0).mean()),
         lost_minutes=60 * max(0.0, float(outcome.hours.mean()) - found.exposure.uninterrupted_h),

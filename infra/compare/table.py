@@ -208,7 +208,7 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
     works = len({row.scenario for row in able})
     edge = {id(row) for row in frontier}
     heads = (
-        "", "type", "GPU", "used", "capacity", "h p50", "h p90", "USD p50", "USD p90", "mean", "free", "stops",
+        "", "type", "GPU", "used", "capacity", "h p50", "h p90", "USD p50", "USD p90", "mean", "less", "free", "stops",
     )  # fmt: skip
     picked = list(rows if shown is None else _share(able, max(BEST, shown // max(1, works))))
     order = list(dict.fromkeys(row.scenario for row in picked))
@@ -223,12 +223,13 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
             *_pair(row.hours),
             *_pair(row.usd),
             f"{row.usd.mean:.2f}" if row.usd else "-",
+            "-" if row.cheaper is None else f"{row.cheaper:.0%}",
             f"{row.free_usd:.2f}" if row.free_usd is not None else "-",
             "-" if row.interruptions is None else f"{row.interruptions:.2f}",
         )
         for row in picked
     ]
-    head, rule, *shown_rows = table(heads, cells, right=(3, *range(5, 12)))
+    head, rule, *shown_rows = table(heads, cells, right=(3, *range(5, 13)))
     lines = [head, rule]
     for index, (row, line) in enumerate(zip(picked, shown_rows, strict=True)):
         if index == 0 or row.scenario != picked[index - 1].scenario:
@@ -239,8 +240,8 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
     lines.append("")
     lines += _wrap(
         "* nothing does the same work for fewer mean dollars in fewer hours by the wall. Below an option: why it is not"
-        " the first of its work. free: mean dollars of interrupted first hours, which AWS does not charge, already left"
-        " out of USD. stops: interruptions expected."
+        " the first of its work. less: probability that it costs less than the file's own fleet. free: mean dollars of"
+        " interrupted first hours, which AWS does not charge, already left out of USD. stops: interruptions expected."
     )
     if shown is not None:
         if len(able) > len(picked):
@@ -382,6 +383,7 @@ def record_row(row: Row) -> dict[str, Any]:
         "fits": row.fits,
         "launchable": row.launchable,
         "over_limit": row.over_limit,
+        "cheaper": None if row.cheaper is None else round(row.cheaper, 3),
         "late": round(row.late, 4),
         "basis": row.basis,
         "why": row.why,

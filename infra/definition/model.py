@@ -47,6 +47,7 @@ class Job:
 
 
 Capacity = Literal["spot", "on-demand"]
+CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,15 +69,19 @@ class Calibration:
         return next((phase for phase in self.phases if phase.name == name), None)
 
     @property
+    def spread(self) -> float:
+        """How much the steps varied: half of them lie within this share of the median."""
+        return max((p.step_ms_q3 - p.step_ms_q1) / 2 / p.step_ms for p in self.phases)
+
+    @property
     def basis(self) -> str:
         """For the bill: what was measured, where, when, and how much the steps varied."""
-        spread = max((p.step_ms_q3 - p.step_ms_q1) / 2 / p.step_ms for p in self.phases)
         lacks = f"; not measured, and assumed: {', '.join(self.lacks)}" if self.lacks else ""
         doubts = "".join(f"; {doubt}" for doubt in self.doubts)
         torch = "" if self.torch is None else f", torch {self.torch}"
         return (
             f"measured on {self.device} on {self.at[:10]} ({self.source}{torch}; half of the steps within "
-            f"{spread:.1%} of the median{lacks}{doubts})"
+            f"{self.spread:.1%} of the median{lacks}{doubts})"
         )
 
 
@@ -196,6 +200,13 @@ def _phase(fields: Fields) -> PhaseSpeed:
     if not 0 < speed.step_ms_q1 <= speed.step_ms <= speed.step_ms_q3 < 1e9:
         raise ValueError(f"phase {speed.name}: step times {step.tree} are not in order")
     return speed
+
+
+def sound(root: Path, stack: str, folder: str) -> Iterator[dict[str, Any]]:
+    """Every measurement of the stack in that one of the two folders; damaged files are left out."""
+    for tree, path in _measurements(root, stack):
+        if tree is not None and path.parent.parent.name == folder:
+            yield tree
 
 
 def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | None, Path]]:

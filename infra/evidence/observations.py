@@ -22,6 +22,7 @@ class Observation(NamedTuple):
     interruptions: float
     source: str  # for people: a trace's file, a run's receipt
     as_of: date | None
+    gpus: int = 1  # of a node
 
 
 def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]:
@@ -46,6 +47,7 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
                         interruptions=sum(node.interrupted for node in own),
                         source=f"receipt of {receipt.stack} {receipt.run}",
                         as_of=date.fromisoformat(receipt.at[:10]),
+                        gpus=_gpus(place[0], root),
                     )
                 )
     return found
@@ -64,5 +66,13 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
             raise GpufleetError(f"{path}: it names no type; a trace in {TRACES}/ teaches the hazard of its type")
         if trace.type not in catalog.instances:  # no bill would ever ask for it
             raise GpufleetError(f"{path}: {catalog.unknown_type(trace.type)}. Correct its type, or move the file away")
-        found.append(trace.observation())
+        found.append(trace.observation()._replace(gpus=catalog.instances[trace.type].gpu_count))
     return found
+
+
+def _gpus(type_: str, root: Path) -> int:
+    """How many GPUs a node of the type has; 1 for one that the catalog has never heard of."""
+    from gpufleet.infra.catalog import load_catalog
+
+    known = load_catalog(root).instances.get(type_)
+    return known.gpu_count if known else 1

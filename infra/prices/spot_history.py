@@ -33,14 +33,14 @@ class ZonePrice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class History:
+class ZoneHistory:
     """What was read, and by type the names of zones whose id is not known."""
 
     prices: list[ZonePrice]
     unnamed: Mapping[str, tuple[str, ...]]
 
 
-def read(ec2: Any, types: Iterable[str], now: datetime) -> History:
+def read(ec2: Any, types: Iterable[str], now: datetime) -> ZoneHistory:
     """Every given type in every zone of the client's region that has a price. Raises what botocore raises.
 
     The type is a filter and not an argument: an argument that the region does not know is an error.
@@ -56,7 +56,7 @@ def read(ec2: Any, types: Iterable[str], now: datetime) -> History:
     )
     rows = [row for page in pages for row in page.get("SpotPriceHistory") or ()]
     ids = zone_ids(ec2) if any(not row.get("AvailabilityZoneId") for row in rows) else {}
-    return History(prices=summarise(rows, ids, start, now), unnamed=_unnamed(rows, ids))
+    return ZoneHistory(prices=summarise(rows, ids, start, now), unnamed=_unnamed(rows, ids))
 
 
 def zone_ids(ec2: Any) -> dict[str, str]:

@@ -154,7 +154,7 @@ def make(
     )
     catalog = load_catalog(root, day=now.date())
     if verdict.continues:  # it is where it is
-        bill, options = bill_of(definition, root, catalog), None
+        bill, options = bill_of(definition, root, catalog, today=now.date()), None
     else:
         bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=policy.find_policy(root))
     wrong, late = problems(definition, bill), list[str]()

@@ -27,6 +27,7 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, UnreadableError, decode, dump, read
 from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.evidence import own_speeds
 from gpufleet.infra.evidence.calibration import find_all
 from gpufleet.infra.review.policy import Broken, Policy, broken, facts
 
@@ -135,7 +136,14 @@ class Pricer:
         try:
             definition = load(path, now=self.now, past_deadline=True, catalog=known.catalog)
             measured = find_all(definition, known.catalog.instances, known.folder)
-            bill = price(definition, known.catalog, calibrations=measured, hazards=known.hazards)
+            bill = price(
+                definition,
+                known.catalog,
+                calibrations=measured,
+                hazards=known.hazards,
+                speeds=own_speeds.known(known.folder, known.catalog.instances),
+                today=self.now.date(),
+            )
             return StackAtCommit(tree=tree, definition=definition, bill=bill)
         except DefinitionError as error:
             return StackAtCommit(tree=tree, errors=tuple(str(problem) for problem in error.problems))

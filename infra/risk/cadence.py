@@ -59,7 +59,8 @@ def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
     present_s = exposure.interval_h * 3600
     if any(math.isinf(_hours(exposure, each, save_cost_s, hazards)) for each in (best_s, present_s)):
         return None
-    both = [_with_interval(exposure.unlimited, each, save_cost_s) for each in (present_s, best_s)]
+    alone = exposure.unlimited.interruptions_alone
+    both = [_with_interval(alone, each, save_cost_s) for each in (present_s, best_s)]
     for attempts in (_ATTEMPTS, MAX_ATTEMPTS):
         present, best = simulate_each(both, runs=_RUNS, attempts=attempts)
         if (present.interruptions >= attempts).mean() < _CARRIED_ON:

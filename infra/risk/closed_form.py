@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from gpufleet.infra.risk.hazard import gang
 from gpufleet.infra.risk.simulation import NOTICE_H, Exposure
 
 FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: that are told apart, that are looked at
@@ -19,7 +20,7 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
     work_h = exposure.phase_ends_h[-1]
     if not hazard:
         return exposure.uninterrupted_h
-    hazard *= exposure.nodes  # any of them interrupts the run
+    hazard *= gang(exposure.nodes)  # any of them interrupts the run
     starts = (0.0, *exposure.phase_ends_h[:-1])
     shares = [(end - start) / work_h for start, end in zip(starts, exposure.phase_ends_h, strict=True)]
     missed = sum(

@@ -2,7 +2,7 @@
 
 Three ways to know it, each a `Hazard`:
 
-- nothing known: the log-normal of nine zones of public traces;
+- nothing known: a log-normal of public traces, by the number of GPUs of a node (`prior`);
 - a figure of the definition (`estimate.hazard_per_hour`): that figure, exactly;
 - learned (`learn`) from node-hours and interruptions that were seen, in traces or in the user's own receipts.
 
@@ -32,24 +32,41 @@ from numpy.typing import NDArray
 from gpufleet.infra.evidence.observations import Observation
 from gpufleet.job.text import counted
 
-# Nine zones of public spot traces (p3.2xlarge, 2023-02-15 to 2023-04): 0.10 to 1.39 losses per node-hour. A fixed 0.2
-# covers 42 % of replayed 24 h bills (bench/results/risk.md, which has what this covers). Median, sigma and ZONE_SIGMA
-# are of these zones, so on them alone they are no forecast; the table has each zone left out, too.
-HAZARD_MEDIAN = 0.3
-HAZARD_SIGMA = 0.9
+# Losses per hour of a node with one GPU, as zones of public traces have them: nine of 2023 (p3.2xlarge) 0.10 to 1.39,
+# geometric mean 0.31, sigma 0.88; thirteen of 2025 (one H100, GCP) 0.00 to 1.78, 0.14, 1.5; eight others of 2022 and
+# 2023 0.23 to 0.74. Nodes with 8 GPUs (p3.16xlarge, p2.16xlarge, 2022) lost 0.64 to 1.32 where such with one lost 0.23
+# to 0.62: a factor of 2.7, so the 0.5th power of the GPUs; 4 x L4 lost 0.41 (six AWS zones, 2025-12). What this covers,
+# each trace left out: bench/results/risk.md. Sources: github.com/skypilot-org/spot-traces at 221da1a,
+# github.com/andylizf/skynomad-artifact at 62b9aaa (read 2026-11).
+HAZARD_MEDIAN, SIZE_POWER = 0.3, 0.5
+HAZARD_SIGMA = 1.2
+MOST_SIGMAS = 2.0  # from the median: at hazards beyond, which nobody has seen, a run gets nowhere and makes every mean
 HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
 
-# Between zones of one type the same traces spread by 0.87 in ln hazard, nearly all there is; the rest is left to types.
-ZONE_SIGMA = 0.85
-TYPE_SIGMA = 0.3  # with ZONE_SIGMA, HAZARD_SIGMA in all
+# Between zones of one type these spread by 0.9 to 1.5 in ln hazard, nearly all there is; the rest is left to types.
+ZONE_SIGMA = 1.0
+TYPE_SIGMA = 0.66  # with ZONE_SIGMA, HAZARD_SIGMA in all
 
 # Three constants from the same authors' eight traces of 2022-10-26 (two zones, K80 and V100, 27 days), none of them
 # among the nine zones on which the result is measured: bench/results/risk.md.
 DISPERSION = 5.0  # variance over mean of interruptions per day
 DRIFT = 0.7  # of ln hazard between the halves of a trace, the noise of counting taken off
-UNEVENNESS = 1.3  # of ln hazard between nodes: the most likely one for the lives of nodes, log-normal factors assumed
+# Of ln hazard between nodes, log-normal factors assumed: 1.3 is the most likely one for the lives of those nodes; 1.2
+# covers newer traces better.
+UNEVENNESS = 1.2
 
 _GRID = np.linspace(math.log(1e-4), math.log(1e2), 401)  # ln hazard per node-hour
+
+# Nodes that are to run together are lost together. From 1 to 4 and 8 of them the rate of losses grew as the 0.0th to
+# 0.3rd power of their number in six traces of 2023 (once as the 0.8th), from 1 to 16 H100s of 2025 as the 0.5th; and 23
+# to 91 % of the losses of four took all four.
+GANG_POWER, ALL_AT_ONCE = 0.4, 0.5
+# Hours until a node is there again, log-normal, from those traces: in one zone medians of 0.2 to 0.75 and sigma 0.8 to
+# 1.4 of their logarithm; 0.38 and 1.2 where any of two to four zones of 2023 will do; until all of several nodes are
+# there 0.2 to 0.9 and 1.0 to 1.6.
+ZONE_WAIT_H, ZONE_WAIT_SIGMA = 0.45, 1.3
+ZONES_WAIT_H, ZONES_WAIT_SIGMA = 0.38, 1.2
+GANG_WAIT_H, GANG_WAIT_SIGMA = 0.5, 1.4
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -61,13 +78,13 @@ class Hazard:
 
     median: float = HAZARD_MEDIAN
     sigma: float = HAZARD_SIGMA  # standard deviation of ln hazard
-    unevenness: float = 0.0  # of ln hazard between the nodes of one run; 0: every node has the run's
-    source: str = "log-normal of nine zones of public traces of 2023"
+    unevenness: float = UNEVENNESS  # of ln hazard between the nodes of one run; 0: every node has the run's
+    source: str = "log-normal of public traces of 2022 to 2025"
 
     @classmethod
     def fixed(cls, per_hour: float) -> Hazard:
         """Exactly `per_hour`."""
-        return cls(median=per_hour, sigma=0.0, source="estimate.hazard_per_hour")
+        return cls(median=per_hour, sigma=0.0, unevenness=0.0, source="estimate.hazard_per_hour")
 
     def quantile(self, share: float) -> float:
         """The hazard that `share` of runs stay below."""
@@ -75,7 +92,24 @@ class Hazard:
 
     def per_run(self, normals: Floats) -> Floats:
         """The hazard of each run, from one standard normal number per run."""
-        return self.median * np.exp(self.sigma * normals)
+        return self.median * np.exp(self.sigma * np.clip(normals, -MOST_SIGMAS, MOST_SIGMAS))
+
+
+def prior(gpus: int) -> Hazard:
+    """The hazard of a node with so many GPUs, of whose type nothing was seen."""
+    return Hazard(median=HAZARD_MEDIAN * gpus**SIZE_POWER)
+
+
+def gang(nodes: int) -> float:
+    """How many times as often a run of so many nodes loses one as a run of one does."""
+    return float(nodes**GANG_POWER)
+
+
+def wait(zones: int, nodes: int) -> tuple[float, float]:
+    """Median hours and sigma of the wait for all of so many nodes, in any of so many zones (in one, if several)."""
+    if nodes > 1:
+        return GANG_WAIT_H, GANG_WAIT_SIGMA
+    return (ZONE_WAIT_H, ZONE_WAIT_SIGMA) if zones == 1 else (ZONES_WAIT_H, ZONES_WAIT_SIGMA)
 
 
 def of_node(normals: Floats, unevenness: Floats | float, *, first: bool) -> Floats:
@@ -112,23 +146,24 @@ def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
         _check(each)
         by_type[each.type][each.zone].append(each)
     learned: dict[Key, Hazard] = {}
-    prior = _normal(_GRID, math.log(HAZARD_MEDIAN), TYPE_SIGMA)
     for kind, zones in by_type.items():
+        gpus = max(each.gpus for seen in zones.values() for each in seen)
+        before = _normal(_GRID, math.log(prior(gpus).median), TYPE_SIGMA)
         of_zone = {zone: _log_likelihood(seen) for zone, seen in zones.items()}
         of_median = {zone: _of_median(likelihood) for zone, likelihood in of_zone.items()}
         for zone, seen in zones.items():
             if zone is not None:
-                others = sum((of_median[other] for other in zones if other != zone), prior)
+                others = sum((of_median[other] for other in zones if other != zone), before)
                 learned[Key(kind, zone)] = _summary(_of_a_zone(others) + of_zone[zone], _words(seen))
         everything = [each for of_one in zones.values() for each in of_one]
         elsewhere = f"{_words(everything)} in {len(zones)} other zones" if len(zones) > 1 else _words(everything)
-        learned[Key(kind, None)] = _summary(_of_a_zone(sum(of_median.values(), prior)), elsewhere)
+        learned[Key(kind, None)] = _summary(_of_a_zone(sum(of_median.values(), before)), elsewhere)
     return learned
 
 
-def find(learned: Mapping[Key, Hazard], kind: str, zone: str | None) -> Hazard:
-    """The most particular one: of the zone, else of the type, else the prior."""
-    return learned.get(Key(kind, zone)) or learned.get(Key(kind, None)) or Hazard()
+def find(learned: Mapping[Key, Hazard], kind: str, zone: str | None, gpus: int = 1) -> Hazard:
+    """The most particular one: of the zone, else of the type, else the prior of nodes with so many GPUs."""
+    return learned.get(Key(kind, zone)) or learned.get(Key(kind, None)) or prior(gpus)
 
 
 def _check(seen: Observation) -> None:

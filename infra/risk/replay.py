@@ -36,6 +36,7 @@ class Score:
     p50_usd: float
     p90_usd: float
     contained: float  # share of replayed bills in p10-p90
+    contained_hours: float  # the same of hours by the wall, waits included
     pinball_usd: float  # mean over the three quantiles; less is better
 
 
@@ -68,11 +69,13 @@ def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = S
     return account(exposure, _up_from(trace, begin_h) - begin_h, next_node)
 
 
-def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replayed:
-    """Replays without limits (a run that a limit stops is cheap, but not done) and grades the exposure's own hazard,
-    a fixed 0.2, and the prior where that is another one. Raises GpufleetError for a trace shorter than the run: going
-    round in it, every run would meet the same hours, and its interval would hold or not by construction."""
-    exposure = exposure.unlimited
+def compare(exposure: Exposure, trace: Trace, *, gpus: int = 1, starts: int = STARTS) -> Replayed:
+    """Replays without limits (a run that a limit stops is cheap, but not done), speed, price and set-up as the bill's
+    lines have them, and grades the exposure's own hazard, a fixed 0.2, and the prior of nodes with so many GPUs where
+    that is another one. Raises GpufleetError for a trace shorter than the run: going round in it, every run would meet
+    the same hours, and its interval would hold or not by construction.
+    """
+    exposure = exposure.unlimited.interruptions_alone
     if trace.hours < exposure.uninterrupted_h:
         raise GpufleetError(
             f"{trace.source}: it is {hours(trace.hours)} h long and the run takes {hours(exposure.uninterrupted_h)} h"
@@ -80,8 +83,8 @@ def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replay
         )
     outcome = run(exposure, trace, starts=starts)
     forecasts: list[tuple[str, Hazard | float | None]] = [("stated", exposure.hazard), ("fixed 0.2", FIXED_HAZARD)]
-    if exposure.chance != Hazard():
-        forecasts.append(("prior", None))
+    if exposure.chance != (before := hazard.prior(gpus)):
+        forecasts.append(("prior", before))
     p10, p50, p90 = np.quantile(outcome.usd, SHARES)
     return Replayed(
         trace=trace,
@@ -91,24 +94,30 @@ def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replay
         interruptions=float(outcome.interruptions.mean()),
         windows=starts,
         independent=max(1.0, trace.hours / float(outcome.wall_hours.mean())),
-        scores=tuple(score(name, replace(exposure, hazard=hazard), outcome.usd) for name, hazard in forecasts),
+        scores=tuple(score(name, replace(exposure, hazard=chance), outcome) for name, chance in forecasts),
     )
 
 
-def score(name: str, stated: Exposure, realised_usd: Floats) -> Score:
-    """How the simulated p10, p50 and p90 of `stated` did on realised bills."""
-    quantiles = np.quantile(simulate(stated).usd, SHARES)
-    edge = 1e-9 * max(1.0, float(quantiles[-1]))  # a bill on the edge is inside: many runs meet no interruption at all
-    inside = (realised_usd >= quantiles[0] - edge) & (realised_usd <= quantiles[-1] + edge)
-    p10, p50, p90 = map(float, quantiles)
+def score(name: str, stated: Exposure, realised: SimulatedRuns) -> Score:
+    """How the simulated p10, p50 and p90 of `stated` did on realised runs."""
+    outcome = simulate(stated)
+    p10, p50, p90 = map(float, np.quantile(outcome.usd, SHARES))
     return Score(
         name=name,
         p10_usd=p10,
         p50_usd=p50,
         p90_usd=p90,
-        contained=float(inside.mean()),
-        pinball_usd=pinball(realised_usd, (p10, p50, p90)),
+        contained=_share_inside(realised.usd, outcome.usd),
+        contained_hours=_share_inside(realised.wall_hours, outcome.wall_hours),
+        pinball_usd=pinball(realised.usd, (p10, p50, p90)),
     )
+
+
+def _share_inside(realised: Floats, stated: Floats) -> float:
+    """The share within p10 to p90. One on the edge is inside: many runs meet no interruption at all."""
+    low, high = np.quantile(stated, (SHARES[0], SHARES[-1]))
+    edge = 1e-9 * max(1.0, float(high))
+    return float(((realised >= low - edge) & (realised <= high + edge)).mean())
 
 
 def pinball(values: Floats, quantiles: Sequence[float]) -> float:
@@ -151,13 +160,18 @@ WIDE = 0.9
 
 
 def interval_held(found: Sequence[Replayed]) -> bool:
-    """Whether the stated interval held."""
-    return contained(found) >= HELD
+    """Whether the stated intervals held, of dollars and of hours by the wall."""
+    return min(contained(found), contained_hours(found)) >= HELD
 
 
 def contained(found: Sequence[Replayed]) -> float:
     """Share of bills inside the stated interval; every trace counts alike."""
     return sum(each.scores[0].contained for each in found) / len(found)
+
+
+def contained_hours(found: Sequence[Replayed]) -> float:
+    """The share of hours by the wall."""
+    return sum(each.scores[0].contained_hours for each in found) / len(found)
 
 
 def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed]) -> str:
@@ -191,7 +205,10 @@ def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
     if others := [f"{each.trace.source} ({each.trace.type})" for each in found if each.trace.type not in ("", type_)]:
         lines.append(f"The bill is for {type_}; of another type: {', '.join(others)}.")
     low, high = _likely(contained(found), sum(each.independent for each in found))
-    share = f"{contained(found):.0%} of replayed bills are inside, 75 to 90 % wanted"
+    share = (
+        f"{contained(found):.0%} of replayed bills and {contained_hours(found):.0%} of their hours by the wall are"
+        " inside, 75 to 90 % wanted"
+    )
     if not interval_held(found):
         said = f"The stated interval did not hold: {share}. Do not plan with it where nodes are taken as here."
     elif contained(found) > WIDE:
@@ -238,6 +255,7 @@ def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
                         "name": score.name,
                         "usd": {key: round(getattr(score, f"{key}_usd"), 4) for key in ("p10", "p50", "p90")},
                         "contained": round(score.contained, 4),
+                        "contained_hours": round(score.contained_hours, 4),
                         "pinball_usd": round(score.pinball_usd, 6),
                     }
                     for score in each.scores
@@ -251,6 +269,7 @@ def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
         "work_hours": round(exposure.phase_ends_h[-1], 4),
         "held": interval_held(found),
         "contained": round(contained(found), 4),
+        "contained_hours": round(contained_hours(found), 4),
         "contained_likely": [round(low, 4), round(high, 4)],
         "traces": traces,
     }

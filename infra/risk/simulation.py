@@ -2,16 +2,17 @@
 
 A run is attempts. Each attempt is billed from launch: set-up, then work, until the work is done, the node is
 interrupted (exponential life with the node's hazard), or a limit of the definition stops it. Then comes a wait for
-capacity, not billed, and a replacement that pays its restart. What an interruption costs:
+capacity, log-normal and not billed, and a replacement that pays its restart. What an interruption costs:
 
 - in the node's first hour nothing for compute (AWS does not charge an interrupted first hour; disk and address go on);
 - with the notice handled, the 120 s of the notice: everything before it is saved;
 - where save and upload do not fit it, those 120 s and up to one checkpoint interval of work before them;
 - with the notice missed, up to one checkpoint interval of work.
 
-The hazard is itself uncertain: drawn once per simulated run, unless a figure is given (infra/risk/hazard.py). The
+The hazard is itself uncertain: drawn once per simulated run, unless a figure is given (infra/risk/hazard.py). So are
+speed, price and set-up, each a factor with the median 1 (infra/risk/unknown.py). The
 limits stop a run as the job's meter does, on hours times rates, without crediting free hours. Several nodes are one
-run: it is interrupted when any of them is, and only the one that AWS took has its first hour free.
+run: it is interrupted when any of them is, and the one that AWS took has its first hour free, or as often all of them.
 
 Random numbers belong to (run, attempt), not to the order of evaluation, so two variants of a run see the same luck and
 their difference is not noise. Same seed, same figures, whether asked one by one or many at once.
@@ -27,11 +28,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpufleet.infra.risk.hazard import Floats, Hazard, Indices, of_node
+from gpufleet.infra.risk.hazard import (
+    ALL_AT_ONCE,
+    ZONES_WAIT_H,
+    ZONES_WAIT_SIGMA,
+    Floats,
+    Hazard,
+    Indices,
+    gang,
+    of_node,
+)
+from gpufleet.infra.risk.unknown import KNOWN, NOTHING, Draws, Factors, Unknown
 from gpufleet.job.contract.aws import FREE_S, MINIMUM_S
 
 NOTICE_MISSED = 0.05  # assumption
-CAPACITY_WAIT_MINUTES = 30.0  # assumption; outages of a zone in those traces lasted 0.8 to 3.6 h, more zones shorten it
 NOTICE_H = 120 / 3600
 FREE_H, MINIMUM_H = FREE_S / 3600, MINIMUM_S / 3600
 
@@ -62,7 +72,9 @@ Fate = Callable[[Indices, int, Floats], NextNode]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedEnd:
-    """A run's owner ends it, by the wall, at `by_h` less `work_h` for the share of its work that is not done."""
+    """A run's owner ends it, by the wall, at `by_h` less `work_h` for the share of its work that is not done; the
+    longer its work takes than the bill says, the more for each share.
+    """
 
     by_h: float
     work_h: float
@@ -86,15 +98,16 @@ class Exposure:
     fixed_usd: float
     hazard: Hazard | float | None  # per node-hour; drawn per run, None from the prior; a number is taken as it is
     nodes: int = 1
-    wait_h: float = CAPACITY_WAIT_MINUTES / 60
+    wait_h: float = ZONES_WAIT_H  # for capacity: median of a log-normal
+    wait_sigma: float = ZONES_WAIT_SIGMA  # of its logarithm
     notice_missed: float = NOTICE_MISSED
     free_h: float = FREE_H
     max_usd: float | None = None
     max_hours: float | None = None
     reserve_h: float = 0.0  # before a limit the job begins to stop: to save, upload and export
     leave: PlannedEnd | None = None  # when its owner ends it, everything saved
-    # How far the work may be from `phase_ends_h`, log-normal: sigma below and above it; drawn once per run.
-    work_spread: tuple[float, float] = (0.0, 0.0)
+    idle_h: float = 0.0  # of them, at the end: a node that is held, the shorter the longer its work takes
+    unknown: Unknown = NOTHING
 
     @property
     def chance(self) -> Hazard:
@@ -103,15 +116,29 @@ class Exposure:
             return self.hazard
         return Hazard() if self.hazard is None else Hazard.fixed(self.hazard)
 
+    def first_wait_h(self, hazard: Floats, normals: Floats, there: Floats, since: Floats) -> Floats:
+        """The wait for the first node of runs with that hazard, from a normal and two uniform numbers each. A run is
+        begun at any hour: mostly a node is there, else a part of a wait is over, more likely of a long one.
+        """
+        variance = self.wait_sigma**2
+        mean_h = self.wait_h * math.exp(variance / 2)
+        without = there < hazard * mean_h / (1 + hazard * mean_h)
+        return np.where(without, since * self.wait_h * np.exp(variance + self.wait_sigma * normals), 0.0)
+
     @property
     def is_drawn(self) -> bool:
         """Whether two simulated runs differ."""
-        return bool(self.chance.median) or any(self.work_spread)
+        return bool(self.chance.median) or self.unknown.is_drawn
 
     @property
     def unlimited(self) -> Exposure:
         """Without the limits of the definition: a run that one stops is cheap, and not done."""
         return replace(self, max_usd=None, max_hours=None)
+
+    @property
+    def interruptions_alone(self) -> Exposure:
+        """As if all else were as the bill's lines say."""
+        return replace(self, unknown=NOTHING)
 
     @property
     def uninterrupted_h(self) -> float:
@@ -132,14 +159,16 @@ class Exposure:
 
     def hours_at_cap(self) -> tuple[float, float]:
         """Node-hours at which (max_usd, max_hours) stop the run; inf without that limit."""
-        by_money, by_hours = self.hours_allowed()
+        by_money = self.hours_paid(1.0)
+        by_hours = np.inf if self.max_hours is None else self.max_hours
         return max(0.0, by_money - self.reserve_h), max(0.0, by_hours - self.reserve_h)
 
-    def hours_allowed(self) -> tuple[float, float]:
-        """Node-hours that (max_usd, max_hours) pay for; inf without that limit."""
-        rate = self.usd_h
-        by_money = np.inf if self.max_usd is None or not rate else max(0.0, self.max_usd - self.fixed_usd) / rate
-        return by_money, np.inf if self.max_hours is None else self.max_hours
+    def hours_paid(self, price: Hours) -> Hours:
+        """Node-hours that max_usd pays for where the node costs `price` times what it is said to; inf without it."""
+        rate = price * self.compute_usd_h + self.extras_usd_h
+        if self.max_usd is None or not self.usd_h:
+            return rate * 0 + np.inf
+        return max(0.0, self.max_usd - self.fixed_usd) / rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +176,12 @@ class SimulatedRuns:
     """One value per simulated run."""
 
     usd: Floats
+    metered_usd: Floats  # as the job's meter counts: interrupted first hours too
     hours: Floats  # node-hours, as `limits.max_hours` counts them: free first hours included
     wall_hours: Floats  # with the waits for capacity
     interruptions: NDArray[np.int64]
     stopped: Flags  # by a limit or its owner, before the work was done
+    work_h: Floats  # hours that the work takes
     done_h: Floats  # hours of work that survive; only of runs that ended finished or by their owner
 
 
@@ -182,7 +213,7 @@ def simulate_each(
     for start in range(0, len(exposures), together):
         some = exposures[start : start + together]
         seeds = np.random.SeedSequence(seed).spawn(len(sizes))  # anew: a seed remembers what was drawn from it
-        parts = [_chunk(some, size, np.random.default_rng(s), attempts) for size, s in zip(sizes, seeds, strict=True)]
+        parts = [_chunk(some, size, s, attempts) for size, s in zip(sizes, seeds, strict=True)]
         found += [_joined(of_one) for of_one in zip(*parts, strict=True)]
     return found
 
@@ -194,25 +225,27 @@ def _joined(parts: Sequence[SimulatedRuns]) -> SimulatedRuns:
     return SimulatedRuns(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
-def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, attempts: int) -> list[SimulatedRuns]:
+def _chunk(
+    exposures: Sequence[Exposure], runs: int, seed: np.random.SeedSequence, attempts: int
+) -> list[SimulatedRuns]:
     """Runs of all exposures, one exposure after the other; the first run of each meets the same luck, and so on."""
-    normals, first_wait = rng.standard_normal(runs), rng.standard_exponential(runs)
-    hazard = np.concatenate([each.chance.per_run(normals) * each.nodes for each in exposures])
-    first_wait_h = np.concatenate([first_wait * (each.wait_h if each.chance.median else 0.0) for each in exposures])
+    factors = Draws(runs, seed).factors([each.unknown for each in exposures])
+    rng = np.random.default_rng(seed)
+    normals, luck_of_wait = rng.standard_normal(runs), rng.standard_normal(runs)
+    there, since = rng.random((2, runs))
+    hazards = [each.chance.per_run(normals) * gang(each.nodes) for each in exposures]
+    hazard = np.concatenate(hazards)
+    first_wait_h = np.concatenate(
+        [each.first_wait_h(of, luck_of_wait, there, since) for each, of in zip(exposures, hazards, strict=True)]
+    )
     wait_h = _of_each(exposures, runs, lambda each: each.wait_h)
+    wait_sigma = _of_each(exposures, runs, lambda each: each.wait_sigma)
     uneven = rng.spawn(1)[0]  # of its own: the other luck stays what it is for an even hazard
     unevenness = _of_each(exposures, runs, lambda each: each.chance.unevenness)
 
-    below = _of_each(exposures, runs, lambda each: each.work_spread[0])
-    above = _of_each(exposures, runs, lambda each: each.work_spread[1])
-    stretch: Floats | float = 1.0
-    if np.any(below) or np.any(above):
-        speed = np.tile(rng.spawn(1)[0].standard_normal(runs), len(exposures))
-        stretch = np.exp(speed * np.where(speed < 0, below, above))
-
     def next_node(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
         luck = RandomDraws(rng, runs, active, attempt)
-        (life, wait), (missed, lost) = luck.exponential(), luck.uniform()
+        life, wait, (missed, lost) = luck.exponential(), luck.normal(), luck.uniform()
         with np.errstate(divide="ignore"):
             life = life / hazard[active]
         if np.any(unevenness):
@@ -220,9 +253,10 @@ def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, a
                 RandomDraws(uneven, runs, active, attempt).normal(), _select(unevenness, active), first=attempt == 0
             )
             life = life / factor
-        return NextNode(life_h=life, wait_h=wait * _select(wait_h, active), missed=missed, lost=lost)
+        wait = _select(wait_h, active) * np.exp(_select(wait_sigma, active) * wait)
+        return NextNode(life_h=life, wait_h=wait, missed=missed, lost=lost)
 
-    return _account(exposures, runs, first_wait_h, next_node, attempts, stretch)
+    return _account(exposures, runs, first_wait_h, next_node, attempts, factors)
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
@@ -236,20 +270,29 @@ def _account(
     first_wait_h: Floats,
     fate: Fate,
     attempts: int,
-    stretch: Floats | float = 1.0,
+    factors: Factors = KNOWN,
 ) -> list[SimulatedRuns]:
-    """`stretch`: how many times longer the work of each run takes."""
     count = len(first_wait_h)
     single = exposures[0] if len(exposures) == 1 else None
 
     def per_exposure(get: Callable[[Exposure], float]) -> Floats | float:
         return _of_each(exposures, runs, get)
 
-    work_h, cap_h = per_exposure(lambda e: e.phase_ends_h[-1]) * stretch, per_exposure(lambda e: min(e.hours_at_cap()))
-    allowed_h, reserve_h = per_exposure(lambda e: min(e.hours_allowed())), per_exposure(lambda e: e.reserve_h)
-    free_h, charged = per_exposure(lambda e: e.free_h), per_exposure(lambda e: 1 - 1 / e.nodes)
+    stretch = factors.work
+    work_h, reserve_h = per_exposure(lambda e: e.phase_ends_h[-1]) * stretch, per_exposure(lambda e: e.reserve_h)
+    if any(e.idle_h for e in exposures):
+        held_h = per_exposure(lambda e: e.phase_ends_h[-1] if e.idle_h else 0.0)
+        work_h = np.maximum(work_h - per_exposure(lambda e: e.idle_h) * stretch, held_h)
+    price = factors.price
+    if isinstance(price, float):
+        paid_h: Floats | float = per_exposure(lambda e: e.hours_paid(1.0))
+    else:
+        paid_h = np.concatenate([e.hours_paid(price[i * runs : (i + 1) * runs]) for i, e in enumerate(exposures)])
+    allowed_h = np.minimum(paid_h, per_exposure(lambda e: np.inf if e.max_hours is None else e.max_hours))
+    cap_h = np.maximum(allowed_h - reserve_h, 0.0)
+    free_h, charged = per_exposure(lambda e: e.free_h), per_exposure(lambda e: (1 - ALL_AT_ONCE) * (1 - 1 / e.nodes))
     interval_h, notice_missed = per_exposure(lambda e: e.interval_h), per_exposure(lambda e: e.notice_missed)
-    setup_h, restart_h = per_exposure(lambda e: e.setup_h), per_exposure(lambda e: e.restart_h)
+    setup_h, restart_h = (per_exposure(get) * factors.setup for get in (lambda e: e.setup_h, lambda e: e.restart_h))
     phases = range(max(len(e.phase_ends_h) for e in exposures))
     begins_h = [
         per_exposure(lambda e, i=i: e.phase_ends_h[i - 1] if i < len(e.phase_ends_h) else math.inf) * stretch  # type: ignore[misc]
@@ -317,14 +360,21 @@ def _account(
         stopped[active] |= at_limit
     # What does not depend on hours is that of the whole run: a limit below it ends the run before it can be spent.
     fixed_usd = per_exposure(lambda e: e.fixed_usd if e.max_usd is None else min(e.fixed_usd, e.max_usd))
-    usd = fixed_usd + billed * per_exposure(lambda e: e.compute_usd_h) + hours * per_exposure(lambda e: e.extras_usd_h)
+    compute_usd_h, extras_usd_h = (
+        per_exposure(lambda e: e.compute_usd_h) * price,
+        per_exposure(lambda e: e.extras_usd_h),
+    )
+    usd = fixed_usd + billed * compute_usd_h + hours * extras_usd_h
+    metered_usd = per_exposure(lambda e: e.fixed_usd) + hours * (compute_usd_h + extras_usd_h)
     return [
         SimulatedRuns(
             usd=usd[part],
+            metered_usd=metered_usd[part],
             hours=hours[part],
             wall_hours=wall[part],
             interruptions=interruptions[part],
             stopped=stopped[part],
+            work_h=np.broadcast_to(work_h, (count,))[part],
             done_h=done[part],
         )
         for part in (slice(start, start + runs) for start in range(0, count, runs))
@@ -345,7 +395,7 @@ def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floa
     """The wait for capacity, as long as the owner waits."""
     if exposure is None or exposure.leave is None:
         return wait_h
-    return np.clip(exposure.leave.at_h(1 - done / work_h) - wall, 0.0, wait_h)
+    return np.clip(exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall, 0.0, wait_h)
 
 
 def _hours_left(
@@ -354,8 +404,8 @@ def _hours_left(
     """Hours until the owner ends the run, for a node launched now: while it works, what is left to do shrinks."""
     if exposure is None or exposure.leave is None:
         return math.inf
-    left = exposure.leave.at_h(1 - done / work_h) - wall
-    falling = 1 - exposure.leave.work_h / work_h  # per hour of work
+    left = exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall
+    falling = 1 - exposure.leave.work_h / exposure.phase_ends_h[-1]  # per hour of work
     with np.errstate(divide="ignore", invalid="ignore"):
         working = np.where(np.greater(falling, _EDGE_H), start_h + (left - start_h) / falling, math.inf)
     return np.where(left > start_h, working, left)
@@ -381,8 +431,8 @@ class RandomDraws:
             self._drawn = int(counts.max())
 
     def exponential(self) -> Floats:
-        """(2, active)."""
-        return self._two(np.random.Generator.standard_exponential)
+        """(active,)."""
+        return self._one(np.random.Generator.standard_exponential)
 
     def uniform(self) -> Floats:
         """(2, active)."""
@@ -390,9 +440,11 @@ class RandomDraws:
 
     def normal(self) -> Floats:
         """(active,)."""
-        if self._late:
-            return self._rng.spawn(1)[0].standard_normal(self._drawn)[self._place]
-        return self._rng.standard_normal(self._drawn)[self._place]
+        return self._one(np.random.Generator.standard_normal)
+
+    def _one(self, draw: Callable[[np.random.Generator, int], Floats]) -> Floats:
+        drawn = draw(self._rng.spawn(1)[0] if self._late else self._rng, self._drawn)
+        return drawn if self._all and not self._late else drawn[self._place]
 
     def _two(self, draw: Callable[[np.random.Generator, tuple[int, int]], Floats]) -> Floats:
         if self._late:  # row by row, so that the first numbers do not depend on how many are drawn

@@ -32,7 +32,7 @@ from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node import attempts, container, disks, means
 from gpufleet.job.node.allowance import LOOK_S, Allowance
 from gpufleet.job.node.jobs import Jobs
-from gpufleet.job.node.others import Others
+from gpufleet.job.node.others import OtherNodes
 from gpufleet.job.node.outside import (
     MetadataService,
     Objects,
@@ -80,7 +80,7 @@ class NodeRun:
         )
         self.manifest: str | None = None
         self.keys: list[str] = []
-        self.others = Others(machine.instance)
+        self.others = OtherNodes(machine.instance)
         self.workdir: Path | None = None  # the job's, once it is there
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
         self.fired, self.ender, self._taking_over = threading.Event(), self.timer, threading.Lock()
@@ -168,15 +168,15 @@ class NodeRun:
                 self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
             beats = self.folder / HEARTBEATS
             told = ((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
-            self.others = Others(self.machine.instance, told)
+            self.others = OtherNodes(self.machine.instance, told)
         self.record = replace(self.record, manifest_at_boot=self.manifest)
         self._ask_others()
         if not self._record(self.record):
             self._crash("the attempt cannot be recorded")
 
     def _records(self) -> list[AttemptRecord] | None:
-        """Of every boot, this one too where it has its record. None: they cannot be read, and what cannot be counted
-        must not be repeated.
+        """The records of every boot, this one too where it has its record. None: not readable, and what cannot be
+        counted must not be repeated.
         """
         folder = self.folder / ATTEMPTS
         return attempts.read(folder, _set_aside) if self.objects.get_folder(ATTEMPTS, folder) else None

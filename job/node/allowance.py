@@ -15,7 +15,7 @@ from typing import Any
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import SPENT
-from gpufleet.job.node.means import Means, Spent
+from gpufleet.job.node.means import Means, SpentByNow
 from gpufleet.job.node.outside import say
 from gpufleet.job.node.schedule import Schedule
 
@@ -30,7 +30,7 @@ SOON_S = 90  # AWS takes no moment that has passed
 
 
 class Allowance:
-    """Of one node. Until `begin` its timer alone is set, by the run's hours."""
+    """What one node may do. Until `begin` its timer alone is set, by the run's hours."""
 
     def __init__(self, schedule: Schedule, clock: Callable[[], float], timer_s: float) -> None:
         self._schedule, self._clock = schedule, clock
@@ -49,7 +49,7 @@ class Allowance:
         """When nothing is left any more, and of which limit. The hour is moved before this returns."""
         self._means, self._workdir, self._began = means, workdir, self._clock()
         self.look()
-        return means.over(None)
+        return means.when_over(None)
 
     def watch(self, noticed: Callable[[], bool], recount: Callable[[], Means | None]) -> None:
         """Until the process ends. `noticed`: whether AWS takes this machine. `recount`: the means, where more is known
@@ -83,7 +83,7 @@ class Allowance:
             return self._move(self._clock() + SOON_S)
 
     def _look(self, means: Means, now: float) -> None:
-        over, _ = means.over(self._told(now))
+        over, _ = means.when_over(self._meter_told(now))
         if self._spent_at is None and over <= now:
             self._spent_at = over
         over = over if self._spent_at is None else self._spent_at
@@ -103,10 +103,10 @@ class Allowance:
             say("the hour at which AWS ends the fleet cannot be moved: it stands")
         return moved
 
-    def _told(self, now: float) -> Spent | None:
+    def _meter_told(self, now: float) -> SpentByNow | None:
         """The meter's last word, as of when it came: its clock is another."""
         tree = atomic.read_object(self._workdir / SPENT)
         if tree is not None and tree != self._said[0]:
             self._said = tree, now
-        told = None if self._said[0] is None else Spent.from_json(self._said[0])
+        told = None if self._said[0] is None else SpentByNow.from_json(self._said[0])
         return told and replace(told, at=self._said[1])

@@ -23,7 +23,7 @@ RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID
 
 
 def name(instance: str) -> str:
-    """Of a command's container."""
+    """The name of a command's container."""
     return f"{container.name(instance)}-job"
 
 

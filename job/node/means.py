@@ -20,7 +20,7 @@ from gpufleet.job.contract.terms import RunLimits, Terms
 
 
 @dataclass(frozen=True)
-class Spent:
+class SpentByNow:
     """By `at`, epoch seconds, the whole run's USD and billed seconds."""
 
     usd: Decimal
@@ -28,7 +28,7 @@ class Spent:
     at: float
 
     @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Spent | None:
+    def from_json(cls, tree: Mapping[str, Any]) -> SpentByNow | None:
         """The supervisor's word; None: it cannot be believed."""
         fields = Fields(dict(tree))
         try:
@@ -47,16 +47,16 @@ class Means:
 
     limits: RunLimits
     usd_per_hour: Decimal
-    before: Spent
+    before: SpentByNow
 
-    def over(self, told: Spent | None) -> tuple[float, str]:
+    def when_over(self, told: SpentByNow | None) -> tuple[float, str]:
         """The moment (epoch seconds) after which nothing is left, and of which limit. `told`: by the meter."""
         known = told or self.before
         hours = min(self._hours_over(each) for each in (self.before, known))
         usd = known.at + float((self.limits.max_usd - known.usd) / self.usd_per_hour) * 3600
         return min((hours, done.MAX_HOURS), (usd, done.MAX_USD))
 
-    def _hours_over(self, spent: Spent) -> float:
+    def _hours_over(self, spent: SpentByNow) -> float:
         return spent.at + float(self.limits.max_hours * 3600 - spent.seconds)
 
 
@@ -79,7 +79,7 @@ def of_node(
     return Means(
         limits=terms.limits,
         usd_per_hour=rates.ceiling + rates.extras,
-        before=Spent(
+        before=SpentByNow(
             usd=sum((each.usd for each in paid), terms.fixed_usd),
             seconds=sum((each.seconds for each in paid), Decimal(0)),
             at=launched,

@@ -11,7 +11,7 @@ from gpufleet.job.contract.lives import KEPT_S, Lives, Sightings
 from gpufleet.job.node.outside import fleet_nodes, nodes_there
 
 
-class Others:
+class OtherNodes:
     """Those that had a record when the node `own` booted, each with its last heartbeat."""
 
     def __init__(self, own: str, recorded: Iterable[tuple[AttemptRecord, Beat | None]] = ()) -> None:

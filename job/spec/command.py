@@ -39,8 +39,6 @@ NAME = "command"  # in run.json, where ready-made jobs have the name of their ex
 PHASE = "train"
 SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one second
 ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
-# Log-normal, of the whole work. Both are assumptions: receipts of the same script will tell.
-DECLARED_SPREAD, MEASURED_SPREAD = 0.25, 0.05
 PROBE_SAVE_S = 600.0  # of a probe beyond its steps, for the command to save by itself
 P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
 STEP = "{step}"
@@ -197,7 +195,6 @@ class CommandConfig(JobConfig):
     module: ClassVar[str] = "gpufleet.job.command"
     path: ClassVar[str] = "job"
     trainer: ClassVar[str] = ""
-    efficiency: ClassVar[float] = 1.0
     dataset_kind: ClassVar[str] = ""
     leaves_results: ClassVar[bool] = False  # its outputs are its own
     data: ClassVar[Own] = Own()  # type: ignore[misc]
@@ -318,13 +315,10 @@ class CommandConfig(JobConfig):
         """None: snapshots go from disk to disk."""
         return 0
 
-    def work_spread(self, *, declared: bool) -> tuple[float, float]:
+    def stated_spread(self) -> tuple[float, float] | None:
         if (hours := self.work.hours) is not None:
             return math.log(hours.likely / hours.low) / P90_SIGMAS, math.log(hours.high / hours.likely) / P90_SIGMAS
-        if self.is_endless:
-            return 0.0, 0.0
-        sigma = DECLARED_SPREAD if declared else MEASURED_SPREAD
-        return sigma, sigma
+        return (0.0, 0.0) if self.is_endless else None
 
     def bounded(self, hours: float) -> CommandConfig:
         if not self.is_endless:

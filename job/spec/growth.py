@@ -113,7 +113,6 @@ class GrowthConfig(JobConfig):
     """tinystories-growth: train dense, upcycle to experts, grow width and depth; verified at each boundary."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.growth.run:TinystoriesGrowth"
-    efficiency: ClassVar[float] = 0.5  # its own targets are 0.52 to 0.56 of its limit
     dataset_kind: ClassVar[str] = "windows"
     leaves_speed: ClassVar[tuple[str, ...]] = (
         "steps_per_phase",
@@ -135,6 +134,9 @@ class GrowthConfig(JobConfig):
     guard: Guard = Guard()
     eval: Eval = Eval()
     log: Log = Log()
+
+    def work_kind(self) -> str:
+        return "growth"
 
     def problems(self) -> list[tuple[str, str]]:
         """What no field's own range can say, as (path under job.parameters, sentence)."""

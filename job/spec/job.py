@@ -70,9 +70,6 @@ class JobConfig(ABC):
     module: ClassVar[str] = "gpufleet.job.train"  # of the trainer's process: `python -m MODULE WORKDIR`
     path: ClassVar[str] = "job.parameters"  # where a definition has them
     trainer: ClassVar[str]  # module:class, imported when a run asks for it
-    # Share of the roofline that a step reaches. Anchors: llm-foundry 7B on 8 H100 46.4 % MFU, 13B 39.8 to 44.3 %;
-    # nanochat d24 50.0 %; torchtitan 8B eager 5,762 tok/s per H100. None of ours is fitted.
-    efficiency: ClassVar[float]
     # Settings of its own that leave the time of a step, an evaluation or a save as it is (SPEED_LEFT has the others').
     leaves_speed: ClassVar[tuple[str, ...]] = ()
     code_may_change: ClassVar[bool] = False  # whether a measurement of other code counts, with a word about it
@@ -84,6 +81,12 @@ class JobConfig(ABC):
     may_stop_early: ClassVar[bool] = False
     leaves_results: ClassVar[bool] = True  # results.json, at the end of a finished run
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
+
+    def work_kind(self) -> str:
+        """Whose speeds tell of its own, as the bill's table of measured ones has it: `from scratch`, `all weights`,
+        `adapter`, `growth`; empty: of none of them.
+        """
+        return ""
 
     @property
     def delivers_best(self) -> bool:
@@ -194,11 +197,11 @@ class JobConfig(ABC):
         """Milliseconds of a step on this GPU, as its own parameters say; None: they do not."""
         return None
 
-    def work_spread(self, *, declared: bool) -> tuple[float, float]:
-        """How far its work may be from what is priced, as sigma of a log-normal below and above. `declared`: its speed
-        is what its own parameters say.
+    def stated_spread(self) -> tuple[float, float] | None:
+        """How far its work may be from what its own parameters say of it, as sigma of a log-normal below and above.
+        None: they do not say how far.
         """
-        return 0.0, 0.0
+        return None
 
     def bounded(self: Self, hours: float) -> Self:
         """The parameters with `hours` of work, where they do not say how long the job is."""

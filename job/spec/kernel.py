@@ -102,7 +102,6 @@ class KernelConfig(TuningConfig):
     """kernel-sft: all weights of a 7-8 B code model, 20 tasks x 10 candidates, judged on the node's GPUs and CPUs."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.kernel.run:Kernel"
-    efficiency: ClassVar[float] = 0.4
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
     # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest of that.
     container_options: ClassVar[str] = "--security-opt seccomp={app}/gpufleet/job/node/namespaces.json"
@@ -122,6 +121,9 @@ class KernelConfig(TuningConfig):
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
     log: Log = Log()
+
+    def work_kind(self) -> str:
+        return "all weights"
 
     def problems(self) -> list[tuple[str, str]]:
         found = tuning.problems(self.model)

@@ -116,7 +116,6 @@ class PretrainConfig(JobConfig):
     """pretrain-d64: as deep as the budget allows, stopped when validation stops improving, then served."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.pretrain.run:Pretrain"
-    efficiency: ClassVar[float] = 0.45
     dataset_kind: ClassVar[str] = "characters"
     file_arguments: ClassVar[dict[str, str]] = {"text": "FILE.txt"}
     takes_tokenizer: ClassVar[bool] = False
@@ -140,6 +139,9 @@ class PretrainConfig(JobConfig):
     guard: Guard = Guard()
     eval: CharEval = CharEval()
     log: Log = Log()
+
+    def work_kind(self) -> str:
+        return "from scratch"
 
     def problems(self) -> list[tuple[str, str]]:
         m, found = self.model, []

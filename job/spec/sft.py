@@ -98,7 +98,6 @@ class SftConfig(TuningConfig):
     """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated five ways."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.sft.run:Sft"
-    efficiency: ClassVar[float] = 0.45
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "data.examples", "data.held_out", "lora.alpha")
 
     epochs: int = bounded(3, 1, 1000)
@@ -119,6 +118,9 @@ class SftConfig(TuningConfig):
     guard: Guard = Guard()
     eval: RowEval = RowEval()
     log: Log = Log()
+
+    def work_kind(self) -> str:
+        return "all weights" if self.method == "full" else "adapter"
 
     def problems(self) -> list[tuple[str, str]]:
         found = tuning.problems(self.model)

@@ -395,7 +395,7 @@ class Supervisor:
     def _left_s(self, now: float, most_s: float) -> float:
         return self.meter.left_s(now, self.run_file.limits, most_s)
 
-    def _until(self, seconds: float) -> float:
+    def _counted_until(self, seconds: float) -> float:
         """The moment until which what ends this attempt may take: after so long, but not far past a limit."""
         now = self.clock()
         return now + (min(seconds, self._left_s(now, seconds) + PAST_S) if self._metered else seconds)
@@ -452,8 +452,8 @@ class Supervisor:
         """
         code = AttemptExit.FAILED if reason == ends.FAILED else AttemptExit.FINISHED
         self.say(f"the run ends: {reason} {detail}".rstrip())
-        until = self._until(FINISH_S)
-        all_sent = self._drain(until if code == AttemptExit.FINISHED else self._until(CRASH_S))
+        until = self._counted_until(FINISH_S)
+        all_sent = self._drain(until if code == AttemptExit.FINISHED else self._counted_until(CRASH_S))
         try:
             if code == AttemptExit.FINISHED and not all_sent:
                 raise StoreError("the last checkpoints could not be uploaded")
@@ -469,7 +469,7 @@ class Supervisor:
         """How the run ended, to whoever reads the bucket. What cannot be told costs minutes, no further node: the node
         writes the marker that lies in the work folder, where it is missing, and `gpufleet results` makes a receipt.
         """
-        marker, until = atomic.json_bytes(done.to_json()), self._until(MARK_S)
+        marker, until = atomic.json_bytes(done.to_json()), self._counted_until(MARK_S)
         self.record.update(exit=Exit(code, done.reason, at=done.at))
         with suppress(OSError):
             atomic.write_bytes(self.workdir / bucket.DONE, marker)
@@ -505,7 +505,7 @@ class Supervisor:
         """
         self.say(f"this attempt failed: {why}")
         if self._metered:
-            self._drain(self._until(CRASH_S))
+            self._drain(self._counted_until(CRASH_S))
             self._leave(Exit(code, why, at=iso(self.clock())))
         return code
 

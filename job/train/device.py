@@ -34,6 +34,9 @@ DATA_SHEETS: dict[str, tuple[float, float, float]] = {
     "NVIDIA H100 PCIe": (756, 2000, 80),
     "NVIDIA H200": (989.5, 4800, 141),
     "NVIDIA B200": (2250, 7700, 180),
+    "NVIDIA B300": (2250, 8000, 269),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (480, 1597, 96),
+    "NVIDIA RTX PRO 4500 Blackwell Server Edition": (203, 800, 32),
 }
 ALLOCATORS = ("expandable_segments:True", "pinned_max_cached_size_mb:1,pinned_max_round_threshold_mb:1")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h

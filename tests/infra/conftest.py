@@ -11,6 +11,8 @@ from commands_world import account, definition
 from commands_world import project as stack_project
 
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence.speeds import Expected, SpeedGroup, Speeds
+from gpufleet.infra.risk import unknown
 from gpufleet.rehearsal.cloud import Cloud
 
 
@@ -37,3 +39,18 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> review_world.Project:
     """An empty repository with a project in it, which is the current directory."""
     return review_world.enter(tmp_path, monkeypatch)
+
+
+PLANNED = {"growth": 0.5, "from scratch": 0.45, "adapter": 0.45, "all weights": 0.4, "": 0.5}
+
+
+@pytest.fixture
+def everything_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round shares of the roofline, and no doubt of speed, price and set-up: arithmetic is left, and interruptions."""
+    for name in ("MEASURED", "STATED", "SETUP", "SETUP_MEASURED", "MOST_PRICE"):
+        monkeypatch.setattr(unknown, name, 0.0)
+
+    def expect(_: Speeds, place: SpeedGroup) -> Expected:
+        return Expected(share=PLANNED[place.kind], sigma=0.0, shared=0.0)
+
+    monkeypatch.setattr(Speeds, "expect", expect)

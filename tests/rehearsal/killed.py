@@ -26,7 +26,7 @@ from gpufleet.rehearsal.engine import Pulumi, settings
 from gpufleet.rehearsal.environment import scratch
 
 READS = ("Describe", "Get", "List", "Head")
-WRITES = 40  # of an `up` from nothing, which a test counts
+WRITES = 45  # of an `up` from nothing, which a test counts
 Mode = Literal["killed", "no answer"]
 
 
@@ -48,8 +48,9 @@ class Killer:
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         action = f"{environ['REQUEST_METHOD']} {environ.get('QUERY_STRING', '')}".strip()
-        if gate._credential(environ, str(environ.get("HTTP_AUTHORIZATION", "")))[2] != "s3":
-            action = gate._action(environ)
+        service = gate._credential(environ, str(environ.get("HTTP_AUTHORIZATION", "")))[2]
+        if service != "s3":
+            action = gate._scheduler_action(environ) if service == "scheduler" else gate._action(environ)
         if not self._reads and action.startswith((*READS, "GET", "HEAD")):
             return self._app(environ, start)
         with self._lock:  # one call after the other: the same kill finds the same account

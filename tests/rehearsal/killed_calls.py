@@ -153,6 +153,7 @@ def _others(cloud: Cloud) -> dict[Resource, Any]:
         iam.create_role(RoleName=name, AssumeRolePolicyDocument="{}", Tags=listed)
         iam.create_instance_profile(InstanceProfileName=name, Tags=listed)
         logs.create_log_group(logGroupName=name, tags=tags)
+        cloud.client("scheduler").create_schedule_group(Name=name, Tags=listed)
         volume = ec2.create_volume(AvailabilityZone=f"{cloud.region}a", Size=7)["VolumeId"]
         address = ec2.allocate_address(Domain="vpc")["AllocationId"]
         vpc, subnet = (ec2.describe_subnets()["Subnets"][-1][key] for key in ("VpcId", "SubnetId"))

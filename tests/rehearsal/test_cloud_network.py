@@ -93,6 +93,14 @@ def test_a_vpc_goes_once_nothing_is_left_in_it(cloud: Cloud) -> None:
     DELETES["VPC"](ec2, made)
 
 
+def test_an_endpoint_goes_although_its_route_table_has_gone_before_it(cloud: Cloud) -> None:
+    ec2, made = cloud.client("ec2"), network(cloud)
+    ec2.delete_subnet(SubnetId=made["SubnetId"])
+    ec2.delete_route_table(RouteTableId=made["RouteTableId"])
+    (endpoint,) = ec2.describe_vpc_endpoints()["VpcEndpoints"]
+    assert ec2.delete_vpc_endpoints(VpcEndpointIds=[endpoint["VpcEndpointId"]])["Unsuccessful"] == []
+
+
 def test_a_security_group_that_another_one_s_rule_names_stays(cloud: Cloud) -> None:
     ec2, made = cloud.client("ec2"), network(cloud)
     other = ec2.create_security_group(GroupName="other", Description="other", VpcId=made["VpcId"])["GroupId"]

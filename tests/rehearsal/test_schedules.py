@@ -29,7 +29,7 @@ GROUP = "gpufleet-runs"
 
 
 @dataclass
-class Stopped:
+class StoppedFleet:
     """A Cloud with a fleet, the schedule that ends it in two hours, and a node."""
 
     cloud: Cloud
@@ -68,7 +68,7 @@ class Stopped:
 
 
 @pytest.fixture
-def stopped(tmp_path: Path) -> Iterator[Stopped]:
+def stopped(tmp_path: Path) -> Iterator[StoppedFleet]:
     clock = ManualClock()
     with Cloud(tmp_path, clock=clock) as cloud:
         iam, scheduler = cloud.client("iam"), cloud.client("scheduler")
@@ -80,7 +80,7 @@ def stopped(tmp_path: Path) -> Iterator[Stopped]:
         logs = f"arn:aws:logs:us-east-2:{cloud.account}:log-group:g"
         arns = (stop.schedule_arn(group), f"arn:aws:iam::{cloud.account}:role/stop")
         role(cloud, node_statements(RUN, "arn:aws:s3:::own", logs, *arns))
-        made = Stopped(cloud, clock, owned_fleet(cloud))
+        made = StoppedFleet(cloud, clock, owned_fleet(cloud))
         scheduler.create_schedule(**made.asked(2))
         cloud.tick()
         yield made
@@ -90,7 +90,7 @@ def _everything() -> dict[str, str]:
     return {"Effect": "Allow", "Action": "*", "Resource": "*"}
 
 
-def test_at_its_hour_the_fleet_is_deleted_and_its_node_ended(stopped: Stopped) -> None:
+def test_at_its_hour_the_fleet_is_deleted_and_its_node_ended(stopped: StoppedFleet) -> None:
     stopped.passes(1.99)
     assert len(living(stopped.cloud)) == 1
     stopped.passes(0.02)
@@ -102,7 +102,7 @@ def test_at_its_hour_the_fleet_is_deleted_and_its_node_ended(stopped: Stopped) -
     assert stopped.refused == [""]  # once
 
 
-def test_a_node_moves_the_hour_and_what_stands_then_fires(stopped: Stopped) -> None:
+def test_a_node_moves_the_hour_and_what_stands_then_fires(stopped: StoppedFleet) -> None:
     stopped.node().update_schedule(**stopped.asked(5))
     stopped.passes(4.9)
     assert stopped.refused == []
@@ -110,7 +110,7 @@ def test_a_node_moves_the_hour_and_what_stands_then_fires(stopped: Stopped) -> N
     assert stopped.refused == [""]
 
 
-def test_a_schedule_that_finds_its_fleet_deleted_does_nothing(stopped: Stopped) -> None:
+def test_a_schedule_that_finds_its_fleet_deleted_does_nothing(stopped: StoppedFleet) -> None:
     stopped.cloud.client("ec2").delete_fleets(FleetIds=[stopped.fleet], TerminateInstances=True)
     stopped.passes(1)
     stopped.passes(1.1)
@@ -118,12 +118,12 @@ def test_a_schedule_that_finds_its_fleet_deleted_does_nothing(stopped: Stopped) 
 
 
 @pytest.mark.parametrize("hours", [0, -1])
-def test_an_hour_that_has_passed_is_refused(stopped: Stopped, hours: float) -> None:
+def test_an_hour_that_has_passed_is_refused(stopped: StoppedFleet, hours: float) -> None:
     with pytest.raises(ClientError, match="Invalid Schedule Expression"):
         stopped.node().update_schedule(**stopped.asked(hours))
 
 
-THEFTS: dict[str, Callable[[Stopped], Any]] = {
+THEFTS: dict[str, Callable[[StoppedFleet], Any]] = {
     "another role is passed": lambda s: s.node().update_schedule(**s.asked(1, RoleArn=s.role("other"))),
     "another schedule is made": lambda s: s.node().create_schedule(**{**s.asked(1), "Name": "more"}),
     "the schedule is made anew": lambda s: s.node().create_schedule(**s.asked(1)),
@@ -135,12 +135,14 @@ THEFTS: dict[str, Callable[[Stopped], Any]] = {
 
 
 @pytest.mark.parametrize("theft", THEFTS.values(), ids=THEFTS.keys())
-def test_a_stolen_node_changes_nothing_but_the_hour(stopped: Stopped, theft: Callable[[Stopped], Any]) -> None:
+def test_a_stolen_node_changes_nothing_but_the_hour(
+    stopped: StoppedFleet, theft: Callable[[StoppedFleet], Any]
+) -> None:
     with pytest.raises(ClientError, match="AccessDenied"):
         theft(stopped)
 
 
-def test_the_role_is_passed_to_the_scheduler_alone(stopped: Stopped) -> None:
+def test_the_role_is_passed_to_the_scheduler_alone(stopped: StoppedFleet) -> None:
     iam = stopped.cloud.client("iam")
     statements = iam.get_role_policy(RoleName="node", PolicyName="rights")["PolicyDocument"]["Statement"]
     answers = [
@@ -156,7 +158,7 @@ def test_the_role_is_passed_to_the_scheduler_alone(stopped: Stopped) -> None:
 
 
 @pytest.mark.parametrize("key", own_tags(RUN))
-def test_what_a_stolen_node_makes_the_schedule_do_ends_nobody_else_s_fleet(stopped: Stopped, key: str) -> None:
+def test_what_a_stolen_node_makes_the_schedule_do_ends_nobody_else_s_fleet(stopped: StoppedFleet, key: str) -> None:
     theirs = owned_fleet(stopped.cloud, **{key: "other"})
     stopped.cloud.tick()
     asked = json.dumps({"FleetIds": [stopped.fleet, theirs], "TerminateInstances": True})
@@ -203,7 +205,7 @@ def test_the_schedule_s_role_ends_own_nodes_and_no_instance_that_is_named(contex
     assert iam_policy.allowed(stop.stop_statements(RUN), wish) is may
 
 
-def test_a_role_that_trusts_another_group_is_not_acted_with(stopped: Stopped) -> None:
+def test_a_role_that_trusts_another_group_is_not_acted_with(stopped: StoppedFleet) -> None:
     trust = json.dumps(stop.trust(f"arn:aws:scheduler:us-east-2:{stopped.cloud.account}:schedule-group/other"))
     stopped.cloud.client("iam").update_assume_role_policy(RoleName="stop", PolicyDocument=trust)
     stopped.passes(2.1)

@@ -31,13 +31,14 @@ from gpufleet.infra.program.run_guard import creation_digest
 from gpufleet.job.dataset.weights import describe
 from gpufleet.rehearsal import provider, scratch
 from gpufleet.rehearsal.cloud import Cloud
-from gpufleet.rehearsal.engine import REPOSITORY, Engine, Pulumi, settings
+from gpufleet.rehearsal.engine import Engine, Pulumi, settings
 from gpufleet.rehearsal.evidence import Rehearsal
 from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.rehearse import command
 from gpufleet.rehearsal.timeline import Timeline
 from gpufleet.rehearsal.watch import Planned, Watch
 
+ROOT = HERE.parents[1]
 INTERRUPTED_AT = {"growth": 130, "command": 60}  # after this step
 LEFT_OUT = ("/job.tar.gz", "/model.safetensors")  # large; the archive is read by its own nodes, a model by users
 TRACES = {
@@ -66,7 +67,7 @@ def main(target: Path) -> None:
 
 def record_definitions(target: Path) -> None:
     """Every file that is shipped, and what the stack of a run of each remembers of it."""
-    found = sorted([*REPOSITORY.glob("stacks/*.yaml"), *REPOSITORY.glob("examples/*.yaml")])
+    found = sorted([*ROOT.glob("stacks/*.yaml"), *ROOT.glob("examples/*.yaml")])
     write_archive(target / "definitions.tar.gz", ((path.name, path.read_bytes()) for path in found))
     digests = {path.name: creation_digest(load(path, now=datetime.now(UTC))) for path in found}
     (target / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")

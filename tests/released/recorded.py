@@ -25,7 +25,7 @@ from gpufleet.rehearsal.handlers.table import Aws
 HERE = Path(__file__).parent
 PROJECT = "<project>"  # stands for the folder in which it was recorded
 RELEASES = sorted(path for path in HERE.glob("[0-9]*") if path.is_dir())
-STACK = "pulumi:pulumi:Stack"
+STACK, ROLE = "pulumi:pulumi:Stack", "aws:iam/role:Role"
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class RecordedState:
         with the files of `project`.
         """
         aws = Aws(environment=cloud.environment(), region=cloud.region)
-        account = self.one("aws:iam/role:Role")["outputs"]["arn"].split(":")[4]
+        account = next(each["outputs"]["arn"] for each in self.resources if each["type"] == ROLE).split(":")[4]
         state = self.replaced({account: cloud.account, PROJECT: str(project)})
         for number in range(len(state.resources)):
             resource = state.resources[number]

@@ -51,7 +51,6 @@ class ToyConfig(JobConfig):
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.toy.run:Toy"
     dataset_kind: ClassVar[str] = "windows"
-    efficiency: ClassVar[float] = 0.3
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps",)
 
     steps: int = bounded(1000, 1, 1_000_000)

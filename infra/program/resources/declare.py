@@ -12,7 +12,7 @@ from gpufleet.infra.program.plan import Plan
 from gpufleet.infra.program.resources.fleet import FleetComponent
 from gpufleet.infra.program.resources.identity import Identity
 from gpufleet.infra.program.resources.network import GivenVpc, Network
-from gpufleet.infra.program.resources.stop import Stop
+from gpufleet.infra.program.resources.stop import FleetStop
 from gpufleet.infra.program.resources.storage import StorageComponent, Upload
 from gpufleet.job.contract.bucket import ARCHIVE, CODE, input_key
 from gpufleet.job.contract.workdir import RUN
@@ -50,7 +50,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         frozen=verdict.continues,
         opts=options,
     )
-    stop = Stop(
+    stop = FleetStop(
         f"{prefix}stop",
         definition,
         permissions_boundary=around.permissions_boundary,

@@ -23,7 +23,7 @@ SERVICE = "scheduler.amazonaws.com"
 END_FLEET = "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets"  # a universal target (Scheduler User Guide, 2026-11-27)
 
 
-class Stop(pulumi.ComponentResource):
+class FleetStop(pulumi.ComponentResource):
     """Group and role of the schedule, which must exist before a node boots. `declare_for` adds the schedule itself."""
 
     group: aws.scheduler.ScheduleGroup

@@ -167,7 +167,7 @@ def allow(*actions: str, resource: str = "*", **condition: Any) -> dict[str, Any
     return {"Effect": "Allow", "Action": list(actions), "Resource": resource, "Condition": condition}
 
 
-ALL = allow("s3:*", "logs:*", "ec2:*", "ssm:*", "ssmmessages:*", "kms:*")
+ALL = allow("s3:*", "logs:*", "ec2:*", "ssm:*", "ssmmessages:*", "kms:*", "scheduler:*", "iam:PassRole")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Disk, Job, Keep, Variant
 from gpufleet.job.spec import SftConfig
 
+pytestmark = pytest.mark.usefixtures("everything_known")
+
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes
 

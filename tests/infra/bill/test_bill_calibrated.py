@@ -31,6 +31,8 @@ from gpufleet.infra.program.run_guard import Previous
 from gpufleet.job import measured
 from gpufleet.job.spec import GrowthConfig, SftConfig
 
+pytestmark = pytest.mark.usefixtures("everything_known")
+
 CATALOG = load_catalog()
 ROOT = Disk(size_gib=100)
 
@@ -140,7 +142,7 @@ def test_a_refused_measurement_is_named_and_the_bill_is_uncalibrated() -> None:
     )
     assert not found.calibrated
     assert found.usd == bill(None).usd
-    assert any(warning.startswith("uncalibrated: roofline") for warning in found.warnings)
+    assert any(warning.startswith("uncalibrated: 50% of the roofline") for warning in found.warnings)
     assert "g5.2xlarge: calibrations/x.json does not count any more: job.parameters.model.width was 1, is 2" in (
         found.warnings
     )

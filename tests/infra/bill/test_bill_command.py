@@ -19,6 +19,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import Limits, StackDefinition
 from gpufleet.infra.errors import DefinitionError
+from gpufleet.infra.risk import unknown
 from gpufleet.job.spec.command import (
     CommandCheckpoint,
     CommandConfig,
@@ -29,6 +30,8 @@ from gpufleet.job.spec.command import (
     Resume,
     StopRules,
 )
+
+pytestmark = pytest.mark.usefixtures("everything_known")
 
 CATALOG = load_catalog(ROOT)
 FILE = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 26, tzinfo=UTC))
@@ -54,7 +57,10 @@ def bill(work: CommandWork = STEPS, **changes: Any) -> Bill:
     return price(definition(work, **changes), CATALOG)
 
 
-def test_declared_steps_cost_their_time_and_the_range_holds_how_far_that_may_be_off() -> None:
+def test_declared_steps_cost_their_time_and_the_range_holds_how_far_that_may_be_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unknown, "STATED", 0.25)
     found = bill(capacity="on-demand")
     (phase,) = found.chosen.runtime.phases
     assert (phase.steps, phase.step_ms) == (60_000, 590.0)

@@ -22,6 +22,8 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Disk, Estimate, Keep, Limits, StackDefinition, Variant
 from gpufleet.job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
+pytestmark = pytest.mark.usefixtures("everything_known")
+
 GOLDEN = Path(__file__).parent / "golden"
 PART = 64 * 1024 * 1024  # bytes of one upload request
 H100_TFLOPS, H100_GB_S = 989.5e12, 3350e9  # bf16 dense, memory

@@ -25,6 +25,8 @@ from gpufleet.infra.risk.hazard import Hazard
 from gpufleet.infra.risk.simulation import ATTEMPTS_IN_STEP, Exposure, simulate, simulate_each
 from gpufleet.job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
+pytestmark = pytest.mark.usefixtures("everything_known")
+
 settings.register_profile(
     "bill",
     max_examples=60,

@@ -21,6 +21,8 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.risk.closed_form import expected_hours
 from gpufleet.job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
+pytestmark = pytest.mark.usefixtures("everything_known")
+
 CATALOG = load_catalog()
 
 
@@ -54,7 +56,7 @@ def test_the_least_work_still_costs_its_set_up_and_what_it_keeps(config: JobConf
 @pytest.mark.parametrize("hazard", ["0", "1", "100", "1000000"])
 def test_any_hazard_gives_finite_figures_in_order(hazard: str) -> None:
     found = bill(definition(hazard_per_hour=hazard))
-    for values in (found.usd, found.hours, found.chosen.wall_hours, found.chosen.needed_usd, found.half_speed):
+    for values in (found.usd, found.hours, found.chosen.wall_hours, found.chosen.needed_usd, found.chosen.alone_usd):
         assert values.p10 <= values.p50 <= values.p90
         assert values.mean.is_finite()
     assert math.isfinite(found.chosen.interruptions)

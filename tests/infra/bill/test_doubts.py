@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from decimal import Decimal
@@ -17,8 +18,12 @@ from gpufleet.infra.bill.limits import enough
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Disk, Keep, Variant
 from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.evidence.speeds import Expected, Speeds
+from gpufleet.infra.risk.unknown import P90
 from gpufleet.job.spec import SftConfig
 from gpufleet.job.spec.pretrain import CharData, CharModel, PretrainConfig, RowBatch
+
+pytestmark = pytest.mark.usefixtures("everything_known")
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes
@@ -226,11 +231,12 @@ def test_save_and_upload_that_miss_the_notice_are_said_before_the_run() -> None:
     assert not any("a notice gives" in warning for warning in sure.warnings)
 
 
-def test_an_uncalibrated_bill_says_so_and_shows_half_the_speed() -> None:
+def test_an_uncalibrated_bill_says_so_and_how_far_it_may_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speeds, "expect", lambda *_: Expected(share=0.5, sigma=math.log(2) / P90, shared=0.0))
     found = bill()
     assert not found.calibrated
-    assert any(warning.startswith("uncalibrated: roofline at efficiency 0.5") for warning in found.warnings)
-    assert found.half_speed.p50 > found.usd.p50
+    said = "in eight runs of ten the work takes 50% to 200% of those hours"
+    assert f"uncalibrated: 50% of the roofline, as others measured; {said}" in found.warnings
 
 
 def test_inferred_prices_are_marked() -> None:

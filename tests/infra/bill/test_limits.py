@@ -14,7 +14,6 @@ import pytest
 from cost_definitions import definition, growth
 from repository import ROOT
 
-from gpufleet.infra.bill import side
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.bill.fit import cheapest_holder
@@ -32,6 +31,8 @@ from gpufleet.job.contract.terms import Rates, RunLimits
 from gpufleet.job.spec import SftConfig
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
+
+pytestmark = pytest.mark.usefixtures("everything_known")
 
 CATALOG = load_catalog()
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -120,9 +121,10 @@ def test_a_deadline_that_one_run_in_twenty_misses_is_worth_a_sentence() -> None:
     assert not deadline_problems(soon, replace(found, only_priced="two nodes"), NOW)
 
 
-def test_on_demand_the_run_needs_what_it_needs_without_nine_in_ten() -> None:
+def test_on_demand_the_run_needs_what_it_needs() -> None:
     assert refused(definition(capacity="on-demand", max_hours="0.1")) == [
-        "limits.max_hours: at least 0.48 node-hours: the run needs that, 119 s for a clean stop included. "
+        "limits.max_hours: at least 0.48 node-hours: half of the simulated runs need that or more, 119 s for a clean"
+        " stop included. 0.48 suffices for nine in ten."
     ]
 
 
@@ -240,7 +242,7 @@ def test_an_uncalibrated_bill_says_at_which_speed_a_limit_stops_the_run() -> Non
     assert f"{said}, even uninterrupted" in bill(max_hours="0.5").warnings
     assert "limits.max_usd stops" in " ".join(bill(max_usd="0.95").warnings)
     assert not any("of the assumed speed" in warning for warning in bill(max_hours="1").warnings)
-    assert "chance that one stops the run, if the speed is right" in flat(render(found))
+    assert "chance that one stops the run: 0%" in flat(render(found))
 
 
 # Free hours -----------------------------------------------------------------------------------------------------------
@@ -253,22 +255,6 @@ def test_a_p50_that_stands_on_free_hours_says_what_it_is_with_them_charged() -> 
     said = f"p50 counts on AWS not charging {hours} node-hours, first hours that it interrupts; charged, p50 is"
     assert f"{said} {charged:.2f}" in found.warnings
     assert not any("not charging" in warning for warning in bill().warnings)
-
-
-def test_half_the_speed_is_followed_through_as_many_nodes_as_the_run_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    simulate = simulation.simulate
-
-    def watched(*given: Any, **named: Any) -> Any:
-        seen.append(named.get("attempts"))
-        return simulate(*given, **named)
-
-    monkeypatch.setattr(simulation, "simulate", watched)
-    found = bill(hazard_per_hour="10", config=growth(steps_per_phase=5000), max_usd="50", max_hours="500")
-    assert seen == [None]  # risk.MAX_ATTEMPTS
-    assert found.chosen.interruptions > 64
-    assert found.half_speed.p50 > found.usd.p50
-    assert side.half_speed(found.chosen, definition().variant) == found.half_speed
 
 
 def test_dollars_at_a_hazard_are_those_of_a_bill_that_is_told_it() -> None:
@@ -347,12 +333,12 @@ def test_a_deadline_says_at_which_speed_it_stops_the_run_as_a_limit_does(span: b
 
 
 def test_runs_that_wait_until_their_fleet_expires_are_a_warning_where_no_deadline_says_when() -> None:
-    """Waits of 20 h on average, a node that is never taken: the first wait alone has 24 h + max_hours less the run."""
-    waits: dict[str, Any] = {"capacity_wait_minutes": "1200", "hazard_per_hour": "0.000001"}
+    """Waits of 20 h on average, where there is mostly no node at first; the fleet lives for 24 h + max_hours."""
+    waits: dict[str, Any] = {"capacity_wait_minutes": "1200", "hazard_per_hour": "0.3"}
     found = bill(**waits)
-    share = np.exp(-(26 - found.chosen.exposure.uninterrupted_h) / 20)
+    share = (found.chosen.needed.wall_hours + found.chosen.exposure.reserve_h > 26).mean()
     (said,) = [text for text in found.warnings if "expires" in text]
-    assert int(said.split("%")[0]) / 100 == pytest.approx(share, abs=0.03)
+    assert 0.05 < int(said.split("%")[0]) / 100 == pytest.approx(share, abs=0.01)
     assert "limits.max_hours + 24 h after `up`; limits.deadline sets another time" in said
     plan = definition(**waits)
     later = replace(plan, limits=replace(plan.limits, deadline=NOW + timedelta(days=90)))

@@ -15,6 +15,8 @@ from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.spec import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
+pytestmark = pytest.mark.usefixtures("everything_known")
+
 ROOT = Disk(size_gib=100)
 
 
@@ -80,9 +82,9 @@ def test_a_fast_gpu_waits_for_its_host_and_a_slow_one_does_not() -> None:
     slow, _, fast = (each.phases for each in found)
     host = "what the host needs to launch a step"
     assert [each.basis for each in found] == [
-        "roofline at efficiency 0.5",
-        f"roofline at efficiency 1, but for dense: {host}",
-        f"roofline at efficiency 0.5, but for dense, moe: {host}",
+        "50% of the roofline, as others measured",
+        f"100% of the roofline, estimate.efficiency, but for dense: {host}",
+        f"50% of the roofline, as others measured, but for dense, moe: {host}",
     ]
     assert [phase.step_ms / (phase.limit_ms or 0) for phase in slow] == pytest.approx([2, 2, 2])
     assert [phase.step_ms for phase in fast[:2]] == pytest.approx([12.1, 18.4])

@@ -84,7 +84,7 @@ def test_a_run_that_a_limit_may_stop_has_two_totals_and_says_which_is_which() ->
     assert float(total.split()[-1]) == float(bill.usd.p50) < float(bill.chosen.needed_usd.p50)
     assert spent.split()[-3] == f"{bill.usd.p50:.2f}"
     assert needed.split()[-3] == f"{bill.chosen.needed_usd.p50:.2f}"
-    assert "within the limits" not in text()
+    assert "within the limits" not in text(max_usd="9", max_hours="9")
 
 
 def test_a_limit_below_what_the_whole_run_leaves_in_its_bucket_is_not_exceeded_within_the_limits() -> None:
@@ -115,7 +115,7 @@ def test_a_negative_line_of_interruptions_is_explained() -> None:
 
 def test_the_limit_that_comes_first_is_named() -> None:
     assert "3.00 USD, 2 node-hours (comes first)" in text()
-    assert "1.80 USD (comes first, at 2.8" in text(max_usd="1.80", max_hours="9")
+    assert "1.80 USD (comes first, at 2.8" in text(max_usd="1.80", max_hours="9", efficiency="0.5")
 
 
 def test_one_listed_type_needs_no_table_of_types_and_two_do() -> None:

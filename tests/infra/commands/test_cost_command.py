@@ -45,7 +45,7 @@ def test_it_prints_the_bill(project: Path, capsys: pytest.CaptureFixture[str]) -
     assert printed.startswith(f"{STACK}, run ")
     assert "total = p50" in printed
     assert "the size of the dataset is assumed" in printed
-    assert "cheaper to finish this work" in printed
+    assert "perhaps cheaper, in fewer than 80% of runs" in " ".join(printed.split())
 
 
 def test_its_json_has_what_is_cheaper(every_stack: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,10 +139,11 @@ def test_a_scenario_that_cannot_be_launched_is_priced_as_compare_prices_it(
 
 
 @pytest.mark.usefixtures("every_stack")
-def test_half_the_speed_of_a_node_that_is_held_anyway_costs_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_speed_of_a_job_on_a_node_that_is_held_anyway_costs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("kernel-sft", "--scenario", "plan-8.5h", "--json") == 0
     bill = json.loads(capsys.readouterr().out)
-    assert bill["half_speed"]["usd"]["p50"] == bill["usd"]["p50"]
+    assert bill["unknown"]["sigma"]["slower"] > 0
+    assert bill["unknown"]["speed"] is None
 
 
 @pytest.mark.usefixtures("every_stack")
@@ -157,10 +158,10 @@ def test_a_scenario_that_ran_elsewhere_has_its_plans_claim_alone(capsys: pytest.
 def test_a_deadline_is_held_against_the_run(every_stack: None, capsys: pytest.CaptureFixture[str]) -> None:
     file = Path("stacks/sft-h100.yaml")
     text = file.read_text()
-    file.write_text(text.replace("max_hours: 16", "max_hours: 16\n  deadline: in 14.5 h"))
+    file.write_text(text.replace("max_hours: 17", "max_hours: 16\n  deadline: in 14.5 h"))
     assert run("sft-h100") == 0
     assert "of the assumed speed (set-up apart) limits.deadline stops" in " ".join(capsys.readouterr().out.split())
-    file.write_text(text.replace("max_hours: 16", "max_hours: 16\n  deadline: in 10 h"))
+    file.write_text(text.replace("max_hours: 17", "max_hours: 16\n  deadline: in 10 h"))
     with pytest.raises(DefinitionError, match=r"limits.deadline: 'in 10 h' .* hours that p5.4xlarge needs"):
         run("sft-h100")
     assert "total = p50" in capsys.readouterr().out

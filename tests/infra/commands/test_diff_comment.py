@@ -13,7 +13,7 @@ from review_world import Project, reviewed, run
 
 from gpufleet.infra.commands import diff
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.review.markdown import MARKER
+from gpufleet.infra.review.markdown import marker
 
 
 def test_the_comment_begins_with_its_marker_and_repeats_byte_for_byte(
@@ -22,8 +22,8 @@ def test_the_comment_begins_with_its_marker_and_repeats_byte_for_byte(
     base, head = project.stack(), project.stack(("steps_per_phase: 1000", "steps_per_phase: 2000"))
     (_, first), (_, second) = run(capsys, base, head), run(capsys, base, head)
     assert first == second
-    assert first.startswith(f"{MARKER}\n")
-    assert first.count(MARKER) == 1
+    assert first.startswith(f"{marker()}\n")
+    assert first.count(marker()) == 1
 
 
 def test_no_clock_is_in_the_comment_and_age_is_that_on_the_day_of_head(
@@ -77,7 +77,7 @@ def test_out_writes_the_file_and_keeps_the_exit_code(project: Project, capsys: p
     (project.folder / "review").mkdir()
     code, out = run(capsys, base, head, "--out", "review/comment.md")
     assert (code, out) == (1, "")
-    assert (project.folder / "review" / "comment.md").read_text().startswith(MARKER)
+    assert (project.folder / "review" / "comment.md").read_text().startswith(marker())
     assert [path.name for path in (project.folder / "review").iterdir()] == ["comment.md"]
 
 

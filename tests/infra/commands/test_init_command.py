@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,8 +237,8 @@ GIT = {"url": "https://example.org/gpufleet", "vcs_info": {"vcs": "git", "commit
 def test_ci_gets_gpufleet_from_where_it_came(
     origin: dict[str, object] | None, install: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: Callable[[str], str | None] = lambda name: origin and json.dumps(origin)  # noqa: E731
-    monkeypatch.setattr(workflow, "distribution", lambda name: SimpleNamespace(version="1.2", read_text=said))
+    told = SimpleNamespace(version="1.2", read_text=lambda name: json.dumps(origin) if origin else None)
+    monkeypatch.setattr(workflow, "distribution", lambda name: told)
     assert workflow.installation(ROOT) == install
     steps = yaml.safe_load(workflow.workflow(".", install))["jobs"]["review"]["steps"]
     run = next(step["run"] for step in steps if step.get("name") == "Install gpufleet")

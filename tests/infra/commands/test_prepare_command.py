@@ -74,7 +74,7 @@ def test_a_package_that_bills_do_without_is_named_with_how_it_comes(
     assert main(["prepare", "kernel-sft", "--rehearsal"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("gpufleet: this data needs a package that is missing (import of tokenizers")
-    assert said.endswith("pip install -e '.[job]'\n")
+    assert said.endswith("pip install 'gpufleet[job]'\n")
 
 
 def test_a_rehearsal_that_shares_the_files_folder_does_not_replace_its_data(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -23,6 +23,8 @@ from gpufleet.infra.definition.model import Limits, StackDefinition, Variant
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.review.policy import Policy
 from gpufleet.job.spec import EXPERIMENTS
+
+pytestmark = pytest.mark.usefixtures("everything_known")
 
 NOW = datetime(2026, 11, 25, tzinfo=UTC)
 CATALOG = load_catalog()
@@ -59,8 +61,8 @@ def test_each_option_put_into_the_file_is_accepted_and_costs_what_was_said(stack
         assert problems(there, bill) == []
         assert row.usd is not None
         same = bill.chosen.needed_usd
-        assert (same.p10, same.p50, same.p90) == (row.usd.p10, row.usd.p50, row.usd.p90)
-        assert abs(same.mean / row.usd.mean - 1) < LEAST  # runs that need many nodes are carried on
+        for there_usd, said_usd in zip(astuple(same), astuple(row.usd), strict=True):
+            assert abs(there_usd / said_usd - 1) < 2 * LEAST  # runs that need many nodes are carried on
         assert same.mean < mean * (1 - LEAST)
 
 
@@ -80,14 +82,19 @@ def test_a_type_that_passes_a_limit_is_counted_and_not_named() -> None:
     assert slow in {row.type for row in free.rows}
     assert held.beyond > 0
     assert free.beyond == 0
-    assert SHOWN + free.more == len(held.rows) + held.more + held.beyond
+    assert SHOWN + free.more + free.unsure == len(held.rows) + held.more + held.unsure + held.beyond
 
 
 def test_a_type_that_misses_the_deadline_is_counted_and_not_named() -> None:
     asked = shipped("sft-h100")
-    soon, later = cheaper_options(asked, hours_left=6.0), cheaper_options(asked)
-    assert [row.type for row in soon.rows] == ["p6-b200.48xlarge"]  # p5en: 4.9 hours at p90, and waits for capacity
-    assert len(soon.rows) + soon.more + soon.beyond == len(later.rows) + later.more + later.beyond
+    asked = replace(asked, limits=WIDE)
+    soon, later = cheaper_options(asked, hours_left=20.0), cheaper_options(asked)
+    slow = "g6e.2xlarge"  # 39 hours
+    assert slow in {row.type for row in later.rows}
+    assert slow not in {row.type for row in soon.rows}
+    counted = [len(each.rows) + each.more + each.unsure + each.beyond for each in (soon, later)]
+    assert counted[0] == counted[1]
+    assert soon.beyond > later.beyond
 
 
 def test_one_that_misses_the_deadline_in_a_third_of_runs_is_not_named() -> None:
@@ -120,11 +127,12 @@ def test_several_nodes_are_compared_with_nothing() -> None:
 
 def test_the_bill_names_them_and_where_all_are() -> None:
     asked = shipped("sft-h100")
-    options = cheaper_options(asked)
+    options = replace(cheaper_options(asked), more=2, unsure=1)
     text = flat(price(asked, CATALOG), options)
-    (first, *_), more = options.rows, options.more
-    assert f"{first.type} on spot 8 x B200 4 " in text
-    assert f"{more} more within the limits, {options.beyond} cheaper ones beyond a limit or rule" in text
+    (first, *_) = options.rows
+    assert f"{first.type} on spot {first.gpus} {first.ranks} " in text
+    assert "2 more within the limits, 1 perhaps cheaper, in fewer than 80% of runs, " in text
+    assert f"{options.beyond} cheaper ones beyond a limit or rule" in text
     assert "all: `gpufleet compare sft-h100`." in text
     assert "at an assumed speed" not in text
 
@@ -135,7 +143,7 @@ def test_a_bill_without_any_says_so() -> None:
     )
     options = cheaper_options(asked)
     assert options.rows == ()
-    said = "No other type does this work for less; all: `gpufleet compare kernel-sft --scenario curriculum`."
+    said = "No other type is sure to do this work for less; all: `gpufleet compare kernel-sft --scenario curriculum`."
     assert said in flat(price(asked, CATALOG), options)
 
 

@@ -26,6 +26,8 @@ from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import Hazard, Key
 from gpufleet.job.spec import PretrainConfig
 
+pytestmark = pytest.mark.usefixtures("everything_known")
+
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 E1, E2, W2 = "us-east-1", "us-east-2", "us-west-2"
 
@@ -392,12 +394,12 @@ def test_scenarios_that_share_their_work_share_the_widest_of_their_limits() -> N
 
 
 def test_what_misses_the_deadline_comes_after_what_meets_it() -> None:
-    within = 0.5
+    within = 0.35
     found = options(within)
     late = [row.late > ranking.SURE for row in found if row.ranked]
     assert any(late)
     assert late == sorted(late)
-    assert any("misses the deadline, 0.50 h from now" in row.lost for row in found)
+    assert any("misses the deadline, 0.35 h from now" in row.lost for row in found)
 
 
 def test_a_slice_of_a_gpu_is_not_no_gpu() -> None:
@@ -495,7 +497,8 @@ def test_a_scenario_costs_in_the_comparison_what_its_own_bill_says_it_takes_to_f
     plan, _ = stack("tinystories-growth")
     (row,) = ranking.scenarios(plan, [plan], load_catalog(), runs=1000)
     found = price(plan, load_catalog(), runs=1000).chosen
-    assert (row.usd, row.hours, row.interruptions) == (found.needed_usd, found.needed_hours, found.interruptions)
+    interruptions = float(found.needed.interruptions.mean())
+    assert (row.usd, row.hours, row.interruptions) == (found.needed_usd, found.needed_hours, interruptions)
 
 
 def test_what_was_learned_of_a_type_moves_its_spot_rows_alone() -> None:

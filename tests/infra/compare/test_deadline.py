@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gpufleet.infra.compare.deadline import switch
+from gpufleet.infra.risk.hazard import Floats
 from gpufleet.infra.risk.simulation import Exposure, PlannedEnd, simulate
 
 SPOT = Exposure(
@@ -91,6 +92,17 @@ def test_certainty_can_be_asked_for_where_it_is_there() -> None:
     assert switch(replace(SPOT, hazard=0.0, wait_h=0.0), ON_DEMAND, 9.0, on_time=1.0).switch_h is None
 
 
+@pytest.fixture
+def an_hours_wait_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No node is there at first, and the wait for one is exponential, an hour on average."""
+
+    def waited(_: Exposure, hazard: Floats, normals: Floats, there: Floats, since: Floats) -> Floats:
+        return -np.log(since)
+
+    monkeypatch.setattr(Exposure, "first_wait_h", waited)
+
+
+@pytest.mark.usefixtures("an_hours_wait_at_first")
 def test_who_is_done_on_spot_pays_nothing_on_demand_and_typical_is_of_those_who_switch() -> None:
     kept = replace(SPOT, hazard=1e-9)
     found = switch(kept, ON_DEMAND, 10.0)
@@ -107,6 +119,7 @@ def test_a_calm_run_switches_more_rarely_than_a_rough_one_and_both_are_on_time()
     assert calm.usd[3] < rough.usd[3]
 
 
+@pytest.mark.usefixtures("an_hours_wait_at_first")
 def test_slack_is_used_up_by_waiting_and_not_by_working() -> None:
     # One interruption for certain would cost slack; none happens, so whoever gets a node in time keeps it.
     found = switch(replace(SPOT, hazard=1e-9), ON_DEMAND, 9.0)

@@ -118,6 +118,7 @@ def test_what_the_loader_refuses_is_refused(case: tuple[str, ...]) -> None:
 
 
 OF_COMMANDS_BEYOND = {
+    "checkpoints beside the code",
     "a key in the command",
     "USR1 with torchrun",
     "a request by USR2 with torchrun",

@@ -64,11 +64,15 @@ def test_a_setting_that_takes_the_calibration_away_is_said(
     assert "**HEAD is uncalibrated.**" in out
 
 
-def test_a_measurement_of_another_stack_changes_nothing(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_of_another_stack_moves_what_the_gpu_is_expected_to_do(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = project.stack()
     head = project.commit({"calibrations/other/nvidia-a10g.json": calibration(200.0)})
     _, stacks = reviewed(capsys, base, head)
-    assert not stacks["growth"]["changed"]
+    growth = stacks["growth"]
+    assert [step["keys"] for step in growth["steps"]] == [["measurements"]]
+    assert not growth["head"]["calibrated"]
 
 
 def test_receipts_of_the_commit_teach_its_hazard_and_damaged_ones_are_counted(

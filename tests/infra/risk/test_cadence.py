@@ -109,7 +109,10 @@ def test_the_limits_of_the_run_change_nothing() -> None:
 
 
 def test_an_uncertain_hazard_asks_for_more_care_than_its_median() -> None:
-    known, drawn = optimal(replace(RUN, hazard=0.3), 2.0), optimal(replace(RUN, hazard=Hazard()), 2.0)
+    known, drawn = (
+        optimal(replace(RUN, hazard=0.3), 2.0),
+        optimal(replace(RUN, hazard=Hazard(sigma=0.9, unevenness=0.0)), 2.0),
+    )
     assert known is not None
     assert drawn is not None
     assert drawn.interval_s < known.interval_s

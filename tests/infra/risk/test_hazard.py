@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 from gpufleet.infra.evidence.observations import Observation
-from gpufleet.infra.risk.hazard import DRIFT, HAZARD_MEDIAN, HAZARD_SIGMA, Hazard, Key, find, learn, of_node, word
+from gpufleet.infra.risk.hazard import (
+    DRIFT,
+    HAZARD_MEDIAN,
+    HAZARD_SIGMA,
+    Hazard,
+    Key,
+    find,
+    learn,
+    of_node,
+    prior,
+    word,
+)
 
 DAY = date(2026, 11, 1)
 NORMALS = np.random.default_rng(3).standard_normal(200_000)
@@ -26,8 +37,17 @@ def of_zone(*observations: Observation, zone: str | None = "a") -> Hazard:
 def test_nothing_known_is_the_log_normal_of_the_public_traces() -> None:
     drawn = Hazard().per_run(NORMALS)
     assert np.median(drawn) == pytest.approx(0.3, rel=0.01)
-    assert np.log(drawn).std() == pytest.approx(0.9, rel=0.01)
-    assert Hazard().quantile(0.9) == pytest.approx(0.3 * math.exp(0.9 * 1.2816), rel=1e-3)
+    assert np.quantile(drawn, 0.9) == pytest.approx(Hazard().quantile(0.9), rel=0.02)
+    assert drawn.max() == pytest.approx(0.3 * math.exp(2 * 1.2))
+    assert Hazard().quantile(0.9) == pytest.approx(0.3 * math.exp(1.2 * 1.2816), rel=1e-3)
+
+
+def test_a_node_with_eight_gpus_is_taken_more_often_and_one_seen_learns_from_there() -> None:
+    assert prior(1) == Hazard()
+    assert prior(8).median == pytest.approx(0.3 * 8**0.5)
+    assert find({}, "p5.48xlarge", "a", 8) == prior(8)
+    little = learn([observed("a", 5, 2)._replace(gpus=8)])[Key("g5.2xlarge", "a")]
+    assert little.median > of_zone(observed("a", 5, 2)).median
 
 
 def test_a_fixed_hazard_is_drawn_as_it_is() -> None:
@@ -43,12 +63,12 @@ def test_a_long_history_rules_and_a_short_one_hardly_counts() -> None:
 
 def test_a_zone_alone_is_its_prior_times_its_own_history_once() -> None:
     found, at = of_zone(observed("a", 20, 10)), np.linspace(-9, 5, 20_001)
-    log = -0.5 * (at - math.log(HAZARD_MEDIAN)) ** 2 / (0.85**2 + 0.3**2) + (10 * at - 20 * np.exp(at)) / 5
+    log = -0.5 * (at - math.log(HAZARD_MEDIAN)) ** 2 / (1.0**2 + 0.66**2) + (10 * at - 20 * np.exp(at)) / 5
     weights = np.exp(log - log.max()) / np.exp(log - log.max()).sum()
     mean = float(weights @ at)
     assert math.log(found.median) == pytest.approx(mean, abs=1e-3)
     assert found.sigma == pytest.approx(math.sqrt(float(weights @ (at - mean) ** 2) + DRIFT**2), abs=5e-4)
-    assert found.unevenness == 1.3
+    assert found.unevenness == 1.2
 
 
 def test_a_hazards_word_is_the_nearest_by_ratio() -> None:

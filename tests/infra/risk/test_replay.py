@@ -123,10 +123,10 @@ def test_a_learned_hazard_holds_on_the_zone_it_has_not_seen() -> None:
     contained = []
     for zone in zones:
         rest = learn(other.observation() for other in zones if other is not zone)
-        usd = replay.run(run, zone).usd
-        found = replay.score("learned", replace(run, hazard=rest[Key("g5.2xlarge", None)]), usd)
+        outcome = replay.run(run, zone)
+        found = replay.score("learned", replace(run, hazard=rest[Key("g5.2xlarge", None)]), outcome)
         contained.append(found.contained)
         learned_loss += found.pinball_usd
-        fixed_loss += replay.score("fixed", replace(run, hazard=Hazard.fixed(0.2)), usd).pinball_usd
+        fixed_loss += replay.score("fixed", replace(run, hazard=Hazard.fixed(0.2)), outcome).pinball_usd
     assert 0.7 <= np.mean(contained) <= 0.95
     assert learned_loss < fixed_loss

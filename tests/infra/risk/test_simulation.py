@@ -112,13 +112,33 @@ def test_what_a_limit_keeps_to_stop_in_is_paid_and_no_more_than_there_is() -> No
     assert simulate(replace(capped, max_usd=0.3), runs=1).usd == pytest.approx([0.3 + 2.0 / 60])
 
 
-def test_of_several_nodes_any_is_taken_and_only_that_one_has_its_first_hour_free() -> None:
+def test_two_nodes_are_interrupted_less_than_twice_as_often_and_half_the_time_both_are_taken() -> None:
     two = simulate(replace(RUN, nodes=2, hazard=0.3), runs=2000)
-    free, paid = (simulate(replace(RUN, hazard=0.6, free_h=hours), runs=2000) for hours in (1.0, 0.0))
+    as_often = 0.3 * 2**0.4
+    free, paid = (simulate(replace(RUN, hazard=as_often, free_h=hours), runs=2000) for hours in (1.0, 0.0))
     assert np.array_equal(two.interruptions, free.interruptions)
-    assert two.usd == pytest.approx((free.usd + paid.usd) / 2)
+    assert two.usd == pytest.approx(0.75 * free.usd + 0.25 * paid.usd)
     assert free.usd.mean() < paid.usd.mean()
-    assert expected_hours(replace(RUN, nodes=2), 0.3) == expected_hours(RUN, 0.6)
+    assert expected_hours(replace(RUN, nodes=2), 0.3) == expected_hours(RUN, as_often)
+
+
+def test_a_run_mostly_finds_its_first_node_at_once_and_then_waits_as_long_as_told() -> None:
+    """Up for 1 / 0.5 h between waits of a mean of 0.5 x exp(0.5) h: without a node at 29 % of all hours."""
+    begun = simulate(replace(RUN, hazard=0.5, wait_h=0.5, wait_sigma=1.0, phase_ends_h=(1e-6, 2e-6)), runs=20_000)
+    waited = begun.wall_hours - begun.hours
+    untouched = begun.interruptions == 0
+    mean_h = 0.5 * np.exp(0.5)
+    assert (waited[untouched] > 1e-9).mean() == pytest.approx(0.5 * mean_h / (1 + 0.5 * mean_h), abs=0.02)
+
+
+def test_waits_are_log_normal_with_that_median() -> None:
+    run = replace(RUN, hazard=1.0, wait_h=0.4, wait_sigma=1.2)
+    outcome = simulate(run, runs=40_000)
+    once = (outcome.interruptions == 1) & (outcome.wall_hours > 0)
+    waits = (outcome.wall_hours - outcome.hours)[once]
+    assert np.median(waits) > 0.4  # the first one's rest comes on top
+    there = waits[np.abs(np.log(np.maximum(waits, 1e-9) / 0.4)) < 8]
+    assert np.log(there).std() == pytest.approx(1.2, abs=0.15)
 
 
 def test_no_run_costs_more_than_its_cap_and_a_started_minute() -> None:
@@ -148,11 +168,11 @@ def test_a_start_is_billed_for_a_minute_at_least() -> None:
 
 
 def test_the_drawn_hazard_has_the_medians_and_tails_of_the_traces() -> None:
-    # P(no interruption in 4.5 h) = E[exp(-4.5 h)], h log-normal(0.3, 0.9); integrated numerically.
+    # P(no interruption in 4.5 h) = E[exp(-4.5 h)], h log-normal(0.3, 1.2); integrated numerically.
     z = np.linspace(-8, 8, 4001)
     density = np.exp(-z * z / 2) / np.sqrt(2 * np.pi)
-    expected = np.trapezoid(density * np.exp(-4.5 * 0.3 * np.exp(0.9 * z)), z)
-    found = (simulate(replace(RUN, hazard=None), runs=50_000).interruptions == 0).mean()
+    expected = np.trapezoid(density * np.exp(-4.5 * 0.3 * np.exp(1.2 * z)), z)
+    found = (simulate(replace(RUN, hazard=Hazard(unevenness=0.0)), runs=50_000).interruptions == 0).mean()
     assert found == pytest.approx(expected, abs=0.01)
 
 
@@ -192,7 +212,7 @@ def test_a_number_none_and_a_distribution_of_the_same_meaning_are_the_same() -> 
 
 def test_a_less_certain_hazard_states_a_wider_interval() -> None:
     def width(sigma: float) -> float:
-        p10, _, p90, _ = quantiles(simulate(replace(RUN, hazard=Hazard(sigma=sigma))).usd)
+        p10, _, p90, _ = quantiles(simulate(replace(RUN, hazard=Hazard(sigma=sigma, unevenness=0.0))).usd)
         return p90 - p10
 
     widths = [width(sigma) for sigma in (0.0, 0.45, 0.9, 1.8)]

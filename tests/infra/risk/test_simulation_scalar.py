@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from dataclasses import replace
@@ -22,6 +23,7 @@ BASE = Exposure(
     fixed_usd=0.5,
     hazard=0.8,
     wait_h=0.5,
+    wait_sigma=1.2,
     notice_missed=0.2,
 )
 
@@ -29,14 +31,21 @@ BASE = Exposure(
 def one_run(run: Exposure, chance: random.Random) -> tuple[float, float, float, int, bool]:
     """(USD, node-hours, hours by the wall, interruptions, stopped by a limit) of one run."""
     rate = run.compute_usd_h + run.extras_usd_h
-    hazard = chance.lognormvariate(-1.2039728, 0.9) if run.hazard is None else run.hazard  # ln 0.3
+    unevenness = 1.2 if run.hazard is None else 0.0  # a figure is the same for every node
+    drawn = 0.3 * math.exp(1.2 * max(-2.0, min(2.0, chance.gauss(0, 1))))
+    hazard = drawn if run.hazard is None else run.hazard
     assert isinstance(hazard, float)
     work, end = 0.0, run.phase_ends_h[-1]
     compute_h = billed_h = 0.0
-    wall = chance.expovariate(1 / run.wait_h)
+    mean_wait = run.wait_h * math.exp(run.wait_sigma**2 / 2)
+    wall = 0.0
+    if chance.random() < mean_wait / (mean_wait + 1 / hazard):  # begun while there is none: more likely in a long wait
+        wall = chance.random() * chance.lognormvariate(math.log(run.wait_h) + run.wait_sigma**2, run.wait_sigma)
     interruptions, boot = 0, run.setup_h
     while True:
-        dies = chance.expovariate(hazard)  # hours after this node's launch
+        shift = unevenness**2 / 2 * (1 if interruptions else -1)
+        of_node = hazard * math.exp(unevenness * chance.gauss(0, 1) + shift)
+        dies = chance.expovariate(of_node)  # hours after this node's launch
         done = boot + end - work
         money = float("inf") if run.max_usd is None else (run.max_usd - run.fixed_usd) / rate - billed_h
         hours = float("inf") if run.max_hours is None else run.max_hours - billed_h
@@ -59,7 +68,7 @@ def one_run(run: Exposure, chance: random.Random) -> tuple[float, float, float, 
             work += at_notice
         else:
             work += max(0.0, at_notice - chance.random() * run.interval_h)
-        wall += chance.expovariate(1 / run.wait_h)
+        wall += chance.lognormvariate(math.log(run.wait_h), run.wait_sigma)
         boot = run.restart_h
 
 

@@ -75,7 +75,7 @@ def test_no_other_module_writes_them_down() -> None:
 DOCUMENTS: tuple[type[Any], ...] = (attempt.Exit, attempt.Hardware, attempt.AttemptRecord, commit.Best, commit.Commit)
 DOCUMENTS += (commit.Manifest, commit.Published, commit.Retry, done.Done, receipt.AttemptCost, receipt.Receipt)
 # Keys of other documents too.
-GENERAL = {"base_weights", "code_sha256", "config_sha256", "free_usd", "gpu_count", "spent_usd", "val_loss"}
+GENERAL = {"base_weights", "code_sha256", "config_sha256", "free_usd", "gpu_count", "spent_s", "spent_usd", "val_loss"}
 KEYS = {each.name for document in DOCUMENTS for each in fields(document) if "_" in each.name} - GENERAL
 READS = ("get", "need", "take", "pop", "section", "sections")
 KEYS |= {"counted_until", "free_first_hour_usd", "inside_range", "range_usd", "required_files"}

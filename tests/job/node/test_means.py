@@ -16,7 +16,7 @@ from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.terms import RunLimits, Terms, TypePrices
 from gpufleet.job.node import means
 from gpufleet.job.node.allowance import OPEN_S, SOON_S, STOP_S, TIMER_S, Allowance
-from gpufleet.job.node.means import Means, Spent
+from gpufleet.job.node.means import Means, SpentByNow
 
 T0 = 1_800_000_000.0
 LIMITS = RunLimits(max_usd=Decimal(12), max_hours=Decimal(20), deadline=None, expires=T0 + 44 * 3600)
@@ -33,26 +33,26 @@ def of_node(*others: tuple[AttemptRecord, Beat | None], terms: Terms = TERMS, li
     return means.of_node(terms, "g5.2xlarge", "us-east-2a", T0, others, lives)
 
 
-def hours_of(limits: RunLimits = LIMITS, *, spent: Spent | None = None) -> list[Any]:
+def hours_of(limits: RunLimits = LIMITS, *, spent: SpentByNow | None = None) -> list[Any]:
     """Until nothing is left, from the launch on, and of what."""
-    over, limit = of_node(terms=replace(TERMS, limits=limits)).over(spent)
+    over, limit = of_node(terms=replace(TERMS, limits=limits)).when_over(spent)
     return [(over - T0) / 3600, limit]
 
 
-def told(usd: str, hours: float, at_h: float) -> Spent:
-    return Spent(usd=Decimal(usd), seconds=Decimal(round(hours * 3600)), at=T0 + at_h * 3600)
+def meter_told(usd: str, hours: float, at_h: float) -> SpentByNow:
+    return SpentByNow(usd=Decimal(usd), seconds=Decimal(round(hours * 3600)), at=T0 + at_h * 3600)
 
 
 def test_what_is_left_counts_at_the_dearest_price_of_an_hour_until_the_meter_says_what_it_cost() -> None:
     assert hours_of() == [pytest.approx(10), "max_usd"]  # 12 USD at 1.15 and 0.05
-    assert hours_of(spent=told("3.60", 8, 8)) == [pytest.approx(8 + 7), "max_usd"]  # they cost 0.45 each
-    assert hours_of(spent=told("7.50", 16, 16)) == [pytest.approx(19.75), "max_usd"]
-    assert hours_of(spent=told("8.55", 19, 19)) == [pytest.approx(20), "max_hours"]
+    assert hours_of(spent=meter_told("3.60", 8, 8)) == [pytest.approx(8 + 7), "max_usd"]  # they cost 0.45 each
+    assert hours_of(spent=meter_told("7.50", 16, 16)) == [pytest.approx(19.75), "max_usd"]
+    assert hours_of(spent=meter_told("8.55", 19, 19)) == [pytest.approx(20), "max_hours"]
     assert hours_of(replace(LIMITS, max_hours=Decimal(5))) == [pytest.approx(5), "max_hours"]
 
 
 def test_two_nodes_at_once_have_what_the_meter_has_counted_of_both() -> None:
-    assert hours_of(spent=told("8.00", 19, 10)) == [pytest.approx(11), "max_hours"]
+    assert hours_of(spent=meter_told("8.00", 19, 10)) == [pytest.approx(11), "max_hours"]
 
 
 def test_a_later_node_has_what_earlier_ones_left_although_no_meter_told_of_them() -> None:
@@ -61,16 +61,16 @@ def test_a_later_node_has_what_earlier_ones_left_although_no_meter_told_of_them(
     )
     lost = replace(first, instance="i-2", launched_at=iso(T0 - 4 * 3600), exit=None)
     lives = Lives(ended={"i-1": T0 - 6 * 3600, "i-2": T0 - 3 * 3600})
-    over, limit = of_node((first, None), (lost, None), lives=lives).over(None)
+    over, limit = of_node((first, None), (lost, None), lives=lives).when_over(None)
     assert [over, limit] == [pytest.approx(T0 + 7 * 3600), "max_usd"]  # three of ten hours
     beat = Beat(
         attempt_s=Decimal(7200), lived_s=Decimal(7200), compute_usd=Decimal("0.80"), usd_per_hour=Decimal("0.4")
     )
-    over, _ = of_node((first, beat), (lost, None), lives=lives).over(None)
+    over, _ = of_node((first, beat), (lost, None), lives=lives).when_over(None)
     assert over == pytest.approx(T0 + (12 - 0.90 - 1.2) / 1.2 * 3600)
 
 
-class World:
+class MeansWorld:
     """A clock, a schedule that remembers, and a meter that tells what it is given."""
 
     def __init__(self, folder: Path, limits: RunLimits = LIMITS) -> None:
@@ -103,24 +103,24 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path) -> MeansWorld:
+    return MeansWorld(tmp_path)
 
 
-def test_the_hour_is_moved_before_anything_that_costs(world: World) -> None:
+def test_the_hour_is_moved_before_anything_that_costs(world: MeansWorld) -> None:
     assert world.hours == [pytest.approx(10 * 3600 + STOP_S)]
     assert [*world.found] == [pytest.approx(T0 + 10 * 3600), "max_usd"]
     assert world.allowance.timer_at == pytest.approx(T0 + 10 * 3600 + TIMER_S)
 
 
-def test_while_the_meter_speaks_the_hour_moves_with_it_and_not_often(world: World) -> None:
+def test_while_the_meter_speaks_the_hour_moves_with_it_and_not_often(world: MeansWorld) -> None:
     world.passes(8, Decimal("0.45"))
     assert world.hours[-1] == pytest.approx(15 * 3600 + STOP_S, abs=300)
     assert 8 * 3600 / 370 <= len(world.hours) <= 8 * 3600 / 290 + 2
     assert world.allowance.timer_at == pytest.approx(T0 + 15 * 3600 + TIMER_S, abs=120)
 
 
-def test_once_the_meter_is_silent_timer_and_hour_stand(world: World) -> None:
+def test_once_the_meter_is_silent_timer_and_hour_stand(world: MeansWorld) -> None:
     world.passes(2, Decimal("0.45"))
     timer = world.allowance.timer_at
     world.passes(4)
@@ -128,7 +128,7 @@ def test_once_the_meter_is_silent_timer_and_hour_stand(world: World) -> None:
     assert T0 + world.hours[-1] == pytest.approx(timer - TIMER_S + STOP_S)
 
 
-def test_a_meter_that_tells_and_does_not_stop_moves_neither_past_the_limit(world: World) -> None:
+def test_a_meter_that_tells_and_does_not_stop_moves_neither_past_the_limit(world: MeansWorld) -> None:
     world.passes(26, Decimal("0.60"))  # 20 hours long there was something left
     limit = world.allowance.timer_at - TIMER_S
     assert limit == pytest.approx(T0 + 20 * 3600, abs=60)
@@ -136,7 +136,7 @@ def test_a_meter_that_tells_and_does_not_stop_moves_neither_past_the_limit(world
     assert world.hours[-1] <= 20 * 3600 + STOP_S
 
 
-def test_a_meter_whose_clock_is_another_gives_no_more_time(world: World) -> None:
+def test_a_meter_whose_clock_is_another_gives_no_more_time(world: MeansWorld) -> None:
     world.tell("0.60", 1, at=T0 + 30 * 3600)
     world.allowance.look()
     assert world.allowance.timer_at == pytest.approx(T0 + 120 + 9.5 * 3600 + TIMER_S)
@@ -145,7 +145,7 @@ def test_a_meter_whose_clock_is_another_gives_no_more_time(world: World) -> None
     assert world.allowance.timer_at == pytest.approx(T0 + 120 + 9.5 * 3600 + TIMER_S)
 
 
-def test_an_hour_that_cannot_be_moved_stands_and_is_tried_again(world: World) -> None:
+def test_an_hour_that_cannot_be_moved_stands_and_is_tried_again(world: MeansWorld) -> None:
     world.refuses = True
     world.passes(1, Decimal("0.45"))
     assert len(world.hours) == 1
@@ -155,7 +155,7 @@ def test_an_hour_that_cannot_be_moved_stands_and_is_tried_again(world: World) ->
 
 
 def test_a_node_that_aws_takes_puts_the_hour_back_to_the_expiry_and_takes_that_back_where_it_stays(
-    world: World,
+    world: MeansWorld,
 ) -> None:
     world.allowance.open()
     assert world.hours[-1] == 44 * 3600
@@ -164,9 +164,9 @@ def test_a_node_that_aws_takes_puts_the_hour_back_to_the_expiry_and_takes_that_b
 
 
 def test_the_hour_is_never_past_the_fleet_s_expiry_and_always_still_to_come(tmp_path: Path) -> None:
-    near = World(tmp_path, replace(LIMITS, expires=T0 + 3600))
+    near = MeansWorld(tmp_path, replace(LIMITS, expires=T0 + 3600))
     assert near.hours == [3600]
-    spent = World(tmp_path, replace(LIMITS, max_hours=Decimal("0.01")))
+    spent = MeansWorld(tmp_path, replace(LIMITS, max_hours=Decimal("0.01")))
     assert spent.found[0] < spent.now
     assert spent.hours == [pytest.approx(36 + STOP_S)]
     spent.now = T0 + 7200
@@ -177,7 +177,7 @@ def test_the_hour_is_never_past_the_fleet_s_expiry_and_always_still_to_come(tmp_
 
 
 def test_a_boot_with_nothing_left_ends_the_fleet_at_once(tmp_path: Path) -> None:
-    world = World(tmp_path, replace(LIMITS, max_hours=Decimal("0.001")))
+    world = MeansWorld(tmp_path, replace(LIMITS, max_hours=Decimal("0.001")))
     world.now += 7200
     later = Allowance(world, world, 100)  # type: ignore[arg-type]
     later.begin(of_node(terms=replace(TERMS, limits=replace(LIMITS, max_hours=Decimal("0.001")))), tmp_path)

@@ -184,7 +184,7 @@ def test_a_package_that_only_the_server_needs_is_named(
     monkeypatch.delitem(sys.modules, "gpufleet.job.experiments.pretrain.serve.server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main([str(exported(tmp_path / "final")), "--port", "0", "--device", "cpu"]) == 2
-    assert capsys.readouterr().err.endswith(": pip install -e '.[job,serve]'\n")
+    assert capsys.readouterr().err.endswith(": pip install 'gpufleet[job,serve]'\n")
 
 
 def test_a_taken_port_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

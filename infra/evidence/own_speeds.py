@@ -1,0 +1,67 @@
+"""What a project's own calibrations and receipts say of how fast its GPUs are, for bills of other jobs and GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.catalog import Instance
+from gpufleet.infra.evidence import calibration, receipts
+from gpufleet.infra.evidence.roofline import launch_ms, limit_ms
+from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds, shipped
+from gpufleet.job.spec import from_json
+
+_HOST_BOUND = 0.7  # of a step, from which the host's launches say more of it than the GPU does
+
+
+def known(root: Path, instances: Mapping[str, Instance]) -> Speeds:
+    """The table's figures, with those measured under `root` (the project)."""
+    own = [
+        speed
+        for folder in (calibration.FOLDER, receipts.FOLDER)
+        for place in sorted((root / folder).glob("*/"))
+        for tree in calibration.sound(root, place.name, folder)
+        for speed in _speeds(tree, instances)
+    ]
+    return Speeds([*shipped().figures, *own]) if own else shipped()
+
+
+def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Iterator[Speed]:
+    """One for each phase of a shipped job that waited for its GPU."""
+    try:
+        config = from_json(tree["experiment"], _nested(tree["settings"]))
+    except ValueError:
+        return  # settings of another version
+    device, ranks = tree["device"], int(tree["device"]["ranks"])
+    node = next(
+        (
+            each
+            for each in instances.values()
+            if each.gpu_share == 1 and each.gpu_count >= ranks and calibration.is_gpu(device["name"], each.gpu.name)
+        ),
+        None,
+    )
+    if node is None or device["kind"] != "cuda" or config.is_users_own:
+        return
+    sizes = {size.name: size for size in config.phases()}
+    for phase in tree["phases"]:
+        size = sizes.get(phase["name"])
+        limit = limit_ms(size, node.gpu, config, ranks) if size else None
+        step_ms = float(phase["step_ms"]["median"])
+        if size is None or not limit or launch_ms(size, node, config, ranks) > _HOST_BOUND * step_ms:
+            continue
+        place = SpeedGroup(node.gpu.name, config.work_kind(), OURS, ranks > 1)
+        yield Speed(place, limit / step_ms, f"{tree['experiment']}, {size.name}")
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted path as a tree."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *above, key = path.split(".")
+        inner = tree
+        for name in above:
+            inner = inner.setdefault(name, {})
+        inner[key] = value
+    return tree
