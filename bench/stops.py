@@ -55,7 +55,7 @@ MINUTE, HOUR = 60.0, 3600.0
 METER, TIMER, AWS = "meter", "timer", "schedule"
 STOPS = frozenset({METER, TIMER, AWS})
 ALLOWED_S = 10 * MINUTE  # past a limit with two stops dead, and a checkpoint
-HARD_S = 40 * HOUR  # past a limit: nothing has ended the run
+HARD_S = 3 * HOUR  # past a limit: nothing has ended the run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,14 @@ RUNS = {"kernel-sft": 12, "tinystories-growth": 12, "two-tower": 12, "sft-h100":
 
 
 @pytest.fixture(scope="module", params=stops.STACKS, ids=lambda path: path.stem)
-def stack(request: pytest.FixtureRequest) -> stops.Stack:
+def stack(request: pytest.FixtureRequest) -> stops.PricedStack:
     return stops.stack(request.param)
 
 
 @pytest.mark.parametrize("case", [case for case, (on, _) in stops.CASES.items() if len(on) == 1])
-def test_with_two_stops_dead_a_run_ends_within_ten_minutes_and_a_checkpoint(stack: stops.Stack, case: str) -> None:
+def test_with_two_stops_dead_a_run_ends_within_ten_minutes_and_a_checkpoint(
+    stack: stops.PricedStack, case: str
+) -> None:
     found = list(stops.results(stack, case, range(RUNS[stack.name])))
     assert max(each.past_s for each in found) <= stops.ALLOWED_S + stack.checkpoint_s
     assert {each.ended_by for each in found} & {*stops.CASES[case][0]}  # and not because nothing was drawn
@@ -22,7 +24,7 @@ def test_with_two_stops_dead_a_run_ends_within_ten_minutes_and_a_checkpoint(stac
 
 @pytest.mark.parametrize("case", ["meter alone", "all three"])
 def test_the_meter_ends_a_run_within_a_minute_and_a_checkpoint_unless_its_last_node_came_too_late(
-    stack: stops.Stack, case: str
+    stack: stops.PricedStack, case: str
 ) -> None:
     for each in stops.results(stack, case, range(RUNS[stack.name])):
         assert each.past_s <= stops.MINUTE + stack.checkpoint_s or each.is_late

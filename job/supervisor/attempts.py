@@ -230,7 +230,7 @@ class Others:
         return noticed or not self._sightings.is_asked or bool(self._sightings.doubtful(self._names()))
 
     def _names(self) -> set[str]:
-        """Of those that AWS still knows."""
+        """Names of the nodes that AWS still knows."""
         since = self._node.launched_at - KEPT_S
         return {each.instance for each in self.attempts if each.launched_at >= since}
 

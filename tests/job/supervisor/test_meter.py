@@ -326,7 +326,7 @@ def test_two_nodes_at_once_share_one_cap(tmp_path: Path) -> None:
     assert others.spent[1] == 3700 + 720
 
 
-class Asked:
+class AwsAnswers:
     """AWS, which answers what it is told to and remembers that it was asked."""
 
     def __init__(self, *answers: History | None) -> None:
@@ -347,19 +347,19 @@ def seconds(others: attempts.Others, *at: float) -> list[Decimal]:
 
 
 def test_what_aws_said_of_a_node_s_end_is_asked_once_and_told_to_later_attempts(tmp_path: Path) -> None:
-    asked = Asked(History(ended={"i-1": T0 + 950}, there=frozenset({"i-2"})))
+    asked = AwsAnswers(History(ended={"i-1": T0 + 950}, there=frozenset({"i-2"})))
     others = two_nodes(tmp_path, asked)
     assert seconds(others, 1100, 1200) == [950, 950]
     assert (asked.times, others.ended) == (1, {"i-1": T0 + 950})
 
 
 def test_until_aws_answers_a_node_counts_until_the_next_one_came(tmp_path: Path) -> None:
-    asked = Asked(None, None, History(ended={"i-1": T0 + 930}, there=frozenset({"i-2"})))
+    asked = AwsAnswers(None, None, History(ended={"i-1": T0 + 930}, there=frozenset({"i-2"})))
     assert seconds(two_nodes(tmp_path, asked), 1100, 1200, 1300) == [1000, 1000, 930]
 
 
 def test_a_node_that_is_gone_without_a_word_of_aws_is_asked_about_for_five_minutes(tmp_path: Path) -> None:
-    asked = Asked(History(there=frozenset({"i-2"})))
+    asked = AwsAnswers(History(there=frozenset({"i-2"})))
     record(FolderStore(tmp_path / "r1"), "i-1", 0, None, {"attempt_s": "700.000", "compute_usd": "0.0700"})
     others = two_nodes(tmp_path, asked)
     at = [1100 + 60 * minute for minute in range(10)]
@@ -371,14 +371,14 @@ def test_a_node_that_is_gone_without_a_word_of_aws_is_asked_about_for_five_minut
 def test_a_node_seen_after_the_next_one_came_counts_until_it_is_seen_no_more(tmp_path: Path) -> None:
     there, gone = frozenset({"i-1", "i-2"}), frozenset({"i-2"})
     late = History(ended={"i-1": T0 + 1230}, there=gone)
-    asked = Asked(History(there=there), History(there=there), History(there=gone), late)
+    asked = AwsAnswers(History(there=there), History(there=there), History(there=gone), late)
     assert seconds(two_nodes(tmp_path, asked), 1100, 1200, 1260, 1320) == [1100, 1200, 1260, 1230]
 
 
 def test_a_node_that_ended_before_it_could_leave_a_record_counts_at_the_dearest_price(tmp_path: Path) -> None:
     launched = {"i-0": T0 + 100, "i-1": T0, "i-2": T0 + 1000}
     ended = {"i-0": T0 + 280, "i-1": T0 + 900}
-    others = two_nodes(tmp_path, Asked(History(launched=launched, ended=ended, there=frozenset({"i-2"}))))
+    others = two_nodes(tmp_path, AwsAnswers(History(launched=launched, ended=ended, there=frozenset({"i-2"}))))
     before = others.spent[0]
     assert seconds(others, 1100) == [900 + 180]
     assert [each.instance for each in others.attempts] == ["i-1"]
