@@ -38,8 +38,7 @@ from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node import means
-from gpufleet.job.node.__main__ import LEAST_S
-from gpufleet.job.node.allowance import Allowance
+from gpufleet.job.node.allowance import LEAST_S, Allowance
 from gpufleet.job.node.means import Means
 from gpufleet.job.supervisor.attempts import Others
 from gpufleet.job.supervisor.fleet import History

@@ -30,7 +30,7 @@ from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.reading import Fields, iso
 from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node import attempts, container, disks, means
-from gpufleet.job.node.allowance import LOOK_S, Allowance
+from gpufleet.job.node.allowance import LEAST_S, LOOK_S, Allowance
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.others import OtherNodes
 from gpufleet.job.node.outside import (
@@ -51,7 +51,6 @@ from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOG_LINES = 200  # of a job that crashed, in the boot log
-LEAST_S = 300  # what a node needs before it can train on: with less left it only costs
 TIMER_STOP_S = 180  # a docker that hangs must not keep the machine
 # `up` names its fleet in the bucket seconds after it has made it, `destroy` takes the name back before it deletes it.
 UNKNOWN_S, KNOWN_LOOK_S = 600, 120
