@@ -163,7 +163,7 @@ def test_a_node_that_aws_takes_puts_the_hour_back_to_the_expiry_and_takes_that_b
     assert world.hours[-1] == pytest.approx(10 * 3600 + STOP_S)
 
 
-def test_a_node_that_aws_takes_when_next_to_nothing_is_left_leaves_the_hour_where_it_is(world: World) -> None:
+def test_a_node_that_aws_takes_when_next_to_nothing_is_left_leaves_the_hour_where_it_is(world: MeansWorld) -> None:
     world.now = T0 + 10 * 3600 - LEAST_S
     world.allowance.open()
     assert world.hours == [pytest.approx(10 * 3600 + STOP_S)]
