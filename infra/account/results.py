@@ -34,8 +34,8 @@ from gpufleet.infra.evidence import receipts
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
-from gpufleet.job.contract.cost import Lives
 from gpufleet.job.contract.done import EARLY, FINISHED, FLEET_GONE, NODE_ENDED, Done
+from gpufleet.job.contract.lives import KEPT_S, Lives
 from gpufleet.job.contract.receipt import Receipt, parse
 from gpufleet.job.contract.run import load
 from gpufleet.job.contract.workdir import RECEIPT, RESULTS, RUN
@@ -252,8 +252,10 @@ def make_receipt(
     """
     try:
         run, store = load(target / RUN), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
-        told = _history(definition, ec2)(now - fleet.KEPT_S)
-        found = attempts.read(store, run, done=done, lives=Lives(told.ended if told else {}), say=say)
+        told = _history(definition, ec2)(now - KEPT_S)
+        nodes = {name for each in folder.objects(bucket.ATTEMPTS) if (name := bucket.node_of(each.name))}
+        lives = Lives(told.ended if told else {}, gone=nodes)
+        found = attempts.read(store, run, done=done, lives=lives, say=say)
         if not found:
             raise ValueError("no node has left a record")
         found = attempts.with_reclaims(found, attempts.reclaimed(before.attempts if before else ()))

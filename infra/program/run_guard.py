@@ -25,7 +25,7 @@ from gpufleet.job.contract.bucket import input_key
 from gpufleet.job.text import stamp
 
 # Timer of a boot that does not know yet what the run has spent (job/node/allowance.py): as long after the limit.
-TIMER_MARGIN = timedelta(minutes=4)
+TIMER_MARGIN = timedelta(minutes=2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

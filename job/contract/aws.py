@@ -8,5 +8,5 @@ NOTICE_S = 120  # before AWS takes a node: best effort
 NOTICE_PATH = "meta-data/spot/instance-action"  # of the metadata service
 FLEET_TAG = "aws:ec2:fleet-id"  # that AWS gives a fleet's instances
 THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance that has not ended
-ENDED = "terminated"  # in a fleet's history, of a node (EC2 API, EventInformation)
+LAUNCHED, ENDED = "launched", "terminated"  # in a fleet's history, of a node (EC2 API, EventInformation)
 THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance that has not ended

@@ -1,22 +1,22 @@
 """What a node of the run has cost, from what it and others have left of it: its record and its last heartbeat.
 
 Never less than it did. A killed node says nothing after its last heartbeat; the fleet's history says when AWS ended it.
-Where nobody knows, it is taken to have gone on for GONE_S, but no longer than until the next node's launch: a fleet of
-one launches none before. Without any heartbeat that launch alone is known, or BOOT_S where there is none. A node that
-was told of its end is billed until that end.
+Until AWS has answered it counts until the next node's launch, as a fleet of one launches none before; where AWS knows
+only that it is gone, for GONE_S after its last heartbeat. A node that was told of its end is billed until that end.
 
 The node's own Python reads this: no newer than 3.9 here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 
 from gpufleet.job.contract import aws
 from gpufleet.job.contract.attempt import AttemptRecord, Beat
-from gpufleet.job.contract.reading import epoch
+from gpufleet.job.contract.lives import UNTOLD, Lives
+from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.terms import Rates
 
 CENT_100 = Decimal("0.0001")
@@ -24,17 +24,6 @@ MINIMUM_S = Decimal(aws.MINIMUM_S)
 HOUR_S = Decimal(3600)
 GONE_S = 120.0  # two heartbeats: one that was due, and one that may have been on its way
 BOOT_S = 480.0  # the newest node, before its first heartbeat: what the bills take for a small one's set-up
-
-
-@dataclass(frozen=True)
-class Lives:
-    """What AWS says of nodes, in epoch seconds: when each ended, and when one was still there."""
-
-    ended: Mapping[str, float] = field(default_factory=dict)
-    seen: Mapping[str, float] = field(default_factory=dict)
-
-
-UNTOLD = Lives()
 
 
 @dataclass(frozen=True)
@@ -87,9 +76,19 @@ def _lived_s(node: AttemptRecord, beat: Beat | None, lives: Lives, until: float 
     if ended is None and node.exit is not None:
         told += [epoch(node.exit.at), epoch(node.exit.ends_at)]
     elif ended is None:
-        gone = (until or launched + BOOT_S) if beat is None else launched + float(lived) + GONE_S
-        told.append(gone if until is None else min(gone, until))
+        least = launched + (BOOT_S if beat is None else float(lived) + GONE_S)
+        if until is None:
+            told.append(least)
+        elif node.instance in lives.gone and beat is not None:
+            told.append(min(least, until))
+        else:
+            told.append(until)
     return max([lived, *(Decimal(f"{at - launched:.3f}") for at in told if at is not None)])
+
+
+def untold(launched: Mapping[str, float], known: Collection[str]) -> list[AttemptRecord]:
+    """Records in place of those that nodes, by name and launch, have not left: they ended before they could."""
+    return [AttemptRecord(instance=name, launched_at=iso(at)) for name, at in launched.items() if name not in known]
 
 
 def next_launch(launched: float, launches: Iterable[float]) -> float | None:

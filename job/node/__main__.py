@@ -27,10 +27,10 @@ from gpufleet.job.contract.attempt import AttemptRecord, Exit
 from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
 from gpufleet.job.contract.bucket import ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key
 from gpufleet.job.contract.codes import AttemptExit
-from gpufleet.job.contract.reading import Fields
+from gpufleet.job.contract.reading import Fields, iso
 from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node import attempts, container, disks, means
-from gpufleet.job.node.allowance import LOOK_S, Allowance
+from gpufleet.job.node.allowance import LEAST_S, LOOK_S, Allowance
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.others import OtherNodes
 from gpufleet.job.node.outside import (
@@ -79,7 +79,7 @@ class NodeRun:
         )
         self.manifest: str | None = None
         self.keys: list[str] = []
-        self.others = OtherNodes()
+        self.others = OtherNodes(machine.instance)
         self.workdir: Path | None = None  # the job's, once it is there
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
         self.fired, self.ender, self._taking_over = threading.Event(), self.timer, threading.Lock()
@@ -101,6 +101,7 @@ class NodeRun:
         except TerminatedError:
             say("terminated before or after the job")
             self._record_exit(AttemptExit.TERMINATED, "terminated")
+            self.allowance.open()
             self._leave("terminated")
         except Exception:  # noqa: BLE001 - whatever it is, it is recorded and counted
             say(traceback.format_exc())
@@ -165,7 +166,8 @@ class NodeRun:
             if boots >= attempts.MOST_FUTILE:
                 self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
             beats = self.folder / HEARTBEATS
-            self.others = OtherNodes((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
+            told = ((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
+            self.others = OtherNodes(self.machine.instance, told)
         self.record = replace(self.record, manifest_at_boot=self.manifest)
         self._ask_others()
         if not self._record(self.record):
@@ -180,7 +182,7 @@ class NodeRun:
 
     def _ask_others(self) -> bool:
         """Whether AWS was asked when other nodes ended, which this one's record then tells to later ones."""
-        fleet = self._find_fleet() if self.others.unknown else None
+        fleet = self._find_fleet() if self.others.doubtful else None
         if fleet is not None:
             self.others.ask(fleet, self.clock())
         self.record = replace(self.record, ended=dict(self.others.ended))
@@ -191,7 +193,7 @@ class NodeRun:
         return means.of_node(money, here.type, here.zone, here.launched, self.others.nodes, self.others.lives)
 
     def _limit(self, workdir: Path) -> None:
-        """Sets timer and schedule by what the run may still spend. Where that is nothing, it ends here."""
+        """Sets timer and schedule by what the run may still spend. Where that is too little, it ends here."""
         over, limit = self.allowance.begin(self._means(workdir), workdir)
 
         def recount() -> means.Means | None:
@@ -200,8 +202,9 @@ class NodeRun:
         watch = (self._noticed, recount)
         threading.Thread(target=self.allowance.watch, args=watch, name="allowance", daemon=True).start()
         say(f"timer: {self.allowance.timer_at - self.clock():.0f} s from now, at the dearest price")
-        if over <= self.clock():
-            self._end_run(limit, "reached before this boot")
+        left = over - self.clock()
+        if left <= (LEAST_S if self.others.nodes else 0):
+            self._end_run(limit, f"{max(left, 0):.0f} s were left for this boot")
 
     def _watch_notice(self) -> None:
         """Until the job looks itself: a boot that AWS interrupts is no failed attempt."""
@@ -396,7 +399,8 @@ class NodeRun:
         """What the supervisor wrote stays."""
         with self._recording:
             retry(3, lambda: self.objects.get(attempt_key(self.machine.instance), self.folder / "attempt.json"))
-            return self._record(replace(self.record, exit=Exit(int(code), reason, self._noticed(), utc_now())))
+            at = iso(self.clock())
+            return self._record(replace(self.record, exit=Exit(int(code), reason, self._noticed(), at)))
 
     def _mark_done(self, reason: str, detail: str) -> bool:
         """done.json, unless the supervisor has said it, or has left what it could not say."""

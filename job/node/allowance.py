@@ -22,8 +22,9 @@ from gpufleet.job.node.schedule import Schedule
 LOOK_S = 10  # between two looks at what the meter tells
 # After the moment at which nothing is left. The job's own meter comes first and ends cleanly; then the timer, which
 # lets the job save (115 s); then AWS.
-TIMER_S, STOP_S = 240, 480
+TIMER_S, STOP_S = 120, 360
 MOVE_S, AGAIN_S = 300, 60  # from a move of the hour, or a refusal, to the next; where it was moved to an earlier one
+LEAST_S = 300  # what a node needs before it can train on: with less left it only costs
 NEAR_S = 45  # hours so near are the same: EventBridge Scheduler is exact to a minute
 OPEN_S = 1200  # longer than a node waits for AWS to end it
 SOON_S = 90  # AWS takes no moment that has passed
@@ -89,7 +90,8 @@ class Allowance:
         over = over if self._spent_at is None else self._spent_at
         self.timer_at = max(over, self._began) + TIMER_S  # a boot that finds nothing left ends the run itself
         expires = means.limits.expires or over + STOP_S
-        hour = expires if now < self._open_until else min(over + STOP_S, expires)
+        waits = now < self._open_until and over > now + LEAST_S  # with less left no other node is wanted
+        hour = expires if waits else min(over + STOP_S, expires)
         soonest = max(hour, now + SOON_S)
         later = self._stands is not None and hour > self._stands + NEAR_S
         if (self._stands is None or later or soonest < self._stands - NEAR_S) and now >= self._again_at:

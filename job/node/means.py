@@ -14,7 +14,7 @@ from typing import Any
 
 from gpufleet.job.contract import cost, done, reading
 from gpufleet.job.contract.attempt import AttemptRecord, Beat
-from gpufleet.job.contract.cost import Lives
+from gpufleet.job.contract.lives import Lives
 from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.contract.terms import RunLimits, Terms
 

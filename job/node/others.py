@@ -1,37 +1,46 @@
-"""The run's other nodes, as this one knows them: their records, and what AWS says of those that tell no end."""
+"""The run's other nodes, as this one knows them: their records, and AWS's word on those without an end, or a record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from gpufleet.job.contract import cost
 from gpufleet.job.contract.attempt import AttemptRecord, Beat
-from gpufleet.job.contract.cost import Lives
-from gpufleet.job.node.outside import ended_nodes, nodes_there
+from gpufleet.job.contract.aws import ENDED, LAUNCHED
+from gpufleet.job.contract.lives import KEPT_S, Lives, Sightings
+from gpufleet.job.node.outside import fleet_nodes, nodes_there
 
 
 class OtherNodes:
-    """Those that had a record when this one booted, each with its last heartbeat."""
+    """Those that had a record when the node `own` booted, each with its last heartbeat."""
 
-    def __init__(self, nodes: Iterable[tuple[AttemptRecord, Beat | None]] = ()) -> None:
-        self.nodes = list(nodes)
-        self.ended = {name: at for each, _ in self.nodes for name, at in each.ended.items()}
-        self._seen: dict[str, float] = {}
-        self._gone: set[str] = set()  # when, AWS does not tell
+    def __init__(self, own: str, recorded: Iterable[tuple[AttemptRecord, Beat | None]] = ()) -> None:
+        self._recorded, self._sightings = list(recorded), Sightings(own)
+        self._sightings.ended.update({name: at for each, _ in self._recorded for name, at in each.ended.items()})
+        self._names = {each.instance for each, _ in self._recorded}
+
+    @property
+    def nodes(self) -> list[tuple[AttemptRecord, Beat | None]]:
+        """These, and those that ended before they could leave a record."""
+        untold = cost.untold(self._sightings.launched, self._names)
+        return [*self._recorded, *((each, None) for each in untold)]
 
     @property
     def lives(self) -> Lives:
-        return Lives(self.ended, self._seen)
+        return self._sightings.lives
 
     @property
-    def unknown(self) -> set[str]:
-        """Nodes of which AWS may still have to say when they ended."""
-        return {each.instance for each, _ in self.nodes} - self.ended.keys() - self._gone
+    def ended(self) -> Mapping[str, float]:
+        """When they ended, as far as it is known."""
+        return self._sightings.ended
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether AWS may have more to say."""
+        return not self._sightings.is_asked or bool(self._sightings.doubtful(self._names))
 
     def ask(self, fleet: str, now: float) -> None:
-        """Asks AWS of those."""
-        asked = self.unknown
-        self.ended.update(ended_nodes(fleet, min(each.launched for each, _ in self.nodes if each.instance in asked)))
-        there = nodes_there(fleet)
-        if there is not None:
-            self._seen.update(dict.fromkeys(asked & there, now))
-            self._gone |= asked - there
+        """Asks it."""
+        told = fleet_nodes(fleet, now - KEPT_S)
+        if told is not None:
+            self._sightings.take(self._names, told[LAUNCHED], told[ENDED], nodes_there(fleet), now)

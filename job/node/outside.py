@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from gpufleet.job.contract.aws import ENDED, FLEET_TAG, THERE
+from gpufleet.job.contract.aws import ENDED, FLEET_TAG, LAUNCHED, THERE
 from gpufleet.job.contract.bucket import FLEETS
 from gpufleet.job.contract.reading import epoch, iso
 
@@ -118,16 +118,24 @@ def aws(*words: str) -> str | None:
     return answer("aws", *words, *NOT_REACHED)
 
 
-def ended_nodes(fleet: str, since: float) -> dict[str, float]:
-    """When AWS ended nodes of the fleet, as its history tells, in epoch seconds; nothing where it is not told."""
+def fleet_nodes(fleet: str, since: float) -> dict[str, dict[str, float]] | None:
+    """When nodes of the fleet were LAUNCHED and have ENDED, as its history tells, in epoch seconds; None: AWS does not
+    answer.
+    """
     told = aws(
         *("ec2", "describe-fleet-history", "--fleet-id", fleet, "--start-time", iso(since), "--output", "text"),
         *("--event-type", "instance-change", "--query"),
-        f"HistoryRecords[?EventInformation.EventSubType=='{ENDED}'].[EventInformation.InstanceId,Timestamp]",
+        "HistoryRecords[].[EventInformation.EventSubType,EventInformation.InstanceId,Timestamp]",
     )
-    found = [line.split() for line in (told or "").splitlines()]
-    times = {words[0]: epoch(words[1]) for words in found if len(words) == 2}
-    return {name: at for name, at in times.items() if at is not None}
+    if told is None:
+        return None
+    found: dict[str, dict[str, float]] = {LAUNCHED: {}, ENDED: {}}
+    for line in told.splitlines():
+        what, name, at = (*line.split(), "", "", "")[:3]
+        moment = epoch(at)
+        if what in found and moment is not None:
+            found[what][name] = moment
+    return found
 
 
 def nodes_there(fleet: str) -> set[str] | None:

@@ -18,8 +18,8 @@ from gpufleet.job.contract import attempt, bucket, cost, reading
 from gpufleet.job.contract.attempt import Aside, AttemptRecord, Beat, Exit, Node
 from gpufleet.job.contract.aws import FREE_S
 from gpufleet.job.contract.codes import AttemptExit
-from gpufleet.job.contract.cost import UNTOLD, Lives
 from gpufleet.job.contract.done import Done
+from gpufleet.job.contract.lives import KEPT_S, UNTOLD, Lives, Sightings
 from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.receipt import AttemptCost
 from gpufleet.job.contract.run import RunFile
@@ -211,41 +211,48 @@ class Others:
         say: Callable[[str], None],
     ) -> None:
         self._store, self._run, self._node, self._ask = store, run, node, ask
-        self._lives, self._gone = Lives(), set[str]()
+        self._sightings = Sightings(node.instance)
         self.attempts = read(store, run, but=node, say=say)  # replaced as a whole
 
     def look(self, now: float) -> None:
         """Asks AWS what is not known yet, and reads again. Raises StoreError."""
-        since = now - fleet.KEPT_S
-        unknown = [each for each in self.attempts if self._is_unknown(each) and each.launched_at >= since]
-        told = self._ask(min(each.launched_at for each in unknown)) if unknown else None
+        told = self._ask(now - KEPT_S) if self.doubtful else None
         if told is not None:
-            there = {each.instance: now for each in unknown if each.instance in (told.there or ())}
-            self._lives = Lives({**self._lives.ended, **told.ended}, {**self._lives.seen, **there})
-            if told.there is not None:  # of one that is gone AWS may have forgotten when
-                self._gone |= {each.instance for each in unknown} - told.there
+            self._sightings.take(self._names(), told.launched, told.ended, told.there, now)
         known = reclaimed(self.attempts)
-        found = with_reclaims(read(self._store, self._run, but=self._node, lives=self._lives), known)
+        found = with_reclaims(read(self._store, self._run, but=self._node, lives=self._sightings.lives), known)
         self.attempts = found if told is None else judged(found, lambda since: told, now)
 
     @property
+    def doubtful(self) -> bool:
+        """Whether AWS may have more to say of them."""
+        noticed = any(each.noticed and each.reclaimed is None for each in self.attempts)
+        return noticed or not self._sightings.is_asked or bool(self._sightings.doubtful(self._names()))
+
+    def _names(self) -> set[str]:
+        """Names of the nodes that AWS still knows."""
+        since = self._node.launched_at - KEPT_S
+        return {each.instance for each in self.attempts if each.launched_at >= since}
+
+    @property
     def spent(self) -> tuple[Decimal, Decimal]:
-        """USD and seconds of all together."""
-        found = self.attempts
-        return sum((each.usd for each in found), Decimal(0)), sum((each.seconds for each in found), Decimal(0))
+        """USD and seconds of all together, with those that ended before they could leave a record."""
+        told = {each.instance for each in self.attempts}
+        launches = [self._node.launched_at, *(each.launched_at for each in self.attempts)]
+        untold = [
+            cost.of_node(
+                self._run.rates("", ""), each, None, self._sightings.lives, cost.next_launch(each.launched, launches)
+            )
+            for each in cost.untold(self._sightings.launched, told)
+        ]
+        usd = sum((each.usd for each in self.attempts), sum((each.usd for each in untold), Decimal(0)))
+        return usd, sum((each.seconds for each in self.attempts), sum((each.seconds for each in untold), Decimal(0)))
 
     @property
     def ended(self) -> dict[str, float]:
         """What AWS has said, for later attempts: it forgets."""
-        return {
-            each.instance: self._lives.ended[each.instance]
-            for each in self.attempts
-            if each.instance in self._lives.ended
-        }
-
-    def _is_unknown(self, each: Attempt) -> bool:
-        ended = each.instance in self._lives.ended or each.instance in self._gone
-        return not ended or (each.noticed and each.reclaimed is None)
+        named = {each.instance for each in self.attempts}
+        return {name: at for name, at in self._sightings.ended.items() if name in named}
 
 
 def with_reclaims(attempts: Iterable[Attempt], known: Mapping[str, bool]) -> list[Attempt]:
@@ -260,7 +267,7 @@ def judged(attempts: Sequence[Attempt], ask: fleet.Ask, now: float) -> list[Atte
     doubtful = {
         each.instance: each.launched_at + float(each.lived_s)
         for each in attempts
-        if each.noticed and each.reclaimed is None and each.launched_at >= now - fleet.KEPT_S
+        if each.noticed and each.reclaimed is None and each.launched_at >= now - KEPT_S
     }
     told = ask(min(each.launched_at for each in attempts if each.instance in doubtful)) if doubtful else None
     if told is None:

@@ -8,14 +8,13 @@ letting it expire, is an event of the fleet's history. That AWS takes a node bac
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from gpufleet.job.contract.aws import ENDED, FLEET_TAG, THERE
+from gpufleet.job.contract.aws import ENDED, FLEET_TAG, LAUNCHED, THERE
 from gpufleet.job.supervisor import store
 
-KEPT_S = 48 * 3600  # AWS keeps a fleet's events so long (EC2 API reference, DescribeFleetHistory)
 # EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, its sub-type in one.
 CHANGES = ("modify_in_progress", "expired", "deleted", "deleted_running", "deleted_terminating")
 
@@ -25,6 +24,7 @@ class History:
     """Times are epoch seconds. `there`: nodes that have not ended; None: not known."""
 
     changes: tuple[float, ...] = ()  # when its owner changed the fleet
+    launched: dict[str, float] = field(default_factory=dict)
     ended: dict[str, float] = field(default_factory=dict)
     there: frozenset[str] | None = None
 
@@ -35,17 +35,17 @@ Ask = Callable[[float], History | None]  # since (epoch seconds) -> what AWS say
 def history(ec2: Any, fleet: str, since: float) -> History:
     """The fleet's own. Raises botocore's errors."""
     asked: dict[str, Any] = {"FleetId": fleet, "StartTime": datetime.fromtimestamp(since, UTC)}
-    changes, ended = list[float](), dict[str, float]()
+    changes, nodes = list[float](), {LAUNCHED: dict[str, float](), ENDED: dict[str, float]()}
     while True:
         answer = ec2.describe_fleet_history(**asked)
         for each in answer["HistoryRecords"]:
             told, at = each["EventInformation"], each["Timestamp"].timestamp()
             if told.get("EventSubType") in CHANGES:
                 changes.append(at)
-            elif told.get("EventSubType") == ENDED and "InstanceId" in told:
-                ended[told["InstanceId"]] = at
+            elif told.get("EventSubType") in nodes and "InstanceId" in told:
+                nodes[told["EventSubType"]][told["InstanceId"]] = at
         if not answer.get("NextToken"):
-            return History(changes=tuple(changes), ended=ended)
+            return History(changes=tuple(changes), launched=nodes[LAUNCHED], ended=nodes[ENDED])
         asked["NextToken"] = answer["NextToken"]
 
 
@@ -68,7 +68,7 @@ def of_node(instance: str, client: Any = None) -> Ask:
             found = ec2.describe_instances(Filters=filters)["Reservations"]
             told = history(ec2, fleet, since)
             there = frozenset(str(each["InstanceId"]) for group in found for each in group["Instances"])
-            return History(changes=told.changes, ended=told.ended, there=there)
+            return replace(told, there=there)
         except (BotoCoreError, ClientError, OSError, LookupError, ValueError):
             return None
 

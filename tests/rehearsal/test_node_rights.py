@@ -186,10 +186,11 @@ def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_p
         with pytest.raises(ClientError, match="UnauthorizedOperation"):
             history(ec2, theirs, began)
         cloud.fleets.notice(node.id)
-        assert of_node(node.id, ec2)(began) == History(there=frozenset({node.id}))  # AWS's hand
+        launched, there = {node.id: began}, frozenset({node.id})
+        assert of_node(node.id, ec2)(began) == History(launched=launched, there=there)  # AWS's hand
         clock.advance(60)
         cloud.client("ec2").modify_fleet(FleetId=own, TargetCapacitySpecification={"TotalTargetCapacity": 0})
-        changed = History(changes=(began + 60,), there=frozenset({node.id}))
+        changed = History(changes=(began + 60,), launched=launched, there=there)
         assert of_node(node.id, ec2)(began) == changed
         assert of_node("i-0123456789abcdef0", ec2)(began) is None
         told = cloud.fleets.fleets[own].history  # longer than one answer
@@ -210,7 +211,8 @@ def test_a_node_learns_from_its_own_fleet_s_history_when_another_ended_and_which
         cloud.tick()
         _, second = cloud.instances()
         found = of_node(second.id, as_node(cloud, "ec2", second.id))(began)
-        assert found == History(ended={first.id: began + 600}, there=frozenset({second.id}))
+        launched = {first.id: began, second.id: began + 660}
+        assert found == History(launched=launched, ended={first.id: began + 600}, there=frozenset({second.id}))
 
 
 SECRETS = {

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit
-from gpufleet.job.contract.cost import Lives
+from gpufleet.job.contract.lives import Lives
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.terms import RunLimits, Terms, TypePrices
 from gpufleet.job.node import means
-from gpufleet.job.node.allowance import OPEN_S, SOON_S, STOP_S, TIMER_S, Allowance
+from gpufleet.job.node.allowance import LEAST_S, OPEN_S, SOON_S, STOP_S, TIMER_S, Allowance
 from gpufleet.job.node.means import Means, SpentByNow
 
 T0 = 1_800_000_000.0
@@ -161,6 +161,12 @@ def test_a_node_that_aws_takes_puts_the_hour_back_to_the_expiry_and_takes_that_b
     assert world.hours[-1] == 44 * 3600
     world.passes(OPEN_S / 3600 + 0.01)
     assert world.hours[-1] == pytest.approx(10 * 3600 + STOP_S)
+
+
+def test_a_node_that_aws_takes_when_next_to_nothing_is_left_leaves_the_hour_where_it_is(world: MeansWorld) -> None:
+    world.now = T0 + 10 * 3600 - LEAST_S
+    world.allowance.open()
+    assert world.hours == [pytest.approx(10 * 3600 + STOP_S)]
 
 
 def test_the_hour_is_never_past_the_fleet_s_expiry_and_always_still_to_come(tmp_path: Path) -> None:

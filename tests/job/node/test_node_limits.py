@@ -33,7 +33,7 @@ def earlier(node: StubNode, instance: str, hours_ago: float, **more: object) -> 
 def ended(node: StubNode, instance: str, hours_ago: float) -> None:
     """What the fleet's history says of it."""
     with (node.world / "history").open("a") as history:
-        history.write(f"{instance}\t{(datetime.now(UTC) - timedelta(hours=hours_ago)).isoformat()}\n")
+        history.write(f"terminated\t{instance}\t{(datetime.now(UTC) - timedelta(hours=hours_ago)).isoformat()}\n")
 
 
 def test_the_hour_at_which_aws_ends_the_fleet_is_moved_before_the_job_begins(node: StubNode) -> None:
@@ -138,3 +138,15 @@ def test_where_aws_says_nothing_a_node_nothing_was_heard_of_counts_until_the_nex
     node.boot()
 
     assert node.moves()[0] == pytest.approx(time.time() + 1 * 3600 - 0 + STOP_S, abs=150)
+
+
+def test_a_node_that_ended_before_it_could_record_itself_counts_as_aws_tells_of_it(node: StubNode) -> None:
+    node.limits |= {"max_hours": "2"}
+    now = datetime.now(UTC)
+    events = [(1.6, "launched", "i-1"), (1.1, "terminated", "i-1"), (0.03, "launched", INSTANCE)]
+    told = [f"{what}\t{name}\t{(now - timedelta(hours=ago)).isoformat()}\n" for ago, what, name in events]
+    (node.world / "history").write_text("".join(told))
+
+    node.boot()
+
+    assert node.moves()[0] == pytest.approx(time.time() + 1.5 * 3600 - 120 + STOP_S, abs=30)

@@ -14,7 +14,7 @@ import runs
 
 from gpufleet.job.contract import cost
 from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Node
-from gpufleet.job.contract.cost import Lives
+from gpufleet.job.contract.lives import KEPT_S, LATE_S, Lives
 from gpufleet.job.contract.run import load
 from gpufleet.job.contract.terms import Rates, RunLimits
 from gpufleet.job.supervisor import attempts, fleet
@@ -241,7 +241,11 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=1_800_019_900)
     found = {
         attempt.instance: attempt
-        for attempt in attempts.judged(attempts.read(store, run, but=me), lambda _: History(), me.launched_at)
+        for attempt in attempts.judged(
+            attempts.read(store, run, but=me, lives=Lives(gone={"i-killed", "i-brief"})),
+            lambda _: History(),
+            me.launched_at,
+        )
     }
     assert list(found) == ["i-killed", "i-noticed", "i-old", "i-brief", "i-crashed", "i-silent", "i-silent-too"]
 
@@ -278,10 +282,12 @@ BEAT = Beat(attempt_s=Decimal(3000), compute_usd=Decimal("0.3000"), usd_per_hour
     [
         (Lives(ended={"i-1": T0 + 3050}), 9000, 3050, "0.3050"),  # AWS says when it ended
         (Lives(ended={"i-1": T0 + 7200}), 9000, 7200, "1.5720"),  # past its hour, whose price is all that it knew
-        (Lives(seen={"i-1": T0 + 3500}), 9000, 3500, "0.3500"),  # it was still there then
-        (Lives(seen={"i-1": T0 + 3100}), 9000, 3120, "0.3120"),
+        (Lives(seen={"i-1": T0 + 3500}, gone={"i-1"}), 3000, 3500, "0.3500"),  # it was still there then
+        (Lives(seen={"i-1": T0 + 3100}, gone={"i-1"}), 9000, 3120, "0.3120"),
         (Lives(), 3040, 3040, "0.3040"),  # a fleet of one launches the next after it
-        (Lives(), None, 3120, "0.3120"),  # two heartbeats more
+        (Lives(), 3600, 3600, "0.3600"),  # AWS has not answered
+        (Lives(gone={"i-1"}), 3600, 3120, "0.3120"),  # it is gone, since when AWS does not tell: two heartbeats more
+        (Lives(), None, 3120, "0.3120"),
     ],
 )
 def test_a_node_that_was_lost_costs_no_less_than_it_may_have(
@@ -320,31 +326,63 @@ def test_two_nodes_at_once_share_one_cap(tmp_path: Path) -> None:
     assert others.spent[1] == 3700 + 720
 
 
+class AwsAnswers:
+    """AWS, which answers what it is told to and remembers that it was asked."""
+
+    def __init__(self, *answers: History | None) -> None:
+        self.answers, self.times = list(answers), 0
+
+    def __call__(self, since: float) -> History | None:
+        self.times += 1
+        return self.answers[min(self.times, len(self.answers)) - 1]
+
+
+def seconds(others: attempts.Others, *at: float) -> list[Decimal]:
+    """What the others have been billed for, as it is known at these moments."""
+    found = []
+    for each in at:
+        others.look(T0 + each)
+        found.append(others.spent[1])
+    return found
+
+
 def test_what_aws_said_of_a_node_s_end_is_asked_once_and_told_to_later_attempts(tmp_path: Path) -> None:
-    asked: list[float] = []
-
-    def ask(since: float) -> History:
-        asked.append(since)
-        return History(ended={"i-1": T0 + 950}, there=frozenset({"i-2"}))
-
-    others = two_nodes(tmp_path, ask)
-    for at in (1100, 1200):
-        others.look(T0 + at)
-        assert others.spent[1] == 950
-    assert (asked, others.ended) == ([T0], {"i-1": T0 + 950})
+    asked = AwsAnswers(History(ended={"i-1": T0 + 950}, there=frozenset({"i-2"})))
+    others = two_nodes(tmp_path, asked)
+    assert seconds(others, 1100, 1200) == [950, 950]
+    assert (asked.times, others.ended) == (1, {"i-1": T0 + 950})
 
 
-def test_a_node_that_is_gone_without_a_word_of_aws_is_asked_about_once(tmp_path: Path) -> None:
-    asked: list[float] = []
+def test_until_aws_answers_a_node_counts_until_the_next_one_came(tmp_path: Path) -> None:
+    asked = AwsAnswers(None, None, History(ended={"i-1": T0 + 930}, there=frozenset({"i-2"})))
+    assert seconds(two_nodes(tmp_path, asked), 1100, 1200, 1300) == [1000, 1000, 930]
 
-    def ask(since: float) -> History:
-        asked.append(since)
-        return History(there=frozenset({"i-2"}))
 
-    others = two_nodes(tmp_path, ask)
-    for at in (1100, 1200):
-        others.look(T0 + at)
-    assert [others.spent[1], asked] == [1000, [T0]]
+def test_a_node_that_is_gone_without_a_word_of_aws_is_asked_about_for_five_minutes(tmp_path: Path) -> None:
+    asked = AwsAnswers(History(there=frozenset({"i-2"})))
+    record(FolderStore(tmp_path / "r1"), "i-1", 0, None, {"attempt_s": "700.000", "compute_usd": "0.0700"})
+    others = two_nodes(tmp_path, asked)
+    at = [1100 + 60 * minute for minute in range(10)]
+    record(FolderStore(tmp_path / "r1"), "i-1", 0, None, {"attempt_s": "700.000", "compute_usd": "0.0700"})
+    assert seconds(others, *at) == [1000] * 5 + [820] * 5
+    assert asked.times == LATE_S / 60 + 1
+
+
+def test_a_node_seen_after_the_next_one_came_counts_until_it_is_seen_no_more(tmp_path: Path) -> None:
+    there, gone = frozenset({"i-1", "i-2"}), frozenset({"i-2"})
+    late = History(ended={"i-1": T0 + 1230}, there=gone)
+    asked = AwsAnswers(History(there=there), History(there=there), History(there=gone), late)
+    assert seconds(two_nodes(tmp_path, asked), 1100, 1200, 1260, 1320) == [1100, 1200, 1260, 1230]
+
+
+def test_a_node_that_ended_before_it_could_leave_a_record_counts_at_the_dearest_price(tmp_path: Path) -> None:
+    launched = {"i-0": T0 + 100, "i-1": T0, "i-2": T0 + 1000}
+    ended = {"i-0": T0 + 280, "i-1": T0 + 900}
+    others = two_nodes(tmp_path, AwsAnswers(History(launched=launched, ended=ended, there=frozenset({"i-2"}))))
+    before = others.spent[0]
+    assert seconds(others, 1100) == [900 + 180]
+    assert [each.instance for each in others.attempts] == ["i-1"]
+    assert others.spent[0] - before > Decimal("1.2") * 180 / 3600 - Decimal("0.02")
 
 
 @pytest.mark.parametrize(
@@ -369,6 +407,6 @@ def test_a_first_hour_is_free_where_the_fleet_s_history_says_that_aws_took_the_n
     assert found.free_usd == (found.compute_usd if reclaimed else 0)
     assert found.interrupted is (reclaimed is not False)
     assert asked == [T0 + 1000]
-    (forgotten,) = attempts.judged(attempts.read(store, run, but=me), history, T0 + 1001 + fleet.KEPT_S)
+    (forgotten,) = attempts.judged(attempts.read(store, run, but=me), history, T0 + 1001 + KEPT_S)
     assert forgotten.reclaimed is None  # AWS does not know any more
     assert len(asked) == 1
