@@ -141,7 +141,6 @@ def test_a_stack_that_is_up_is_left_alone_then_takes_a_new_run_and_is_destroyed(
 
 @REAL
 @every_release
-@pytest.mark.xfail(reason="with the fleet of a run that is over its schedule goes too, unlike in the record")
 def test_a_component_whose_run_is_over_is_left_alone_and_destroyed(release: Path, tmp_path: Path) -> None:
     run = RecordedRun(release / "command")
     with stack(run, "ended", tmp_path, days_ago=30) as (cloud, _, engine):
