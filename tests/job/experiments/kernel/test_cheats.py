@@ -133,14 +133,17 @@ other.join()
 assert refused(Path(f"/proc/{outer}/task/{outer}/comm")) and refused(Path("/proc/sys/vm/swappiness"))
 assert refused(scratch.parent / "outside")
 (scratch / "inside").write_text("0")
+ready, told = os.pipe()
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         print(os.getpid(), flush=True)
+        os.write(told, b"!")
         while True:
             pass
     os._exit(0)
 os.wait()
+os.read(ready, 1)
 os._exit(0)
 """
 
