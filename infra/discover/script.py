@@ -308,9 +308,12 @@ def _counted(loop: ast.For, local: Mapping[str, ast.expr], name: str) -> ScriptF
     ranges = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _called(node) == "range"]
     if not _is_step(loop.target) or not ranges or not ranges[0].args:
         return None
-    end = ranges[0].args[:2][-1]
+    begin, end = (None, *ranges[0].args)[-2:] if len(ranges[0].args) < 3 else ranges[0].args[:2]
     value = _literal(local.get(end.id) if isinstance(end, ast.Name) else end)
-    return ScriptFinding(str(value), f"{name}:{loop.lineno}") if type(value) is int and value > 0 else None
+    if type(value) is not int or value <= 0:
+        return None
+    from_one = begin is not None and re.search(r"(^|\+ )1$", ast.unparse(begin))
+    return ScriptFinding(str(value - 1 if from_one else value), f"{name}:{loop.lineno}")
 
 
 # Lines that tell the step ---------------------------------------------------------------------------------------------

@@ -128,16 +128,27 @@ def test_the_command_s_container_has_few_rights_no_keys_and_sees_its_own_folders
     told = dict(line.replace(":", "").split(maxsplit=1) for line in done.stdout.splitlines())
     assert done.returncode == 0, done.stderr
     rights = 0xFB  # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID
-    assert (told["user"], int(told["CapEff"], 16), int(told["CapBnd"], 16)) == (user, rights if user == "0" else 0, rights)
+    assert (told["user"], int(told["CapEff"], 16), int(told["CapBnd"], 16)) == (
+        user,
+        rights if user == "0" else 0,
+        rights,
+    )
     assert (told["NoNewPrivs"], told["pids"], told["keys"], told["reached"]) == ("1", "30000", "0", "none")
     assert told["run"] == "control user"
     assert told["control"] == "job"
 
 
 @pytest.mark.parametrize("kind", ["root", "user", "shell"])
-def test_a_command_is_rehearsed_in_its_own_image(kind: str, images: dict[str, str], asked: Path, tmp_path: Path) -> None:
+def test_a_command_is_rehearsed_in_its_own_image(
+    kind: str, images: dict[str, str], asked: Path, tmp_path: Path
+) -> None:
     command, file = ("sh train.sh", "ckpt.txt") if kind == "shell" else ("python3 train.py", "ckpt.json")
-    told = {"IMAGE": images[kind], "SUPERVISOR": images["root"], "FILE": file, "COMMAND": f"'{command} {{checkpoints}}'"}
+    told = {
+        "IMAGE": images[kind],
+        "SUPERVISOR": images["root"],
+        "FILE": file,
+        "COMMAND": f"'{command} {{checkpoints}}'",
+    }
     text = TEXT
     for name, value in told.items():
         text = text.replace(name, value)
