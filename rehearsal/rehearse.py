@@ -100,11 +100,11 @@ def rehearse(
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
         for until in again if code == 0 else ():
-            code = code or _again(until, finished, path, definition, root, out, changed, docker, stand_in)
+            code = code or _run_again(until, finished, path, definition, root, out, changed, docker, stand_in)
     return code
 
 
-def _again(
+def _run_again(
     until: Until,
     finished: Path,
     path: Path,
@@ -172,7 +172,7 @@ def _attempt(
         definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
         definition = replace(definition, interruptions=possible(definition))
     if until is not None:
-        definition = undisturbed.alone(definition)
+        definition = undisturbed.without_interruptions(definition)
     timeline = Timeline(folder / "timeline.jsonl", out=out)
     out(
         f"Rehearsal of {definition.name}, run {definition.run.id}: "

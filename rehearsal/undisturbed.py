@@ -26,7 +26,7 @@ Until = Literal["end", "limit"]
 MIDWAY = 0.5  # of its training
 
 
-def alone(definition: StackDefinition) -> StackDefinition:
+def without_interruptions(definition: StackDefinition) -> StackDefinition:
     """The definition of a run that is not interrupted."""
     return replace(definition, interruptions=replace(definition.interruptions, with_notice=0, without_notice=0))
 
