@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -68,24 +69,17 @@ def main() -> None:
         copied_s = float(found[1]) if found else 0.0
         saved = float(re.findall(r"saved ([\d.]+)", job.log)[0])
         notes = json.loads((job.workdir / "user" / "outputs" / "notes").read_text())
-        steps = list(
-            zip(notes[1:], (after - before for before, after in zip(notes, notes[1:], strict=False)), strict=True)
-        )
+        steps = [(after, after - before) for before, after in pairwise(notes)]
         say(f"{megabytes} MB, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         say(f"from its last byte to the commit {committed - saved:.1f} s, of which the copy {copied_s:.1f} s")
-        for name, begin, end in (
-            ("before the save", 0.0, saved - 10 * 60),
-            ("beside the copy", committed - copied_s, committed),
-            ("afterwards", committed, time.time()),
-        ):
-            if name == "before the save":
-                inside = [took for at, took in steps[:290]]
-            else:
-                inside = [took for at, took in steps if begin <= at <= end]
-            if inside:
-                say(
-                    f"steps {name}: {len(inside)}, median {median(inside) * 1e3:.1f} ms, longest {max(inside) * 1e3:.0f} ms"
-                )
+        told_of = {
+            "before the save": steps[:290],
+            "beside the copy": [each for each in steps if committed - copied_s <= each[0] <= committed],
+            "afterwards": [each for each in steps if each[0] > committed],
+        }
+        for name, inside in told_of.items():
+            took = [1e3 * seconds for _, seconds in inside] or [0.0]
+            say(f"steps {name}: {len(inside)}, median {median(took):.1f} ms, longest {max(took):.0f} ms")
         began = time.time()
         process = job.start()
         try:

@@ -132,8 +132,8 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="gpufleet",
-        description="Train on rented AWS GPUs with the bill known before anything exists: your own script in any container\n"
-        "(begin with `gpufleet new NAME --code DIR`), or a ready-made job of the five in stacks/.",
+        description="Train on rented AWS GPUs with the bill known before anything exists: your own script, in any\n"
+        "container (begin with `gpufleet new NAME --code DIR`), or a ready-made job, of which stacks/ has five.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

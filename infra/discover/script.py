@@ -104,8 +104,7 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     found.script, found.module = _named(command, trees) if command else (_entry(trees), False)
     if not found.script:
         raise GpufleetError(
-            f"--code: which of the {len(trees)} files in {folder} trains is not clear; say it: --command"
-            " 'python FILE.py ...'"
+            f"--code: which file in {folder} trains is not clear; say it: --command 'python FILE.py ...'"
         )
     found.requirements = next((n for n in ("requirements.txt", "pyproject.toml") if (folder / n).is_file()), "")
     own = trees.get(found.script)
@@ -147,10 +146,10 @@ def _named(command: str, trees: Mapping[str, ast.Module]) -> tuple[str, bool]:
 
 
 def _entry(trees: Mapping[str, ast.Module]) -> str:
-    """The file that looks most like the one that trains; empty where two look alike or none does."""
+    """The file that looks most like the one that trains, a sole one at all; empty where two look alike or none does."""
     scores = sorted(((_looks_like_training(name, tree), name) for name, tree in trees.items()), reverse=True)
     (best, name), second = scores[0], scores[1][0] if len(scores) > 1 else -1.0
-    return name if best > 1 and best > second else ""
+    return name if best > (len(scores) > 1) and best > second else ""
 
 
 def _looks_like_training(name: str, tree: ast.Module) -> float:

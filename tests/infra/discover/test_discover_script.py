@@ -156,6 +156,12 @@ def test_where_two_scripts_look_alike_it_asks_instead_of_guessing(tmp_path: Path
     assert look(code, "python train_b.py").script == "train_b.py"
 
 
+def test_a_sole_script_needs_no_telling_name(tmp_path: Path) -> None:
+    assert look(folder(tmp_path / "one", mine="trainer.fit(net)\n")).script == "mine.py"
+    with pytest.raises(GpufleetError, match=r"which file in .* trains is not clear; say it: --command"):
+        look(folder(tmp_path / "none", mine="print('a tool')\n"))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [("missing", None, "no folder"), ("empty", "", "no Python file"), ("torn", "def f(:", "no Python")],
