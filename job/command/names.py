@@ -39,7 +39,8 @@ class FileState:
     def from_path(cls, path: Path) -> FileState:
         """Raises OSError."""
         there = path.stat()
-        return cls(there.st_ino, there.st_dev, there.st_size, there.st_mtime_ns, there.st_ctime_ns > there.st_mtime_ns)
+        renamed = there.st_size > 0 and there.st_ctime_ns > there.st_mtime_ns
+        return cls(there.st_ino, there.st_dev, there.st_size, there.st_mtime_ns, renamed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
