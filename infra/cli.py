@@ -29,7 +29,7 @@ COMMANDS = {
     "diff": "the cost review of a change: two commits' stacks side by side in dollars, bounds and rules held or broken",
     "replay": "whether the bill's stated interval held on availability traces of spot nodes",
     "rehearse": "the whole run on this machine, against an embedded AWS",
-    "prepare": "fetch or make the experiment's data and cut it into hashed token shards",
+    "prepare": "what a run reads: your folders and prefixes hashed, a ready-made job's tokens made",
     "calibrate": "measure some hundred steps of the real job on this machine, for the bill to stand on",
     "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image digest",
     "wait": "after pulumi up: wait for a node, and explain why there is none",
@@ -134,7 +134,8 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="gpufleet",
-        description="Train on rented AWS GPUs with the bill known before anything exists.",
+        description="Train on rented AWS GPUs with the bill known before anything exists: your own script, in any\n"
+        "container (begin with `gpufleet new NAME --code DIR`), or a ready-made job, of which stacks/ has five.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

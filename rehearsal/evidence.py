@@ -44,6 +44,7 @@ class Rehearsal:
     runner: NodeRunner
     watch: Watch | None = None
     stand_in: bool = False  # for the script of a command
+    until: str | None = None  # of one that is not interrupted: to its end, or to a limit
     torch_s: float = 0.0  # importing torch in a new process, on this machine
 
     @property
@@ -102,7 +103,8 @@ class Evidence:
         self.folder = folder
         self.receipt = Receipt.from_json(_document(folder / RECEIPT))
         self.done = Done.from_json(_document(folder / bucket.DONE))
-        _document(folder / RESULTS)  # raises without one
+        if rehearsal.until != "limit":
+            _document(folder / RESULTS)  # raises without one
         report = folder / "growth_report.json"
         self.growths: list[dict[str, Any]] = _document(report).get("boundaries", []) if report.exists() else []
         self.stages = {path.name: _lines(path) for path in sorted((folder / STAGES).glob("*.jsonl"))}

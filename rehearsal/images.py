@@ -20,7 +20,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.node import container, jobs
 from gpufleet.job.node.outside import last_line
 
-ANSWERS_S = 30.0
+ANSWERS_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

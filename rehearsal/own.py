@@ -81,6 +81,16 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
         yield Promise(name="saves on the signal of a notice", figure=figure, held=True)
 
 
+def saves(evidence: Evidence) -> bool | None:
+    """Whether the user's script saved on the signal of each notice. None: not shown."""
+    rehearsal = evidence.rehearsal
+    config = rehearsal.definition.job.parameters
+    if not config.is_users_own or rehearsal.stand_in:
+        return None
+    told = [each.saved(config.steps_between_saves()) for each in evidence.resumptions() if each.kind == "notice"]
+    return None if not told or None in told else all(told)
+
+
 def advice(notices: Sequence[Resumption], every: int | None, declared: bool | None) -> str:
     """What the file should say of whether it saves on a signal."""
     if not all(each.signalled for each in notices):

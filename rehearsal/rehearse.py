@@ -31,12 +31,13 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.measurement import own_programs
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
-from gpufleet.rehearsal import environment, evidence, images, own, pace, plumbing, report, scratch
+from gpufleet.rehearsal import environment, evidence, images, own, pace, plumbing, report, scratch, undisturbed
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Result
 from gpufleet.rehearsal.evidence import Evidence, Rehearsal
 from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.timeline import Timeline, say
+from gpufleet.rehearsal.undisturbed import Until
 from gpufleet.rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
@@ -59,9 +60,11 @@ def rehearse(
     out: Callable[[str], None] = say,
     image: bool = False,
     stand_in: bool = False,
+    again: Sequence[Until] = (),
 ) -> int:
     """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project. `image`: a
-    command runs in its own; `stand_in`: for the script of a command, which does not run.
+    command runs in its own; `stand_in`: for the script of a command, which does not run; `again`: once more without
+    interruptions, for each of these.
     """
     root = root or project_root(Path.cwd())
     path = selected(name_or_path, root).path
@@ -78,6 +81,8 @@ def rehearse(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
             f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}."
         )
+    if again and not definition.job.parameters.is_users_own:
+        raise GpufleetError(f"{definition.name} is a ready-made job: leave out --exact and --limit")
     docker = images.require(definition, out) if image else None
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.locked(finished.parent):
@@ -94,6 +99,31 @@ def rehearse(
         if code == 0:
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
+        for until in again if code == 0 else ():
+            code = code or _run_again(until, finished, path, definition, root, out, changed, docker, stand_in)
+    return code
+
+
+def _run_again(
+    until: Until,
+    finished: Path,
+    path: Path,
+    definition: StackDefinition,
+    root: Path,
+    out: Callable[[str], None],
+    changed: pace.Change | None,
+    docker: images.Docker | None,
+    stand_in: bool,
+) -> int:
+    """The rehearsal that has held, once more without interruptions; what it leaves is beside the other's."""
+    out(f"\nOnce more, undisturbed, to its {until}.")
+    if until == "limit":
+        changed = undisturbed.limited(definition, finished, changed)
+    folder = finished / until
+    once = partial(_attempt, path, definition, folder, root, out, docker=docker, stand_in=stand_in)
+    code = once(changed=changed, until=until)
+    if code == 0 and until == "end":
+        undisturbed.compare(finished, folder, out)
     return code
 
 
@@ -124,6 +154,7 @@ def _attempt(
     changed: pace.Change | None = None,
     docker: images.Docker | None = None,
     stand_in: bool = False,
+    until: Until | None = None,
 ) -> int:
     """The rehearsal, in a new `folder`, of the definition with `changed` laid over it. Raises TooFastError where it can
     be made longer.
@@ -140,6 +171,8 @@ def _attempt(
     if changed is not None:
         definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
         definition = replace(definition, interruptions=possible(definition))
+    if until is not None:
+        definition = undisturbed.without_interruptions(definition)
     timeline = Timeline(folder / "timeline.jsonl", out=out)
     out(
         f"Rehearsal of {definition.name}, run {definition.run.id}: "
@@ -171,6 +204,7 @@ def _attempt(
                 engine=engine,
                 runner=runner,
                 stand_in=stand_in,
+                until=until,
             )
             out(f"Engine: {engine.name}")
             if python is not None:
@@ -226,7 +260,10 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
         command(rehearsal, "results", name, "--to", str(rehearsal.folder / "results"))
         timeline.add("results", "results downloaded")
         found = Evidence(rehearsal)
-        checks = [*evidence.checks(found), *own.checks(found, shipped)]
+        if rehearsal.until == "limit":
+            checks = undisturbed.limit_checks(found)
+        else:
+            checks = [*evidence.checks(found), *own.checks(found, shipped)]
     with step(rehearsal, "destroy"):
         destroyed = _ok(rehearsal.engine.destroy())
         asked = " (the bucket and what belongs to it, as asked)" if "kept" in destroyed.changes else ""

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpufleet.infra.evidence.rehearsed import SAVES, SUMMARY
 from gpufleet.infra.report import run as report
 from gpufleet.infra.report.run import NAME
 from gpufleet.job.contract.receipt import money
 from gpufleet.job.contract.workdir import RECEIPT
 from gpufleet.job.supervisor import receipt as receipts
+from gpufleet.rehearsal import own
 from gpufleet.rehearsal.account import Resource
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.evidence import Evidence, Promise
@@ -50,7 +52,7 @@ def write(
     out(f"  ok    left after destroy: {names + ' (asked for)' if names else 'nothing'}")
     out(f"        sweep: {swept.strip().splitlines()[-1]}")
     told = json.dumps(summary(evidence, checks), indent=1)
-    (folder / "summary.json").write_text(told + "\n", encoding="utf-8")
+    (folder / SUMMARY).write_text(told + "\n", encoding="utf-8")
     place = folder.with_suffix("").relative_to(rehearsal.root)  # where it will be in a moment: all of it has held
     out(f"\nFiles: {place}/{{{NAME}, bill.json, receipt.json, summary.json, timeline.jsonl, results/}}")
     out(closing(checks, rehearsal.timeline.seconds))
@@ -86,6 +88,7 @@ def summary(evidence: Evidence, checks: Sequence[Promise]) -> dict[str, Any]:
         "interruptions": [f"{r.kind} at {r.last_step}" for r in resumptions],
         "lost_on_notice": sum(r.lost for r in resumptions if r.kind == "notice"),
         "repeated_after_loss": sum(r.lost for r in resumptions if r.kind == "loss"),
+        SAVES: own.saves(evidence),
         "val_loss": validated[-1]["val_loss"] if validated else None,
         "validation": called[validated[-1]["phase"]] if validated else None,  # what val_loss is
         "spent_usd": money(evidence.receipt.actual),

@@ -17,11 +17,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--image", action="store_true", help="a command in its own image, by this machine's docker")
     depth.add_argument("--plumbing", action="store_true", help="a stand-in for a command that cannot run here")
+    parser.add_argument("--exact", action="store_true", help="a command once more undisturbed: does it end the same?")
+    parser.add_argument("--limit", action="store_true", help="a command once more, until it meets a limit midway")
     parser.add_argument("--all", action="store_true", help="every stack in turn, and one table")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when everything held, 1 when a step did not, 130 on Ctrl-C."""
+    if args.all and (args.exact or args.limit):
+        raise GpufleetError("--exact and --limit are of one command: name its stack in place of --all")
     if args.all and args.stack:
         raise GpufleetError(f"--all rehearses every stack, {args.stack} alone one: give one of the two")
     if not args.all and not args.stack:
@@ -34,4 +38,7 @@ def run(args: argparse.Namespace) -> int:
         from gpufleet.rehearsal.rehearse import rehearse, rehearse_all
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install 'gpufleet[rehearsal]'") from error
-    return rehearse_all() if args.all else rehearse(args.stack, image=args.image, stand_in=args.plumbing)
+    if args.all:
+        return rehearse_all()
+    again = [until for until, asked in (("end", args.exact), ("limit", args.limit)) if asked]
+    return rehearse(args.stack, image=args.image, stand_in=args.plumbing, again=again)

@@ -104,8 +104,7 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     found.script, found.module = _named(command, trees) if command else (_entry(trees), False)
     if not found.script:
         raise GpufleetError(
-            f"--code: which of the {len(trees)} files in {folder} trains is not clear; say it: --command"
-            " 'python FILE.py ...'"
+            f"--code: which file in {folder} trains is not clear; say it: --command 'python FILE.py ...'"
         )
     found.requirements = next((n for n in ("requirements.txt", "pyproject.toml") if (folder / n).is_file()), "")
     own = trees.get(found.script)
@@ -147,10 +146,10 @@ def _named(command: str, trees: Mapping[str, ast.Module]) -> tuple[str, bool]:
 
 
 def _entry(trees: Mapping[str, ast.Module]) -> str:
-    """The file that looks most like the one that trains; empty where two look alike or none does."""
+    """The file that looks most like the one that trains, a sole one at all; empty where two look alike or none does."""
     scores = sorted(((_looks_like_training(name, tree), name) for name, tree in trees.items()), reverse=True)
     (best, name), second = scores[0], scores[1][0] if len(scores) > 1 else -1.0
-    return name if best > 1 and best > second else ""
+    return name if best > (len(scores) > 1) and best > second else ""
 
 
 def _looks_like_training(name: str, tree: ast.Module) -> float:
@@ -308,9 +307,12 @@ def _counted(loop: ast.For, local: Mapping[str, ast.expr], name: str) -> ScriptF
     ranges = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _called(node) == "range"]
     if not _is_step(loop.target) or not ranges or not ranges[0].args:
         return None
-    end = ranges[0].args[:2][-1]
+    begin, end = (None, *ranges[0].args)[-2:] if len(ranges[0].args) < 3 else ranges[0].args[:2]
     value = _literal(local.get(end.id) if isinstance(end, ast.Name) else end)
-    return ScriptFinding(str(value), f"{name}:{loop.lineno}") if type(value) is int and value > 0 else None
+    if type(value) is not int or value <= 0:
+        return None
+    from_one = begin is not None and re.search(r"(^|\+ )1$", ast.unparse(begin))
+    return ScriptFinding(str(value - 1 if from_one else value), f"{name}:{loop.lineno}")
 
 
 # Lines that tell the step ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from gpufleet.infra.discover.script import (
     ScriptFacts,
 )
 from gpufleet.infra.inputs.code import ENVIRONMENTS
-from gpufleet.job.spec.command import FORMATS, SAVE_INTERVALS, STEP_COUNTS, setting
+from gpufleet.job.spec.command import FORMATS, INPUT, SAVE_INTERVALS, STEP_COUNTS, setting
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # of slow ones; a fast script is given more (rehearsal/pace.py)
@@ -83,7 +83,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         f"  ami: unpinned     # gpufleet doctor {name} --pin",
         "",
         "storage:",
-        "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # read as {inputs.NAME} in the command",
+        *_inputs(typed, made),
         "  root:",
         "    size_gib: 200",
         "  keep:",
@@ -97,7 +97,6 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         *_rehearsal(found, written, fixed, total, made),
     ]
     made.text = "\n".join(lines) + "\n"
-    made.unknown.append("what the data is: storage.inputs, or the script fetches it itself (setup)")
     made.unknown.append(
         f"which GPU it needs: fleet.instance_types has one L40S with 48 GB, whatever the script is; `gpufleet compare"
         f" {name}` prices the others"
@@ -238,6 +237,17 @@ def _stop(found: ScriptFacts, made: Draft) -> Iterator[str]:
 def _secrets(found: ScriptFacts) -> Iterator[str]:
     if found.wandb:
         yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {found.wandb.where}: {found.wandb.value}"
+
+
+def _inputs(command: str, made: Draft) -> Iterator[str]:
+    """Those that the command names."""
+    if not (names := dict.fromkeys(INPUT.findall(command))):
+        made.unknown.append("what the data is: storage.inputs, or the script fetches it itself (setup)")
+        yield "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # read as {inputs.NAME} in the command"
+        return
+    made.unknown.append(f"where the data is: storage.inputs ({', '.join(names)})")
+    yield "  inputs:   # CHECK: a folder, or s3://bucket/prefix; the rehearsal needs a folder with a little of it"
+    yield from (f"    {name}: data/{name}" for name in names)
 
 
 def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, total: int | None, made: Draft) -> Iterator[str]:

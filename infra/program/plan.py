@@ -24,6 +24,7 @@ from gpufleet.infra.definition.loader import find, tagged
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.selected import Selected
 from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.evidence import rehearsed
 from gpufleet.infra.inputs import archive, code, folders
 from gpufleet.infra.inputs.prepared import prepared_dataset
 from gpufleet.infra.inputs.readiness import not_ready
@@ -159,6 +160,7 @@ def make(
         bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=policy.find_policy(root))
     wrong, late = problems(definition, bill), list[str]()
     far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
+    unshown = rehearsed.saves_doubt(definition, root)
     if not verdict.continues:  # how much work is left of a run that has begun is not known here
         wrong += limits.deadline_problems(definition, bill, now)
         late += limits.deadline_warnings(definition, bill, now)
@@ -179,7 +181,7 @@ def make(
         run_config=run_file.encode(
             run_config.run_config(definition, bill, given, expires=verdict.run.valid_until)
         ).decode(),
-        warnings=(*missing, *map(str, wrong), *late, *filter(None, far), *verdict.warnings),
+        warnings=(*missing, *map(str, wrong), *late, *filter(None, [*far, unshown]), *verdict.warnings),
     )
 
 

@@ -236,7 +236,11 @@ class CommandCheckpoints:
                 self._say_once(f"checkpoint of step {found.step:,} does not count: {lacking}")
             return False
         if watched.doubtful and not self._shows_a_cut(found):
-            self._say_once(f"checkpoint of step {found.step or 0:,} does not count: a process died when it was written")
+            what = "the checkpoint" if found.step is None else f"checkpoint of step {found.step:,}"
+            self._say_once(
+                f"{what} does not count: a process ended when it was written, and may have left it cut; one that is"
+                " written under another name and then renamed counts"
+            )
             return False
         has_later = found.step is not None and latest is not None and found.step < latest
         return self._is_settled or has_later or quiet >= FIRST_QUIET_S

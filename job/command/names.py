@@ -13,7 +13,7 @@ import struct
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpufleet.job.spec.command import CommandConfig, filled
@@ -27,18 +27,20 @@ _STEP = re.compile(r"\{step(:[0-9a-z]+)?\}")
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file as it was seen."""
+    """A file as it was seen. `renamed`: something was done to it after it was last written, as a rename is."""
 
     inode: int
     device: int
     bytes: int
     written: int  # ns
+    renamed: bool = field(default=False, compare=False)
 
     @classmethod
     def from_path(cls, path: Path) -> FileState:
         """Raises OSError."""
         there = path.stat()
-        return cls(there.st_ino, there.st_dev, there.st_size, there.st_mtime_ns)
+        renamed = there.st_size > 0 and there.st_ctime_ns > there.st_mtime_ns
+        return cls(there.st_ino, there.st_dev, there.st_size, there.st_mtime_ns, renamed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,11 +131,13 @@ class Names:
         self._sizes = {(_kind(name), size) for name, size in files.items()}
 
     def shows_a_cut(self, folder: Path, found: FoundCheckpoint) -> bool:
-        """Whether a cut in what was written last would show: by the file itself, or as it is as long as the newest
-        whole one's. Raises OSError.
+        """Whether a cut in what was written last would show: by the file itself, as it is as long as the newest whole
+        one's, or as who renames a file has written it. Raises OSError.
         """
         return all(
-            tells_itself(folder / name) or (_kind(name), found.files[name].bytes) in self._sizes
+            tells_itself(folder / name)
+            or found.files[name].renamed
+            or (_kind(name), found.files[name].bytes) in self._sizes
             for name in self._last(found)
         )
 

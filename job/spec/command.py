@@ -454,7 +454,7 @@ class CommandConfig(JobConfig):
 
     def inputs_named(self) -> Iterator[tuple[str, str]]:
         for path, text in self.texts():
-            yield from ((path, found[1]) for found in _INPUT.finditer(text))
+            yield from ((path, found[1]) for found in INPUT.finditer(text))
 
     @property
     def shipped(self) -> Code | None:
@@ -612,7 +612,7 @@ def without_keys(text: str) -> str:
 
 
 PLACEHOLDERS = ("{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}")
-_INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
+INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
 _NAMES = re.compile(r"checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run")
 
 

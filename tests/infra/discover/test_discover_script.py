@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from gpufleet.infra import cli
+from gpufleet.infra.definition.loader import load
 from gpufleet.infra.discover.script import OUT, RESUME, look
 from gpufleet.infra.discover.template import draft
 from gpufleet.infra.errors import GpufleetError
@@ -154,6 +156,12 @@ def test_where_two_scripts_look_alike_it_asks_instead_of_guessing(tmp_path: Path
     assert look(code, "python train_b.py").script == "train_b.py"
 
 
+def test_a_sole_script_needs_no_telling_name(tmp_path: Path) -> None:
+    assert look(folder(tmp_path / "one", mine="trainer.fit(net)\n")).script == "mine.py"
+    with pytest.raises(GpufleetError, match=r"which file in .* trains is not clear; say it: --command"):
+        look(folder(tmp_path / "none", mine="print('a tool')\n"))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [("missing", None, "no folder"), ("empty", "", "no Python file"), ("torn", "def f(:", "no Python")],
@@ -214,6 +222,24 @@ def test_a_loop_says_its_own_count_which_a_rehearsal_cannot_change(tmp_path: Pat
     assert any("trains all 20000 of train.py:5" in sentence for sentence in made.unknown)
     assert any("GPUFLEET_CHECKPOINTS says where it writes" in sentence for sentence in made.known)
     assert not any("where the script writes" in sentence for sentence in made.unknown)
+
+
+@pytest.mark.parametrize(("words", "steps"), [("start + 1, 601", "600"), ("1, 601", "600"), ("start, 601", "601")])
+def test_a_loop_that_counts_from_one_is_as_long_as_its_last_number(tmp_path: Path, words: str, steps: str) -> None:
+    found = look(folder(tmp_path, train=LOOP.replace("start, COUNT", words)))
+    assert found.counted is not None
+    assert found.counted.value == steps
+
+
+def test_inputs_that_a_command_names_are_in_the_file_and_asked_for(tmp_path: Path) -> None:
+    command = "python train.py {inputs.text}/a.txt {inputs.text} {inputs.model}"
+    made = draft("mine", look(folder(tmp_path, train=LOOP)), folder="../mine", command=command)
+    assert "  inputs:   # CHECK" in made.text
+    assert made.text.count("\n    text: data/text\n    model: data/model\n") == 1
+    assert "where the data is: storage.inputs (text, model)" in made.unknown
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "mine.yaml").write_text(made.text)
+    load(tmp_path / "stacks" / "mine.yaml", now=datetime.now(UTC))
 
 
 def test_a_folder_without_a_python_of_its_own_is_asked_for_one(tmp_path: Path) -> None:

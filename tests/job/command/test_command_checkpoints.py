@@ -154,6 +154,18 @@ def test_a_process_that_ends_after_its_save_was_seen_closed_raises_no_doubt(tmp_
     assert disk.committed() == [5]
 
 
+def test_a_file_that_was_renamed_when_it_was_written_is_whole_whoever_has_ended_since(tmp_path: Path) -> None:
+    """Of a shell script, whose programs come and go."""
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
+    written = disk.write("new")
+    time.sleep(0.02)  # the kernel's clock of files ticks every few ms
+    written.rename(disk.folder / "a-5.bin")
+    disk.found.look()
+    disk.alive = [7, 9]
+    disk.wait(3)
+    assert disk.committed() == [5]
+
+
 def test_where_nobody_knows_who_writes_five_quiet_seconds_count(tmp_path: Path) -> None:
     disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
     disk.found._writing = lambda pids: None

@@ -1,0 +1,88 @@
+"""A user's script once more, which nothing interrupts: to its end, by which the interrupted one is compared
+(`gpufleet rehearse --exact`), or until it meets a limit midway (`--limit`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, cast
+
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job import ledger
+from gpufleet.job.contract.done import MAX_HOURS
+from gpufleet.job.contract.workdir import FINAL, METRICS
+from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.supervisor.forecast import LATENCY_S, RESERVE_S
+from gpufleet.job.text import counted
+from gpufleet.rehearsal import pace
+from gpufleet.rehearsal.evidence import Evidence, Promise
+
+Until = Literal["end", "limit"]
+MIDWAY = 0.5  # of its training
+
+
+def without_interruptions(definition: StackDefinition) -> StackDefinition:
+    """The definition of a run that is not interrupted."""
+    return replace(definition, interruptions=replace(definition.interruptions, with_notice=0, without_notice=0))
+
+
+def limited(definition: StackDefinition, held: Path, changed: pace.Change | None) -> pace.Change:
+    """Lays a limit over the tree that a run as fast as the one in `held` meets midway. Raises GpufleetError."""
+    config = cast(CommandConfig, definition.job.parameters)
+    moments = [json.loads(line) for line in (held / "timeline.jsonl").read_text(encoding="utf-8").splitlines()]
+    launched, trains = (
+        next(each["t"] for each in moments if each["what"] == what) for what in ("launched", "training")
+    )
+    lines = (held / "results" / METRICS).read_bytes().splitlines()
+    last = max((int(line["step"]) for line in ledger.read(held / "results" / METRICS)), default=0)
+    trains_s = last * pace.step_ms(lines, 0.0) / 1000
+    # As the supervisor reckons what an end takes (job/supervisor/forecast.py).
+    seconds = trains - launched + MIDWAY * trains_s + RESERVE_S + LATENCY_S + config.grace_s
+    overlay = read(json.dumps({"limits": {"max_hours": round(seconds / 3600, 4)}}))
+    return lambda tree: cast(Mapping, merge(changed(tree) if changed else tree, overlay))
+
+
+def limit_checks(evidence: Evidence) -> list[Promise]:
+    """What a run leaves that has met its limit. Raises GpufleetError when one did not hold."""
+    found = list(_limit_checks(evidence))
+    if broken := [f"{check.name}: {check.figure}" for check in found if not check.held]:
+        raise GpufleetError("; ".join(broken))
+    return found
+
+
+def _limit_checks(evidence: Evidence) -> Iterator[Promise]:
+    watch = evidence.rehearsal.watch
+    assert watch is not None
+    reason = evidence.done.reason
+    yield Promise(name="ended by its limit", figure=reason, held=reason == MAX_HOURS)
+    last = max((int(line["step"]) for line in evidence.metrics), default=0)
+    newest = max(watch.manifests, default=0)
+    figure = f"of step {newest}, at step {last} of {evidence.total_steps}" if newest else "none"
+    yield Promise(name="a whole checkpoint in the bucket", figure=figure, held=newest > 0)
+    left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
+    yield Promise(name="brought home by results", figure=counted(len(left), "file"), held=bool(left))
+    yield Promise(name="receipt", figure=f"{evidence.receipt.actual} USD", held=True)  # read, or this were not reached
+
+
+def compare(interrupted: Path, undisturbed: Path, out: Callable[[str], None]) -> None:
+    """Says how far apart two runs have ended, by their results: no failure."""
+    ends = [_last_loss(folder / "results" / METRICS) for folder in (interrupted, undisturbed)]
+    if None in ends:
+        return out("exact: not shown: its lines tell no loss")
+    (step, loss), (other_step, other) = (cast(tuple[int, float], end) for end in ends)
+    if step != other_step:
+        return out(f"exact: not shown: its last losses are of step {step:,} and of step {other_step:,}")
+    how = f"loss of step {step:,}: {loss:.6g} interrupted, {other:.6g} undisturbed"
+    if loss == other:
+        return out(f"exact: {how}: as far as it tells, your script resumes bit for bit")
+    return out(f"exact: {how}, differs by {abs(loss - other):.2g}: your script does not resume bit for bit")
+
+
+def _last_loss(path: Path) -> tuple[int, float] | None:
+    told = [(int(line["step"]), float(line["loss"])) for line in ledger.read(path) if line.get("loss") is not None]
+    return max(told, key=lambda each: each[0], default=None)
