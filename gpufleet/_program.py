@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import UTC, datetime
 
 import pulumi
 
@@ -28,13 +29,16 @@ def program() -> None:
         config = pulumi.Config()
         name = config.get("definition") or pulumi.get_stack()
         plan = engine.planned(root, name, was, scenario=config.get("scenario") or "")
-        unknown = engine.unknown_fleets(plan, was)
+        # Imported here, as the provider below: SDKs take a second, and a wrong definition's error need not wait for it.
+        from gpufleet.infra.account import aws, unknown_fleets
+
+        preview = bool(pulumi.runtime.is_dry_run())
+        unknown = unknown_fleets.look(plan.definition, was.fleet_ids, aws.client, datetime.now(UTC), preview=preview)
     except GpufleetError as error:
         pulumi.log.error(printable(f"{error}\nNothing was declared."))
         sys.exit(SHOWN)
     engine.say(plan, root, also=unknown)
 
-    # Imported here: the provider's SDK takes a second to import, and errors need not wait for it.
     from gpufleet.infra.program.resources.declare import declare
 
     found = declare(plan, root)

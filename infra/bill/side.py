@@ -147,8 +147,9 @@ def price_side(
         return None
     exposure = prepared.exposure
     runs = runs if exposure.is_drawn else 1
-    outcome, needed = simulation.simulate_each([exposure, exposure.unlimited], runs=runs)
-    alone = simulation.simulate(exposure.unlimited.interruptions_alone, runs=runs if exposure.chance.median else 1)
+    unlimited = exposure.unlimited
+    each = [exposure, unlimited, unlimited.interruptions_alone]  # together: their luck is drawn once
+    outcome, needed, alone = simulation.simulate_each(each, runs=runs)
     return settle(prepared, outcome, needed if outcome.stopped.any() else outcome, alone)
 
 

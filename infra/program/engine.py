@@ -54,15 +54,6 @@ def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mappin
     return make(root, name, now=datetime.now(UTC), previous=was, preview=preview, scenario=scenario, tags=tags)
 
 
-def unknown_fleets(plan: Plan, was: Previous) -> list[str]:
-    """What is to be warned of fleets that the stack's state does not know of. Raises GpufleetError."""
-    from gpufleet.infra.account import aws  # not asked by a component, whose provider may have other credentials
-    from gpufleet.infra.program.unknown import look
-
-    preview = bool(pulumi.runtime.is_dry_run())
-    return look(plan.definition, was.fleet_ids, aws.client, datetime.now(UTC), preview=preview)
-
-
 def say(plan: Plan, root: Path, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
     """The bill and what is to be warned of."""
     cheaper = plan.cheaper.lines() if plan.cheaper else None

@@ -243,20 +243,19 @@ def _chunk(
     uneven = rng.spawn(1)[0]  # of its own: the other luck stays what it is for an even hazard
     unevenness = _of_each(exposures, runs, lambda each: each.chance.unevenness)
 
+    is_uneven = bool(np.any(unevenness))
+
     def next_node(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
-        luck = RandomDraws(rng, runs, active, attempt)
-        life, wait, (missed, lost) = luck.exponential(), luck.normal(), luck.uniform()
-        with np.errstate(divide="ignore"):
-            life = life / hazard[active]
-        if np.any(unevenness):
-            factor = of_node(
-                RandomDraws(uneven, runs, active, attempt).normal(), _select(unevenness, active), first=attempt == 0
-            )
-            life = life / factor
+        luck = RandomDraws(runs, active, attempt)
+        life, wait, (missed, lost) = luck.exponential(rng), luck.normal(rng), luck.uniform(rng)
+        life = life / hazard[active]
+        if is_uneven:
+            life = life / of_node(luck.normal(uneven), _select(unevenness, active), first=attempt == 0)
         wait = _select(wait_h, active) * np.exp(_select(wait_sigma, active) * wait)
         return NextNode(life_h=life, wait_h=wait, missed=missed, lost=lost)
 
-    return _account(exposures, runs, first_wait_h, next_node, attempts, factors)
+    with np.errstate(divide="ignore"):  # a life without hazard; entered once, not for each node
+        return _account(exposures, runs, first_wait_h, next_node, attempts, factors)
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
@@ -310,11 +309,12 @@ def _account(
     for attempt in range(attempts):
         if not active.size:
             break
-        node = fate(active, attempt, wall[active])
-        done_h, before_h = done[active], hours[active]
+        begun_h, done_h, before_h = wall[active], done[active], hours[active]
+        node = fate(active, attempt, begun_h)
         start_h = _select(restart_h if attempt else setup_h, active)
-        need = start_h + _select(work_h, active) - done_h
-        left = _hours_left(single, wall[active], done_h, start_h, _select(work_h, active))
+        whole_h = _select(work_h, active)
+        need = start_h + whole_h - done_h
+        left = _hours_left(single, begun_h, done_h, start_h, whole_h)
         room = np.maximum(np.minimum(_select(cap_h, active) - before_h, left), 0.0)
         ends_h = np.minimum(node.life_h, need)
         node_h = np.minimum(ends_h, room)
@@ -328,7 +328,7 @@ def _account(
         hours[active] = before_h + span
         free = interrupted & (node_h < _select(free_h, active))
         billed[active] += np.where(free, span * _select(charged, active), span)
-        wall_h = wall[active] + spent_h
+        wall_h = begun_h + spent_h
         interruptions[active] += interrupted
         stopped[active] |= at_limit
 
@@ -345,7 +345,7 @@ def _account(
         done_h = done_h + np.where(interrupted, kept, trained)
         done[active] = done_h
 
-        wait_h = _patient(single, node.wait_h, wall_h, done_h, _select(work_h, active))
+        wait_h = _patient(single, node.wait_h, wall_h, done_h, whole_h)
         wall[active] = wall_h + np.where(interrupted, wait_h, 0.0)
         active = active[interrupted]
 
@@ -421,8 +421,8 @@ class RandomDraws:
     a generator of its own for each attempt keeps one exposure's luck apart from how many others are going.
     """
 
-    def __init__(self, rng: np.random.Generator, runs: int, active: Indices, attempt: int) -> None:
-        self._rng, self._late = rng, attempt >= ATTEMPTS_IN_STEP
+    def __init__(self, runs: int, active: Indices, attempt: int) -> None:
+        self._late = attempt >= ATTEMPTS_IN_STEP
         self._drawn, self._place = runs, active if active[-1] < runs else active % runs
         self._all = active.size == runs and active[-1] < runs
         if self._late:
@@ -430,24 +430,21 @@ class RandomDraws:
             self._place = np.arange(active.size) - np.repeat(np.cumsum(counts) - counts, counts)
             self._drawn = int(counts.max())
 
-    def exponential(self) -> Floats:
+    def exponential(self, rng: np.random.Generator) -> Floats:
         """(active,)."""
-        return self._one(np.random.Generator.standard_exponential)
+        return self._one(rng, np.random.Generator.standard_exponential)
 
-    def uniform(self) -> Floats:
+    def normal(self, rng: np.random.Generator) -> Floats:
+        """(active,)."""
+        return self._one(rng, np.random.Generator.standard_normal)
+
+    def uniform(self, rng: np.random.Generator) -> Floats:
         """(2, active)."""
-        return self._two(np.random.Generator.random)
-
-    def normal(self) -> Floats:
-        """(active,)."""
-        return self._one(np.random.Generator.standard_normal)
-
-    def _one(self, draw: Callable[[np.random.Generator, int], Floats]) -> Floats:
-        drawn = draw(self._rng.spawn(1)[0] if self._late else self._rng, self._drawn)
-        return drawn if self._all and not self._late else drawn[self._place]
-
-    def _two(self, draw: Callable[[np.random.Generator, tuple[int, int]], Floats]) -> Floats:
         if self._late:  # row by row, so that the first numbers do not depend on how many are drawn
-            return draw(self._rng.spawn(1)[0], (self._drawn, 2))[self._place].T
-        drawn = draw(self._rng, (2, self._drawn))
+            return rng.spawn(1)[0].random((self._drawn, 2))[self._place].T
+        drawn = rng.random((2, self._drawn))
         return drawn if self._all else drawn[:, self._place]
+
+    def _one(self, rng: np.random.Generator, draw: Callable[[np.random.Generator, int], Floats]) -> Floats:
+        drawn = draw(rng.spawn(1)[0] if self._late else rng, self._drawn)
+        return drawn if self._all and not self._late else drawn[self._place]

@@ -57,13 +57,11 @@ def test_a_package_stands_on_no_other(package: str, ground: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     ("package", "above"),
     [
-        ("gpufleet", ("rehearsal", "infra.account", "infra.commands", "infra.cli", "infra.__main__")),
+        ("gpufleet", ("rehearsal", "infra.commands", "infra.cli", "infra.__main__")),
         *((f"infra/{room}", tuple(f"infra.{each}" for each in ROOMS[at + 1 :])) for at, room in enumerate(ROOMS[:-2])),
     ],
 )
 def test_no_import_runs_up(package: str, above: tuple[str, ...]) -> None:
-    if package == "infra/program":  # asks the account for fleets that the stack's state does not know of
-        above = tuple(set(above) - {"infra.account"})
     wrong = {name for name in imported(package) if f"{name}.".startswith(tuple(f"gpufleet.{each}." for each in above))}
     assert wrong == set()
 

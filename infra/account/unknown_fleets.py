@@ -1,7 +1,8 @@
 """Fleets of a stack that its state does not know of: an `up` that was killed has made them, and the engine forgot.
 
-Asked before anything is declared, with the shell's credentials. A second fleet of the run is refused: both would train
-it, and each is billed. One of another run is a warning: it may be that of another Pulumi stack with the same file.
+Asked before anything is declared, with the shell's credentials: by the whole program, not by a component, whose
+provider may have others. A second fleet of the run is refused: both would train it, and each is billed. One of another
+run is a warning: it may be that of another Pulumi stack with the same file.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
 from repository import ROOT
 
+from gpufleet.infra.account.unknown_fleets import look
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.program.unknown import look
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 DEFINITION = load(ROOT / "stacks" / "tinystories-growth.yaml", now=NOW)
