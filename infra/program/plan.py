@@ -164,6 +164,10 @@ def make(
     if not verdict.continues:  # how much work is left of a run that has begun is not known here
         wrong += limits.deadline_problems(definition, bill, now)
         late += limits.deadline_warnings(definition, bill, now)
+        if definition.notify.email:
+            late.append(
+                f"{definition.notify.email} gets nothing before it confirms, by the link in AWS's first message."
+            )
     if wrong and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), wrong)
     return Plan(
