@@ -16,6 +16,7 @@ from engine_world import STACK, pinned, project
 from moto.sns.models import sns_backends
 
 from gpufleet.job.contract.aws import SILENCE
+from gpufleet.rehearsal import account
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess
@@ -109,6 +110,7 @@ def test_silence_is_told_at_its_hour_once_and_a_node_moves_the_hour(run: ToldRun
     assert len(run.messages()) == before
     run.passes(0.2)
     subject, text = run.messages()[-1]
+    assert account.messages(run.cloud.account)[-1] == subject
     assert subject == f"gpufleet {STACK}, run r1: nothing trains"
     assert text.startswith("Nothing has trained for 2 hours in run")
     assert [each.refused for each in run.cloud.schedules.fired] == [""]
@@ -118,6 +120,5 @@ def test_silence_is_told_at_its_hour_once_and_a_node_moves_the_hour(run: ToldRun
 
 def test_destroy_leaves_nothing_of_it(run: ToldRun) -> None:
     assert run.engine.destroy().ok
-    assert run.cloud.client("sns").list_topics()["Topics"] == []
-    assert run.cloud.client("events").list_rules()["Rules"] == []
+    assert {kind for kind, _ in run.cloud.leftovers()} == {"bucket"}
     assert run.cloud.client("sns").list_subscriptions()["Subscriptions"] == []
