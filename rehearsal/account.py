@@ -14,11 +14,13 @@ from unittest import mock
 from moto.core.base_backend import BackendDict
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.amis import Ami
+from moto.events.models import events_backends
 from moto.iam.models import iam_backends
 from moto.kms.models import kms_backends
 from moto.logs.models import logs_backends
 from moto.s3.models import s3_backends
 from moto.scheduler.models import scheduler_backends
+from moto.sns.models import sns_backends
 from moto.ssm.models import Parameter, ssm_backends
 
 from gpufleet.infra.catalog import load_catalog
@@ -199,7 +201,19 @@ def inventory(
             if schedules.name != "default":  # every region has it
                 tags = {tag["Key"]: tag["Value"] for tag in scheduler.list_tags_for_resource(schedules.arn)["Tags"]}
                 found[("schedule-group", schedules.name)] = tags
+    for sns in list(sns_backends[account].values()):
+        for topic in sns.topics.values():
+            found[("topic", topic.name)] = {key: str(value) for key, value in topic._tags.items()}
+    for events in list(events_backends[account].values()):
+        for rule in events._get_event_bus("default").rules.values():
+            found[("event-rule", rule.name)] = dict(events.tagger.get_tag_dict_for_resource(rule.arn))
     return found
+
+
+def messages(account: str) -> list[str]:
+    """Subjects of what the topics' subscribers got."""
+    topics = [topic for sns in list(sns_backends[account].values()) for topic in sns.topics.values()]
+    return [str(sent[2]) for topic in topics for sent in topic.sent_notifications]
 
 
 def statements(account: str, profile: str) -> list[dict[str, Any]]:

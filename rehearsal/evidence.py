@@ -22,6 +22,7 @@ from gpufleet.job.contract.done import FINISHED, Done
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
 from gpufleet.job.spec.common import PhaseSize
+from gpufleet.rehearsal import account
 from gpufleet.rehearsal.account import Resource
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine
@@ -199,9 +200,20 @@ def _checks(evidence: Evidence) -> Iterator[Promise]:
         yield Promise(name=f"nothing of {name} done twice", figure=figure, held=len(lines) == len(kinds))
     logged = _logged(rehearsal)
     silent = [view.name for view in views if f"{definition.run.id}/{view.node.instance.id}" not in logged]
+    if definition.notify.email:
+        yield _told(rehearsal, len(views))
     yield Promise(
         name="container logs in CloudWatch", figure=f"{len(views) - len(silent)} of {len(views)} nodes", held=not silent
     )
+
+
+def _told(rehearsal: Rehearsal, nodes: int) -> Promise:
+    """That each node that began to train was told of, the notice, and the end. A node on its way out may be cut off."""
+    begun = f"gpufleet {rehearsal.name}, run {rehearsal.definition.run.id}: "
+    told = [each.removeprefix(begun) for each in account.messages(rehearsal.cloud.account)]
+    trained = len([each for each in told if each.startswith("it trains")])
+    held = trained == nodes and any(each.startswith("it is over") for each in told)
+    return Promise(name="people are told", figure="; ".join(told) or "nothing", held=held)
 
 
 def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:

@@ -58,6 +58,8 @@ def asked(
         of_parameter, of_secret = f"parameter{names.get('Name')}", f"secret:{names.get('SecretId')}-AbCdEf"
         kept = of_parameter if request.service == "ssm" else of_secret  # AWS's own six letters
         return [AccessRequest(action=action, resource=f"arn:aws:{request.service}:{place}:{kept}")]
+    if request.service == "sns":
+        return [AccessRequest(action=action, resource=parse_qs(request.body.decode()).get("TopicArn", [""])[0])]
     if request.service == "scheduler":
         return list(_of_scheduler(request, place))
     if request.service != "ec2" or request.action in UNNARROWED:
@@ -304,7 +306,7 @@ def _error(service: str, status: str, code: str, text: str) -> tuple[str, dict[s
     error = f"<Code>{code}</Code><Message>{text}</Message>"
     if service == "ec2":
         body = f"<Response><Errors><Error>{error}</Error></Errors><RequestID>0</RequestID></Response>"
-    elif service in ("iam", "sts"):
+    elif service in ("iam", "sts", "sns"):
         body = f"<ErrorResponse><Error><Type>Sender</Type>{error}</Error></ErrorResponse>"
     elif service == "s3":
         body = f"<Error>{error}</Error>"

@@ -15,6 +15,7 @@ from typing import Any
 
 from moto.iam.models import iam_backends
 from moto.scheduler.models import scheduler_backends
+from moto.sns.models import sns_backends
 
 from gpufleet.infra.account import iam_policy
 from gpufleet.infra.account.iam_policy import AccessRequest
@@ -64,9 +65,11 @@ class Schedules:
                         self.fired.append(Fired(name=f"{group.name}/{each.name}", at=now, refused=refused))
 
     def _do(self, region: str, group_arn: str, target: dict[str, Any]) -> str:
+        asked = json.loads(target["Input"])
+        if target["Arn"] == f"{_TARGET}sns:publish":
+            return self._publish(region, group_arn, target["RoleArn"], asked)
         if target["Arn"] != f"{_TARGET}ec2:deleteFleets":
             return f"the embedded AWS has no target {target['Arn']}"
-        asked = json.loads(target["Input"])
         place = f"arn:aws:ec2:{region}:{self._account}"
         ending = [node.id for fleet in asked["FleetIds"] for node in self._fleets.living(fleet)]
         named = [("DeleteFleets", f"{place}:fleet/{each}", each) for each in asked["FleetIds"]]
@@ -89,6 +92,15 @@ class Schedules:
             return refused
         answer = self._fleets.delete(region, asked)
         return "; ".join(each["Error"]["Message"] for each in answer["UnsuccessfulFleetDeletions"])
+
+    def _publish(self, region: str, group_arn: str, role_arn: str, asked: dict[str, str]) -> str:
+        wish = AccessRequest(action="sns:Publish", resource=asked["TopicArn"])
+        if refused := self._refused(role_arn, group_arn, [wish]):
+            return refused
+        sns_backends[self._account][region].publish(
+            asked["Message"], arn=asked["TopicArn"], subject=asked.get("Subject")
+        )
+        return ""
 
     def _refused(self, role_arn: str, group_arn: str, wishes: list[AccessRequest]) -> str:
         """Why the role may not; empty: it may."""

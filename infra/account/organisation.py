@@ -105,10 +105,11 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     schedule = schedule_arn(f"arn:aws:scheduler:{definition.fleet.region}:{_ANY_ACCOUNT}:schedule-group/{made}")
     role = f"arn:aws:iam::{_ANY_ACCOUNT}:role/{made}"
     log_group = f"arn:aws:logs:{definition.fleet.region}:{_ANY_ACCOUNT}:log-group:{made}"
+    topic = f"arn:aws:sns:{definition.fleet.region}:{_ANY_ACCOUNT}:{made}" if definition.notify.email else ""
     answers = {
         (wish.action, iam_policy.allowed(limits, wish))
         for each in [
-            *node_statements(definition, f"arn:aws:s3:::{made}", log_group, schedule, role),
+            *node_statements(definition, f"arn:aws:s3:::{made}", log_group, schedule, role, topic),
             *stop_statements(definition),
         ]
         if each["Effect"] == "Allow"

@@ -11,7 +11,16 @@ from datetime import datetime, timedelta
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from gpufleet.infra.definition.model import Account, Disk, Fleet, Limits, StackDefinition, Storage, days_to_keep
+from gpufleet.infra.definition.model import (
+    Account,
+    Disk,
+    Fleet,
+    Limits,
+    Notify,
+    StackDefinition,
+    Storage,
+    days_to_keep,
+)
 from gpufleet.infra.definition.schema import Findings, nearest
 from gpufleet.infra.definition.type_checks import gpus_asked, instance_types
 from gpufleet.job.spec import JobConfig
@@ -54,6 +63,7 @@ def check(
     if "job" not in findings.bad:
         _check_given(s, findings)
     check_account(s.account, s.fleet, findings)
+    _notify(s.notify, findings)
     _limits(s.limits, findings, now, past_deadline)
     _check_keep(s, findings, now)
     if not unknown:
@@ -173,6 +183,12 @@ def check_account(account: Account, fleet: Fleet, findings: Findings) -> None:
     if account.vpc and known and set(account.vpc.subnets) != set(fleet.zones):
         allowed = f"one subnet for each of fleet.zones: {', '.join(fleet.zones)}"
         findings.add("account.vpc.subnets", allowed, value=", ".join(account.vpc.subnets))
+
+
+def _notify(notify: Notify, findings: Findings) -> None:
+    if notify != Notify() and notify.email is None:
+        hint = "What no node can tell, no capacity or a node that hangs, AWS tells by e-mail alone."
+        findings.add("notify.email", "an e-mail address, once anything of notify is set", hint)
 
 
 def _base_weights(s: StackDefinition, findings: Findings) -> None:

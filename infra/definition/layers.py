@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
 # What may be laid over; the run's identity is not among them.
-OVERLAID = ("job", "fleet", "storage", "limits", "account", "estimate")
+OVERLAID = ("job", "fleet", "storage", "limits", "account", "notify", "estimate")
 # What editors look for in a file's comments to find its schema: a path, or an address.
 MODELINE = "# yaml-language-server: $schema="
 MOST_SCENARIOS = 100  # a choice: each is a whole file to check and to price

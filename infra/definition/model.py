@@ -174,6 +174,15 @@ class Account:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Notify:
+    """Who is told of a run. Without an e-mail address nobody is."""
+
+    email: str | None = None  # of a topic that AWS itself tells too, where no node could
+    webhook: str | None = None  # ssm:/name or secretsmanager:name of its URL, which is a secret; nodes alone call it
+    silent_hours: Decimal = Decimal(6)  # so long without a training step, and somebody is told
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """Assumptions behind the bill. None = the default, stated with its source where infra.bill uses it."""
 
@@ -251,6 +260,7 @@ class StackDefinition:
     storage: Storage
     limits: Limits
     account: Account = Account()
+    notify: Notify = Notify()
     estimate: Estimate = Estimate()
     python: str = ""  # of `rehearsal`: the interpreter of a command, as seen from the project; empty: its code's own
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections

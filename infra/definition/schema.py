@@ -16,7 +16,17 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any, Literal
 
-from gpufleet.infra.definition.model import SUPERVISOR_IMAGE, Account, Estimate, Fleet, Job, Limits, Run, Storage
+from gpufleet.infra.definition.model import (
+    SUPERVISOR_IMAGE,
+    Account,
+    Estimate,
+    Fleet,
+    Job,
+    Limits,
+    Notify,
+    Run,
+    Storage,
+)
 from gpufleet.infra.definition.rules import REQUIRED, RULES
 from gpufleet.infra.definition.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, find_node
 from gpufleet.infra.errors import Problem
@@ -31,6 +41,7 @@ SECTIONS: dict[str, type[Any]] = {
     "storage": Storage,
     "limits": Limits,
     "account": Account,
+    "notify": Notify,
     "estimate": Estimate,
 }
 # One folder of keys per section: where a key written in the wrong place belongs.

@@ -42,6 +42,7 @@ from gpufleet.job.dataset.weights import read as read_weights
 class Plan:
     """What the program declares, with nothing left to decide."""
 
+    now: datetime
     definition: StackDefinition
     bill: Bill
     cheaper: Cheaper | None  # what would do the same for less; None for a run that has begun
@@ -56,8 +57,8 @@ class Plan:
     run_config: str  # the text of run.json
     warnings: tuple[str, ...]
 
-    def user_data(self, bucket: str, log_group: str, schedule: str) -> str:
-        """The node's script, base64. Pure: the program calls it once AWS has named these three."""
+    def user_data(self, bucket: str, log_group: str, schedule: str, notify: str = "") -> str:
+        """The node's script, base64. Pure: the program calls it once AWS has named these."""
         script = user_data.render(
             **user_data.known(self.definition),
             archive_sha256=self.archive.sha256,
@@ -65,6 +66,7 @@ class Plan:
             bucket=bucket,
             log_group=log_group,
             schedule=schedule,
+            notify=notify,
         )
         return base64.b64encode(script.encode()).decode()
 
@@ -164,9 +166,14 @@ def make(
     if not verdict.continues:  # how much work is left of a run that has begun is not known here
         wrong += limits.deadline_problems(definition, bill, now)
         late += limits.deadline_warnings(definition, bill, now)
+        if definition.notify.email:
+            late.append(
+                f"{definition.notify.email} gets nothing before it confirms, by the link in AWS's first message."
+            )
     if wrong and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), wrong)
     return Plan(
+        now=now,
         definition=definition,
         bill=bill,
         cheaper=options,

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from gpufleet.infra.definition.model import Account, StackDefinition, days_to_keep
+from gpufleet.infra.definition.model import Account, Notify, StackDefinition, days_to_keep
 from gpufleet.infra.errors import DefinitionError, Problem
 from gpufleet.job.contract.bucket import input_key
 from gpufleet.job.text import stamp
@@ -210,6 +210,7 @@ def creation_digest(definition: StackDefinition) -> str:
         **({"inputs": definition.storage.inputs} if definition.storage.inputs else {}),
         "limits": asdict(definition.limits),
         **({"account": asdict(definition.account)} if definition.account != Account() else {}),
+        **({"notify": asdict(definition.notify)} if definition.notify != Notify() else {}),
     }
     text = json.dumps(taken, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()

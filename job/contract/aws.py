@@ -9,4 +9,4 @@ NOTICE_PATH = "meta-data/spot/instance-action"  # of the metadata service
 FLEET_TAG = "aws:ec2:fleet-id"  # that AWS gives a fleet's instances
 THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance that has not ended
 LAUNCHED, ENDED = "launched", "terminated"  # in a fleet's history, of a node (EC2 API, EventInformation)
-THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance that has not ended
+SILENCE = "silence"  # the schedule beside the one that ends the fleet: it tells that nothing has trained for long

@@ -84,7 +84,7 @@ class SaveRequest(Message):
 @dataclass(frozen=True, kw_only=True)
 class Spent(Message):
     """What the run has cost by `at`, for the log and the node's timer; and for a command which attempt this is, and the
-    newest step that is in the bucket, -1 before the first.
+    newest step that is in the bucket, -1 before the first. `trained_at`: when it last told of a step, 0 before that.
     """
 
     FILE = workdir.SPENT
@@ -93,6 +93,7 @@ class Spent(Message):
     at: float
     attempt: int = 1
     published: int = -1
+    trained_at: float = 0.0
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
@@ -102,6 +103,7 @@ class Spent(Message):
             at=fields.need("at", reading.number),
             attempt=fields.take("attempt", reading.whole_number, 1),
             published=int(fields.take("published", reading.number, -1)),
+            trained_at=fields.take("trained_at", reading.number, 0.0),
         )
 
 

@@ -32,6 +32,7 @@ from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node import attempts, container, disks, means
 from gpufleet.job.node.allowance import LEAST_S, LOOK_S, Allowance
 from gpufleet.job.node.jobs import Jobs
+from gpufleet.job.node.notices import Notices
 from gpufleet.job.node.others import OtherNodes
 from gpufleet.job.node.outside import (
     MetadataService,
@@ -70,6 +71,7 @@ class NodeRun:
         self.allowance = Allowance(Schedule(settings.schedule, settings.folder), self.clock, settings.timer_s)
         self.metadata = MetadataService(settings.metadata)
         self.objects = Objects(settings.bucket, settings.run)
+        self.notices = Notices(settings, machine, self.objects, self.clock)
         self.record = AttemptRecord(
             instance=machine.instance,
             type=machine.type,
@@ -142,6 +144,7 @@ class NodeRun:
         self._pull()
         self._yield()
         say("starting the container")
+        self.notices.watch(self.workdir, self.keys)
         self._job_looks = True
         with Jobs(self.settings, self.machine, scratch) as self.command:
             return self._run_job(container.command(self.settings, self.machine, scratch))
@@ -284,6 +287,7 @@ class NodeRun:
         if not self._mark_done(reason, detail):
             say("the done marker cannot be written")
         self._stop_fleet()
+        self.notices.end(f"it is over: {reason}{detail and ', '}{detail}")
         self._leave(reason)
 
     def _crash(self, reason: str, code: int = AttemptExit.CRASHED, *, why: str = "") -> NoReturn:
@@ -302,6 +306,7 @@ class NodeRun:
             self._stop_fleet()
         elif (boots := attempts.futile_boots(records, self.manifest)) >= attempts.MOST_FUTILE:
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
+        self.notices.tell(f"a node has failed, {reason}" + (": its fleet is ended" if records is None else ""))
         self._leave(reason)
 
     def _interrupted(self) -> NoReturn:
@@ -309,6 +314,7 @@ class NodeRun:
         self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
         self.allowance.open()
         self._upload_log()
+        self.notices.tell("AWS takes the node, and the run waits for another")
         ending = AttemptRecord.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
         age = self.clock() - self.machine.launched
         if ending is not None and ending.notice and age < FREE_S:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job import atomic
+from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.workdir import SPENT
 from gpufleet.job.node.means import Means, SpentByNow
 from gpufleet.job.node.outside import say
@@ -101,6 +102,7 @@ class Allowance:
         moved = self._schedule.move(hour)
         if moved:
             self._stands = hour
+            say(f"AWS ends the fleet at {iso(hour)}, unless a node moves that hour")
         else:
             say("the hour at which AWS ends the fleet cannot be moved: it stands")
         return moved

@@ -55,7 +55,7 @@ def _log_in(image: str, login: Path, registry: str) -> str | None:
     private = _ECR.search(host)
     if private is None and not registry:
         return None
-    said = ask(*(_ecr_token(private[1]) if private else _secret(registry)), "--output", "text", *NOT_REACHED)
+    said = ask(*(_ecr_token(private[1]) if private else secret(registry)), "--output", "text", *NOT_REACHED)
     if said.code != 0:
         return said.why
     told = said.out if private else base64.b64encode(said.out.encode()).decode()
@@ -69,7 +69,7 @@ def _ecr_token(region: str) -> tuple[str, ...]:
     return (*words, "--query", "authorizationData[0].authorizationToken")
 
 
-def _secret(place: str) -> tuple[str, ...]:
+def secret(place: str) -> tuple[str, ...]:
     """The call that answers with it: ssm:/name or secretsmanager:name."""
     kind, _, name = place.partition(":")
     if kind == "ssm":

@@ -26,6 +26,8 @@ class SpentByNow:
     usd: Decimal
     seconds: Decimal
     at: float
+    trained_at: float = 0.0  # when the job last told of a step; 0: not yet
+    attempt: int = 1  # the number of this node's
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> SpentByNow | None:
@@ -36,6 +38,8 @@ class SpentByNow:
                 usd=fields.need("spent_usd", reading.unsigned),
                 seconds=fields.need("spent_s", reading.unsigned),
                 at=fields.need("at", reading.number),
+                trained_at=fields.take("trained_at", reading.number, 0.0),
+                attempt=fields.take("attempt", reading.whole_number, 1),
             )
         except DoubtError:
             return None

@@ -1,4 +1,4 @@
-"""The schedule of EventBridge Scheduler that ends the run's fleet, whatever its nodes do; a node moves its hour."""
+"""The one-time schedules of EventBridge Scheduler that fire whatever a run's nodes do, unless a node moves the hour."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gpufleet.job.node.outside import aws, say
+from gpufleet.job.node.outside import aws
 
 # What UpdateSchedule takes of GetSchedule's answer. It replaces all of them: one that is left out gets its default.
 KEPT = (
@@ -17,6 +17,7 @@ KEPT = (
     "GroupName",
     "KmsKeyArn",
     "Name",
+    "ScheduleExpression",
     "ScheduleExpressionTimezone",
     "State",
     "Target",
@@ -33,6 +34,14 @@ class Schedule:
 
     def move(self, at: float) -> bool:
         """Whether it now fires at this moment (epoch seconds)."""
+        hour = datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
+        return self._update(ScheduleExpression=f"at({hour})")
+
+    def disable(self) -> bool:
+        """Whether it fires no more."""
+        return self._update(State="DISABLED")
+
+    def _update(self, **changed: str) -> bool:
         if not self._name:
             return False
         if self._known is None:
@@ -43,10 +52,7 @@ class Schedule:
                 return False
             answer = json.loads(said)
             self._known = {key: answer[key] for key in KEPT if answer.get(key) is not None}
-        hour = datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
-        file = self._folder / "schedule.json"
-        file.write_text(json.dumps({**self._known, "ScheduleExpression": f"at({hour})"}))
-        moved = aws("scheduler", "update-schedule", "--cli-input-json", f"file://{file}") is not None
-        if moved:
-            say(f"AWS ends the fleet at {hour}Z, unless a node moves that hour")
-        return moved
+        self._known |= changed
+        file = self._folder / f"schedule-{self._name}.json"
+        file.write_text(json.dumps(self._known))
+        return aws("scheduler", "update-schedule", "--cli-input-json", f"file://{file}") is not None

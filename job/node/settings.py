@@ -25,6 +25,7 @@ class Settings:
     run_config_sha256: str
     timer_s: int
     schedule: str  # GROUP/NAME of what ends the fleet; empty: there is none
+    notify: str  # JSON of whom the node tells, empty: nobody
     device: str  # cuda or cpu
     container_options: str  # words for docker run, of this kind of job
     data_volume: str  # blank, snapshot, or empty: none
@@ -51,6 +52,7 @@ class Settings:
             run_config_sha256=environment["RUN_CONFIG_SHA256"],
             timer_s=int(environment["TIMER_SECONDS"]),
             schedule=environment.get("SCHEDULE", ""),
+            notify=environment.get("NOTIFY", ""),
             device=environment["DEVICE"],
             container_options=environment["CONTAINER_OPTIONS"],
             data_volume=environment["DATA_VOLUME"],

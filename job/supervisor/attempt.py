@@ -324,7 +324,18 @@ class Supervisor:
     def _tell_spent(self, now: float) -> None:
         self._spent_at, spent = now, self.meter.spent(now)
         usd, seconds = str(spent.usd), str(spent.seconds)
-        self._tell(Spent(spent_usd=usd, spent_s=seconds, at=now, attempt=self.number, published=self.publisher.newest))
+        trained_at = 0.0 if self.progress.first_at is None else self.progress.grew_at
+        published = self.publisher.newest
+        self._tell(
+            Spent(
+                spent_usd=usd,
+                spent_s=seconds,
+                at=now,
+                attempt=self.number,
+                published=published,
+                trained_at=trained_at,
+            )
+        )
 
     def _leaving(self) -> Cause | None:
         """Why and when this machine goes away, from the first sign on. Nothing else asks for a notice."""

@@ -94,11 +94,12 @@ case "$1 $2" in
   "ec2 describe-instances")
     if [[ " $* " == *" --filters "* ]]; then cat "$WORLD/there" 2>/dev/null; else cat "$WORLD/described"; fi ;;
   "ec2 describe-fleet-history") fails history && exit 254; cat "$WORLD/history" 2>/dev/null; true ;;
-  "scheduler get-schedule") fails scheduler && exit 254; cat "$WORLD/schedule" ;;
+  "scheduler get-schedule") fails scheduler && exit 254; sed "s#\"stop\"#\"$6\"#" "$WORLD/schedule" ;;
   "scheduler update-schedule")
     fails scheduler && exit 254
     cp "${4#file://}" "$WORLD/moved" && cat "$WORLD/moved" >>"$WORLD/moves" && echo >>"$WORLD/moves" ;;
-  "ssm get-parameter" | "secretsmanager get-secret-value") echo "me:secret of ${4}" ;;
+  "sns publish") fails sns && exit 254; printf '%s\n' "$8" "${10}" >>"$WORLD/told" ;;
+  "ssm get-parameter" | "secretsmanager get-secret-value") cat "$WORLD/secret" 2>/dev/null || echo "me:secret of $4" ;;
   "ecr get-authorization-token") fails ecr && exit 254; echo "token of ${4}" ;;
   *) exit 252 ;;
 esac
@@ -216,6 +217,7 @@ class StubNode:
             (self.code / part).write_bytes((JOB / part).read_bytes())
         self.device = "cuda"
         self.container_options = ""
+        self.notify: dict[str, Any] = {}
         self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
         self.job_image = ""
         self.parameters: dict[str, Any] = {}
@@ -275,10 +277,11 @@ class StubNode:
     def has(self, key: str) -> bool:
         return (self.s3 / "r1" / key).exists()
 
-    def moves(self) -> list[float]:
-        """The hours to which it moved the schedule that ends its fleet, in epoch seconds."""
+    def moves(self, name: str = "stop") -> list[float]:
+        """The hours to which it moved the schedule that ends its fleet, or another, in epoch seconds."""
         path = self.world / "moves"
         told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        told = [each for each in told if each["Name"] == name]
         assert all(each.keys() == DECLARED.keys() - {"Arn", "CreationDate"} for each in told)
         return [
             datetime.strptime(each["ScheduleExpression"], "at(%Y-%m-%dT%H:%M:%S)").replace(tzinfo=UTC).timestamp()
@@ -316,6 +319,7 @@ class StubNode:
             bucket=BUCKET,
             log_group="gpufleet-logs",
             schedule=SCHEDULE,
+            notify=json.dumps(self.notify) if self.notify else "",
             archive_sha256=packed.sha256,
             run_config_sha256=hashlib.sha256(run_config.encode()).hexdigest(),
             timer_seconds=TIMER_S,

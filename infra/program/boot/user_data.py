@@ -44,6 +44,7 @@ def render(
     bucket: str,
     log_group: str,
     schedule: str,
+    notify: str = "",
     archive_sha256: str,
     run_config_sha256: str,
     timer_seconds: int,
@@ -53,6 +54,7 @@ def render(
 ) -> str:
     """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do, and sooner once it
     knows what the run has spent. `schedule`: GROUP/NAME of what ends the fleet by itself, which the node moves.
+    `notify`: JSON of whom the node tells (resources/notices.py), empty: nobody.
 
     `image`: the supervisor's; `job_image`: of a command of the user's own, which has a container to itself, else empty.
     `device`: "cuda" or "cpu". `container_options`: words for `docker run`. `data_volume`: None, "blank" (formatted when
@@ -69,6 +71,7 @@ def render(
         "BUCKET": bucket,
         "LOG_GROUP": log_group,
         "SCHEDULE": schedule,
+        **({"NOTIFY": notify} if notify else {}),
         "ARCHIVE_SHA256": archive_sha256,
         "RUN_CONFIG_SHA256": run_config_sha256,
         "TIMER_SECONDS": str(timer_seconds),

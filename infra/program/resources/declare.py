@@ -12,6 +12,7 @@ from gpufleet.infra.program.plan import Plan
 from gpufleet.infra.program.resources.fleet import FleetComponent
 from gpufleet.infra.program.resources.identity import Identity
 from gpufleet.infra.program.resources.network import GivenVpc, Network
+from gpufleet.infra.program.resources.notices import NoticesComponent
 from gpufleet.infra.program.resources.stop import FleetStop
 from gpufleet.infra.program.resources.storage import StorageComponent, Upload
 from gpufleet.job.contract.bucket import ARCHIVE, CODE, input_key
@@ -56,12 +57,16 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         permissions_boundary=around.permissions_boundary,
         opts=options,
     )
+    notices = (
+        NoticesComponent(f"{prefix}notices", definition, stop=stop, opts=options) if definition.notify.email else None
+    )
     identity = Identity(
         f"{prefix}identity",
         definition,
         bucket_arn=storage.bucket.arn,
         schedule_arn=stop.schedule_arn,
         stop_role_arn=stop.role.arn,
+        topic_arn=notices.topic.arn if notices else "",
         permissions_boundary=around.permissions_boundary,
         opts=options,
     )
@@ -72,9 +77,12 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         security_group_id=network.security_group.id,
         bucket=storage.bucket.bucket,
         profile_arn=identity.profile.arn,
-        user_data_base64=pulumi.Output.all(storage.bucket.bucket, identity.log_group.name, stop.schedule_name).apply(
-            lambda names: plan.user_data(*names)
-        ),
+        user_data_base64=pulumi.Output.all(
+            storage.bucket.bucket,
+            identity.log_group.name,
+            stop.schedule_name,
+            notices.told_node() if notices else "",
+        ).apply(lambda names: plan.user_data(*names)),
         valid_until=verdict.run.valid_until,
         frozen=verdict.continues,
         over=verdict.over,
@@ -83,6 +91,8 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
     )
     if fleet.fleet:
         stop.declare_for(fleet.fleet, verdict.run.valid_until)
+        if notices:
+            notices.declare_for(fleet.fleet, plan.now)
     return DeclaredRun(
         bucket=storage.bucket.bucket,
         log_group=identity.log_group.name,

@@ -23,6 +23,7 @@ from gpufleet.infra.program import ecr
 from gpufleet.infra.program.resources.stop import SERVICE
 from gpufleet.infra.program.resources.tags import own_tags, tags
 from gpufleet.job.contract import bucket
+from gpufleet.job.contract.aws import SILENCE
 from gpufleet.job.contract.workdir import RUN
 
 EC2_MAY_ASSUME = json.dumps(
@@ -54,6 +55,7 @@ class Identity(pulumi.ComponentResource):
         bucket_arn: pulumi.Input[str],
         schedule_arn: pulumi.Input[str],
         stop_role_arn: pulumi.Input[str],
+        topic_arn: pulumi.Input[str] = "",
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
@@ -77,7 +79,7 @@ class Identity(pulumi.ComponentResource):
         policy = aws.iam.RolePolicy(
             f"{name}-rights",
             role=role.name,
-            policy=pulumi.Output.all(bucket_arn, self.log_group.arn, schedule_arn, stop_role_arn).apply(
+            policy=pulumi.Output.all(bucket_arn, self.log_group.arn, schedule_arn, stop_role_arn, topic_arn).apply(
                 lambda arns: json.dumps({"Version": "2012-10-17", "Statement": node_statements(definition, *arns)})
             ),
             # Another run gets a policy of its own, and the old one goes after the old fleet. Changed in place it would
@@ -90,10 +92,17 @@ class Identity(pulumi.ComponentResource):
 
 
 def node_statements(
-    definition: StackDefinition, bucket_arn: str, log_group_arn: str, schedule_arn: str, stop_role_arn: str
+    definition: StackDefinition,
+    bucket_arn: str,
+    log_group_arn: str,
+    schedule_arn: str,
+    stop_role_arn: str,
+    topic_arn: str = "",
 ) -> list[dict[str, Any]]:
-    """Everything a node may do. `schedule_arn` and `stop_role_arn`: of what ends its fleet."""
-    run = definition.run.id
+    """Everything a node may do. `schedule_arn` and `stop_role_arn`: of what ends its fleet; `topic_arn`: where it tells
+    of the run, empty: nowhere.
+    """
+    run, group = definition.run.id, schedule_arn.rpartition("/")[0]
     return [
         {
             "Sid": "OwnObjects",
@@ -155,8 +164,9 @@ def node_statements(
             "Sid": "MoveTheHour",
             "Effect": "Allow",
             "Action": ["scheduler:GetSchedule", "scheduler:UpdateSchedule"],
-            "Resource": schedule_arn,
+            "Resource": [schedule_arn, f"{group}/{SILENCE}"] if topic_arn else schedule_arn,
         },
+        *([{"Sid": "Tell", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}] if topic_arn else []),
         {
             "Sid": "WithItsRole",
             "Effect": "Allow",
@@ -208,7 +218,7 @@ def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
     read; a key of the user's is named.
     """
     region, key = definition.fleet.region, definition.account.kms_key
-    named = definition.job.parameters.secrets_named.values()
+    named = [*definition.job.parameters.secrets_named.values(), *filter(None, [definition.notify.webhook])]
     parameters = [each.removeprefix("ssm:") for each in named if each.startswith("ssm:")]
     secrets = [each.removeprefix("secretsmanager:") for each in named if each.startswith("secretsmanager:")]
     found: list[dict[str, Any]] = []

@@ -9,6 +9,7 @@ belong into the same group, each with a role as harmless.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -61,33 +62,63 @@ class FleetStop(pulumi.ComponentResource):
 
     def declare_for(self, fleet: aws.ec2.Fleet, valid_until: str) -> aws.scheduler.Schedule:
         """The schedule that ends this fleet. Its hour is a node's to move, so no later `up` puts it back."""
-        return aws.scheduler.Schedule(
+        return one_time(
             f"{self._name}-schedule",
             name=SCHEDULE,
-            group_name=self.group.name,
+            stop=self,
             description="ends the fleet when the run's means are used up; its node moves the hour",
-            schedule_expression=f"at({datetime.fromisoformat(valid_until):%Y-%m-%dT%H:%M:%S})",
-            schedule_expression_timezone="UTC",
-            flexible_time_window=aws.scheduler.ScheduleFlexibleTimeWindowArgs(mode="OFF"),
-            state="ENABLED",
-            action_after_completion="NONE",
-            target=aws.scheduler.ScheduleTargetArgs(
-                arn=END_FLEET,
-                role_arn=self.role.arn,
-                input=fleet.id.apply(lambda each: json.dumps({"FleetIds": [each], "TerminateInstances": True})),
-                retry_policy=aws.scheduler.ScheduleTargetRetryPolicyArgs(
-                    maximum_event_age_in_seconds=86400, maximum_retry_attempts=185
-                ),
-            ),
-            opts=pulumi.ResourceOptions(
-                parent=self,
-                depends_on=[self._rights],
-                # With the fleet: another run's, and one that was made again, whose hour may have passed.
-                replacement_trigger=pulumi.Output.concat(self._definition.run.id, " ", fleet.id),
-                delete_before_replace=True,  # its name is the same
-                ignore_changes=["scheduleExpression", "state"],
-            ),
+            at=datetime.fromisoformat(valid_until),
+            target=END_FLEET,
+            input=fleet.id.apply(lambda each: json.dumps({"FleetIds": [each], "TerminateInstances": True})),
+            depends_on=[self._rights],
+            # With the fleet: another run's, and one that was made again, whose hour may have passed.
+            trigger=pulumi.Output.concat(self._definition.run.id, " ", fleet.id),
+            parent=self,
         )
+
+
+def one_time(
+    resource: str,
+    *,
+    name: str,
+    stop: FleetStop,
+    description: str,
+    at: datetime,
+    target: str,
+    input: pulumi.Input[str],
+    depends_on: Sequence[pulumi.Resource],
+    trigger: pulumi.Input[str],
+    parent: pulumi.Resource,
+) -> aws.scheduler.Schedule:
+    """A schedule of `stop`'s group and role that fires once. Its hour is a node's to move: no later `up` puts it back,
+    unless `trigger` has another value.
+    """
+    return aws.scheduler.Schedule(
+        resource,
+        name=name,
+        group_name=stop.group.name,
+        description=description,
+        schedule_expression=f"at({at:%Y-%m-%dT%H:%M:%S})",
+        schedule_expression_timezone="UTC",
+        flexible_time_window=aws.scheduler.ScheduleFlexibleTimeWindowArgs(mode="OFF"),
+        state="ENABLED",
+        action_after_completion="NONE",
+        target=aws.scheduler.ScheduleTargetArgs(
+            arn=target,
+            role_arn=stop.role.arn,
+            input=input,
+            retry_policy=aws.scheduler.ScheduleTargetRetryPolicyArgs(
+                maximum_event_age_in_seconds=86400, maximum_retry_attempts=185
+            ),
+        ),
+        opts=pulumi.ResourceOptions(
+            parent=parent,
+            depends_on=list(depends_on),
+            replacement_trigger=trigger,
+            delete_before_replace=True,  # its name is the same
+            ignore_changes=["scheduleExpression", "state"],
+        ),
+    )
 
 
 def trust(group_arn: str) -> dict[str, Any]:

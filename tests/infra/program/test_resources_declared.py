@@ -33,7 +33,7 @@ def _variant() -> str:
     }.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    return text
+    return f"{text}\nnotify: {{email: me@example.org, webhook: ssm:/team/hook}}\n"
 
 
 FILES = {path.stem: path.read_text() for path in sorted((ROOT / "stacks").glob("*.yaml"))}

@@ -90,7 +90,8 @@ def declared(tmp_path_factory: pytest.TempPathFactory) -> Declared:
     text = (ROOT / "stacks" / "tinystories-growth.yaml").read_text()
     with_data = text.replace("  root:\n    size_gib: 100", "  root: {size_gib: 100}\n  data: {size_gib: 50}")
     assert with_data != text
-    return declare(tmp_path_factory.mktemp("official") / "project", "tinystories-growth", with_data)
+    told = f"{with_data}\nnotify: {{email: me@example.org}}\n"
+    return declare(tmp_path_factory.mktemp("official") / "project", "tinystories-growth", told)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,139 @@
+"""Who is told of a run: a topic with an e-mail subscription, the rule that passes on what AWS says of the fleet, and a
+schedule that fires when nothing has trained for long, which a node that trains moves (job/node/notices.py).
+
+A subscription holds once the person has confirmed it, by a link in AWS's first message: nothing else can.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta
+from typing import Any
+
+import pulumi
+import pulumi_aws as aws
+
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.stop import FleetStop, one_time
+from gpufleet.infra.program.resources.tags import tags
+from gpufleet.job.contract.aws import SILENCE
+
+PUBLISH = "arn:aws:scheduler:::aws-sdk:sns:publish"  # a universal target (Scheduler User Guide, read 2026-11-26)
+# A node lost without a notice, and what keeps a fleet from launching any (EC2 Fleet event types, read 2026-11-26).
+TOLD_OF_FLEET = (
+    "terminated",
+    "iamFleetRoleInvalid",
+    "allLaunchSpecsTemporarilyBlacklisted",
+    "spotInstanceCountLimitExceeded",
+    "spotFleetRequestConfigurationInvalid",
+)
+
+
+class NoticesComponent(pulumi.ComponentResource):
+    """The topic and its subscription, before a node boots. `declare_for` adds what needs the fleet."""
+
+    topic: aws.sns.Topic
+
+    def __init__(
+        self, name: str, definition: StackDefinition, *, stop: FleetStop, opts: pulumi.ResourceOptions | None = None
+    ) -> None:
+        """`stop`: its group and role are the silence schedule's too."""
+        super().__init__("gpufleet:infra:Notices", name, None, opts)
+        self._name, self._definition, self._stop = name, definition, stop
+        self._child = pulumi.ResourceOptions(parent=self)
+        self.topic = aws.sns.Topic(f"gpufleet-{definition.name}", tags=tags(definition), opts=self._child)
+        aws.sns.TopicSubscription(
+            f"{name}-email",
+            topic=self.topic.arn,
+            protocol="email",
+            endpoint=definition.notify.email,
+            opts=self._child,
+        )
+        self._rights = aws.iam.RolePolicy(
+            f"{name}-rights",
+            role=stop.role.name,
+            policy=self.topic.arn.apply(lambda arn: json.dumps(_may_publish(arn))),
+            opts=self._child,
+        )
+        self.register_outputs({})
+
+    def told_node(self) -> pulumi.Output[str]:
+        """What a node is told of it, as JSON."""
+        notify = self._definition.notify
+        told = {"silent_s": int(notify.silent_hours * 3600), "webhook": notify.webhook or ""}
+        return pulumi.Output.json_dumps({"topic": self.topic.arn, **told})
+
+    def declare_for(self, fleet: aws.ec2.Fleet, now: datetime) -> None:
+        """The rule on the fleet's events, and the schedule that tells of silence, first so long after `now`."""
+        definition, silent = self._definition, self._definition.notify.silent_hours
+        aws.sns.TopicPolicy(
+            f"{self._name}-policy",
+            arn=self.topic.arn,
+            policy=self.topic.arn.apply(lambda arn: json.dumps(_events_may_publish(arn))),
+            opts=self._child,
+        )
+        rule = aws.cloudwatch.EventRule(
+            f"gpufleet-{definition.name}",
+            description="what AWS says of a gpufleet run's fleet",
+            event_pattern=fleet.arn.apply(
+                lambda arn: json.dumps(
+                    {"source": ["aws.ec2fleet"], "resources": [arn], "detail": {"sub-type": list(TOLD_OF_FLEET)}}
+                )
+            ),
+            tags=tags(definition),
+            opts=self._child,
+        )
+        aws.cloudwatch.EventTarget(
+            f"{self._name}-target",
+            rule=rule.name,
+            arn=self.topic.arn,
+            input_transformer=aws.cloudwatch.EventTargetInputTransformerArgs(
+                input_paths={"what": "$.detail.sub-type", "at": "$.time"},
+                input_template=f'"AWS on the fleet of {definition.name}, run {definition.run.id}, at <at>: <what>. '
+                f'What the run does now: gpufleet status {definition.name}"',
+            ),
+            opts=self._child,
+        )
+        words = (
+            f"Nothing has trained for {silent:g} hours in run {definition.run.id} of {definition.name}: AWS has no "
+            f"capacity, a node hangs, or the run cannot begin. What it does now: gpufleet status {definition.name}"
+        )
+        subject = f"gpufleet {definition.name}, run {definition.run.id}: nothing trains"  # SNS takes 100 of ASCII
+        one_time(
+            f"{self._name}-silence",
+            name=SILENCE,
+            stop=self._stop,
+            description="tells that nothing has trained for long; a node that trains moves the hour",
+            at=now + timedelta(hours=float(silent)),
+            target=PUBLISH,
+            input=self.topic.arn.apply(
+                lambda arn: json.dumps({"TopicArn": arn, "Subject": subject[:100], "Message": words})
+            ),
+            depends_on=[self._rights],
+            trigger=pulumi.Output.concat(definition.run.id, " ", fleet.id),
+            parent=self,
+        )
+
+
+def _may_publish(topic_arn: str) -> dict[str, Any]:
+    """The schedule's role, to this topic."""
+    allow = {"Sid": "TellOfSilence", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}
+    return {"Version": "2012-10-17", "Statement": [allow]}
+
+
+def _events_may_publish(topic_arn: str) -> dict[str, Any]:
+    """EventBridge, in the name of this account's rules alone. Who acts with a role of the account needs no policy."""
+    account = topic_arn.split(":")[4]
+    return {
+        "Version": "2012-10-17",
+        "Statement": [
+            {
+                "Sid": "FleetEvents",
+                "Effect": "Allow",
+                "Principal": {"Service": "events.amazonaws.com"},
+                "Action": "sns:Publish",
+                "Resource": topic_arn,
+                "Condition": {"StringEquals": {"aws:SourceAccount": account}},
+            }
+        ],
+    }

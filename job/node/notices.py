@@ -1,0 +1,137 @@
+"""What a node tells whoever the definition names: that the run trains, that AWS takes the node, that most of its means
+are used up, how it ended. And the hour at which AWS tells that nothing has trained for long, moved while this one does.
+
+Nothing waits for a message, and none is sent twice: one that cannot be sent is said in the boot log.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Collection
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from gpufleet.job import atomic
+from gpufleet.job.contract import terms
+from gpufleet.job.contract.aws import SILENCE
+from gpufleet.job.contract.reading import Fields
+from gpufleet.job.contract.workdir import RUN, SPENT
+from gpufleet.job.node.container import secret
+from gpufleet.job.node.means import SpentByNow
+from gpufleet.job.node.outside import NOT_REACHED, Objects, ask, bounded, retry, say
+from gpufleet.job.node.schedule import Schedule
+from gpufleet.job.node.settings import InstanceIdentity, Settings
+
+LOOK_S, MOVE_S = 10, 300
+SEND_S = 30
+MOST_SHARE = Decimal("0.8")  # of a limit: then somebody is told
+TOLD_MOST = "told/most-of-the-cap"  # object of the run: a later node does not say it again
+
+
+class Notices:
+    """Those of one node. Without anybody to tell, all of it does nothing."""
+
+    def __init__(
+        self, settings: Settings, machine: InstanceIdentity, objects: Objects, clock: Callable[[], float]
+    ) -> None:
+        told = json.loads(settings.notify or "{}")
+        self._topic, self._webhook = str(told.get("topic", "")), str(told.get("webhook", ""))
+        self._silent_s = float(told.get("silent_s", 0))
+        group = settings.schedule.partition("/")[0]
+        self._silence = Schedule(f"{group}/{SILENCE}" if group and self._topic else "", settings.folder)
+        self._settings, self._machine, self._objects, self._clock = settings, machine, objects, clock
+        self._folder = Path()
+        self._trained_at, self._moved_at = 0.0, float("-inf")
+        self._ended = False
+
+    def watch(self, workdir: Path, keys: Collection[str]) -> None:
+        """In a thread, until the end. `keys`: of the run's objects when this node booted."""
+        if self._topic:
+            self._folder = workdir
+            threading.Thread(target=self._watch, args=(TOLD_MOST in keys,), name="notices", daemon=True).start()
+
+    def tell(self, what: str) -> None:
+        """One message: the run, what has happened, what it has spent."""
+        if not self._topic:
+            return
+        here, run = self._machine, f"gpufleet {self._settings.stack}, run {self._settings.run}"
+        words = f"{run}: {what}. {self._figures()}Node {here.instance}, {here.type} in {here.zone}."
+        more = f"What it does now: gpufleet status {self._settings.stack}"
+        sent = ask(
+            *bounded(SEND_S, "aws", "sns", "publish", "--topic-arn", self._topic, "--output", "text"),
+            *("--subject", f"{run}: {what}".encode("ascii", "replace").decode()[:100], "--message", f"{words}\n{more}"),
+            *NOT_REACHED,
+        )
+        if sent.code != 0:
+            say("nobody could be told by e-mail")
+        if self._webhook and not self._post(f"{words} {more}"):
+            say("the webhook has not taken the message")
+
+    def end(self, what: str) -> None:
+        """The last message of the run: nothing trains any more, and that is right."""
+        self._ended = True
+        if self._topic and not retry(2, self._silence.disable):
+            say("the schedule that tells of silence cannot be disabled: it tells once more")
+        self.tell(what)
+
+    def _watch(self, told_most: bool) -> None:
+        while not self._ended:
+            time.sleep(LOOK_S)
+            spent = self._spent()
+            if spent is None or self._ended:
+                continue
+            if spent.trained_at > self._trained_at:
+                began, self._trained_at = not self._trained_at, spent.trained_at
+                if self._clock() >= self._moved_at + MOVE_S and self._silence.move(self._clock() + self._silent_s):
+                    self._moved_at = self._clock()
+                if began:
+                    self.tell("it trains" if spent.attempt == 1 else f"it trains on, node {spent.attempt} of the run")
+            if not told_most and (share := self._most(spent)) is not None:
+                told_most = True
+                self.tell(share)
+                file = self._settings.folder / "told"
+                file.write_text(share)
+                self._objects.put(file, TOLD_MOST)
+
+    def _most(self, spent: SpentByNow) -> str | None:
+        """What to say once most of a limit is used up."""
+        limits = self._terms().limits
+        shares = {
+            "max_usd": spent.usd / limits.max_usd,
+            "max_hours": spent.seconds / 3600 / limits.max_hours,
+        }
+        name = max(shares, key=lambda each: shares[each])
+        return f"{shares[name]:.0%} of {name} is used up" if shares[name] >= MOST_SHARE else None
+
+    def _figures(self) -> str:
+        spent = self._spent()
+        if spent is None:
+            return ""
+        limits, hours = self._terms().limits, spent.seconds / 3600
+        return f"Spent: {spent.usd:.2f} of {limits.max_usd} USD, {hours:.1f} of {limits.max_hours} billed hours. "
+
+    def _terms(self) -> terms.Terms:
+        return terms.read(Fields(atomic.read_object(self._folder / RUN)))
+
+    def _spent(self) -> SpentByNow | None:
+        tree = atomic.read_object(self._folder / SPENT)
+        return None if tree is None else SpentByNow.from_json(tree)
+
+    def _post(self, text: str) -> bool:
+        """As Slack and what imitates it take a message. The URL is a secret, and in no word of an error."""
+        said = ask(*bounded(SEND_S, *secret(self._webhook)), "--output", "text", *NOT_REACHED)
+        if said.code != 0:
+            return False
+        body: dict[str, Any] = {"text": text}
+        try:
+            asked = urllib.request.Request(
+                said.out, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+            )
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                return bool(200 <= answer.status < 300)
+        except (OSError, ValueError):
+            return False

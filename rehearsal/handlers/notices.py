@@ -1,0 +1,196 @@
+"""Topic, subscription and policy of SNS, rule and target of EventBridge."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gpufleet.rehearsal.handlers.table import (
+    Aws,
+    Properties,
+    ResourceHandler,
+    absent,
+    fields,
+    tag_diff,
+    tag_list,
+    tagged,
+)
+
+_NO_TOPIC = ("NotFound", "NotFoundException")
+_NO_RULE = "ResourceNotFoundException"
+
+
+def _create_topic(aws: Aws, inputs: Properties) -> str:
+    made = aws.client("sns").create_topic(Name=inputs["name"], Tags=tag_list(inputs.get("tags") or {}))
+    return str(made["TopicArn"])
+
+
+def _read_topic(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    sns = aws.client("sns")
+    if absent(lambda: sns.get_topic_attributes(TopicArn=resource_id), *_NO_TOPIC) is None:
+        return None
+    tags = sns.list_tags_for_resource(ResourceArn=resource_id)["Tags"]
+    return {"name": resource_id.rpartition(":")[2], "arn": resource_id, **tagged(tags)}
+
+
+def _update_topic(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    _retag(aws.client("sns"), "ResourceArn", resource_id, old, new)
+
+
+def _put_policy(aws: Aws, inputs: Properties) -> str:
+    arn, policy = str(inputs["arn"]), inputs["policy"]
+    aws.client("sns").set_topic_attributes(TopicArn=arn, AttributeName="Policy", AttributeValue=policy)
+    return arn
+
+
+def _update_policy(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    _put_policy(aws, new)
+
+
+def _read_policy(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    found = absent(lambda: aws.client("sns").get_topic_attributes(TopicArn=resource_id), *_NO_TOPIC)
+    return None if found is None else {"arn": resource_id, "policy": found["Attributes"]["Policy"]}
+
+
+def _delete_policy(aws: Aws, resource_id: str, state: Properties) -> None:
+    """As the provider does it: the owner's own is what a topic has at first."""
+    account = aws.account()
+    own = {
+        "Sid": "__default_statement_ID",
+        "Effect": "Allow",
+        "Principal": {"AWS": "*"},
+        "Action": ["SNS:Publish", "SNS:Subscribe"],
+        "Resource": resource_id,
+        "Condition": {"StringEquals": {"AWS:SourceOwner": account}},
+    }
+    _put_policy(aws, {"arn": resource_id, "policy": json.dumps({"Version": "2008-10-17", "Statement": [own]})})
+
+
+def _subscribe(aws: Aws, inputs: Properties) -> str:
+    asked = {"TopicArn": inputs["topic"], "Protocol": inputs["protocol"], "Endpoint": inputs["endpoint"]}
+    return str(aws.client("sns").subscribe(**asked, ReturnSubscriptionArn=True)["SubscriptionArn"])
+
+
+def _read_subscription(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    found = absent(lambda: aws.client("sns").get_subscription_attributes(SubscriptionArn=resource_id), *_NO_TOPIC)
+    if found is None:
+        return None
+    told = found["Attributes"]
+    return {"topic": told["TopicArn"], "protocol": told["Protocol"], "endpoint": told["Endpoint"], "arn": resource_id}
+
+
+def _put_rule(aws: Aws, inputs: Properties) -> str:
+    asked = {"Name": inputs["name"], "EventPattern": inputs["eventPattern"], "Tags": tag_list(inputs.get("tags") or {})}
+    aws.client("events").put_rule(**asked, Description=inputs.get("description", ""))
+    return str(inputs["name"])
+
+
+def _read_rule(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    events = aws.client("events")
+    found = absent(lambda: events.describe_rule(Name=resource_id), _NO_RULE)
+    if found is None:
+        return None
+    tags = events.list_tags_for_resource(ResourceARN=found["Arn"])["Tags"]
+    kept = {"name": resource_id, "arn": found["Arn"], "eventPattern": found["EventPattern"]}
+    return {**kept, "description": found.get("Description"), **tagged(tags)}
+
+
+def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    _put_rule(aws, new)
+    _retag(aws.client("events"), "ResourceARN", aws.arn("events", f"rule/{resource_id}"), old, new)
+
+
+def _retag(client: Any, key: str, arn: str, old: Properties, new: Properties) -> None:
+    gone, changed = tag_diff(old, new)
+    if gone:
+        client.untag_resource(**{key: arn}, TagKeys=gone)
+    if changed:
+        client.tag_resource(**{key: arn}, Tags=tag_list(changed))
+
+
+def _put_target(aws: Aws, inputs: Properties) -> str:
+    target = {"Id": inputs["targetId"], "Arn": inputs["arn"]}
+    if given := inputs.get("inputTransformer"):
+        target["InputTransformer"] = {"InputPathsMap": given["inputPaths"], "InputTemplate": given["inputTemplate"]}
+    refused = aws.client("events").put_targets(Rule=inputs["rule"], Targets=[target])["FailedEntries"]
+    assert not refused, refused
+    return f"{inputs['rule']}-{inputs['targetId']}"
+
+
+def _update_target(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    _put_target(aws, new)
+
+
+def _read_target(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    events, rule = aws.client("events"), like["rule"]
+    found = absent(lambda: events.list_targets_by_rule(Rule=rule)["Targets"], _NO_RULE) or []
+    target = next((each for each in found if f"{rule}-{each['Id']}" == resource_id), None)
+    if target is None:
+        return None
+    given = target.get("InputTransformer")
+    return {
+        "rule": rule,
+        "arn": target["Arn"],
+        "targetId": target["Id"],
+        "inputTransformer": given and {"inputPaths": given["InputPathsMap"], "inputTemplate": given["InputTemplate"]},
+    }
+
+
+def _delete_target(aws: Aws, resource_id: str, state: Properties) -> None:
+    absent(lambda: aws.client("events").remove_targets(Rule=state["rule"], Ids=[state["targetId"]]), _NO_RULE)
+
+
+HANDLERS = {
+    "aws:sns/topic:Topic": ResourceHandler(
+        source="sns/topic",
+        optional=fields("name tags"),
+        replaces=fields("name"),
+        computed=fields("arn tagsAll"),
+        name="name",
+        create=_create_topic,
+        read=_read_topic,
+        update=_update_topic,
+        delete=lambda aws, resource_id, state: aws.client("sns").delete_topic(TopicArn=resource_id),
+    ),
+    "aws:sns/topicPolicy:TopicPolicy": ResourceHandler(
+        source="sns/topic_policy",
+        required=fields("arn policy"),
+        replaces=fields("arn"),
+        create=_put_policy,
+        read=_read_policy,
+        update=_update_policy,
+        delete=_delete_policy,
+    ),
+    "aws:sns/topicSubscription:TopicSubscription": ResourceHandler(
+        source="sns/topic_subscription",
+        required=fields("topic protocol endpoint"),
+        replaces=fields("topic protocol endpoint"),
+        computed=fields("arn"),
+        create=_subscribe,
+        read=_read_subscription,
+        delete=lambda aws, resource_id, state: aws.client("sns").unsubscribe(SubscriptionArn=resource_id),
+    ),
+    "aws:cloudwatch/eventRule:EventRule": ResourceHandler(
+        source="events/rule",
+        required=fields("eventPattern"),
+        optional=fields("name description tags"),
+        replaces=fields("name"),
+        computed=fields("arn tagsAll"),
+        name="name",
+        create=_put_rule,
+        read=_read_rule,
+        update=_update_rule,
+        delete=lambda aws, resource_id, state: aws.client("events").delete_rule(Name=resource_id),
+    ),
+    "aws:cloudwatch/eventTarget:EventTarget": ResourceHandler(
+        source="events/target",
+        required=fields("rule arn"),
+        optional=fields("targetId inputTransformer"),
+        replaces=fields("rule targetId"),
+        name="targetId",
+        create=_put_target,
+        read=_read_target,
+        update=_update_target,
+        delete=_delete_target,
+    ),
+}

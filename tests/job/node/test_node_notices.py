@@ -1,0 +1,168 @@
+"""What a node tells by e-mail and webhook, and the hour at which AWS tells that nothing trains."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from boot_stubs import BootOutcome, StubNode
+
+from gpufleet.job.contract.aws import SILENCE
+from gpufleet.job.node.notices import TOLD_MOST
+
+TOPIC = "arn:aws:sns:us-east-2:111122223333:gpufleet-x"
+SILENT_S = 6 * 3600
+RUN = "gpufleet tinystories-growth, run r1"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> StubNode:
+    made = StubNode(tmp_path)
+    made.launched(minutes_ago=2)
+    made.notify = {"topic": TOPIC, "webhook": "", "silent_s": SILENT_S}
+    return made
+
+
+def spends(node: StubNode, usd: float, *, trained: bool = True, attempt: int = 1, until: str) -> None:
+    """A job that has told this, and ends once `until` holds."""
+    told = {"spent_usd": str(usd), "spent_s": "3600", "at": time.time(), "attempt": attempt}
+    told |= {"trained_at": time.time()} if trained else {}
+    node.job_ends_with(
+        0,
+        f"find {node.root} -path '*/run/run.json' -printf '%h\\n' >$WORLD/folder\n"
+        f"echo '{json.dumps(told)}' >$(cat $WORLD/folder)/spent.json\n"
+        f"for _ in {{1..200}}; do {until} && break; /bin/sleep 0.05; done",
+    )
+
+
+def subjects(node: StubNode) -> list[str]:
+    """Subjects of the messages, without the run's name."""
+    path = node.world / "told"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.removeprefix(f"{RUN}: ") for line in lines if line.startswith(f"{RUN}: ") and "Node i-" not in line]
+
+
+def text(node: StubNode) -> str:
+    return (node.world / "told").read_text()
+
+
+def test_a_run_is_told_to_train_and_to_end_with_its_figures_and_silence_is_expected_then(node: StubNode) -> None:
+    spends(node, 3.2, until=f'grep -q "it trains" $WORLD/told && grep -q {SILENCE} $WORLD/moves')
+
+    node.boot()
+
+    assert subjects(node) == ["it trains", "it is over: finished"]
+    assert "Spent: 3.20 of 1000 USD, 1.0 of 100 billed hours. Node i-0123456789abcdef0, g5.2xlarge in" in text(node)
+    assert "What it does now: gpufleet status tinystories-growth" in text(node)
+    assert node.moves(SILENCE)[0] == pytest.approx(time.time() + SILENT_S, abs=60)
+    assert json.loads((node.world / "moves").read_text().splitlines()[-1])["State"] == "DISABLED"
+
+
+def test_a_later_node_trains_on(node: StubNode) -> None:
+    spends(node, 3.2, attempt=2, until='grep -q "it trains" $WORLD/told')
+    node.boot()
+    assert subjects(node)[0] == "it trains on, node 2 of the run"
+
+
+def test_while_nothing_trains_the_hour_stays_where_it_is(node: StubNode) -> None:
+    spends(node, 3.2, trained=False, until="[[ -e $WORLD/never ]] || [[ $((SECONDS)) -gt 1 ]]")
+    node.boot()
+    assert node.moves(SILENCE)[:-1] == []  # only the end, which disables it
+    assert subjects(node) == ["it is over: finished"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "share"), [({"max_usd": "4"}, "80% of max_usd"), ({"max_hours": "1.1"}, "91% of max_hours")]
+)
+def test_most_of_a_limit_is_told_once_in_a_run(node: StubNode, limits: dict[str, str], share: str) -> None:
+    node.limits |= limits
+    spends(node, 3.2, until=f"[[ -e $WORLD/s3/gpufleet-test/r1/{TOLD_MOST} ]]")
+
+    node.boot()
+
+    assert subjects(node)[:2] == ["it trains", f"{share} is used up"]
+    (node.world / "told").unlink()
+    again = StubNode(node.root.parent / "again")
+    again.launched(minutes_ago=2)
+    again.notify, again.limits = node.notify, node.limits
+    again.put(TOLD_MOST, "told")
+    spends(again, 3.2, until='grep -q "it trains" $WORLD/told')
+    again.boot()
+    assert subjects(again) == ["it trains", "it is over: finished"]
+
+
+def test_a_notice_and_a_crash_are_told(node: StubNode) -> None:
+    node.notice()
+    node.job_ends_with(75)
+    node.boot()
+    assert subjects(node) == ["AWS takes the node, and the run waits for another"]
+
+
+def test_a_crash_is_told_with_its_reason(node: StubNode) -> None:
+    node.job_ends_with(1)
+    node.boot()
+    assert subjects(node) == ["a node has failed, the container ended with 1"]
+
+
+def test_what_cannot_be_told_is_said_and_keeps_nothing_from_ending(node: StubNode) -> None:
+    node.fails("sns", "scheduler")
+    outcome = node.boot()
+    assert "nobody could be told by e-mail" in outcome.log
+    assert "the schedule that tells of silence cannot be disabled" in outcome.log
+    assert node.stored("done.json")["reason"] == "finished"
+
+
+def test_nobody_named_nobody_told(node: StubNode) -> None:
+    node.notify = {}
+    outcome = node.boot()
+    assert not [call for call in outcome.calls if "sns" in call or SILENCE in call]
+
+
+class Hook(BaseHTTPRequestHandler):
+    """Keeps what is posted, and answers with the server's code."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.taken.append(json.loads(body))  # type: ignore[attr-defined]
+        self.send_response(self.server.code)  # type: ignore[attr-defined]
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hook() -> Iterator[Any]:
+    server: Any = HTTPServer(("127.0.0.1", 0), Hook)
+    server.taken, server.code = [], 200
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def with_hook(node: StubNode, hook: Any) -> BootOutcome:
+    node.notify["webhook"] = "ssm:/team/hook"
+    (node.world / "secret").write_text(f"http://127.0.0.1:{hook.server_port}/T0/secret\n")
+    return node.boot()
+
+
+def test_a_webhook_gets_what_slack_takes_and_its_address_is_in_no_file(node: StubNode, hook: Any) -> None:
+    outcome = with_hook(node, hook)
+    assert [each.keys() for each in hook.taken] == [{"text"}]
+    assert hook.taken[0]["text"].startswith(f"{RUN}: it is over: finished.")
+    assert "T0/secret" not in outcome.log
+    assert not [path for path in node.root.rglob("*") if path.is_file() and b"T0/secret" in path.read_bytes()]
+
+
+def test_a_webhook_that_refuses_is_said_without_its_address(node: StubNode, hook: Any) -> None:
+    hook.code = 500
+    outcome = with_hook(node, hook)
+    assert "the webhook has not taken the message" in outcome.log
+    assert "T0/secret" not in outcome.log
