@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from chaos import __main__ as chaos
 from chaos import kinds
-from supervisor_world import FaultyStore
+from supervisor_world import Bench, FaultyStore
 
 from gpufleet.job.supervisor.store import Store
 
@@ -47,7 +47,7 @@ def test_a_run_whose_faults_never_come_has_failed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_store_that_seldom_fails_fails_once_all_the_same(tmp_path: Path) -> None:
-    bench = kinds.Bench(tmp_path)
+    bench = Bench(tmp_path)
     store = kinds.SeededStore(bench.store, random.Random(0), 0.0, kinds.STORE_CALLS)
     assert bench.attempt("i-1", store=store).run() == 0
     assert store.faults == 1
