@@ -1,9 +1,9 @@
 """`up` and `destroy` of the real engine, killed at every one of their calls to AWS, and left without an answer from
-every one on; then `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. `bench/kills.py [up|destroy]`
-takes hours.
+every one on; then `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. `bench/kills.py [up|destroy] ...`.
 
-Writes bench/results/kills.md to standard output, each kill to standard error. The account is the embedded AWS, in which
-others have something too (tests/rehearsal/killed_calls.py).
+Calls come in an order drawn by a seed, so that what was done when it is interrupted is a sample. Writes the table of
+bench/results/kills.md to standard output, each kill to standard error. The account is the embedded AWS, in which others
+have something too (tests/rehearsal/killed_calls.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,9 +23,10 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "rehearsal")]
 
 from killed import Mode  # noqa: E402 - of the tests
-from killed_calls import KilledCall, shared_account  # noqa: E402
+from killed_calls import KilledCall, SharedAccount, shared_account  # noqa: E402
 
 MODES: tuple[Mode, ...] = ("killed", "no answer")
+NEVER = 1_000_000
 
 
 def main() -> None:
@@ -35,14 +37,16 @@ def main() -> None:
         f"{datetime.now(UTC):%Y-%m-%d}, Pulumi {engine}, embedded AWS. `python bench/kills.py` wrote this.\n\n"
         "After each: `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. It holds where then nothing of "
         "the stack is left, nothing of others was touched, and no node ran behind an exit code 0 of `destroy`.\n\n"
-        "| Command | | Calls | Held | `destroy` ended with 0 | with another code | of these, a node still ran | whose "
-        "fleet the bucket did not name: it ends itself |\n|---|---|---|---|---|---|---|---|\n"
+        "| Command | | Calls | Killed at | Held | `destroy` ended with 0 | with another code | of these, a node still "
+        "ran | whose fleet the bucket did not name: it ends itself |\n|---|---|---|---|---|---|---|---|---|\n"
     )
     for command, mode in itertools.product(commands, MODES):
-        with tempfile.TemporaryDirectory() as folder:
-            found = list(kills(Path(folder), command, mode))
+        found, whole = list[KilledCall](), list[int]()
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
+            found.extend(kills(Path(folder), command, mode, whole.append))
         ran = [each for each in found if each.running]
         numbers = (
+            sum(whole),
             len(found),
             sum(each.holds for each in found),
             sum(each.destroyed for each in found),
@@ -54,16 +58,20 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def kills(folder: Path, command: str, mode: Mode) -> Iterator[KilledCall]:
-    """One for each call that the command makes."""
+def kills(folder: Path, command: str, mode: Mode, tell: Callable[[int], None]) -> Iterator[KilledCall]:
+    """One for each call that the command makes; `tell` is told how many these are."""
     with shared_account(folder) as account:
-        for at in itertools.count(1):
-            with contextlib.redirect_stdout(io.StringIO()) as said:
-                found = account.kill(command, mode, at)
-            if not found.fired:
-                return
-            sys.stderr.write(f"{command} {mode} {at} {found}\n{'' if found.holds else said.getvalue()}")
-            yield found
+        calls = kill(account, command, mode, NEVER).calls
+        tell(calls)
+        for at in random.Random(f"{command} {mode}").sample(range(1, calls + 1), calls):
+            yield kill(account, command, mode, at)
+
+
+def kill(account: SharedAccount, command: str, mode: Mode, at: int) -> KilledCall:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        found = account.kill(command, mode, at)
+    sys.stderr.write(f"{command} {mode} {at} {found}\n{'' if found.holds else said.getvalue()}")
+    return found
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ bench/results/stops.md to standard output.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import platform
 import random
@@ -150,6 +151,7 @@ class Machine:
     checks_at: float  # what is left, before it pulls an image
     meters_at: float
     ended: float | None = None  # may be still to come
+    lives_on: bool = False  # beside the next one
 
 
 def outages(draw: random.Random, until: float, share: float) -> Callable[[float], bool]:
@@ -164,7 +166,7 @@ def outages(draw: random.Random, until: float, share: float) -> Callable[[float]
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnResult:
-    """One run: seconds of a node past its limits (hours, or dollars at the dearest price), and what ended it."""
+    """One run: seconds of its fleet past its limits (hours, or dollars at the dearest price), and what ended it."""
 
     past_s: float
     ended_by: str
@@ -253,7 +255,19 @@ class Drawn:
         past = max(seconds - float(limits.max_hours) * HOUR, (usd - float(limits.max_usd)) / self.stack.ceiling, 0.0)
         last = self.nodes[-1]
         late = last.meter is None or last.meter.limit(last.meters_at, limits, self.stack.checkpoint_s + RESERVE_S)
-        return DrawnResult(past_s=past, ended_by=self.ended_by, is_late=bool(late))
+        return DrawnResult(past_s=self._fleet_s(past), ended_by=self.ended_by, is_late=bool(late))
+
+    def _fleet_s(self, node_s: float) -> float:
+        """How long the fleet took for the last `node_s` seconds of its nodes: it may have two at once."""
+        ends = [(each.launched, max(each.ended or self.now, each.launched + 60)) for each in self.nodes]
+        moments = sorted({moment for span in ends for moment in span}, reverse=True)
+        taken, left = 0.0, node_s
+        for to, since in itertools.pairwise(moments):
+            there = sum(begin <= since and to <= end for begin, end in ends)
+            if there:
+                part = min(to - since, left / there)
+                taken, left = taken + part, left - part * there
+        return taken
 
     def _launch(self) -> None:
         boots = self.now + self.draw.uniform(60, 150)
@@ -268,26 +282,34 @@ class Drawn:
         self.nodes.append(node)
 
     def _record(self, node: Machine, ending: Exit | None = None) -> None:
-        told = AttemptRecord(
+        self.store.objects[bucket.attempt_key(node.id)] = json.dumps(self._own_record(node, ending).to_json()).encode()
+
+    def _own_record(self, node: Machine, ending: Exit | None = None) -> AttemptRecord:
+        others = node.others
+        return AttemptRecord(
             instance=node.id,
             type=self.stack.type,
             zone=self.stack.zone,
             launched_at=iso(node.launched),
             booted_at=iso(node.launched + 30),
             exit=ending,
+            ended=others.ended if others else node.sightings.ended,
+            untold=others.untold if others else node.sightings.untold({each.instance for each, _ in node.before}),
         )
-        self.store.objects[bucket.attempt_key(node.id)] = json.dumps(told.to_json()).encode()
 
     def _check(self, node: Machine) -> bool:
         """What job/node does before it pulls an image. False: the run has nothing left."""
-        self._record(node)
+        self._hear_earlier()
         nodes = [
-            (record(self.store.objects[bucket.attempt_key(each.id)], print), self._beat(each))
+            (record(self.store.objects[bucket.attempt_key(each.id)], print), self._last_beat(each))
             for each in self.nodes
             if each is not node and bucket.attempt_key(each.id) in self.store.objects
         ]
         node.before = nodes
+        for each, _ in nodes:
+            node.sightings.know(each.untold, each.ended)
         found = self._means(node)
+        self._record(node)
         node.allowance = Allowance(self, self, float(self.stack.run.limits.max_hours) * HOUR + 240)  # type: ignore[arg-type]
         over, _ = node.allowance.begin(found, node.said)  # type: ignore[arg-type]
         return over > self.now + (LEAST_S if nodes else 0)
@@ -298,17 +320,17 @@ class Drawn:
         names = {each.instance for each, _ in node.before}
         if told is not None:
             node.sightings.take(names, told.launched, told.ended, told.there, self.now)
-        untold = [(each, None) for each in cost.untold(node.sightings.launched, names)]
+        untold = [(each, None) for each in cost.untold(node.sightings.untold(names))]
         here, lives = self.stack, node.sightings.lives
         return means.of_node(here.run, here.type, here.zone, node.launched, [*node.before, *untold], lives)
 
-    def _beat(self, node: Machine) -> Beat | None:
+    def _last_beat(self, node: Machine) -> Beat | None:
         return last_beat(self.store.objects.get(bucket.heartbeat_key(node.id)), print)
 
     def _arrive(self, node: Machine) -> None:
         """What the supervisor does before it stages anything."""
         me = Node(instance=node.id, type=self.stack.type, zone=self.stack.zone, launched_at=node.launched)
-        node.others = Others(self.store, self.stack.run, me, self.history, print)  # type: ignore[arg-type]
+        node.others = Others(self.store, self.stack.run, me, self.history, print, self._own_record(node))  # type: ignore[arg-type]
         node.others.look(self.now)
         node.meter = Meter(
             rates=self.stack.run.rates(me.type, me.zone),
@@ -324,14 +346,30 @@ class Drawn:
         if meter is None or others is None or (METER not in self.on and self.is_silent):
             return
         meter.refresh(self.now)
+        self._hear_earlier()
         recent = any(each.ended is None or each.ended > self.now - 600 for each in self.nodes[:-1])
         if recent or others.doubtful:
             others.look(self.now)
             meter.others = others.spent
+            if not self.s3_out(self.now) and self.now < self.keys_die:
+                self._record(node)
         spent = meter.spent(self.now)
         told = {"spent_usd": str(spent.usd), "spent_s": str(spent.seconds), "at": self.now}
         node.said.told = json.dumps(told).encode()
-        if not self.s3_out(self.now) and self.now < self.keys_die:
+        self._beat(node, meter, self.now)
+
+    def _hear_earlier(self) -> None:
+        """The heartbeats of a node that lives on beside its successor, up to its end."""
+        for each in self.nodes[:-1]:
+            at = min(self.now, each.ended or self.now)
+            if each.lives_on and each.meter is None and at >= each.meters_at:
+                self._arrive(each)
+            if each.lives_on and each.meter is not None:
+                self._beat(each, each.meter, at)
+
+    def _beat(self, node: Machine, meter: Meter, at: float) -> None:
+        if not self.s3_out(at) and at < self.keys_die and (METER in self.on or not self.is_silent):
+            spent = meter.spent(at)
             beat = Beat(
                 attempt_s=spent.attempt_s,
                 lived_s=spent.attempt_s,
@@ -351,10 +389,12 @@ class Drawn:
                 return self._lost(node)
             if self.now >= self.keys_die and node.launched >= self.keys_die - 60 and self.now >= node.checks_at:
                 return self._useless(node)
-            if node.allowance is None and self.now >= node.checks_at and not self._check(node):
+            checks = node.allowance is None and self.now >= node.checks_at
+            if checks and (self.s3_out(self.now) or not self._check(node)):  # what cannot be counted ends its fleet
                 return self._end(node, "boot", self.draw.uniform(20, 60))
             if node.allowance is not None:
                 if node.meter is None and self.now >= node.meters_at:
+                    self._hear_earlier()
                     self._arrive(node)
                 self._speak(node)
                 if self.now < node.loses_keeper_at:
@@ -364,21 +404,26 @@ class Drawn:
                         node.allowance._means = self._means(node)
                     node.allowance.look()
                 if TIMER in self.on and self.now >= node.allowance.timer_at:
-                    return self._end(node, TIMER, self.draw.choice([60, 115, 180]) + self.draw.uniform(30, 60))
+                    return self._end(node, TIMER, self._takes(TIMER))
                 if METER in self.on and node.meter is not None and self._limit(node.meter):
-                    takes = self.stack.checkpoint_s * self.draw.uniform(0.5, 1.1) + self.draw.uniform(5, 30)
-                    return self._end(node, METER, takes)
+                    return self._end(node, METER, self._takes(METER))
             if self._seconds_past() > HARD_S:
                 return self._end(node, "nothing", 0)
             self.now += self._step(node, lost_at)
+
+    def _takes(self, by: str) -> float:
+        """Seconds from this stop to the node's end."""
+        if by == METER:
+            return self.stack.checkpoint_s * self.draw.uniform(0.5, 1.1) + self.draw.uniform(5, 30)
+        return self.draw.choice([60, 115, 180]) + self.draw.uniform(30, 60)
 
     @property
     def ends_in(self) -> float:
         """EventBridge Scheduler is exact to a minute."""
         return 45.0
 
-    def _limit(self, meter: Meter) -> bool:
-        reserve_s = self.stack.checkpoint_s + RESERVE_S
+    def _limit(self, meter: Meter, in_s: float = 0) -> bool:
+        reserve_s = max(self.stack.checkpoint_s + RESERVE_S + in_s, 0.0)
         return meter.limit(self.now, self.stack.run.limits, reserve_s) is not None
 
     def _seconds_past(self) -> float:
@@ -393,8 +438,7 @@ class Drawn:
             return max(min(node.meters_at, lost_at) - self.now, 5.0)
         near = [node.allowance.timer_at, self.hour, self.expires]
         left = min(abs(each - self.now) for each in near)
-        room = node.meter.left_s(self.now, self.stack.run.limits, 2 * HOUR) - self.stack.checkpoint_s - RESERVE_S
-        step = 20.0 if min(left, abs(room)) < 900 else 240.0
+        step = 20.0 if left < 900 or (self._limit(node.meter, 900) and not self._limit(node.meter, -900)) else 240.0
         return max(min(step, lost_at - self.now), 1.0)
 
     # Its ends -------------------------------------------------------------------------------------------------------
@@ -416,16 +460,42 @@ class Drawn:
             if not self.s3_out(noticed) and node.allowance is not None and noticed < self.keys_die:
                 self._record(node, Exit(75, "notice", True, iso(noticed), iso(self.now)))
         waits = self.draw.uniform(60, 180) if kind == "lives on" else self.draw.lognormvariate(-1.0, 1.3) * HOUR + 60
+        until = self.now + waits
         if kind == "lives on":
-            node.ended = self.now + waits + self.draw.uniform(30, 240)
+            node.ended = until + self.draw.uniform(30, 240)
+            node.lives_on = True
+            if node.allowance is None and self.now < self.keys_die:
+                self._record(node)  # it boots all the same
+            by, at = self._own_stop(node)
+            if at < min(node.ended, self.hour + self.ends_in):
+                return self._end_beside(node, by, at, until)
         else:
             node.ended = self.now
-        until = self.now + waits
         if AWS in self.on and until >= self.hour + self.ends_in:
             self.ended_by = "waiting"
             node.ended = min(node.ended, max(self.hour + self.ends_in + 60, self.now))
             return
         self.now = until
+
+    def _own_stop(self, node: Machine) -> tuple[str, float]:
+        """Which of its stops ends it first, and when, should AWS not."""
+        stops = [("", float("inf"))]
+        if METER in self.on and node.meter is not None:
+            left = node.meter.left_s(self.now, self.stack.run.limits, HOUR) - self.stack.checkpoint_s - RESERVE_S
+            stops.append((METER, self.now + max(left, 0.0)))
+        if TIMER in self.on and node.allowance is not None:
+            stops.append((TIMER, node.allowance.timer_at))
+        return min(stops, key=lambda each: each[1])
+
+    def _end_beside(self, node: Machine, by: str, at: float, next_at: float) -> None:
+        """One that lives on ends the run. The next one, where it is there by then, sees that as it boots."""
+        takes = self._takes(by)
+        if at > next_at:
+            self.now = next_at
+            self._launch()
+            takes = max(takes, self.nodes[-1].checks_at - at + self.draw.uniform(20, 60))
+        self.now = at
+        self._end(node, by, takes)
 
     def _useless(self, node: Machine) -> None:
         """A node that AWS lets do nothing ends itself, and is replaced."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 from chaos import __main__ as chaos
 from chaos import kinds
-from supervisor_world import FaultyStore
+from supervisor_world import Bench, FaultyStore
 
 from gpufleet.job.supervisor.store import Store
 
@@ -39,10 +40,17 @@ def test_faults_come_and_what_is_promised_holds(kind: str, seed: int, tmp_path: 
 
 
 def test_a_run_whose_faults_never_come_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds.SeededStore, "_draw_fault", lambda store: None)
+    monkeypatch.setattr(kinds.SeededStore, "_draw_fault", lambda store, call: None)
     tally = chaos.inject({"S3": kinds.s3_faulty}, minutes=0, seed=5, clock=StopWatch())["S3"]
     assert (tally.runs, tally.held, tally.injected) == (1, 0, 0)
     assert "no fault came" in tally.failed[5]
+
+
+def test_a_store_that_seldom_fails_fails_once_all_the_same(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    store = kinds.SeededStore(bench.store, random.Random(0), 0.0, kinds.STORE_CALLS)
+    assert bench.attempt("i-1", store=store).run() == 0
+    assert store.faults == 1
 
 
 def test_what_does_not_hold_is_told_with_the_command_that_repeats_it() -> None:

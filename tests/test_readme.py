@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -197,6 +198,19 @@ def test_every_file_and_command_a_page_names_exists(page: Path) -> None:
             assert match[1] in targets, f"{page.name}: `{code}`"
         if match := re.match(r"gpufleet ([a-z]+)", code):
             assert match[1] in COMMANDS, f"{page.name}: `{code}`"
+
+
+@pytest.mark.parametrize("page", [*LOOSE, *PAGES, *DECISIONS], ids=lambda page: page.name)
+def test_every_test_a_page_names_exists(page: Path) -> None:
+    named = {name for code in CODE.findall(page.read_text()) for name in re.findall(r"\btest_\w+\b(?![.\w])", code)}
+    assert named <= defined_tests()
+
+
+@functools.cache
+def defined_tests() -> set[str]:
+    """Names of the functions."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    return {name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
 
 
 def test_make_help_lists_every_target() -> None:

@@ -137,7 +137,9 @@ class AttemptRecord:
     launched_at: str = ""  # UTC, ISO
     booted_at: str = ""
     manifest_at_boot: str | None = None  # key of the newest checkpoint's then
-    ended: Mapping[str, float] = field(default_factory=dict)  # other nodes', as AWS says: it forgets. Epoch seconds
+    # Of other nodes, as AWS says, which forgets; epoch seconds. When they ended; and, where one has no record, began.
+    ended: Mapping[str, float] = field(default_factory=dict)
+    untold: Mapping[str, float] = field(default_factory=dict)
     # The supervisor's.
     attempt: int | None = None  # of the run, from 1
     supervised_at: str = ""
@@ -162,7 +164,8 @@ class AttemptRecord:
     def to_json(self) -> dict[str, Any]:
         tree = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "machine"}
         tree["started_s"] = None if self.started_s is None else float(self.started_s)
-        tree["ended"] = {name: iso(at) for name, at in self.ended.items()}
+        for key in ("ended", "untold"):
+            tree[key] = {name: iso(at) for name, at in tree[key].items()}
         tree["exit"] = self.exit and self.exit.to_json()
         said = {
             key: value
@@ -185,6 +188,7 @@ class AttemptRecord:
             booted_at=fields.take("booted_at", reading.text, ""),
             manifest_at_boot=fields.take("manifest_at_boot", reading.text, None) or None,
             ended=fields.take("ended", reading.mapping(reading.moment), {}),
+            untold=fields.take("untold", reading.mapping(reading.moment), {}),
             resumed_step=fields.take("resumed_step", reading.step, None),
             started_s=fields.take("started_s", reading.unsigned, None),
             rung=fields.take("rung", reading.whole_number, None),

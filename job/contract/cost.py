@@ -9,7 +9,7 @@ The node's own Python reads this: no newer than 3.9 here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -86,9 +86,9 @@ def _lived_s(node: AttemptRecord, beat: Beat | None, lives: Lives, until: float 
     return max([lived, *(Decimal(f"{at - launched:.3f}") for at in told if at is not None)])
 
 
-def untold(launched: Mapping[str, float], known: Collection[str]) -> list[AttemptRecord]:
+def untold(launched: Mapping[str, float]) -> list[AttemptRecord]:
     """Records in place of those that nodes, by name and launch, have not left: they ended before they could."""
-    return [AttemptRecord(instance=name, launched_at=iso(at)) for name, at in launched.items() if name not in known]
+    return [AttemptRecord(instance=name, launched_at=iso(at)) for name, at in launched.items()]
 
 
 def next_launch(launched: float, launches: Iterable[float]) -> float | None:

@@ -36,6 +36,15 @@ class Sightings:
         self._seen: dict[str, float] = {}
         self._missing: dict[str, float] = {}  # since when, of those without an end
 
+    def know(self, launched: Mapping[str, float], ended: Mapping[str, float]) -> None:
+        """What AWS has said to an earlier node."""
+        self.launched.update({name: at for name, at in launched.items() if name != self._own})
+        self.ended.update(ended)
+
+    def untold(self, names: Collection[str]) -> dict[str, float]:
+        """When nodes were launched that are none of these."""
+        return {name: at for name, at in self.launched.items() if name not in names}
+
     @property
     def lives(self) -> Lives:
         gone = {name for name, since in self._missing.items() if self._now - since >= LATE_S}
@@ -56,8 +65,7 @@ class Sightings:
     ) -> None:
         """An answer, of these nodes and those that it names. `there`: which have not ended; None: it is not told."""
         self.is_asked, self._now = True, now
-        self.launched.update({name: at for name, at in launched.items() if name != self._own})
-        self.ended.update(ended)
+        self.know(launched, ended)
         for name in self.doubtful(names) if there is not None else ():
             if name in (there or ()):
                 self._seen[name] = now

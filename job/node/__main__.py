@@ -188,7 +188,7 @@ class NodeRun:
         fleet = self._find_fleet() if self.others.doubtful else None
         if fleet is not None:
             self.others.ask(fleet, self.clock())
-        self.record = replace(self.record, ended=dict(self.others.ended))
+        self.record = replace(self.record, ended=dict(self.others.ended), untold=self.others.untold)
         return fleet is not None
 
     def _means(self, workdir: Path) -> means.Means:

@@ -23,7 +23,7 @@ from gpufleet.job.node.schedule import Schedule
 LOOK_S = 10  # between two looks at what the meter tells
 # After the moment at which nothing is left. The job's own meter comes first and ends cleanly; then the timer, which
 # lets the job save (115 s); then AWS.
-TIMER_S, STOP_S = 120, 360
+TIMER_S, STOP_S = 120, 300
 MOVE_S, AGAIN_S = 300, 60  # from a move of the hour, or a refusal, to the next; where it was moved to an earlier one
 LEAST_S = 300  # what a node needs before it can train on: with less left it only costs
 NEAR_S = 45  # hours so near are the same: EventBridge Scheduler is exact to a minute

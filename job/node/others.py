@@ -16,14 +16,14 @@ class OtherNodes:
 
     def __init__(self, own: str, recorded: Iterable[tuple[AttemptRecord, Beat | None]] = ()) -> None:
         self._recorded, self._sightings = list(recorded), Sightings(own)
-        self._sightings.ended.update({name: at for each, _ in self._recorded for name, at in each.ended.items()})
+        for each, _ in self._recorded:
+            self._sightings.know(each.untold, each.ended)
         self._names = {each.instance for each, _ in self._recorded}
 
     @property
     def nodes(self) -> list[tuple[AttemptRecord, Beat | None]]:
         """These, and those that ended before they could leave a record."""
-        untold = cost.untold(self._sightings.launched, self._names)
-        return [*self._recorded, *((each, None) for each in untold)]
+        return [*self._recorded, *((each, None) for each in cost.untold(self.untold))]
 
     @property
     def lives(self) -> Lives:
@@ -33,6 +33,11 @@ class OtherNodes:
     def ended(self) -> Mapping[str, float]:
         """When they ended, as far as it is known."""
         return self._sightings.ended
+
+    @property
+    def untold(self) -> dict[str, float]:
+        """When those that have no record were launched."""
+        return self._sightings.untold(self._names)
 
     @property
     def doubtful(self) -> bool:

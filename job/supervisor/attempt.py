@@ -173,7 +173,9 @@ class Supervisor:
         self.record = attempts.OwnRecord(
             self.store, self.node.instance, lambda why: self.say(f"of this node's record: set aside: {why}")
         )
-        self.others = attempts.Others(self.store, self.run_file, self.node, self.world.fleet_history, self.say)
+        self.others = attempts.Others(
+            self.store, self.run_file, self.node, self.world.fleet_history, self.say, self.record.now
+        )
         earlier = self.others.attempts
         self.number = len(earlier) + 1
         self.meter = Meter(
@@ -626,9 +628,10 @@ class Supervisor:
 
     def _take_notes(self) -> None:
         """What the trainer has left for attempts/<instance>.json, and what the fleet has said of earlier nodes."""
-        taken, ended = attempts.reclaimed(self.others.attempts), {**self.record.now.ended, **self.others.ended}
-        if (taken, ended) != (self.record.now.reclaimed, self.record.now.ended):
-            self.record.update(reclaimed=taken, ended=ended)
+        was, others = self.record.now, self.others
+        told = replace(was, reclaimed=attempts.reclaimed(others.attempts), ended=others.ended, untold=others.untold)
+        if told != was:
+            self.record.update(reclaimed=told.reclaimed, ended=told.ended, untold=told.untold)
         used = UsedRung.read(self.workdir)
         if used is not None and used.rung != self.record.now.rung:
             self.record.update(rung=used.rung)

@@ -209,9 +209,12 @@ class Others:
         node: Node,
         ask: fleet.Ask,
         say: Callable[[str], None],
+        known: AttemptRecord = AttemptRecord(),  # noqa: B008 - immutable
     ) -> None:
+        """`known`: what this node's own record says of others."""
         self._store, self._run, self._node, self._ask = store, run, node, ask
         self._sightings = Sightings(node.instance)
+        self._sightings.know(known.untold, known.ended)
         self.attempts = read(store, run, but=node, say=say)  # replaced as a whole
 
     def look(self, now: float) -> None:
@@ -237,22 +240,25 @@ class Others:
     @property
     def spent(self) -> tuple[Decimal, Decimal]:
         """USD and seconds of all together, with those that ended before they could leave a record."""
-        told = {each.instance for each in self.attempts}
         launches = [self._node.launched_at, *(each.launched_at for each in self.attempts)]
         untold = [
             cost.of_node(
                 self._run.rates("", ""), each, None, self._sightings.lives, cost.next_launch(each.launched, launches)
             )
-            for each in cost.untold(self._sightings.launched, told)
+            for each in cost.untold(self.untold)
         ]
         usd = sum((each.usd for each in self.attempts), sum((each.usd for each in untold), Decimal(0)))
         return usd, sum((each.seconds for each in self.attempts), sum((each.seconds for each in untold), Decimal(0)))
 
     @property
+    def untold(self) -> dict[str, float]:
+        """When those were launched that have no record, for later attempts too."""
+        return self._sightings.untold({each.instance for each in self.attempts})
+
+    @property
     def ended(self) -> dict[str, float]:
         """What AWS has said, for later attempts: it forgets."""
-        named = {each.instance for each in self.attempts}
-        return {name: at for name, at in self._sightings.ended.items() if name in named}
+        return dict(self._sightings.ended)
 
 
 def with_reclaims(attempts: Iterable[Attempt], known: Mapping[str, bool]) -> list[Attempt]:

@@ -34,6 +34,7 @@ class KilledCall:
 
     fired: bool  # False: the command has fewer calls, and was over
     action: str  # at which it was killed
+    calls: int  # that it made until then
     destroyed: bool  # destroy's exit code was 0
     running: int  # nodes of the stack after destroy
     known: int  # of those, the ones whose fleet the bucket names: the others end themselves
@@ -76,6 +77,7 @@ class SharedAccount:
             return KilledCall(
                 fired=killer.fired,
                 action=killer.calls[-1],
+                calls=len(killer.calls),
                 destroyed=destroyed.ok,
                 running=len(running),
                 known=known,

@@ -77,6 +77,18 @@ def test_what_an_earlier_boot_was_told_of_a_node_s_end_counts_where_aws_tells_no
     assert node.moves()[0] == pytest.approx(time.time() + 0.5 * 3600 - 60 - 120 + STOP_S, abs=30)
 
 
+def test_a_node_without_a_record_that_an_earlier_boot_was_told_of_counts_too(node: StubNode) -> None:
+    node.limits |= {"max_hours": "2"}
+    node.fails("history")
+    began, over = (f"{datetime.now(UTC) - timedelta(hours=hours):%Y-%m-%dT%H:%M:%SZ}" for hours in (3, 2.5))
+    earlier(node, "i-2", 1.4, untold={"i-1": began}, ended={"i-1": over})
+
+    node.boot()
+
+    assert node.moves()[0] == pytest.approx(time.time() + 1.5 * 3600 - 60 - 120 + STOP_S, abs=30)
+    assert list(node.stored(f"attempts/{INSTANCE}.json")["untold"]) == ["i-1"]
+
+
 @pytest.mark.parametrize(("limits", "reason"), [({"max_hours": "1.2"}, "max_hours"), ({"max_usd": "1.40"}, "max_usd")])
 def test_a_boot_that_finds_nothing_left_ends_the_run_before_an_image_is_pulled(
     node: StubNode, limits: dict[str, str], reason: str

@@ -305,13 +305,14 @@ def test_what_aws_says_of_a_node_s_end_counts_more_than_what_the_node_was_told(t
     assert found == [720, 650]
 
 
-def two_nodes(tmp_path: Path, ask: fleet.Ask) -> attempts.Others:
+def two_nodes(tmp_path: Path, ask: fleet.Ask, **known: dict[str, float]) -> attempts.Others:
     """What i-2 sees, 1000 s after i-1, which has left one heartbeat."""
     store = FolderStore(tmp_path / "r1")
     record(store, "i-1", 0, None, {"attempt_s": "900.000", "compute_usd": "0.0900", "usd_per_hour": "0.36"})
     record(store, "i-2", 1000, None, None)
     me = Node(instance="i-2", type="g5.2xlarge", zone="us-east-2a", launched_at=T0 + 1000)
-    return attempts.Others(store, load(runs.place(tmp_path, runs.tree())), me, ask, print)
+    run = load(runs.place(tmp_path, runs.tree()))
+    return attempts.Others(store, run, me, ask, print, AttemptRecord(**known))  # type: ignore[arg-type]
 
 
 def test_two_nodes_at_once_share_one_cap(tmp_path: Path) -> None:
@@ -383,6 +384,13 @@ def test_a_node_that_ended_before_it_could_leave_a_record_counts_at_the_dearest_
     assert seconds(others, 1100) == [900 + 180]
     assert [each.instance for each in others.attempts] == ["i-1"]
     assert others.spent[0] - before > Decimal("1.2") * 180 / 3600 - Decimal("0.02")
+
+
+def test_one_without_a_record_that_an_earlier_node_was_told_of_counts_where_aws_tells_no_more(tmp_path: Path) -> None:
+    known = {"untold": {"i-0": T0 + 100}, "ended": {"i-0": T0 + 280}}
+    others = two_nodes(tmp_path, AwsAnswers(None), **known)
+    assert seconds(others, 1100) == [1000 + 180]
+    assert {"untold": others.untold, "ended": others.ended} == known
 
 
 @pytest.mark.parametrize(
