@@ -21,7 +21,6 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence.speeds import Expected, Speeds
 from gpufleet.infra.risk.unknown import P90
 from gpufleet.job.spec import SftConfig
-from gpufleet.job.spec.pretrain import CharData, CharModel, PretrainConfig, RowBatch
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 
