@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 
 from gpufleet.infra.bill import fit, limits
@@ -10,6 +10,7 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.bill.options import Calibrations
 from gpufleet.infra.bill.runtime import Runtime
+from gpufleet.infra.catalog import SpotPrice
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.calibration import RefusedCalibration
 from gpufleet.infra.risk import unknown
@@ -20,6 +21,7 @@ from gpufleet.job.text import counted
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
 _FREE_SHARE = Decimal("0.1")  # of all node-hours: with more of them free, p50 falls while interruptions rise
 _EMPTY_SHARE = 0.05  # of a step's rows: with more of them empty it is worth a sentence
+_SPOILS = Decimal("1.25")  # dearest spot zone over the next from which it is worth leaving out
 _SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
 
 
@@ -102,6 +104,14 @@ def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
     yield from config.doubts(max(phase.steps for phase in runtime.phases))
 
 
+def _without(zones: Sequence[SpotPrice]) -> str:
+    """What leaving out the dearest zone would do, where it alone spoils the price."""
+    *others, high = zones
+    if not others or high.price.amount < _SPOILS * others[-1].price.amount:
+        return ""
+    return f". Without {high.zone} that is {others[-1].price.amount}: leave its zone out of fleet.zones"
+
+
 def _free_hours(bill: Bill) -> Iterator[str]:
     side = bill.chosen
     free_usd = side.metered_usd.p50 - side.needed_usd.p50
@@ -136,7 +146,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
             if high.price.amount >= _SPREAD * low.price.amount:
                 yield (
                     f"{option.type}: spot zones differ, {low.price.amount} ({low.zone}) to {high.price.amount}"
-                    f" ({high.zone}); the bill stands on the dearest"
+                    f" ({high.zone}); the bill stands on the dearest{_without(option.spot)}"
                 )
             if option.on_demand and high.price.amount >= option.on_demand.amount:
                 yield f"{option.type}: spot in {high.zone} costs as much as on demand"
