@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
-from typing import Any
 
 from gpufleet.infra.bill import fit, limits
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.bill.options import Calibrations
-from gpufleet.infra.bill.runtime import Runtime, hours
+from gpufleet.infra.bill.runtime import Runtime
+from gpufleet.infra.catalog import SpotPrice
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.calibration import RefusedCalibration
 from gpufleet.infra.risk import unknown
@@ -22,7 +21,7 @@ from gpufleet.job.text import counted
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
 _FREE_SHARE = Decimal("0.1")  # of all node-hours: with more of them free, p50 falls while interruptions rise
 _EMPTY_SHARE = 0.05  # of a step's rows: with more of them empty it is worth a sentence
-_WORTH = 0.9  # of a step's time: what a larger micro-batch has to come below to be worth a sentence
+_SPOILS = Decimal("1.25")  # dearest spot zone over the next from which it is worth leaving out
 _SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
 
 
@@ -41,7 +40,6 @@ def warnings(
         if isinstance(calibration, RefusedCalibration):
             yield f"{type_}: {calibration.why}"
     yield from schedule(definition.job.parameters, bill.chosen.runtime)
-    yield from _micro(definition, bill)
     if not config.is_endless:
         yield from _limits(bill)
     yield from _free_hours(bill)
@@ -106,38 +104,12 @@ def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
     yield from config.doubts(max(phase.steps for phase in runtime.phases))
 
 
-def _micro(definition: StackDefinition, bill: Bill) -> Iterator[str]:
-    """Micro-batches that the GPU is through with before the host has launched the next: the ladder begins at what a
-    large model holds, and a small one is paid for its launches.
-    """
-    runtime = bill.chosen.runtime
-    config: Any = definition.job.parameters
-    setting = config.micro_setting()
-    if runtime.measured or setting is None:
-        return
-    key, row = setting
-    instance = next(option.instance for option in bill.types if option.type == bill.chosen.type)
-    if getattr(config.batch, key) is not None or bill.chosen.exposure.nodes > 1:
-        return
-    now = shortest = runtime.phases[0].step_ms
-    memory_gb, ranks = instance.gpu_memory_gb, config.ranks(instance.gpu_count)
-    first = config.choose_rung(memory_gb, ranks=ranks)
-    while first is not None and not first.checkpointing:
-        micro = first.micro
-        batch: Any = config.batch
-        config = replace(config, batch=replace(batch, **{key: 2 * micro * row}))
-        first = config.ladder(ranks)[0]
-        if first.micro == micro or config.choose_rung(memory_gb, ranks=ranks) != first:
-            break  # all of a rank's rows, or more than its memory holds
-        took = hours(config, instance, definition.estimate, definition.storage.root).phases[0].step_ms
-        if took > _WORTH * shortest:
-            break
-        shortest, best = took, first.micro * row
-    if shortest < now:
-        yield (
-            f"batch.{key} is not set: a micro-batch is so small that its GPU waits for the host. batch.{key}: {best}"
-            f" fits {instance.type} and takes {shortest:.1f} ms a step instead of {now:.1f}"
-        )
+def _without(zones: Sequence[SpotPrice]) -> str:
+    """What leaving out the dearest zone would do, where it alone spoils the price."""
+    *others, high = zones
+    if not others or high.price.amount < _SPOILS * others[-1].price.amount:
+        return ""
+    return f". Without {high.zone} that is {others[-1].price.amount}: leave its zone out of fleet.zones"
 
 
 def _free_hours(bill: Bill) -> Iterator[str]:
@@ -174,7 +146,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
             if high.price.amount >= _SPREAD * low.price.amount:
                 yield (
                     f"{option.type}: spot zones differ, {low.price.amount} ({low.zone}) to {high.price.amount}"
-                    f" ({high.zone}); the bill stands on the dearest"
+                    f" ({high.zone}); the bill stands on the dearest{_without(option.spot)}"
                 )
             if option.on_demand and high.price.amount >= option.on_demand.amount:
                 yield f"{option.type}: spot in {high.zone} costs as much as on demand"

@@ -6,10 +6,11 @@ The fleet may pick any listed type in any listed zone, so the bill stands on the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpufleet.infra.bill import fit
 from gpufleet.infra.bill import runtime as runtimes
+from gpufleet.infra.bill.lines import CENT_100
 from gpufleet.infra.catalog import Catalog, Instance, Price, SpotPrice
 from gpufleet.infra.definition.model import Capacity, StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
@@ -47,6 +48,16 @@ class TypeCost:
         if capacity == "on-demand":
             return self.on_demand
         return self.spot[-1].price if self.spot else None
+
+    def likely(self, capacity: Capacity) -> Price | None:
+        """What a fleet that picks by price and capacity may expect to pay: of spot zones each counts the more, the
+        cheaper it is (harmonic mean).
+        """
+        dearest = self.hourly(capacity)
+        if capacity == "on-demand" or dearest is None:
+            return dearest
+        mean = len(self.spot) / sum(1 / zone.price.amount for zone in self.spot)
+        return replace(dearest, amount=mean.quantize(CENT_100))
 
     @property
     def holds_the_job(self) -> bool:

@@ -135,18 +135,20 @@ def hours(
     written_s = last_gb / scratch_rate(instance, root) if finish_s is None else finish_s
     upload_s = written_s + last_gb / SHA256_GB_S + last_gb / upload_gb_s
 
+    derived = _speed_basis(config, instance, estimate, timed=timed) == "derived"
     phases: list[PhaseTime] = []
     launched: list[str] = []  # phases whose GPU waits for its host
     evaluation_s = stalls_s = growth_s = 0.0
     for index, size in enumerate(sizes):
-        limit_ms = roofline.limit_ms(size, instance.gpu, config, ranks, share=instance.gpu_share)
+        limit_ms = roofline.limit_ms(index, instance, config, ranks)
         seen = calibration.phase(size.name) if calibration else None
         last = index == len(sizes) - 1
         after = calibration.phase(sizes[index + 1].name) if calibration and not last else None
         ended = (after is not None and after.boundary_s is not None) or (last and finish_s is not None)
         launch_ms = roofline.launch_ms(size, instance, config, ranks)
-        step_ms = _step_ms(index, sizes, limit_ms, launch_ms, share, config, instance, estimate, seen)
-        if size.steps and step_ms == launch_ms:
+        exchange_ms = roofline.exchange_ms(size, instance, config, ranks, nodes)
+        step_ms = _step_ms(index, sizes, limit_ms, launch_ms, exchange_ms, share, config, instance, estimate, seen)
+        if size.steps and derived and limit_ms is not None and launch_ms > limit_ms / share:
             launched.append(size.name)
         beside = _beside_s(config, size, instance, ranks, step_ms, seen, ended=ended)
         growth = size.growth_s if seen is None or seen.boundary_s is None or not index else seen.boundary_s
@@ -233,6 +235,7 @@ def _step_ms(
     sizes: tuple[PhaseSize, ...],
     limit_ms: float | None,
     launch_ms: float,
+    exchange_ms: tuple[float, float],
     share: float,
     config: JobConfig,
     instance: Instance,
@@ -259,7 +262,7 @@ def _step_ms(
             f"{instance.type}: the peak of its GPU ({instance.gpu.name}) in this job's precision is not in the catalog,"
             f" so its speed cannot be derived; give {_STEP_MS}"
         )
-    return max(limit_ms / share, launch_ms)
+    return roofline.with_exchange(max(limit_ms / share, launch_ms), *exchange_ms)
 
 
 def _save_s(

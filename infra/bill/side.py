@@ -36,6 +36,10 @@ class Quantiles:
     p90: Decimal
     mean: Decimal
 
+    def plus(self, amount: Decimal) -> Quantiles:
+        """The figures with the same amount on each."""
+        return Quantiles(p10=self.p10 + amount, p50=self.p50 + amount, p90=self.p90 + amount, mean=self.mean + amount)
+
     def times(self, count: int) -> Quantiles:
         """The figures of `count` nodes, from those of one."""
         return Quantiles(p10=self.p10 * count, p50=self.p50 * count, p90=self.p90 * count, mean=self.mean * count)
@@ -106,14 +110,15 @@ def prepare(
     dataset_bytes: int | None,
     hazards: Hazards | None = None,
     today: date | None = None,
+    likely: bool = False,
 ) -> Prepared | None:
     """None when no listed type has both a price of this kind and a known speed. `today`: by which a price has its age;
-    None: by the newest price of the catalog.
+    None: by the newest price of the catalog. `likely`: at what the fleet may expect to pay, not at its dearest zone.
     """
     option = options.dearest(
         types, capacity, float(sum(each.usd_per_hour for each in lines.hourly_charges(definition, catalog)))
     )
-    hourly = option.hourly(capacity) if option else None
+    hourly = None if option is None else option.likely(capacity) if likely else option.hourly(capacity)
     if option is None or hourly is None or option.runtime is None:
         return None
     node = lines.node_lines(definition, catalog, option.runtime.total_s / 3600, hourly)
@@ -122,7 +127,7 @@ def prepare(
     age = ((today or catalog.as_of) - hourly.as_of).days if capacity == "spot" else 0
     return Prepared(
         option=option,
-        zone=option.spot[-1].zone if capacity == "spot" else None,
+        zone=option.spot[-1].zone if capacity == "spot" and not likely else None,
         price=hourly,
         lines=(*node, *bucket),
         runtime=option.runtime,

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from gpufleet.infra.catalog import files
 from gpufleet.infra.catalog.files import Price, SpotPrice, Status
@@ -53,6 +54,8 @@ class Gpu:
     bf16_tflops: float | None
     fp32_tflops: float | None
     bandwidth_gb_s: float | None
+    link: Literal["nvlink", "pcie"]  # between several in one node, and what its data sheet says of one direction
+    link_gb_s: float
     bf16: bool  # computes in bf16 natively
     capability: float  # compute capability, NVIDIA's list of CUDA GPUs
 
@@ -254,6 +257,8 @@ def _gpu(row: dict[str, str]) -> Gpu:
         bf16_tflops=_optional(row["bf16_tflops"]),
         fp32_tflops=_optional(row["fp32_tflops"]),
         bandwidth_gb_s=_optional(row["bandwidth_gb_s"]),
+        link="nvlink" if row["link"] == "nvlink" else "pcie",
+        link_gb_s=float(row["link_gb_s"]),
         bf16=row["bf16"] == "yes",
         capability=float(row["capability"]),
     )

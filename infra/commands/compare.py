@@ -57,13 +57,14 @@ def run(args: argparse.Namespace) -> int:
         tree = compare_table.record(
             found.definition, found.listed, found.rows, found.frontier, found.policy[0] if found.policy else None
         )
+        tree["regions"] = [compare_table.record_row(row) for row in found.regions]
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
         return 0 if found.runnable else 1
     if args.matrix:
         parts = [compare_table.matrix(found.listed, found.default)]
     else:
         ranked = compare_table.ranked(found.rows, shown=None if args.all else SHOWN, frontier=found.frontier)
-        parts = [compare_table.scenarios(found.listed), ranked]
+        parts = [compare_table.scenarios(found.listed), ranked, compare_table.regions(found.regions)]
         if found.policy is not None:
             parts.append(compare_table.policy(*found.policy))
     sys.stdout.write("\n".join(parts))

@@ -166,6 +166,7 @@ def cheaper(
         found=found,
         most=below / FREE,
         today=today,
+        likely=False,  # as the bill is priced
     )
     rows = able([row for row in options if row.ranked and not _listed(row, definition)])
     likely = [row for row in rows if within_limits(row)][:REFINED]

@@ -30,6 +30,7 @@ class Comparison:
     default: Row  # of these, the file as it is
     rows: list[Row]  # options, ranked
     frontier: list[Row]  # of these
+    regions: list[Row]  # its work in each region, the cheapest first
     policy: tuple[deadline.DeadlinePlan, str] | None  # with a deadline: spot first, then on demand, and the type
 
     @property
@@ -86,6 +87,9 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
         default=default,
         rows=rows,
         frontier=ranking.frontier(rows),
+        regions=ranking.every_region(
+            whose, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
+        ),
         policy=ranking.deadline_policy(rows, name, left),
     )
 

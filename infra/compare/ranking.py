@@ -30,6 +30,8 @@ RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is si
 RUNS_SHOWN = 2_000  # with risk.RUNS, as its bill is, those after it with these
 ATTEMPTS_EACH = 24  # nodes of such a run before it is carried on as it went so far
 REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those that the table shows
+# USD per GB from one region to another: most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost more.
+BETWEEN_REGIONS = Decimal("0.02")
 SURE = 0.5  # an option that misses the deadline more often than this is none
 
 
@@ -90,9 +92,11 @@ def every_option(
     found: Found = nothing,
     most: Decimal | None = None,
     today: date | None = None,
+    likely: bool = True,
 ) -> list[Row]:
     """Every (work, type, capacity), the best first; those that cannot run come last with the reason. `most`: leaves out
-    whose uninterrupted run costs more USD than this.
+    whose uninterrupted run costs more USD than this. `likely`: at what a fleet may expect to pay, not at its dearest
+    zone.
     """
     drafts: list[Row] = []
     fleets: dict[str, Fleet] = {}
@@ -111,7 +115,8 @@ def every_option(
             if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                 option = replace(option, why="")
             drafts += [
-                draft(bill_inputs, name, option, capacity, catalog, hazards or {}, today) for capacity in CAPACITIES
+                draft(bill_inputs, name, option, capacity, catalog, hazards or {}, today, likely=likely)
+                for capacity in CAPACITIES
             ]
         fleets[name] = work.fleet
     if most is not None:
@@ -119,6 +124,72 @@ def every_option(
     rows = filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH)
     theirs = {name: _own(rows, name, fleet) for name, fleet in fleets.items()}
     return _ranked([replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows], hours_left)
+
+
+def every_region(
+    definition: StackDefinition,
+    catalog: Catalog,
+    *,
+    hours_left: float | None = None,
+    runs: int = RUNS_EACH,
+    hazards: Hazards | None = None,
+    found: Found = nothing,
+    today: date | None = None,
+) -> list[Row]:
+    """The work in each region whose prices a bill needs are known, the cheapest first: there on the type and capacity
+    whose uninterrupted run costs least, with what it takes to bring inputs that lie in a bucket.
+    """
+    if definition.nodes > 1 or definition.variant.reference:
+        return []
+    bill_inputs = found(_on_types(definition, tuple(catalog.instances)))
+    work = bill_inputs.definition
+    config = work.job.parameters
+    known = [
+        options.type_cost(
+            work, catalog, type_, nearest="-", calibrations=bill_inputs.calibrations, speeds=bill_inputs.speeds
+        )
+        for type_, instance in catalog.instances.items()
+        if not instance.unusable and config.least_gpus() <= instance.gpu_count
+    ]
+    drafts = []
+    for region in catalog.regions():
+        if catalog.missing(region):
+            continue
+        fleet = replace(work.fleet, region=region, zones=catalog.zones(region))
+        there = replace(bill_inputs, definition=replace(work, fleet=fleet))
+        priced = []
+        for each in known:
+            option = replace(
+                each,
+                spot=catalog.spot_prices.get((each.type, region), ()),
+                on_demand=catalog.on_demand_prices.get((each.type, region)),
+                why="",
+            )
+            for capacity in CAPACITIES:
+                price, runtime = option.likely(capacity), option.runtime
+                if price and runtime and option.holds_the_job:
+                    priced.append((float(price.amount) * runtime.total_s, option, capacity))
+        if priced:
+            _, option, capacity = min(priced, key=lambda each: each[0])
+            row = draft(there, work.name, option, capacity, catalog, hazards or {}, today, likely=True)
+            drafts.append(replace(row, inputs_usd=_brought(work, region)))
+    rows = [row for row in filled(drafts, hours_left, runs=runs) if row.ranked]
+    return sorted((replace(row, usd=row.usd and row.usd.plus(row.inputs_usd)) for row in rows), key=_mean_usd)
+
+
+def _mean_usd(row: Row) -> Decimal:
+    assert row.usd is not None
+    return row.usd.mean
+
+
+def _brought(work: StackDefinition, region: str) -> Decimal:
+    """USD to read inputs that lie in a bucket of the file's region from another one."""
+    if region == work.fleet.region:
+        return Decimal(0)
+    sizes, storage = work.job.parameters.sizes(), work.storage
+    places = ((storage.dataset, sizes.dataset), (storage.base_weights or "", sizes.base_weights))
+    held_gb = sum(held for place, held in places if place.startswith("s3://")) / 1e9
+    return (Decimal(f"{held_gb:.6f}") * BETWEEN_REGIONS).quantize(Decimal("0.0001"))
 
 
 def chance_below(one: Side | None, other: Side | None) -> float | None:

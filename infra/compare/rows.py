@@ -60,6 +60,8 @@ class Row:
     hours: Quantiles | None = None  # node-hours
     wall_hours: Quantiles | None = None
     usd: Quantiles | None = None  # to finish, with everything the bill counts
+    dearest_usd: Decimal | None = None  # p50 in the dearest zone, by which a limit is held; as usd where that is of it
+    inputs_usd: Decimal = Decimal(0)  # of usd: what brings inputs from another region
     free_usd: Decimal | None = None  # mean of what AWS does not charge: interrupted first hours; part of usd
     interruptions: float | None = None
     interrupted: float | None = None  # probability of at least one
@@ -95,8 +97,12 @@ def draft(
     catalog: Catalog,
     hazards: side.Hazards,
     today: date | None = None,
+    *,
+    likely: bool = False,
 ) -> Row:
-    """What can be said of the row before anything is simulated. The definition's limits are marked, never applied."""
+    """What can be said of the row before anything is simulated. The definition's limits are marked, never applied.
+    `likely`: as side.prepare has it.
+    """
     definition = bill_inputs.definition
     fleet, instance, runtime = definition.fleet, option.instance, option.runtime
     config, variant = definition.job.parameters, definition.variant
@@ -106,7 +112,7 @@ def draft(
     if runtime is not None and option.hourly(capacity) is not None and unfit is None:
         size = bill_inputs.dataset_bytes
         prepared = side.prepare(
-            definition, catalog, [option], capacity, dataset_bytes=size, hazards=hazards, today=today
+            definition, catalog, [option], capacity, dataset_bytes=size, hazards=hazards, today=today, likely=likely
         )
     return Row(
         scenario=name,
@@ -163,7 +169,9 @@ def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
     """What the simulated runs say."""
     outcome, (stop_usd, stop_h) = found.needed, found.reserve
     assert row.limits is not None
-    over = found.metered_usd.p90 + stop_usd > row.limits.max_usd
+    dearest = found.option.hourly(row.capacity)
+    more = Decimal(0) if dearest is None else (dearest.amount - found.price.amount) * row.nodes
+    over = found.metered_usd.p90 + more * found.hours.p90 + stop_usd > row.limits.max_usd
     return replace(
         row,
         over_limit=over or (found.hours.p90 + stop_h) * row.nodes > row.limits.max_hours,
@@ -171,6 +179,7 @@ def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
         billed_gpu_h=float(found.hours.p50) * row.nodes * row.gpu_count,
         wall_hours=found.wall_hours,
         usd=found.usd,
+        dearest_usd=side.exact(float(found.usd.p50 + more * found.hours.p50)),
         free_usd=side.exact(float((outcome.metered_usd - outcome.usd).mean())),
         interruptions=found.interruptions,
         interrupted=float((outcome.interruptions > 0).mean()),

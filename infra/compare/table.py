@@ -208,7 +208,8 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
     works = len({row.scenario for row in able})
     edge = {id(row) for row in frontier}
     heads = (
-        "", "type", "GPU", "used", "capacity", "h p50", "h p90", "USD p50", "USD p90", "mean", "less", "free", "stops",
+        "", "type", "GPU", "used", "capacity", "h p50", "h p90", "USD p50", "USD p90", "mean", "less", "dear", "free",
+        "stops",
     )  # fmt: skip
     picked = list(rows if shown is None else _share(able, max(BEST, shown // max(1, works))))
     order = list(dict.fromkeys(row.scenario for row in picked))
@@ -224,12 +225,13 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
             *_pair(row.usd),
             f"{row.usd.mean:.2f}" if row.usd else "-",
             "-" if row.cheaper is None else f"{row.cheaper:.0%}",
+            f"{row.dearest_usd:.2f}" if row.dearest_usd is not None else "-",
             f"{row.free_usd:.2f}" if row.free_usd is not None else "-",
             "-" if row.interruptions is None else f"{row.interruptions:.2f}",
         )
         for row in picked
     ]
-    head, rule, *shown_rows = table(heads, cells, right=(3, *range(5, 13)))
+    head, rule, *shown_rows = table(heads, cells, right=(3, *range(5, 14)))
     lines = [head, rule]
     for index, (row, line) in enumerate(zip(picked, shown_rows, strict=True)):
         if index == 0 or row.scenario != picked[index - 1].scenario:
@@ -242,6 +244,8 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
         "* nothing does the same work for fewer mean dollars in fewer hours by the wall. Below an option: why it is not"
         " the first of its work. less: probability that it costs less than the file's own fleet. free: mean dollars of"
         " interrupted first hours, which AWS does not charge, already left out of USD. stops: interruptions expected."
+        " USD is at what a fleet that picks by price may expect over the zones; dear: p50 in the dearest, by which"
+        " limits are held."
     )
     if shown is not None:
         if len(able) > len(picked):
@@ -250,6 +254,30 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
             lines += _wrap(f"{len(able) - len(picked)} more options could be run; {one}--all shows every one.")
         lines += _losers([row for row in rows if not row.ranked])
     return "\n".join(lines) + "\n"
+
+
+def regions(rows: Sequence[Row]) -> str:
+    """The same work in every region with prices."""
+    if not rows:
+        return ""
+    heads = ("region", "type", "capacity", "h p50", "USD p50", "USD p90", "dear", "inputs")
+    cells = [
+        (
+            row.region,
+            row.type,
+            row.capacity,
+            _pair(row.hours)[0],
+            *_pair(row.usd),
+            _number(row.dearest_usd),
+            f"{row.inputs_usd:.2f}" if row.inputs_usd else "-",
+        )
+        for row in rows
+    ]
+    said = (
+        "The same work in each region whose prices are known, on what costs least there. inputs: of USD, what brings"
+        " those in a bucket from the file's region; an upload is free. Quotas are each region's own."
+    )
+    return "\n".join([*table(heads, cells, right=range(3, 8)), "", *_wrap(said)]) + "\n"
 
 
 def matrix(rows: Sequence[Row], defaults: Row) -> str:
@@ -354,6 +382,7 @@ def record_row(row: Row) -> dict[str, Any]:
     """One scenario or option."""
     return {
         "scenario": row.scenario,
+        "region": row.region,
         "type": row.type,
         "capacity": row.capacity,
         "nodes": row.nodes,
@@ -378,6 +407,8 @@ def record_row(row: Row) -> dict[str, Any]:
         "hours": row.hours and quantiles(row.hours),
         "wall_hours": row.wall_hours and quantiles(row.wall_hours),
         "usd": row.usd and quantiles(row.usd),
+        "dearest_usd": None if row.dearest_usd is None else str(row.dearest_usd),
+        "inputs_usd": str(row.inputs_usd),
         "free_usd": None if row.free_usd is None else str(row.free_usd),
         "interruptions": None if row.interruptions is None else round(row.interruptions, 3),
         "fits": row.fits,

@@ -44,12 +44,13 @@ def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Itera
     )
     if node is None or device["kind"] != "cuda" or config.is_users_own:
         return
-    sizes = {size.name: size for size in config.phases()}
+    sizes = {size.name: (index, size) for index, size in enumerate(config.phases())}
     for phase in tree["phases"]:
-        size = sizes.get(phase["name"])
-        limit = limit_ms(size, node.gpu, config, ranks) if size else None
-        step_ms = float(phase["step_ms"]["median"])
-        if size is None or not limit or launch_ms(size, node, config, ranks) > _HOST_BOUND * step_ms:
+        if phase["name"] not in sizes:
+            continue
+        index, size = sizes[phase["name"]]
+        limit, step_ms = limit_ms(index, node, config, ranks), float(phase["step_ms"]["median"])
+        if not limit or launch_ms(size, node, config, ranks) > _HOST_BOUND * step_ms:
             continue
         place = SpeedGroup(node.gpu.name, config.work_kind(), OURS, ranks > 1)
         yield Speed(place, limit / step_ms, f"{tree['experiment']}, {size.name}")

@@ -1,29 +1,77 @@
-"""What a GPU's data sheet allows a phase of a job at most, and what its host needs to launch it."""
+"""What a GPU's data sheet allows a phase of a job at most, what its host needs to launch it, and what several GPUs say
+to each other in it.
+"""
 
 from __future__ import annotations
 
-from gpufleet.infra.catalog import Gpu, Instance
+from collections.abc import Mapping
+
+from gpufleet.infra.catalog import Instance
 from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import PhaseSize
+from gpufleet.job.spec.common import GB, PhaseSize, Rung
+
+# Share of a link's data sheet that an all-reduce over eight GPUs reaches: 231 of 300 GB/s on p4d.24xlarge
+# (github.com/NVIDIA/nccl/issues/527, 2022), 28 of 63 over PCIe 5.0 (issues/1639 there, 2025).
+REACHED: Mapping[str, float] = {"nvlink": 0.77, "pcie": 0.45}
+NETWORK_REACHED = 0.8  # of a node's baseline: assumption
+# Share of a step's own work beside which its ranks may exchange: with it the losses of 1B to 13B models over 16 to 128
+# H100s come out within 2 % (llm-foundry scripts/train/benchmarking, 2025-07).
+BESIDE = 0.8
+GRADIENT_BYTES = 4  # of one that is summed over ranks: fp32
 
 
-def limit_ms(size: PhaseSize, gpu: Gpu, config: JobConfig, ranks: int, *, share: float = 1.0) -> float | None:
-    """Milliseconds of a step at the dense peak of `ranks` GPUs and their memory's bandwidth; None where the data sheet
-    lacks one. `share`: of one GPU, for a slice.
+def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> float | None:
+    """Milliseconds of a step of phase `index` at the dense peak of `ranks` GPUs and their memory's bandwidth; None
+    where the data sheet lacks one. What activation checkpointing makes again is no product (job/models/selective.py):
+    it is written and read once more.
     """
+    size, gpu, share = config.phases()[index], instance.gpu, instance.gpu_share
     peak, bandwidth = gpu.peak_tflops(config.products()), gpu.bandwidth_gb_s
     if peak is None or bandwidth is None:
         return None
     tokens = size.tokens_per_step * (1 + config.empty_rows(ranks) / config.rows())
     compute_s = tokens * size.flops_per_token / (peak * share * ranks * 1e12)
     cut = ranks if size.sharded else 1
-    traffic_s = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
-    return (compute_s + traffic_s / (bandwidth * share * 1e9)) * 1e3
+    traffic = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
+    rung = _rung(instance, config, ranks)
+    if rung.checkpointing and size.steps:
+        whole, kept = (config.memory(index, rung.micro, checkpointing=on, ranks=ranks) for on in (False, True))
+        again = max(0.0, whole.activations_gb - kept.activations_gb) * GB
+        traffic += 2 * config.micro_batches(rung, ranks) * again
+    return (compute_s + traffic / (bandwidth * share * 1e9)) * 1e3
 
 
 def launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
     """Milliseconds in which the host launches a step's kernels, with the micro-batches that the node's GPUs hold."""
     if not size.micro_launch_ms:
         return size.launch_ms
-    rung = config.choose_rung(instance.gpu_memory_gb, ranks=ranks) or config.ladder(ranks)[-1]
-    return size.launch_ms + config.micro_batches(rung, ranks) * size.micro_launch_ms
+    return size.launch_ms + config.micro_batches(_rung(instance, config, ranks), ranks) * size.micro_launch_ms
+
+
+def exchange_ms(
+    size: PhaseSize, instance: Instance, config: JobConfig, ranks: int, nodes: int = 1
+) -> tuple[float, float]:
+    """Milliseconds that a step's exchange takes of the link between a node's GPUs, and of the network between nodes,
+    over which each sends every gradient twice, once in a step.
+    """
+    nodes = min(nodes, ranks)
+    each = ranks // nodes
+    gradients = size.params_trained * GRADIENT_BYTES
+    link_rate = instance.gpu.link_gb_s * REACHED[instance.gpu.link] * 1e9
+    within = between = 0.0
+    if each > 1:
+        micros = config.micro_batches(_rung(instance, config, ranks), ranks)
+        summed = micros * gradients if size.sharded else 2 * gradients
+        within = (each - 1) / each * (micros * size.gathered_bytes + summed) / link_rate
+    if nodes > 1:
+        between = 2 * (nodes - 1) / nodes * gradients / (instance.network_gbps / 8 * NETWORK_REACHED * 1e9)
+    return within * 1e3, between * 1e3
+
+
+def with_exchange(work_ms: float, within_ms: float, between_ms: float) -> float:
+    """A step of `work_ms` with what its ranks say to each other: beside most of it within a node, after it between."""
+    return work_ms + max(0.0, within_ms - BESIDE * work_ms) + between_ms
+
+
+def _rung(instance: Instance, config: JobConfig, ranks: int) -> Rung:
+    return config.choose_rung(instance.gpu_memory_gb, ranks=ranks) or config.ladder(ranks)[-1]

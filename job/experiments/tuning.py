@@ -27,12 +27,12 @@ from gpufleet.job.dataset.rendering import (
     jinja,
     open_chat_tokenizer,
 )
-from gpufleet.job.models import decoder, hf
+from gpufleet.job.models import decoder, hf, lora
 from gpufleet.job.models.blocks import DTYPES
 from gpufleet.job.models.decoder import Decoder
 from gpufleet.job.spec.common import CosineAdamW
 from gpufleet.job.spec.kernel import KernelConfig
-from gpufleet.job.spec.sft import SftConfig
+from gpufleet.job.spec.sft import Lora, SftConfig
 from gpufleet.job.train import export, parallel
 from gpufleet.job.train.experiment import Session
 
@@ -86,9 +86,11 @@ def base(
     *,
     written: bool = True,
     spread: bool = False,
+    adapters: Lora | None = None,
 ) -> Decoder:
     """The weights to start from, on the device: published ones, or drawn from the seed for generated data, which needs
-    none. Unless `written`, only their room. `spread`: a part on each rank, and nowhere ever all. Raises ValueError.
+    none. Unless `written`, only their room. `spread`: a part on each rank, and nowhere ever all. `adapters` are
+    attached, whole on every rank and not yet written. Raises ValueError.
     """
     published = session.inputs is not None
     if not published and not config.data.source.startswith("generated-"):
@@ -98,8 +100,12 @@ def base(
         )
     compute = DTYPES[config.precision.compute]
     module = decoder.build(config.model, compute=compute, dtype=dtype, device="meta")
+    if adapters is not None:
+        lora.attach(module, adapters)
     if spread:
-        parallel.shard(module, session.world, module.blocks, compute=compute, reshard=config.reshard_after_forward)
+        whole = list(lora.weights(module).values())
+        reshard = bool(whole) or config.reshard_after_forward
+        parallel.shard(module, session.world, module.blocks, compute=compute, reshard=reshard, whole=whole)
     module.to_empty(device=session.device.torch)
     if not written:
         return module

@@ -101,8 +101,12 @@ def build(
 def initialise(
     module: Decoder, generator: torch.Generator, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
-    """The table at the top of this file, drawn on the CPU in fp32. `fill` writes a whole tensor into a parameter."""
+    """The table at the top of this file, drawn on the CPU in fp32. `fill` writes a whole tensor into a parameter; those
+    of adapters stay as they are.
+    """
     for name, parameter in module.named_parameters():
+        if not name.endswith(("weight", "bias")):
+            continue
         whole = torch.zeros(parameter.shape)
         if "norm" in name:
             whole.fill_(1.0)

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gpufleet.job.models.blocks import Linear
 from gpufleet.job.models.decoder import Decoder, DecoderBlock, Table
@@ -57,7 +58,7 @@ class LoraLinear(nn.Module):
 
     def merged(self) -> Tensor:
         """W + scale B A, in fp32."""
-        return self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
+        return _whole(self.weight).float() + self.scale * (self.lora_b @ self.lora_a)
 
 
 class TrainedRows(Table):
@@ -91,8 +92,8 @@ class TrainedRows(Table):
 def attach(
     module: Decoder, config: Lora, generator: torch.Generator | None = None, rows: Sequence[int] = ()
 ) -> Decoder:
-    """The module with adapters, everything else frozen but the `rows` of its tables. Drawn on the CPU; without a
-    `generator` uninitialised.
+    """The module with adapters, everything else frozen but the `rows` of its tables; without a `generator` the adapters
+    are not yet written.
     """
     module.requires_grad_(False)
     for block in module.blocks:
@@ -104,12 +105,16 @@ def attach(
     if rows:
         module.embed = TrainedRows(module.embed, rows)
         module.head = None if module.head is None else TrainedRows(module.head, rows)
-    if generator is not None:
-        with torch.no_grad():
-            for _, layer in layers(module):
-                bound = 1 / math.sqrt(layer.lora_a.shape[1])
-                layer.lora_a.copy_(torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator))
-                layer.lora_b.zero_()
+    return module if generator is None else initialise(module, generator)
+
+
+@torch.no_grad()
+def initialise(module: Decoder, generator: torch.Generator) -> Decoder:
+    """The module with fresh adapters, drawn on the CPU."""
+    for _, layer in layers(module):
+        bound = 1 / math.sqrt(layer.lora_a.shape[1])
+        layer.lora_a.copy_(torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator))
+        layer.lora_b.zero_()
     return module
 
 
@@ -140,13 +145,19 @@ def set_mode(module: nn.Module, mode: Mode) -> None:
 
 @torch.no_grad()
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the plain decoder by name, the adapted ones merged in fp32, one at a time; nothing is changed."""
+    """Every weight of the plain decoder by name, the adapted ones merged in fp32, one at a time; nothing is changed.
+    Where the base is spread every rank goes through it.
+    """
     adapted = dict(_adapted(module))
     for name, parameter in module.named_parameters():
         owner, _, leaf = name.rpartition(".")
         if leaf in _TRAINED:
             continue
-        yield name, adapted[owner].merged() if owner in adapted and leaf == "weight" else parameter.detach()
+        yield name, adapted[owner].merged() if owner in adapted and leaf == "weight" else _whole(parameter.detach())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _adapted(module: nn.Module) -> Iterator[tuple[str, LoraLinear | TrainedRows]]:

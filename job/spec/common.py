@@ -174,6 +174,7 @@ class PhaseSize:
     micro_launch_ms: float = 0.0  # more of it for each micro-batch, where the node decides how many of these there are
     growth_s: float = 0.0  # before its first step: a model that changes shape there is made and checked
     sharded: bool = False  # trained state cut over the ranks (FSDP2), else a copy on each
+    gathered_bytes: int = 0  # of weights that each micro-batch brings together from the ranks that they are cut over
     attention: Literal["causal", "full"] | None = "causal"  # as flops_per_token counts it; None: there is none
     counts: Literal["steps", "seconds"] = "steps"  # seconds: of a run whose steps nobody knows, each a second
     validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out
@@ -252,6 +253,11 @@ def cuts(whole: int, start: int | None, plain: list[int]) -> tuple[Rung, ...]:
         checkpointed.append(micro)
         micro //= 2
     return tuple([Rung(micro=m) for m in kept] + [Rung(micro=m, checkpointing=True) for m in checkpointed])
+
+
+def halves(whole: int) -> list[int]:
+    """`whole` rows, half of them, and so on down to one."""
+    return [whole >> times for times in range(whole.bit_length())]
 
 
 def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, instead: str) -> Iterator[str]:

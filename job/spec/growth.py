@@ -35,10 +35,14 @@ if TYPE_CHECKING:
 
 CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
+# Of compiled steps on an H100 and an H200 (bench/results/gpu.md): what is left of a layer's activations, and bytes of a
+# logit. At 16, 32 and 128 windows all three phases come out within 7 % of the peaks counted there.
+COMPILED_KEEPS, COMPILED_LOGIT_BYTES = 0.8, 5
 # Host ms to launch a compiled step: a layer of each micro-batch, dense and with experts; embedding, loss, clipping
-# and AdamW. Kernels that do nothing, torch 2.13.0, 2 shared cores of a Xeon at 2.8 GHz, 2026-11-23: 9 to 20, 14 to 29
-# and 20 to 32 ms in the three phases of 7, 7 and 11 layers, as the neighbours let it; nearer the lower ends.
-LAYER_LAUNCH_MS, LAUNCH_MS = (1.3, 2.2), 3.0
+# and AdamW. At 16 windows an H100 and an H200 waited for their hosts: 15.6 and 17.6 ms of a step in the first phase, of
+# 7 layers, 24.4 and 25.5 in the second (bench/results/gpu.md); the same launches that do nothing take 26 us each on a
+# core of 2.8 GHz, here they take 36.
+LAYER_LAUNCH_MS, LAUNCH_MS = (1.9, 3.1), 3.0
 GROWTH_PASSES = 5  # over the new fp32 weights at 1 GB/s: grow, check before and after, export, read back
 COMPILE_S = 40.0  # per grown phase, on CUDA only; the first phase compiles within the set-up minutes
 BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
@@ -207,9 +211,10 @@ class GrowthConfig(JobConfig):
         weights = total * state + (made + cast * table) * compute
         gradients = total * state
         moments = 2 * total * state
-        layer = tokens * _layer_bytes(s, compute, checkpointing=checkpointing)
+        fused = self.runs_compiled() and not checkpointing
+        layer = tokens * _layer_bytes(s, compute, checkpointing=checkpointing) * (COMPILED_KEEPS if fused else 1)
         activations = s.layers * layer + tokens * 2 * s.width * compute  # + the final norm's input and output
-        logits = tokens * s.vocab * LOGIT_BYTES
+        logits = tokens * s.vocab * (COMPILED_LOGIT_BYTES if fused else LOGIT_BYTES)
         # The first micro-batch makes the gradients; those after it, the last one smaller if need be, find them there.
         head = s.vocab * s.width * state  # the tied table's gradient comes first, beside all activations
         first = max(activations + max(logits, head), gradients + layer)

@@ -99,8 +99,9 @@ class JobConfig(ABC):
 
     @abstractmethod
     def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
-        """Predicted bytes on one GPU. Assumes that gradients are freed between optimizer steps and that every
-        activation which eager autograd keeps is kept: compile can only keep fewer.
+        """Predicted bytes on one GPU. Assumes that gradients are freed between optimizer steps, and that every
+        activation which eager autograd keeps is kept, but where compiled steps were seen to keep fewer
+        (bench/results/gpu.md).
         """
 
     @abstractmethod
@@ -249,6 +250,10 @@ class JobConfig(ABC):
         """Whether blocks and loss are compiled on a GPU."""
         return True
 
+    def runs_compiled(self) -> bool:
+        """Whether its steps run compiled: on a GPU, unless they are told not to."""
+        return self.device == "cuda" and self.compiles()
+
     def narrower(self: Self) -> tuple[Self, str] | None:
         """The parameters with a state of half the bytes, and the setting that asks for it. None: there is none."""
         return None
@@ -256,12 +261,6 @@ class JobConfig(ABC):
     def doubts(self, steps: int) -> Iterator[str]:
         """Settings that make a paid run worthless, a sentence each. `steps`: of its longest phase, as prepared."""
         yield from ()
-
-    def micro_setting(self) -> tuple[str, int] | None:
-        """The key under `batch` that sets the micro-batch, and its value for one row. None: a step is one of all rows
-        that fit.
-        """
-        return None
 
     def shortened(self: Self, steps: int) -> Self:
         """About `steps` optimizer steps of the same work, reaching every phase that has any. The job itself where its

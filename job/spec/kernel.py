@@ -31,7 +31,6 @@ from gpufleet.job.spec.common import (
     Sizes,
     TokenBatch,
     bounded,
-    cuts,
     in_gb,
     warmup_doubts,
 )
@@ -150,6 +149,7 @@ class KernelConfig(TuningConfig):
             "launch_ms": tuning.LAUNCH_MS,
             "micro_launch_ms": m.layers * tuning.LAYER_LAUNCH_MS,
             "sharded": True,
+            "gathered_bytes": tuning.gathered_bytes(m, self.precision.compute, again=self.reshard_after_forward),
             "workers": self.funnel.workers,
         }
         names, each = trainings(self), per_candidate(self)
@@ -222,11 +222,7 @@ class KernelConfig(TuningConfig):
         return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
-        """Two rows of 8192 tokens, one, then activation checkpointing."""
-        whole = self.rows_per_rank(ranks)
-        most = min(whole, 2)
-        start = self.batch.micro_tokens // self.data.row if self.batch.micro_tokens else most
-        return cuts(whole, min(start, whole), [most, most // 2])
+        return tuning.ladder(self, ranks)
 
     def with_facts(self, facts: Mapping[str, Any]) -> KernelConfig:
         if "rows" not in facts:

@@ -26,6 +26,7 @@ from gpufleet.job.spec.common import (
     Sizes,
     bounded,
     cuts,
+    halves,
     too_short,
     warmup_doubts,
 )
@@ -39,7 +40,7 @@ LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-
 ADAMW_LR = 0.01  # of hidden matrices; AdamW moves every weight by about that much at each step, whatever the gradient
 # Host ms to launch a compiled block of a micro-batch: 53 launches and 6 gradients added up, counted and timed as
 # a decoder's are (tuning.py). Muon's own are left out.
-LAYER_LAUNCH_MS, LAUNCH_MS = 1.5, 3.0
+LAYER_LAUNCH_MS, LAUNCH_MS = 2.1, 3.0
 BACKWARD = 10  # tensors of the width that one block's backward pass holds besides (counted on the CPU, 2026-11-21)
 
 
@@ -171,7 +172,7 @@ class PretrainConfig(JobConfig):
     @remembered
     def phases(self) -> tuple[PhaseSize, ...]:
         """One phase. Early stop can only shorten it."""
-        total = parameters(self.model)
+        total, bf16 = parameters(self.model), self.precision.compute == "bf16"
         return (
             PhaseSize(
                 name="train",
@@ -190,6 +191,7 @@ class PretrainConfig(JobConfig):
                 launch_ms=LAUNCH_MS,
                 micro_launch_ms=self.model.layers * LAYER_LAUNCH_MS,
                 sharded=True,
+                gathered_bytes=total * (2 if bf16 else 4) * (1 + self.reshard_after_forward),
             ),
         )
 
@@ -227,11 +229,9 @@ class PretrainConfig(JobConfig):
         )
 
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
-        """4, 2, 1 rows per rank, then activation checkpointing."""
+        """A rank's rows, half of them and so on down to one, then activation checkpointing."""
         whole = self.rows_per_rank(ranks)
-        most = min(whole, 4)
-        start = self.batch.micro or most
-        return cuts(whole, min(start, whole), [most, most // 2, most // 4])
+        return cuts(whole, self.batch.micro, halves(whole))
 
     def with_facts(self, facts: Mapping[str, Any]) -> PretrainConfig:
         if "train_characters" not in facts:
@@ -241,9 +241,6 @@ class PretrainConfig(JobConfig):
 
     def doubts(self, steps: int) -> Iterator[str]:
         yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "raise steps")
-
-    def micro_setting(self) -> tuple[str, int]:
-        return "micro", 1
 
     def shortened(self, steps: int) -> PretrainConfig:
         stop = replace(self.early_stop, after=max(self.early_stop.after, steps))

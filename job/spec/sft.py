@@ -29,7 +29,6 @@ from gpufleet.job.spec.common import (
     Sizes,
     TokenBatch,
     bounded,
-    cuts,
     in_gb,
     rate_in_words,
     warmup_doubts,
@@ -44,19 +43,22 @@ if TYPE_CHECKING:
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
 BASE_BYTES = 2  # of a frozen parameter: bf16, whatever the products are in
+COMPILED_KEEPS = 0.885  # of what autograd keeps beside adapters, compiled: 8 B, H100 and H200, bench/results/gpu.md
 FP32_COST = 15  # of a token in true fp32 against bf16 tensor cores: H100 989 over 67 TFLOP/s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
     """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank. With `template_tokens` also the
-    rows of the chat template's tokens in embedding and head, which many a base has never trained.
+    rows of the chat template's tokens in embedding and head, which many a base has never trained. `shard_base` is for
+    one that no single GPU holds.
     """
 
     rank: int = bounded(64, 1, 4096)
     alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
     dropout: float = bounded(0.05, 0.0, 0.9)
     template_tokens: bool = False
+    shard_base: bool = False  # the base cut over the GPUs, each layer brought together where it is used (FSDP2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +128,9 @@ class SftConfig(TuningConfig):
         found = tuning.problems(self.model)
         if self.data.longest > self.data.row:
             found.append(("data.longest", f"at most data.row, {self.data.row}: examples are packed whole"))
+        if self.lora.shard_base and (self.method == "full" or self.lora.template_tokens):
+            whole = "all weights are cut over the GPUs anyway" if self.method == "full" else "not with template_tokens"
+            found.append(("lora.shard_base", f"false here: {whole}"))
         found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
         return found
 
@@ -151,6 +156,9 @@ class SftConfig(TuningConfig):
             "launch_ms": tuning.LAUNCH_MS,
             "micro_launch_ms": m.layers * (tuning.LAYER_LAUNCH_MS if sharded else tuning.LORA_LAUNCH_MS),
             "sharded": sharded,
+            "gathered_bytes": tuning.gathered_bytes(m, self.precision.compute, again=self.reshard_after_forward)
+            if sharded
+            else tuning.gathered_bytes(m, "bf16", again=True) * self.lora.shard_base,
         }
         train = PhaseSize(
             name="train",
@@ -173,9 +181,10 @@ class SftConfig(TuningConfig):
 
     @remembered
     def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
-        """LoRA: base in bf16, adapters with fp32 state, on every rank; products in fp32 cast the base's matrices, which
-        stays until backward (with checkpointing one layer's). Full: fp32 state cut over the ranks, and the gathered
-        weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2).
+        """LoRA: base in bf16 on every rank, or cut over them with the tables and two layers gathered; adapters with
+        fp32 state; products in fp32 cast the base's matrices, which stays until backward (with checkpointing one
+        layer's). Full: fp32 state cut over the ranks, and the gathered weights of the compute dtype (two layers with
+        ZeRO-3, all of them with ZeRO-2).
         """
         m = self.model
         compute = 2 if self.precision.compute == "bf16" else 4
@@ -183,7 +192,7 @@ class SftConfig(TuningConfig):
         if self.method == "lora":
             layers = 0 if compute == BASE_BYTES else 1 if checkpointing else m.layers
             cast = layers * tuning.layer_matmul(m) + (m.vocab * m.width if layers else 0)
-            base = total * BASE_BYTES + own * 4
+            base = tuning.frozen_bytes(m, ranks if self.lora.shard_base else 1) + own * 4
             base += m.vocab * m.width * compute if trains_head(self) else 0  # a copy of the head with its trained rows
             weights, gradients, moments = float(base + cast * compute), float(own * 4), float(own * 8)
             rank = self.lora.rank
@@ -200,15 +209,13 @@ class SftConfig(TuningConfig):
                 m, compute, checkpointing=checkpointing, adapters=rank
             )
             weights = base if self.method == "lora" else total * compute
+        if self.method == "lora" and phase_index == 0 and self.runs_compiled() and not checkpointing:
+            activations *= COMPILED_KEEPS
         logits = tuning.loss_bytes(m, tokens, trained=trains_head(self) and phase_index == 0)
         return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
-        """8192 tokens, 4096, and so on: rows per rank and forward, halved."""
-        whole = self.rows_per_rank(ranks)
-        most = min(whole, max(1, 8192 // self.data.row))
-        start = self.batch.micro_tokens // self.data.row if self.batch.micro_tokens else most
-        return cuts(whole, min(start, whole), [most, most // 2, most // 4])
+        return tuning.ladder(self, ranks)
 
     def with_facts(self, facts: Mapping[str, Any]) -> SftConfig:
         if "rows" not in facts:

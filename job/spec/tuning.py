@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpufleet.job.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
-from gpufleet.job.spec.common import DecoderConfig, Say, TokenBatch
+from gpufleet.job.spec.common import DecoderConfig, Rung, Say, TokenBatch, cuts, halves
 from gpufleet.job.spec.job import JobConfig
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
 # Host ms to launch a compiled layer of a micro-batch, forward and backward: 60 launches with all weights and 117
 # with adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and one for each gradient that is added
-# up; 25 us each, as growth's layers take (growth.py). Left out: the loss, FSDP2's hooks, forward again with
+# up; 36 us each, as growth's layers take (growth.py). Left out: the loss, FSDP2's hooks, forward again with
 # checkpointing. Clipping and AdamW as there.
-LAYER_LAUNCH_MS, LORA_LAUNCH_MS, LAUNCH_MS = 1.7, 3.3, 3.0
+LAYER_LAUNCH_MS, LORA_LAUNCH_MS, LAUNCH_MS = 2.4, 4.7, 3.0
 
 
 def parameters(m: DecoderConfig) -> int:
@@ -97,6 +97,19 @@ def whole_state(
     return total * 4 / ranks + copies, total * 4 / ranks + whole, total * 8 / ranks
 
 
+def frozen_bytes(m: DecoderConfig, ranks: int) -> float:
+    """Bytes on one rank of a base in bf16 that is cut over `ranks`: its part, two layers and the tables, gathered."""
+    whole = parameters(m) * 2
+    if ranks == 1:
+        return whole
+    return whole / ranks + 2 * layer_parameters(m) * 2 + m.vocab * m.width * 2 * (1 if m.tied else 2)
+
+
+def gathered_bytes(m: DecoderConfig, compute: str, *, again: bool) -> int:
+    """Bytes of weights that a micro-batch brings together from the ranks: once, and once `again` for backward."""
+    return parameters(m) * (2 if compute == "bf16" else 4) * (1 + again)
+
+
 def activations(m: DecoderConfig, tokens: int, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
     """Bytes of what all layers keep of `tokens` tokens; with checkpointing one layer is whole again in backward."""
     kept = layer_activation_bytes(m, compute, checkpointing=checkpointing, adapters=adapters)
@@ -115,6 +128,12 @@ def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> lis
     if len(betas) != 2:
         found.append(("optim.betas", "two numbers, beta1 and beta2"))
     return found
+
+
+def ladder(config: TuningConfig, ranks: int) -> tuple[Rung, ...]:
+    """A rank's packed rows, half of them and so on down to one, then activation checkpointing."""
+    whole, tokens = config.rows_per_rank(ranks), config.batch.micro_tokens
+    return cuts(whole, tokens and tokens // config.data.row, halves(whole))
 
 
 def problems(m: DecoderConfig) -> list[tuple[str, str]]:
@@ -165,9 +184,6 @@ class TuningConfig(JobConfig):
         """Packed rows of a step."""
         row: int = self.data.row
         return self.batch.tokens // row
-
-    def micro_setting(self) -> tuple[str, int]:
-        return "micro_tokens", self.data.row
 
     def dataset_facts(self) -> dict[str, Any]:
         """The facts that dataset.json must state of rows that this job may train on."""

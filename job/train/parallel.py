@@ -125,11 +125,17 @@ def meet(kind: str, *, local_rank: int) -> World:
 
 
 def shard(
-    module: nn.Module, world: World, blocks: Iterable[nn.Module], *, compute: torch.dtype, reshard: bool
+    module: nn.Module,
+    world: World,
+    blocks: Iterable[nn.Module],
+    *,
+    compute: torch.dtype,
+    reshard: bool,
+    whole: Iterable[nn.Parameter] = (),
 ) -> nn.Module:
     """The module with its weights spread over the ranks, gathered block by block in `compute` (FSDP2; gradients are
     summed in fp32). `reshard`: a block's weights are dropped again after its forward pass (ZeRO-3), or kept until its
-    backward pass (ZeRO-2). With one rank the module is what it was.
+    backward pass (ZeRO-2). Those in `whole` stay so on every rank. With one rank the module is what it was.
     """
     if world.size == 1:
         return module
@@ -138,8 +144,15 @@ def shard(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # rotations stay in fp32, the model casts for itself
     )
+    kept = set(whole)
     for part in (*blocks, module):
-        fully_shard(part, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard and part is not module)
+        fully_shard(
+            part,
+            mesh=world.mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard and part is not module,
+            ignored_params=kept,
+        )
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(enable=True)

@@ -128,11 +128,15 @@ def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
     if not adapter:
         losses = {"trained": {"loss": sft.trained.val_loss, "rows": len(sft.batches.fixed(sft.config.eval.rows))}}
         tensors = tuning.gathered(session, module)
-    elif session.world.first:
-        report, dtype = _judge(losses, session.say)
-        tensors = lora.merged_weights(module)
     else:
-        return {}  # every rank has it all, and the first one writes it
+        if session.world.first:
+            report, dtype = _judge(losses, session.say)
+        if not sft.config.lora.shard_base:
+            if not session.world.first:
+                return {}  # every rank has it all, and the first one writes it
+        elif not session.world.agree(dtype is not None):
+            dtype = None
+        tensors = lora.merged_weights(module)
     found = {"losses": losses, "merge": report}
     if dtype is None:
         return {**found, "answers": answers}

@@ -1,8 +1,9 @@
 """sft-h100: an adapter, or all weights, of a Llama- or Qwen-class decoder trained on packed chat examples.
 
-The base is frozen in bf16 and only the adapter is trained, checkpointed and reduced over ranks (replicated); with
-`method: full` the fp32 weights are spread over the ranks (FSDP2). One phase; what follows it is in merge.py. Leaves
-`final/` (merged weights as published ones look, the tokenizer, `adapter/`) and `results.json`.
+The base is frozen in bf16, whole on every rank or spread over them (`lora.shard_base`); the adapter alone is trained,
+checkpointed and reduced over ranks (replicated). With `method: full` the fp32 weights are spread over the ranks
+(FSDP2). One phase; what follows it is in merge.py. Leaves `final/` (merged weights as published ones look, the
+tokenizer, `adapter/`) and `results.json`.
 """
 
 from __future__ import annotations
@@ -120,10 +121,14 @@ class Sft(Experiment):
         if config.method == "full":
             self.module = tuning.trained_whole(session, config, written=fresh)
         else:
-            self.module = tuning.base(session, config, torch.bfloat16)
             drawn = torch.Generator().manual_seed(config.seed + 1) if fresh else None
-            rows = tuning.template_ids(session, self.manifest, config) if config.lora.template_tokens else ()
-            parallel.replicate(lora.attach(self.module, config.lora, drawn, rows), session.world)
+            if config.lora.shard_base:
+                self.module = tuning.base(session, config, torch.bfloat16, spread=True, adapters=config.lora)
+                self.module = self.module if drawn is None else lora.initialise(self.module, drawn)
+            else:
+                rows = tuning.template_ids(session, self.manifest, config) if config.lora.template_tokens else ()
+                self.module = lora.attach(tuning.base(session, config, torch.bfloat16), config.lora, drawn, rows)
+            parallel.replicate(self.module, session.world)
         return self.module
 
     def _opened(self) -> PackedBatches:

@@ -167,6 +167,7 @@ def sft_lines(*, nodes: int, efficiency: float, usd_per_hour: str) -> dict[str, 
     forward = (2 * frozen + 2 * ADAPTERS + 2 * 32 * 4096 * 361) / flops  # nearly half: the frozen have no gradients
     steps = ceil(3 * 600_000 * 0.99 * 361 / (16_384 * 0.98))  # 40,066: rows are 98 % full, 1 % of examples held out
     step_s = (16_384 * flops / (H100_TFLOPS * nodes) + ADAPTERS * 28 / H100_GB_S) / efficiency
+    step_s += 2 * (nodes - 1) / nodes * ADAPTERS * 4 / (12.5e9 * 0.8)  # fp32 gradients between nodes, 100 Gbit/s
     evaluations = ceil(steps / 1500)
     evaluation_s = evaluations * step_s * 512 * 4096 / 16_384 * forward
     checkpoint_gb, end_gb = 12 * ADAPTERS / 1e9, 4 * ADAPTERS / 1e9

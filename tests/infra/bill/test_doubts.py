@@ -21,7 +21,6 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence.speeds import Expected, Speeds
 from gpufleet.infra.risk.unknown import P90
 from gpufleet.job.spec import SftConfig
-from gpufleet.job.spec.pretrain import CharData, CharModel, PretrainConfig, RowBatch
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 
@@ -181,31 +180,6 @@ def test_a_scratch_disk_holds_four_checkpoints_and_a_fifth_part_and_what_is_expo
         bare = replace(option, instance=replace(option.instance, nvme_gb=0))
         found = list(doubts._types(plan, replace(bill(), types=(bare,))))
         assert any("GB of scratch" in warning for warning in found) is said
-
-
-@pytest.mark.parametrize(
-    ("model", "micro", "said"),
-    [
-        (
-            CharModel(layers=8, width=512),
-            None,
-            "batch.micro: 16 fits g6.2xlarge and takes 54.5 ms a step instead of 195.0",
-        ),
-        (CharModel(layers=2, width=128), None, "batch.micro: 64 fits"),  # all rows of a step
-        (CharModel(layers=8, width=512), 16, ""),  # as advised
-        (CharModel(layers=24, width=2048), None, ""),  # keeps its GPU busy
-    ],
-)
-def test_a_small_model_in_small_micro_batches_is_told_of_larger_ones(
-    model: CharModel, micro: int | None, said: str
-) -> None:
-    data, batch = CharData(sequence=256), RowBatch(rows=64, micro=micro)
-    config = PretrainConfig(steps=100, model=model, data=data, batch=batch)
-    plan = definition(types=("g6.2xlarge",))
-    found = price(replace(plan, job=replace(plan.job, experiment="pretrain-d64", parameters=config)), CATALOG, runs=100)
-    about = [warning for warning in found.warnings if "batch.micro" in warning]
-    assert len(about) == bool(said)
-    assert said in "".join(about)
 
 
 def test_step_times_for_one_type_and_a_dataset_in_s3_are_no_doubts() -> None:

@@ -365,5 +365,5 @@ def test_a_scenario_is_told_that_it_may_have_limits_of_its_own(tmp_path: Path) -
     file.write_text(text.replace("  l40s-4:\n", own))
     (said,) = refused(scenario(file, "l40s-4", now=NOW, to_run=False))
     assert "may have its own" not in said
-    file.write_text(text.replace("  l40s-4:\n", own.replace("125", "130")))
+    file.write_text(text.replace("  l40s-4:\n", own.replace("125", "145")))
     assert refused(scenario(file, "l40s-4", now=NOW, to_run=False)) == []

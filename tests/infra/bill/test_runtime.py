@@ -83,31 +83,31 @@ def test_a_fast_gpu_waits_for_its_host_and_a_slow_one_does_not() -> None:
     host = "what the host needs to launch a step"
     assert [each.basis for each in found] == [
         "50% of the roofline, as others measured",
-        f"100% of the roofline, estimate.efficiency, but for dense: {host}",
+        f"100% of the roofline, estimate.efficiency, but for dense, moe: {host}",
         f"50% of the roofline, as others measured, but for dense, moe: {host}",
     ]
     assert [phase.step_ms / (phase.limit_ms or 0) for phase in slow] == pytest.approx([2, 2, 2])
-    assert [phase.step_ms for phase in fast[:2]] == pytest.approx([12.1, 18.4])
+    assert [phase.step_ms for phase in fast[:2]] == pytest.approx([16.3, 24.7])
     assert all(phase.step_ms > 2 * (phase.limit_ms or 0) for phase in fast[:2])
     assert fast[2].step_ms == pytest.approx(2 * (fast[2].limit_ms or 0))
 
 
 @pytest.mark.parametrize(
     ("config", "layer_ms"),
-    [(SftConfig(), 3.3), (SftConfig(method="full"), 1.7), (KernelConfig(), 1.7)],
+    [(SftConfig(), 4.7), (SftConfig(method="full"), 2.4), (KernelConfig(), 2.4)],
     ids=["lora", "all weights", "kernel-sft"],
 )
 def test_a_small_model_waits_for_its_host_in_each_micro_batch(
     config: SftConfig | KernelConfig, layer_ms: float
 ) -> None:
     shape: dict[str, Any] = {
-        "vocab": 8000,
+        "vocab": 4000,
         "layers": 24,
-        "width": 256,
-        "heads": 4,
-        "kv_heads": 4,
+        "width": 128,
+        "heads": 2,
+        "kv_heads": 2,
         "head_dim": 64,
-        "ffn": 512,
+        "ffn": 256,
     }
     config = replace(config, model=replace(config.model, **shape))
     micro = replace(config.batch, micro_tokens=config.data.row)
@@ -124,7 +124,7 @@ def test_a_small_character_model_waits_for_its_host_too() -> None:
     config = PretrainConfig()
     small = replace(config, model=replace(config.model, layers=12, width=256, head_dim=64))
     found = runtime.hours(small, instance("p5.48xlarge"), Estimate(), ROOT)
-    assert found.phases[0].step_ms == pytest.approx(3 + config.batch.rows / 8 / 4 * 12 * 1.5)
+    assert found.phases[0].step_ms == pytest.approx(3 + 12 * 2.1)  # all of a rank's rows at once
     assert "host" not in runtime.hours(config, instance("p5.48xlarge"), Estimate(), ROOT).basis
 
 
@@ -159,8 +159,9 @@ def test_setup_is_8_minutes_on_g_types_and_15_on_p_types(type_: str, minutes: in
 def test_a_slice_of_a_gpu_is_slower_by_its_share() -> None:
     whole = runtime.hours(GrowthConfig(), instance("g6.xlarge"), Estimate(), ROOT).phases[0]
     slice_ = runtime.hours(GrowthConfig(), instance("g6f.xlarge"), Estimate(), ROOT).phases[0]
-    assert slice_.step_ms == pytest.approx(8 * whole.step_ms)
-    assert slice_.mfu == pytest.approx(whole.mfu)
+    again = (slice_.limit_ms or 0) - 8 * (whole.limit_ms or 0)  # in 3 GB it keeps no activations: made once more
+    assert 0 < again < 0.1 * (slice_.limit_ms or 0)
+    assert slice_.step_ms == pytest.approx(8 * whole.step_ms + 2 * again)
 
 
 @pytest.mark.parametrize("type_", ["g4dn.xlarge", "p3dn.24xlarge"])
@@ -255,7 +256,7 @@ def test_nodes_beyond_a_steps_rows_make_nothing_faster() -> None:
 
     four, eight = (step_ms(SftConfig(), "p5.4xlarge", nodes) for nodes in (4, 8))  # 4 rows a step
     assert four == eight
-    assert four < 0.3 * step_ms(SftConfig(), "p5.4xlarge", 1)
+    assert four < 0.35 * step_ms(SftConfig(), "p5.4xlarge", 1)
     assert step_ms(GrowthConfig(), "g5.2xlarge", 2) == step_ms(GrowthConfig(), "g5.2xlarge", 1)  # one process
 
 

@@ -77,7 +77,7 @@ def test_the_host_launches_each_micro_batch() -> None:
     cut = [size.launch_ms for size in replace(FULL, batch=replace(FULL.batch, micro=4)).phases()]
     micros = -(-FULL.batch.sequences // 4)
     assert [b - a for a, b in zip(whole, cut, strict=True)] == pytest.approx(
-        [(micros - 1) * ms for ms in (7 * 1.3, 7 * 2.2, 11 * 2.2)]
+        [(micros - 1) * ms for ms in (7 * 1.9, 7 * 3.1, 11 * 3.1)]
     )
 
 
@@ -134,7 +134,7 @@ def test_ladder_starts_at_the_asked_micro_batch(sequences: int, micro: int | Non
 def test_a_smaller_gpu_takes_a_lower_rung_and_a_tiny_one_none() -> None:
     top = FULL.choose_rung(80.0)
     assert top == Rung(micro=16)
-    lower = FULL.choose_rung(20.5)
+    lower = FULL.choose_rung(19.0)
     assert lower is not None
     assert FULL.ladder().index(lower) > 0
     assert FULL.choose_rung(16.0) is None
@@ -163,9 +163,13 @@ def test_accumulating_keeps_gradients_beside_activations() -> None:
 @pytest.mark.parametrize(
     ("micro", "measured"), [(16, (4.76, 9.40, 20.97)), (12, (3.93, 8.36, 19.41)), (8, (3.49, 8.80, 21.37))]
 )
-def test_memory_is_what_torchs_allocator_counts(micro: int, measured: tuple[float, ...]) -> None:
+def test_memory_is_what_torchs_allocator_counts(
+    micro: int, measured: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a pretended A10G, eager (docs/decisions, cuda-without-a-gpu). Of 12 + 4 windows only the 4 meet gradients."""
-    assert [FULL.memory(phase, micro).total_gb for phase in range(3)] == pytest.approx(measured, rel=0.03)
+    monkeypatch.setattr(GrowthConfig, "compiles", lambda config: False)
+    asked_anew = GrowthConfig.memory.__wrapped__  # type: ignore[attr-defined]
+    assert [asked_anew(FULL, phase, micro).total_gb for phase in range(3)] == pytest.approx(measured, rel=0.03)
 
 
 def test_checkpointing_keeps_fewer_activations() -> None:
@@ -253,7 +257,7 @@ def test_a_token_of_a_layer_with_experts_keeps_what_is_worked_out_by_hand() -> N
     products = 4 * 8 + 2.5 * 16 + 2 * 8  # q, k, v, attention; up-projections; the experts' results
     rest = 6 * 8 + 2.5 * 16 + 2.5 * 8  # norms, q and k turned; after GELU; rows gathered
     layer = 2 * (products + rest) + 4 * 8 + 4 * 2 + 16 + 8 * 4  # in bf16; the router's input in fp32; its choices
-    assert 1e9 * config.memory(1, 1).activations_gb == pytest.approx(4 * (layer + 2 * 2 * 8))
+    assert 1e9 * config.memory(1, 1).activations_gb == pytest.approx(4 * (0.8 * layer + 2 * 2 * 8))  # compiled
 
 
 def test_a_rung_fits_where_a_gigabyte_is_left_beside_its_peak() -> None:
@@ -312,7 +316,7 @@ def test_a_small_character_models_memory_is_that_worked_out_by_hand() -> None:
 def test_a_character_models_edges() -> None:
     base = PretrainConfig()
     assert [replace(base, steps=steps).phases()[0].evaluations for steps in (500, 501)] == [2, 3]
-    assert [rung.micro for rung in base.ladder(8) if not rung.checkpointing] == [4, 2, 1]
+    assert [rung.micro for rung in base.ladder(8) if not rung.checkpointing] == [32, 16, 8, 4, 2, 1]
     edge = replace(base, optim=MuonAdamW(kind="adamw", lr=0.01), eval=replace(base.eval, prompts=("1" * 2048,)))
     assert edge.problems() == []
     for prompt in ("1" * 2049, "1+x"):
@@ -333,7 +337,7 @@ def test_tuning_by_hand() -> None:
     padded = replace(base, measures=replace(base.measures, packing=False))  # a row holds one example
     assert padded.phases()[0].steps == -(-3 * 594_000 // (base.batch.tokens // 4096))
     assert padded.sizes().dataset == pytest.approx(600_000 * 4096 * 6, abs=1)
-    assert [rung.micro for rung in base.ladder() if not rung.checkpointing] == [2, 1]
+    assert [rung.micro for rung in base.ladder() if not rung.checkpointing] == [4, 2, 1]
     layer = 4096 * tuning.layer_activation_bytes(base.model, 2, checkpointing=False)
     adapted = 4096 * tuning.layer_activation_bytes(base.model, 2, checkpointing=False, adapters=64)
     logits = tuning.loss_bytes(base.model, 4096)

@@ -333,11 +333,13 @@ def test_measures_that_are_off_cost_time_and_change_nothing(finished: Path, tmp_
     assert sft.hashes(workdir) == sft.hashes(finished)
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_two_ranks_train_as_one(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "spread"), [("lora", False), ("lora", True), ("full", False)])
+def test_two_ranks_train_as_one(method: str, spread: bool, tmp_path: Path) -> None:
+    """`spread`: one of two ranks that share the base, against one that has all of it."""
     # Without dropout: it is drawn for each micro-batch, and the last, smaller step is cut differently.
-    changed = {"method": method, "optim": {"lr": 1e-3}, "lora": {"dropout": 0.0}}
-    one, two = (sft.make(tmp_path / name, **changed) for name in ("one", "two"))
+    changed: dict[str, Any] = {"method": method, "optim": {"lr": 1e-3}, "lora": {"dropout": 0.0}}
+    one = sft.make(tmp_path / "one", **changed)
+    two = sft.make(tmp_path / "two", **{**changed, "lora": {"dropout": 0.0, "shard_base": spread}})
     assert world.train(one) == 0
     assert rank_world.train(2, two) == 0
     for (a, val_a), (b, val_b) in zip(losses(one), losses(two), strict=True):
