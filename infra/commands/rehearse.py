@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from gpufleet.infra import progress
 from gpufleet.infra.definition.loader import names_of, project_root
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.errors import GpufleetError
@@ -17,6 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--image", action="store_true", help="a command in its own image, by this machine's docker")
     depth.add_argument("--plumbing", action="store_true", help="a stand-in for a command that cannot run here")
+    progress.argument(parser)
     parser.add_argument("--all", action="store_true", help="every stack in turn, and one table")
 
 
@@ -34,4 +36,6 @@ def run(args: argparse.Namespace) -> int:
         from gpufleet.rehearsal.rehearse import rehearse, rehearse_all
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install 'gpufleet[rehearsal]'") from error
-    return rehearse_all() if args.all else rehearse(args.stack, image=args.image, stand_in=args.plumbing)
+    if args.all:
+        return rehearse_all(quiet=args.quiet)
+    return rehearse(args.stack, quiet=args.quiet, image=args.image, stand_in=args.plumbing)
