@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and gives its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in os.environ:  # a tab in the user's shell
-        from gpufleet.infra.completion import answer
+        from gpufleet.infra.commands.completion import answer
 
         answer(COMMANDS, os.environ.get("COMP_LINE", ""))
     for name in ("stdout", "stderr"):

@@ -106,7 +106,7 @@ class Lines:
         from tqdm import tqdm
 
         left = ", {remaining} left" if self._total else ""
-        return tqdm.format_meter(
+        line: str = tqdm.format_meter(
             self._done,
             self._total,
             seconds,
@@ -115,6 +115,7 @@ class Lines:
             bar_format=f"{{desc}}: {'{n_fmt}/{total_fmt}' if self._total else '{n_fmt}'}, {{rate_fmt}}{left}",
             prefix=self._what,
         )
+        return line
 
 
 def argument(parser: argparse.ArgumentParser) -> None:

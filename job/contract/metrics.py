@@ -16,7 +16,10 @@ KEYS = (
     "ts", "phase", "step", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util",
     "spent_usd", "grad_norm", "router_load", "router_entropy", "resumed", "saves", "event",
 )  # fmt: skip
-_NUMBERS = ("ts", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util", "grad_norm")
+_NUMBERS = (
+    "ts", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "grad_norm", "gpu_util",
+    "gpu_mem_gb", "gpu_temp_c", "gpu_xid",  # where there is a driver
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
