@@ -36,6 +36,8 @@ COMMANDS = {
     "wait": "after pulumi up: wait for a node, and explain why there is none",
     "status": "where the run stands: fleet, node, checkpoints, dollars spent",
     "logs": "what the job prints",
+    "shell": "a shell in the job's container, by Session Manager",
+    "tensorboard": "the run's figures in TensorBoard on this machine, as they come",
     "stop": "end the run early, as a limit would: saved, and with a receipt",
     "results": "download what the run left: results, receipt, model",
     "report": "a run that has ended as one HTML page: bill against receipt, training, nodes",

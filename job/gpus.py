@@ -98,11 +98,11 @@ class Sampler:
 
     @property
     def percent(self) -> float | None:
-        """Of the least busy, now."""
+        """How busy the least busy is, now."""
         return None if self.now is None else self.now.use
 
     def mean(self) -> float | None:
-        """The same over the last five minutes; None before they are over."""
+        """Its mean over the last five minutes; None before they are over."""
         recent = list(self._recent)
         return sum(recent) / len(recent) if len(recent) == MEAN_OF else None
 

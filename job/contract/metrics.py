@@ -71,6 +71,18 @@ def line(content: bytes) -> dict[str, Any] | None:
     return {**dict.fromkeys(KEYS), **fields.tree}
 
 
+def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """A line's figures by name as TensorBoard has them: a number each, and one for each entry of a list of numbers."""
+    beside = ("ts", "step", "resumed")  # each scalar has time and step already
+    return [pair for key, value in record.items() if key not in beside for pair in _numbers(key, value)]
+
+
+def _numbers(key: str, value: Any) -> list[tuple[str, float]]:
+    if isinstance(value, list):
+        return [pair for index, part in enumerate(value) for pair in _numbers(f"{key}/{index}", part)]
+    return [(key, float(value))] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
 def records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     """The lines that say when and in which phase they were written. What is no line is passed over."""
     found = [record for each in lines if (record := line(each)) is not None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job.contract.messages import Spent
-from gpufleet.job.contract.metrics import Save
+from gpufleet.job.contract.metrics import Save, scalars
 from gpufleet.job.contract.workdir import METRICS, SCALARS
 from gpufleet.job.gpus import Sampler
 from gpufleet.job.train import metrics
@@ -200,7 +200,6 @@ class Journal:
 
 
 FLUSH_S = 30
-LEFT_OUT = {"ts", "step", "resumed"}  # each scalar has time and step already
 
 
 class Scalars:
@@ -218,19 +217,10 @@ class Scalars:
         self._writer: Any = SummaryWriter(str(workdir / SCALARS), purge_step=step + 1, flush_secs=FLUSH_S)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record of metrics.jsonl: a scalar for each number, one for each entry of a list of numbers."""
-        for key, value in record.items():
-            if key in LEFT_OUT:
-                continue
-            for name, number in _numbers(key, value):
-                self._writer.add_scalar(name, number, record["step"], walltime=record["ts"])
+        """One record of metrics.jsonl."""
+        for name, number in scalars(record):
+            self._writer.add_scalar(name, number, record["step"], walltime=record["ts"])
 
     def close(self) -> None:
         """Writes what is buffered."""
         self._writer.close()
-
-
-def _numbers(key: str, value: Any) -> list[tuple[str, float]]:
-    if isinstance(value, list):
-        return [pair for index, part in enumerate(value) for pair in _numbers(f"{key}/{index}", part)]
-    return [(key, float(value))] if isinstance(value, int | float) and not isinstance(value, bool) else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pulumi
@@ -108,7 +109,7 @@ class StorageComponent(pulumi.ComponentResource):
         sizes = [upload.file.stat().st_size if upload.file else 0 for upload in uploads]
         shown = Lines("uploading", sum(sizes), "B", lines(self))
         for each, size in zip(objects, sizes, strict=True):
-            each.etag.apply(lambda etag, size=size: shown.advance(size))
+            each.etag.apply(partial(_count, shown, size))
 
     def _upload(self, upload: Upload, labels: dict[str, str], *, frozen: bool) -> aws.s3.BucketObjectv2:
         return aws.s3.BucketObjectv2(
@@ -126,6 +127,10 @@ class StorageComponent(pulumi.ComponentResource):
                 ignore_changes=["key", "source", "contentBase64", "content"] if frozen else None,
             ),
         )
+
+
+def _count(shown: Lines, size: int, etag: str) -> None:
+    shown.advance(size)
 
 
 def tls_only(bucket_arn: pulumi.Input[str]) -> dict[str, object]:
