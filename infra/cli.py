@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.progress import Screen
+from gpufleet.job.progress import shown_by
 from gpufleet.job.text import printable
 
 # In the order in which they are needed.
@@ -35,11 +37,14 @@ COMMANDS = {
     "wait": "after pulumi up: wait for a node, and explain why there is none",
     "status": "where the run stands: fleet, node, checkpoints, dollars spent",
     "logs": "what the job prints",
+    "shell": "a shell in the job's container, by Session Manager",
+    "tensorboard": "the run's figures in TensorBoard on this machine, as they come",
     "stop": "end the run early, as a limit would: saved, and with a receipt",
     "results": "download what the run left: results, receipt, model",
     "report": "a run that has ended as one HTML page: bill against receipt, training, nodes",
     "receipts": "what every run cost against its bill, why the two differ, and how right the bills are",
     "sweep": "after pulumi destroy, or an up cut short: what is left in the account and what it costs; --delete",
+    "completion": "lines for bash, zsh or fish, by which a tab completes commands, stacks, scenarios, runs",
     "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",
 }
 _TO_DO = {
@@ -61,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and gives its exit code."""
     gc.set_threshold(50_000)  # at Python's 700 a command's start spends a twentieth of its time looking for garbage
     words = list(sys.argv[1:] if argv is None else argv)
+    if "_ARGCOMPLETE" in os.environ:  # a tab in the user's shell
+        from gpufleet.infra.commands.completion import answer
+
+        answer(COMMANDS, os.environ.get("COMP_LINE", ""))
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever runs this: gpufleet cost STACK >&-
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
@@ -70,8 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # a polite end and a closed terminal clean up as Ctrl-C does
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
             signal.signal(number, signal.default_int_handler)
-    with redirect_stdout(_Shown(sys.stdout)), redirect_stderr(_Shown(sys.stderr)):
-        return _answered(words)
+    screen = Screen(sys.stderr)
+    out, err = _Shown(sys.stdout, screen), _Shown(sys.stderr, screen)
+    with shown_by(screen.show), redirect_stdout(out), redirect_stderr(err):
+        return _answered(words, screen)
 
 
 class _Shown:
@@ -79,11 +90,12 @@ class _Shown:
     others, a job, a node, AWS, whoever may write to the bucket.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, screen: Screen) -> None:
         self._stream = stream
+        self._screen = screen
 
     def write(self, text: str) -> int:
-        return self._stream.write(printable(text))
+        return self._screen.write(self._stream, printable(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -92,10 +104,10 @@ class _Shown:
         self._stream.flush()
 
 
-def _answered(words: list[str]) -> int:
+def _answered(words: list[str], screen: Screen) -> int:
     """One command's exit code, whatever goes wrong."""
     try:
-        code = _run(words)
+        code = _run(words, screen)
         sys.stdout.flush()
     except GpufleetError as error:
         return _say(error)
@@ -115,7 +127,7 @@ def _answered(words: list[str]) -> int:
     return code
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], screen: Screen) -> int:
     name = words[0] if words else ""
     if name not in COMMANDS:
         parser = _parser()
@@ -125,7 +137,9 @@ def _run(words: list[str]) -> int:
     module = importlib.import_module(f"gpufleet.infra.commands.{name}")
     command = argparse.ArgumentParser(prog=f"gpufleet {name}", description=f"gpufleet {name}: {COMMANDS[name]}.")
     module.arguments(command)
-    code: int = module.run(command.parse_intermixed_args(words[1:]))  # options may stand between STACK and TEXT
+    args = command.parse_intermixed_args(words[1:])  # options may stand between STACK and TEXT
+    screen.quiet = getattr(args, "quiet", False)
+    code: int = module.run(args)
     return code
 
 

@@ -75,6 +75,7 @@ def supervise(run_json: Path) -> int:
 def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
+    from gpufleet.job.gpus import Sampler
     from gpufleet.job.supervisor import fleet, machine
     from gpufleet.job.supervisor.attempt import Supervisor
     from gpufleet.job.supervisor.child import Child, JobLog, trainer
@@ -110,6 +111,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         child.go(rung)
         return child
 
+    sampler = Sampler(gpus=len(gpus)) if gpus else None
     early = [begin()]  # importing torch takes seconds: meanwhile this process stages what it trains on
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=clock, say=log.say
@@ -127,6 +129,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
             ranks=ranks,
             fleet_history=fleet.of_node(node.instance),
             gpus=lambda: gpus,
+            sampler=sampler,
             clock=clock,
         )
         try:
@@ -134,6 +137,8 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         finally:
             for child in early:
                 child.kill()
+            if sampler is not None:
+                sampler.close()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+BLOCK = 1 << 20  # read and hashed at once
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -74,7 +77,12 @@ def read_object(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hex. Raises OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    """The SHA-256 of a file's content, in hex. `advance` is told of each part's bytes. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        part = memoryview(bytearray(BLOCK))
+        while count := file.readinto(part):
+            digest.update(part[:count])
+            advance(count)
+    return digest.hexdigest()

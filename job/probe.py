@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from gpufleet.job import measured
+from gpufleet.job import measured, progress
 from gpufleet.job.contract import commit, metrics
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.commit import COMMIT
@@ -56,6 +56,7 @@ class _Seen:
     asked: set[str] = field(default_factory=set)  # phases in which a save was asked for
     reached: float | None = None  # when the last step of the probe was told
     stopped: float | None = None  # when it was asked to stop
+    step: int = 0  # the last that was told
 
 
 def run(
@@ -63,6 +64,7 @@ def run(
     *,
     stop_at: int | None = None,
     save_at: Mapping[str, int] | None = None,
+    steps: int | None = None,
     ranks: int = 1,
     module: str = JobConfig.module,
     save_wait_s: float = 0.0,
@@ -75,10 +77,11 @@ def run(
     """Trains in `workdir` (run.json, data/, inputs/) to the end, or until step `stop_at` is logged.
 
     `save_at`: by phase, the step from which on one checkpoint is asked for; `save_wait_s`: how long beyond `stop_at`
-    one is waited for. `ranks`: processes that train. When memory runs out it goes down the ladder, as a run would.
+    one is waited for. `steps`: how many there will be, for whoever shows them. `ranks`: processes that train. When
+    memory runs out it goes down the ladder, as a run would.
     Raises ProbeFailedError.
     """
-    plan = _Plan(workdir, stop_at, save_at or {}, save_wait_s, say)
+    plan = _Plan(workdir, stop_at, save_at or {}, save_wait_s, say, steps)
     with Path(os.devnull).open("wb") as nowhere:
         return _run(plan, start or _starter(workdir, ranks, module, environment, nowhere), clock, sleep)
 
@@ -92,6 +95,7 @@ class _Plan:
     save_at: Mapping[str, int]
     save_wait_s: float
     say: Callable[[str], None]
+    steps: int | None
 
 
 def _run(
@@ -102,12 +106,13 @@ def _run(
         seen, began = _Seen(), clock()
         child = start(rung)
         try:
-            while (code := child.poll()) is None:
-                _look(plan, seen, now := clock())
-                if now > began + FIRST_SIGN_S and _last(workdir) is None:
-                    told = f"no step was told in {FIRST_SIGN_S / 60:.0f} min; of a command: does job.progress match?"
-                    raise ProbeFailedError(f"{told}\n{_end_of_log(workdir)}")
-                sleep(TICK_S)
+            with progress.shown("training", plan.steps, "steps") as advance:
+                while (code := child.poll()) is None:
+                    _look(plan, seen, now := clock(), advance)
+                    if now > began + FIRST_SIGN_S and _last(workdir) is None:
+                        told = f"no step in {FIRST_SIGN_S / 60:.0f} min; of a command: does job.progress match?"
+                        raise ProbeFailedError(f"{told}\n{_end_of_log(workdir)}")
+                    sleep(TICK_S)
         finally:
             child.kill()
         ended = clock()
@@ -152,7 +157,7 @@ def _starter(
     return lambda rung: Child(trainer(workdir, rung, ranks, module), environment, log, time.time, ended)
 
 
-def _look(plan: _Plan, seen: _Seen, now: float) -> None:
+def _look(plan: _Plan, seen: _Seen, now: float, advance: progress.Advance) -> None:
     workdir = plan.workdir
     _see_saves(workdir, seen, now)
     if (used := UsedRung.read(workdir)) is not None:
@@ -161,6 +166,8 @@ def _look(plan: _Plan, seen: _Seen, now: float) -> None:
     if record is None:
         return
     phase, step = record["phase"], record["step"]
+    advance(step - seen.step)
+    seen.step = step
     if phase in plan.save_at and phase not in seen.asked and step >= plan.save_at[phase]:
         seen.asked.add(phase)
         SaveRequest(reason="probe").write(workdir)

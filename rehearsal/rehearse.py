@@ -31,6 +31,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.measurement import own_programs
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
+from gpufleet.job import progress
 from gpufleet.rehearsal import environment, evidence, images, own, pace, plumbing, report, scratch, undisturbed
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Result
@@ -58,14 +59,16 @@ def rehearse(
     *,
     root: Path | None = None,
     out: Callable[[str], None] = say,
+    quiet: bool = False,
     image: bool = False,
     stand_in: bool = False,
     again: Sequence[Until] = (),
 ) -> int:
     """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project. `image`: a
     command runs in its own; `stand_in`: for the script of a command, which does not run; `again`: once more without
-    interruptions, for each of these.
+    interruptions, for each of these. `quiet`: nothing on the way.
     """
+    way = (lambda line: None) if quiet else out
     root = root or project_root(Path.cwd())
     path = selected(name_or_path, root).path
     now = datetime.now(UTC)
@@ -83,24 +86,24 @@ def rehearse(
         )
     if again and not definition.job.parameters.is_users_own:
         raise GpufleetError(f"{definition.name} is a ready-made job: leave out --exact and --limit")
-    docker = images.require(definition, out) if image else None
+    docker = images.require(definition, way) if image else None
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.locked(finished.parent):
         folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
         shutil.rmtree(folder, ignore_errors=True)
         changed: pace.Change | None = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
         try:
-            code = _attempt(path, definition, folder, root, out, changed=changed, docker=docker, stand_in=stand_in)
+            code = _attempt(path, definition, folder, root, out, way, changed=changed, docker=docker, stand_in=stand_in)
         except pace.TooFastError as error:
-            out(f"\n{error}\nOnce more, with {pace.steps(error.step_ms):,} steps.")
+            way(f"\n{error}\nOnce more, with {pace.steps(error.step_ms):,} steps.")
             shutil.rmtree(folder)
             changed = pace.longer(definition, error.step_ms)
-            code = _attempt(path, definition, folder, root, out, changed=changed, docker=docker)
+            code = _attempt(path, definition, folder, root, out, way, changed=changed, docker=docker)
         if code == 0:
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
         for until in again if code == 0 else ():
-            code = code or _run_again(until, finished, path, definition, root, out, changed, docker, stand_in)
+            code = code or _run_again(until, finished, path, definition, root, out, way, changed, docker, stand_in)
     return code
 
 
@@ -111,16 +114,17 @@ def _run_again(
     definition: StackDefinition,
     root: Path,
     out: Callable[[str], None],
+    way: Callable[[str], None],
     changed: pace.Change | None,
     docker: images.Docker | None,
     stand_in: bool,
 ) -> int:
     """The rehearsal that has held, once more without interruptions; what it leaves is beside the other's."""
-    out(f"\nOnce more, undisturbed, to its {until}.")
+    way(f"\nOnce more, undisturbed, to its {until}.")
     if until == "limit":
         changed = undisturbed.limited(definition, finished, changed)
     folder = finished / until
-    once = partial(_attempt, path, definition, folder, root, out, docker=docker, stand_in=stand_in)
+    once = partial(_attempt, path, definition, folder, root, out, way, docker=docker, stand_in=stand_in)
     code = once(changed=changed, until=until)
     if code == 0 and until == "end":
         undisturbed.compare(finished, folder, out)
@@ -150,6 +154,7 @@ def _attempt(
     folder: Path,
     root: Path,
     out: Callable[[str], None],
+    way: Callable[[str], None],
     *,
     changed: pace.Change | None = None,
     docker: images.Docker | None = None,
@@ -173,8 +178,8 @@ def _attempt(
         definition = replace(definition, interruptions=possible(definition))
     if until is not None:
         definition = undisturbed.without_interruptions(definition)
-    timeline = Timeline(folder / "timeline.jsonl", out=out)
-    out(
+    timeline = Timeline(folder / "timeline.jsonl", out=way)
+    way(
         f"Rehearsal of {definition.name}, run {definition.run.id}: "
         f"the real program, user-data and {trains}, against an embedded AWS."
     )
@@ -206,11 +211,11 @@ def _attempt(
                 stand_in=stand_in,
                 until=until,
             )
-            out(f"Engine: {engine.name}")
+            way(f"Engine: {engine.name}")
             if python is not None:
-                out(f"Your script's Python: {os.path.normpath(python)}; rehearsal.python names another")
+                way(f"Your script's Python: {os.path.normpath(python)}; rehearsal.python names another")
             try:
-                run_steps(rehearsal, out)
+                run_steps(rehearsal, out, way)
             except BaseException:
                 try:
                     report.save_bucket(cloud, project / "bucket")
@@ -234,8 +239,10 @@ def _attempt(
     return 0
 
 
-def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
-    """The rehearsal itself. Raises StepFailedError at the first thing that does not hold."""
+def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[str], None]) -> None:
+    """The rehearsal itself; `way` gets what is said before the report. Raises StepFailedError at the first thing that
+    does not hold.
+    """
     name, timeline, before = rehearsal.name, rehearsal.timeline, _git_status(rehearsal.root)
     with step(rehearsal, "prepare"):
         shipped = own.listing(rehearsal.definition, rehearsal.root)
@@ -245,12 +252,12 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
         said = command(rehearsal, "doctor", name, "--pin")
         for line in said.splitlines():
             if line.split()[:1] in (["pinned"], ["warning"], ["problem"]):
-                out(f"        {line.strip()}")
+                way(f"        {line.strip()}")
     with step(rehearsal, "cost"):
         (rehearsal.folder / "bill.json").write_text(command(rehearsal, "cost", name, "--json"), encoding="utf-8")
     with step(rehearsal, "preview"):
         previewed = _ok(rehearsal.engine.preview())
-        out(previewed.diagnostics.rstrip())
+        way(previewed.diagnostics.rstrip())
     with step(rehearsal, "up"):
         created = _ok(rehearsal.engine.up())
         timeline.add("up", f"up: {_changes(created)}")
@@ -412,21 +419,24 @@ def _shown(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
-def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say) -> int:
+def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say, quiet: bool = False) -> int:
     """Every stack in turn, then one table. 0 when all of them held, 1 otherwise, 130 on Ctrl-C."""
     root = root or project_root(Path.cwd())
     rows, failed = [], False
-    for path in (root / "stacks" / f"{name}.yaml" for name in stacks_of(root)):
-        began = time.monotonic()
-        try:
-            code = rehearse(str(path), root=root, out=out)
-        except GpufleetError as error:
-            out(str(error))
-            code = 1
-        if code == 130:
-            return code
-        failed |= bool(code)
-        rows.append(_row(root, path, code, time.monotonic() - began))
+    paths = [root / "stacks" / f"{name}.yaml" for name in stacks_of(root)]
+    with progress.shown("rehearsing", len(paths), "stacks") as advance:
+        for path in paths:
+            began = time.monotonic()
+            try:
+                code = rehearse(str(path), root=root, out=out, quiet=quiet)
+            except GpufleetError as error:
+                out(str(error))
+                code = 1
+            if code == 130:
+                return code
+            failed |= bool(code)
+            rows.append(_row(root, path, code, time.monotonic() - began))
+            advance(1)
     out("")
     heads = ("stack", "held", "seconds", "steps", "nodes", "taken away", "lost", "repeated", "validation", "USD")
     for line in table(heads, rows, right=(2, 3, 4, 6, 7, 8, 9)):

@@ -31,7 +31,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.evidence import receipts
-from gpufleet.job import atomic
+from gpufleet.job import atomic, progress
 from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
 from gpufleet.job.contract.done import EARLY, FINISHED, FLEET_GONE, NODE_ENDED, Done
@@ -97,9 +97,10 @@ def fetch(
     say(f"{counted(len(missing), 'file')}, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
     if left:
         say(f"left in the bucket: {_readable(left)} of weights{'' if light else ' (--exports brings them)'}")
-    for each in missing:
-        _download(folder, each, target / each.name)
-        say(f"  {each.name}  {_readable(each.bytes)}")
+    with progress.shown("downloading", total) as advance:
+        for each in missing:
+            _download(folder, each, target / each.name, advance)
+            say(f"  {each.name}  {_readable(each.bytes)}")
     names = {each.name for each in wanted}
     lacking = [name for name in (RESULTS, RECEIPT) if name not in names]
     done: Done | None = folder.read_done() if lacking else None
@@ -170,12 +171,12 @@ def earlier_receipt(path: Path) -> Receipt | None:
     return None
 
 
-def _download(folder: RunFolder, each: StoredObject, target: Path) -> None:
+def _download(folder: RunFolder, each: StoredObject, target: Path, advance: progress.Advance) -> None:
     """Through a temporary name: a file that is there is whole. It gets the object's time, by which `_same` knows it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     try:
-        folder.s3.download_file(folder.bucket, f"{folder.run}/{each.name}", str(part))
+        folder.s3.download_file(folder.bucket, f"{folder.run}/{each.name}", str(part), Callback=advance)
     except OSError as error:  # a write to a full disk names no file, and it need not be the project's
         error.filename = error.filename or str(part.parent)
         raise

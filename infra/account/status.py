@@ -144,6 +144,11 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
         figures = (("loss {:.4f}", beat.loss), ("{:,.0f} tokens/s", beat.tok_s))
         known = [form.format(value) for form, value in figures if value is not None]  # no speed at first
         yield f"progress    {', '.join([f'phase {beat.phase}, step {beat.step}', *known])}"
+    if beat.gpu_util is not None or beat.xids:
+        figures = (("{:.0f} % used", beat.gpu_util), ("{:.1f} GB", beat.gpu_mem_gb), ("{:.0f} °C", beat.gpu_temp_c))
+        known = [form.format(value) for form, value in figures if value is not None]
+        known += [f"Xid {', '.join(map(str, beat.xids))} told by the driver"] if beat.xids else []
+        yield f"gpu         {', '.join(known)}"
     yield f"spent       ${beat.spent_usd or 0:.4f} of ${definition.limits.max_usd}"
     if beat.ceiling_s:
         yield f"            {beat.ceiling_s / 3600:.2f} h of it at the on-demand price: AWS tells no spot price"

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gpufleet.infra import progress
 from gpufleet.infra.commands import stack
 from gpufleet.infra.definition.loader import load, project_root
 from gpufleet.infra.evidence import calibration
@@ -20,6 +21,7 @@ from gpufleet.job.supervisor import machine
 def arguments(parser: argparse.ArgumentParser) -> None:
     """STACK and how long."""
     stack.argument(parser)
+    progress.argument(parser)
     parser.add_argument("--steps", type=_steps, default=200, metavar="N", help="in all, split over phases (200)")
     parser.add_argument("--rehearsal", action="store_true", help="the definition's rehearsal section, for a CPU")
 
@@ -31,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         definition = load(plain.source, now=datetime.now(UTC), rehearsal=True, past_deadline=True)
     root = project_root(Path.cwd())
     require_place(root / calibration.FOLDER / definition.name)
-    tree = measure(definition, root, steps=args.steps, gpus=machine.gpus())
+    tree = measure(definition, root, steps=args.steps, gpus=machine.gpus(), say=progress.say(args))
     path = calibration.path_for(root, definition.name, tree["device"]["name"])
     try:  # written first, and printed where it cannot be written: minutes of a rented GPU
         path.parent.mkdir(parents=True, exist_ok=True)

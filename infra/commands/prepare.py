@@ -8,6 +8,7 @@ import argparse
 from datetime import UTC, datetime
 from pathlib import Path
 
+from gpufleet.infra import progress
 from gpufleet.infra.account import aws
 from gpufleet.infra.bill.prediction import predict
 from gpufleet.infra.commands import stack
@@ -19,6 +20,7 @@ from gpufleet.infra.inputs.prepare import prepare_folders, prepare_inputs, repea
 def arguments(parser: argparse.ArgumentParser) -> None:
     """STACK, TEXT and where the tokenizer is."""
     stack.argument(parser)
+    progress.argument(parser)
     parser.add_argument(
         "text",
         metavar="TEXT",
@@ -38,6 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepares, or says that it is prepared already, and what the run will take with it."""
     root, now = project_root(Path.cwd()), datetime.now(UTC)
+    say = progress.say(args, _say)
     if args.rehearsal:
         definition = load(stack.path_of(args), now=now, rehearsal=True, past_deadline=True)
         require_another_folder(load(definition.source, now=now, past_deadline=True), definition, root)
@@ -45,16 +48,16 @@ def run(args: argparse.Namespace) -> int:
         definition = stack.definition_of(args)
     often = ""
     if definition.job.parameters.dataset_kind:
-        made = prepare_inputs(definition, root, text=args.text, tokenizer=args.tokenizer, say=_say)
+        made = prepare_inputs(definition, root, text=args.text, tokenizer=args.tokenizer, say=say)
         often = repeated(definition.job.parameters, made)
     elif args.text or args.tokenizer:
         raise GpufleetError("a command takes its data as storage.inputs names it: leave out TEXT and --tokenizer")
     else:
-        prepare_folders(definition, root, aws.client("s3", definition.fleet.region), _say)
+        prepare_folders(definition, root, aws.client("s3", definition.fleet.region), say)
     if not args.rehearsal:
         if often:
-            _say(often)
-        predict(definition, root, datetime.now(UTC), _say)
+            say(often)
+        predict(definition, root, datetime.now(UTC), say)
     return 0
 
 

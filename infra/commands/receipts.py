@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from gpufleet.infra import text
@@ -18,6 +19,7 @@ from gpufleet.job.contract.receipt import CAUSES, Receipt
 def arguments(parser: argparse.ArgumentParser) -> None:
     """An optional STACK."""
     parser.add_argument("stack", metavar="STACK", nargs="?", help="only the runs of this stack")
+    parser.add_argument("--aws", action="store_true", help="beside them what AWS charged, from Cost Explorer")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,10 +34,24 @@ def run(args: argparse.Namespace) -> int:
         print(f"No receipt{of} yet: `gpufleet results STACK` keeps the one of a run that has ended.")
         return 1
     print("\n".join(table(found)))
+    if args.aws:
+        _show_charges(found)
     total = receipts.grade(found)
     print()
     print("\n".join(summary(total)) if total else "None of them counts: none is of a real run that came to its end.")
     return 0
+
+
+def _show_charges(found: Sequence[Receipt]) -> None:
+    """Each real run's lines with what AWS charged. Raises AwsRefused where its tags are not activated."""
+    from gpufleet.infra.account import actual_bill, aws
+
+    ce, today = aws.client("ce", actual_bill.REGION), datetime.now(UTC).date()
+    actual_bill.require_tags(ce)
+    for receipt in found:
+        if not receipts.is_rehearsal(receipt):
+            print()
+            print("\n".join(actual_bill.beside(receipt, actual_bill.charged(ce, receipt, today), today)))
 
 
 def _name(stack: str, root: Path) -> str:

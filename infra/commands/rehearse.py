@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from gpufleet.infra import progress
 from gpufleet.infra.definition.loader import names_of, project_root
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.errors import GpufleetError
@@ -19,6 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     depth.add_argument("--plumbing", action="store_true", help="a stand-in for a command that cannot run here")
     parser.add_argument("--exact", action="store_true", help="a command once more undisturbed: does it end the same?")
     parser.add_argument("--limit", action="store_true", help="a command once more, until it meets a limit midway")
+    progress.argument(parser)
     parser.add_argument("--all", action="store_true", help="every stack in turn, and one table")
 
 
@@ -39,6 +41,6 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install 'gpufleet[rehearsal]'") from error
     if args.all:
-        return rehearse_all()
+        return rehearse_all(quiet=args.quiet)
     again = [until for until, asked in (("end", args.exact), ("limit", args.limit)) if asked]
-    return rehearse(args.stack, image=args.image, stand_in=args.plumbing, again=again)
+    return rehearse(args.stack, quiet=args.quiet, image=args.image, stand_in=args.plumbing, again=again)

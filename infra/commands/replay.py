@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from gpufleet.infra import progress
 from gpufleet.infra.bill.project import bill_of
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.commands import stack
@@ -17,12 +18,14 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.traces import read as read_trace
 from gpufleet.infra.risk import replay
 from gpufleet.infra.risk.simulation import Exposure
+from gpufleet.job.progress import shown
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """TRACE..., STACK and how long the run is."""
     parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path, help="a .json or .csv file, see docs/risk.md")
     stack.argument(parser)
+    progress.argument(parser)
     parser.add_argument(
         "--work-hours", metavar="H", type=float, help="replay this many hours of work instead of the bill's"
     )
@@ -34,7 +37,11 @@ def run(args: argparse.Namespace) -> int:
     traces = [read_trace(path) for path in args.traces]
     type_, exposure = _exposure(args)
     gpus = load_catalog().instances[type_].gpu_count
-    found = [replay.compare(exposure, trace, gpus=gpus) for trace in traces]
+    found = []
+    with shown("replaying", len(traces), "traces") as advance:
+        for trace in traces:
+            found.append(replay.compare(exposure, trace, gpus=gpus))
+            advance(1)
     held = replay.interval_held(found)
     if args.json:
         sys.stdout.write(json.dumps(replay.record(args.stack, type_, exposure, found), indent=2) + "\n")

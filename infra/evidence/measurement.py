@@ -95,6 +95,7 @@ def measure(
                 workdir,
                 stop_at=plan.stop_at,
                 save_at=plan.save_at,
+                steps=steps,
                 ranks=config.launched(ranks),
                 module=config.module,
                 save_wait_s=config.save_wait_s,

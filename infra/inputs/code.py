@@ -20,7 +20,7 @@ from gpufleet.infra.definition.loader import of_project
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs import archive
-from gpufleet.job import atomic
+from gpufleet.job import atomic, progress
 from gpufleet.job.contract.bucket import CODE
 from gpufleet.job.spec.command import Code
 
@@ -159,9 +159,10 @@ class _Hashing:
 
 
 def _write(tree: Tree, target: BinaryIO) -> None:
-    with archive.packing(target, tarfile.GNU_FORMAT) as tar:
+    with archive.packing(target, tarfile.GNU_FORMAT) as tar, progress.shown("packing code", tree.bytes) as advance:
         for name, path in tree.files.items():
             _add(tar, name, path, tree.folder)
+            advance(0 if path.is_symlink() else path.stat().st_size)
 
 
 def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:

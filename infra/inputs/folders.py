@@ -15,7 +15,7 @@ from typing import Any
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.archive import FOLDER
-from gpufleet.job import atomic
+from gpufleet.job import atomic, progress
 from gpufleet.job.contract import inputs as listing
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.bucket import INPUTS
@@ -130,12 +130,13 @@ def _hashed(folder: Path, root: Path) -> Listed:
     """A file whose size and time are those of the last time is believed to be the same."""
     record = _record(str(folder.resolve()), root)
     before = (atomic.read_object(record) or {}).get("files") or {}
-    now: dict[str, list[Any]] = {}
-    for name, path in files_of(folder).items():
-        status = path.stat()
-        marks = [status.st_size, status.st_mtime_ns]
-        kept = before.get(name)
-        now[name] = kept if kept and kept[:2] == marks else [*marks, atomic.sha256(path)]
+    found = files_of(folder)
+    marks = {name: [(status := path.stat()).st_size, status.st_mtime_ns] for name, path in found.items()}
+    now = {name: before[name] for name in found if (before.get(name) or ())[:2] == marks[name]}
+    new = [name for name in found if name not in now]
+    with progress.shown(f"hashing {folder}", sum(marks[name][0] for name in new)) as advance:
+        now |= {name: [*marks[name], atomic.sha256(found[name], advance)] for name in new}
+    now = {name: now[name] for name in found}
     if now != before:
         atomic.write_json(record, {"folder": str(folder.resolve()), "files": now})
     files = tuple(InputFile(name=name, bytes=each[0], sha256=each[2]) for name, each in now.items())

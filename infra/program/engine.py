@@ -5,7 +5,7 @@ Errors come before the first resource, the bill and its warnings into the engine
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from gpufleet.infra.evidence.receipts import score
 from gpufleet.infra.program.plan import Plan, make
 from gpufleet.infra.program.previous import previous, previous_of_component
 from gpufleet.infra.program.run_guard import Previous
+from gpufleet.infra.progress import Lines
+from gpufleet.job.progress import shown_by
 from gpufleet.job.text import printable
 
 # Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire
@@ -51,7 +53,14 @@ def last_update(component: tuple[str, str] | None = None, definition: str = "") 
 def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mapping[str, str] | None = None) -> Plan:
     """The plan for now. Raises GpufleetError."""
     preview = bool(pulumi.runtime.is_dry_run())
-    return make(root, name, now=datetime.now(UTC), previous=was, preview=preview, scenario=scenario, tags=tags)
+    say = lines()
+    with shown_by(lambda what, total, unit: Lines(what, total, unit, say)):  # of hashing, which may take minutes
+        return make(root, name, now=datetime.now(UTC), previous=was, preview=preview, scenario=scenario, tags=tags)
+
+
+def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:
+    """Says a line beside the `resource` while the engine works; what the engine shows at the end leaves it out."""
+    return lambda line: pulumi.log.info(printable(line), resource, ephemeral=True)
 
 
 def say(plan: Plan, root: Path, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:

@@ -174,7 +174,9 @@ def _training(run: RunResults) -> Iterator[tuple[str, str]]:
     yield "Time of a step", drawn(by_phase("step_ms"), "ms")
     yield "Throughput", drawn(by_phase("tok_s"), "tokens/s")
     yield "GPU use", drawn(by_phase("gpu_util"), "%")
-    yield "GPU memory, peak", drawn(by_phase("mem_gb"), "GB")
+    yield "GPU memory, peak", drawn(by_phase("mem_gb") or by_phase("gpu_mem_gb"), "GB")
+    yield "GPU temperature, hottest", drawn(by_phase("gpu_temp_c"), "°C")
+    yield "Xid errors of the GPU driver", drawn(by_phase("gpu_xid", dots=True), "Xid")
 
 
 def _points(records: Sequence[Mapping[str, Any]], phase: str, key: str) -> list[Point]:

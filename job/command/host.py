@@ -17,13 +17,14 @@ from gpufleet.job.command.given import Folders, blanked, progress_file, secrets,
 from gpufleet.job.command.places import CommandNode, GoneError, GuardedProcesses, Place, Scripts, give_to_everybody
 from gpufleet.job.command.reader import Metrics, Output, StepReader
 from gpufleet.job.command.stopping import Leaving
-from gpufleet.job.command.watchdogs import Gpus, StartWatch
+from gpufleet.job.command.watchdogs import StartWatch
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.contract.messages import CommandEnd, Fatal, Message, Spent, Stop
 from gpufleet.job.contract.run import Task
 from gpufleet.job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, SCALARS, STOP
+from gpufleet.job.gpus import Sampler
 from gpufleet.job.spec.command import CommandConfig, filled
 from gpufleet.job.supervisor import machine
 from gpufleet.job.text import printable
@@ -73,7 +74,8 @@ class Host:
         )
         self.secrets = secrets(self.config.secrets or {})
         self.blank = blanked(self.secrets.values())
-        self.progress = StepReader(Metrics(workdir / METRICS), self.config.patterns, self.warn)
+        self.gpus = Sampler(gpus=len(on_node)) if on_node else None
+        self.progress = StepReader(Metrics(workdir / METRICS), self.config.patterns, self.warn, self.gpus)
         self.progress_file = progress_file(self.config, self.folders, self.values)
         self.scripts = Scripts(workdir)
         self.output = Output(self.scripts.out, self.progress.line, write, self.blank)
@@ -90,7 +92,6 @@ class Host:
             saved=self.progress.saved,
             say=say,
         )
-        self.gpus = Gpus(time.time) if on_node else None
         self.first: int | None = None  # the first process
         self.is_set_up = not self.config.setup.strip()
         self.place: Place | None = None

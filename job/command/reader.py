@@ -19,6 +19,7 @@ from typing import Any
 
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.metrics import Save
+from gpufleet.job.gpus import Sampler
 from gpufleet.job.measured import WARM_UP
 from gpufleet.job.spec.command import PHASE
 
@@ -136,8 +137,10 @@ class Metrics:
 class StepReader:
     """The command's steps, from its output or from its file. `first`: the first step that this start has told."""
 
-    def __init__(self, metrics: Metrics, patterns: Iterable[str], note: Callable[[str], None]) -> None:
-        self._metrics, self._note = metrics, note
+    def __init__(
+        self, metrics: Metrics, patterns: Iterable[str], note: Callable[[str], None], gpus: Sampler | None = None
+    ) -> None:
+        self._metrics, self._note, self._gpus = metrics, note, gpus
         self._patterns = [re.compile(pattern) for pattern in patterns]
         self._total = 0.0  # the greatest; of a bar that has another one the steps are something else
         self._lock = threading.Lock()
@@ -303,7 +306,7 @@ class StepReader:
         is_new = bool(self._seen) and self._told_at != self._seen[-1]
         self._told_at = self._seen[-1] if self._seen else None
         record = {"ts": round(self.at if is_new else now, 3), "phase": PHASE, "step": self.step}
-        record |= self._step_time() | self._pending
+        record |= self._step_time() | self._pending | ({} if self._gpus is None else self._gpus.figures())
         if self._events:
             record["event"] = "; ".join(self._events)
         if told:

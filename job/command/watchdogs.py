@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from gpufleet.job.gpus import Sampler
 
 ASK_S = 60.0  # between two looks at the GPUs and at the folders
 ALIVE_S = 300.0  # of silence, after which the supervisor is told that somebody watches
 IDLE_S = 1800.0  # GPUs without use, before it is said what they have cost
 LATE = 3  # times its interval without a checkpoint
 FIRST_LATE_S = 1800.0  # where the interval is of steps, and their time is not known
-
-
-class Gpus:
-    """How busy they are, asked once a minute in a thread; `use` is None where it is not known."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.use: float | None = None  # percent, of the busiest
-        self.used_at = clock()  # when one was last seen busy, or its use not known
-        self._clock = clock
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gpus", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._ended.set()
-
-    def _run(self) -> None:
-        while True:
-            self.see(asked())
-            if self._ended.wait(ASK_S):
-                return
-
-    def see(self, use: float | None) -> None:
-        """One answer."""
-        self.use = use
-        if use is None or use > 0:
-            self.used_at = self._clock()
-
-
-def asked() -> float | None:
-    """Percent of the busiest GPU in the last moments, as nvidia-smi has it."""
-    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-    with suppress(OSError, subprocess.SubprocessError, ValueError):
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        return max(float(line) for line in said.splitlines())
-    return None
 
 
 class StartWatch:
@@ -60,7 +24,7 @@ class StartWatch:
         silence_s: float,
         every_s: Callable[[], float | None],
         folders: Iterable[Path],
-        gpus: Gpus | None,
+        gpus: Sampler | None,
         spent: Callable[[], float | None],
         say: Callable[[str], None],
         note: Callable[[str], None],
@@ -81,20 +45,20 @@ class StartWatch:
             return ""
         if now >= self._looked_at + min(ASK_S, self._silence_s / 4):
             self._looked_at, self._written_at = now, max(self._written_at, self._newest())
-        used_at = self._gpus.used_at if self._gpus is not None and self._gpus.use is not None else 0.0
+        used_at = self._gpus.used_at if self._busy() is not None and self._gpus is not None else 0.0
         quiet = min(quiet, now - max(self._written_at, used_at))
         if quiet >= self._silence_s:
             return f"no output, no step, no file for {quiet / 60:.0f} min" + (", and no GPU used" if used_at else "")
         if now >= self._said_at + ALIVE_S:
             self._said_at = now
-            busy = "" if self._gpus is None or self._gpus.use is None else f"; a GPU is {self._gpus.use:.0f} % busy"
+            busy = "" if (use := self._busy()) is None else f"; a GPU is {use:.0f} % busy"
             self._say(f"nothing printed for {(now - output_at) / 60:.0f} min{busy}")
         return ""
 
     def look(self, committed_at: float, step_at: float) -> None:
         """Says what costs money and is no reason to end it."""
         now, gpus = self._clock(), self._gpus
-        if gpus is not None and gpus.use == 0:
+        if gpus is not None and self._busy() == 0:
             if self._idle_from is None or self._idle_from[0] != gpus.used_at:
                 self._idle_from, self._idle_told = (gpus.used_at, self._spent()), False
             since, before = self._idle_from
@@ -108,6 +72,10 @@ class StartWatch:
             minutes = (now - max(committed_at, self._began)) / 60
             self._warn(f"no whole checkpoint for {minutes:.0f} min, {LATE} times its interval")
         self._late_told = late
+
+    def _busy(self) -> float | None:
+        """Percent of the busiest GPU now; None: not known."""
+        return None if self._gpus is None or self._gpus.now is None else self._gpus.now.busiest
 
     def _warn(self, text: str) -> None:
         self._say(f"warning: {text}")

@@ -58,6 +58,10 @@ class Beat:
     compute_usd: Decimal | None = None
     usd_per_hour: Decimal | None = None  # compute
     ceiling_s: Decimal | None = None  # counted at the ceiling of a spot price
+    gpu_util: float | None = None  # percent, of the least busy GPU
+    gpu_mem_gb: float | None = None  # of the fullest
+    gpu_temp_c: float | None = None  # of the hottest
+    xids: tuple[int, ...] = ()  # the driver's errors on this node
 
     def to_json(self) -> dict[str, Any]:
         """Amounts as decimal strings."""
@@ -81,6 +85,10 @@ class Beat:
             compute_usd=fields.take("compute_usd", reading.unsigned, None),
             usd_per_hour=fields.take("usd_per_hour", reading.unsigned, None),
             ceiling_s=fields.take("ceiling_s", reading.unsigned, None),
+            gpu_util=fields.take("gpu_util", reading.number, None),
+            gpu_mem_gb=fields.take("gpu_mem_gb", reading.number, None),
+            gpu_temp_c=fields.take("gpu_temp_c", reading.number, None),
+            xids=fields.take("xids", reading.listed(reading.whole_number), ()),
         )
 
 

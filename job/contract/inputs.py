@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpufleet.job import atomic
+from gpufleet.job import atomic, progress
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields
 
@@ -24,10 +24,16 @@ class InputFile:
     sha256: str  # empty: nobody has hashed it, as of what lies in a bucket of the user's
 
     @classmethod
-    def from_file(cls, path: Path, folder: Path) -> InputFile:
+    def from_file(cls, path: Path, folder: Path, advance: progress.Advance = lambda count: None) -> InputFile:
         """Name, size and hash of a file below `folder`, hashed now."""
         name = path.relative_to(folder).as_posix()
-        return cls(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path))
+        return cls(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path, advance))
+
+
+def hashed(paths: Sequence[Path], folder: Path) -> list[InputFile]:
+    """Files below `folder`, hashed now."""
+    with progress.shown(f"hashing {folder}", sum(path.stat().st_size for path in paths)) as advance:
+        return [InputFile.from_file(path, folder, advance) for path in paths]
 
 
 def digest(files: Iterable[tuple[str, int, str]]) -> str:

@@ -16,7 +16,10 @@ KEYS = (
     "ts", "phase", "step", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util",
     "spent_usd", "grad_norm", "router_load", "router_entropy", "resumed", "saves", "event",
 )  # fmt: skip
-_NUMBERS = ("ts", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util", "grad_norm")
+_NUMBERS = (
+    "ts", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "grad_norm", "gpu_util",
+    "gpu_mem_gb", "gpu_temp_c", "gpu_xid",  # where there is a driver
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +69,18 @@ def line(content: bytes) -> dict[str, Any] | None:
     except DoubtError:
         return None
     return {**dict.fromkeys(KEYS), **fields.tree}
+
+
+def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """A line's figures by name as TensorBoard has them: a number each, and one for each entry of a list of numbers."""
+    beside = ("ts", "step", "resumed")  # each scalar has time and step already
+    return [pair for key, value in record.items() if key not in beside for pair in _numbers(key, value)]
+
+
+def _numbers(key: str, value: Any) -> list[tuple[str, float]]:
+    if isinstance(value, list):
+        return [pair for index, part in enumerate(value) for pair in _numbers(f"{key}/{index}", part)]
+    return [(key, float(value))] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 
 def records(lines: Iterable[bytes]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from gpufleet.job import atomic
+from gpufleet.job import atomic, progress
 from gpufleet.job.dataset.encodings import foreign, not_utf8
 from gpufleet.job.text import counted
 
@@ -110,7 +110,8 @@ class FormError(ValueError):
 def hashed(path: Path) -> str:
     """The sha256 of a file that the user names. Raises ValueError."""
     try:
-        return atomic.sha256(path)
+        with progress.shown(f"hashing {path}", path.stat().st_size) as advance:
+            return atomic.sha256(path, advance)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -123,8 +124,9 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
     problems: dict[str, list[int]] = {}
     more = ""
     empty = True
-    with path.open("rb") as file:
+    with path.open("rb") as file, progress.shown(f"reading {path}", path.stat().st_size) as advance:
         for number, line in enumerate(file, 1):
+            advance(len(line))
             if is_blank(line):
                 continue
             empty = False

@@ -49,7 +49,6 @@ PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
 BATCH = 1000  # conversations tokenised at once
 RENDERED = 2  # raised where the same file gives other tokens: a dataset of before is prepared again
 UNCLOSED = 0.1  # share of examples without a closing token, above which the model learns to go on
-PROGRESS = 50_000  # said whenever so many more are: half a minute of silence
 
 
 @dataclass(slots=True)
@@ -138,7 +137,7 @@ def prepare_packed(
         report(kept, say)
         return kept
     renderer = Renderer(template, tokenizer)
-    read = _read(chats, renderer, how, say)
+    read = _read(chats, renderer, how)
     count = len(read.examples)
     held = set(order(how.seed, count, count)[: held_out_of(count, how.held_out)].tolist())
     splits: dict[Split, list[Example]] = {
@@ -196,7 +195,7 @@ def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:
     return Example(tokens, counted)
 
 
-def _read(chats: Chats, renderer: Renderer, how: Packing, say: Callable[[str], None]) -> _Counts:
+def _read(chats: Chats, renderer: Renderer, how: Packing) -> _Counts:
     read = _Counts()
     stream = enumerate(chats.conversations())
     while batch := list(itertools.islice(stream, BATCH)):
@@ -211,8 +210,6 @@ def _read(chats: Chats, renderer: Renderer, how: Packing, say: Callable[[str], N
             read.unclosed += not (example.counted & (example.tokens == renderer.end)).any()
             read.examples.append(example)
             read.conversations.append(number)
-        if (number + 1) % PROGRESS == 0:
-            say(f"  {number + 1:,} tokenised")
     if len(read.examples) < 2:
         raise ValueError(
             f"{getattr(chats, 'path', chats.name)}: examples with an answer within data.longest, {how.longest} tokens: "

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gpufleet.job import atomic
+from gpufleet.job import atomic, progress
 from gpufleet.job.contract import inputs, reading
 from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.reading import DoubtError, Fields
@@ -123,12 +123,13 @@ def _manifest(fields: Fields, content: bytes) -> DatasetManifest:
 
 def verify(folder: Path, manifest: DatasetManifest) -> None:
     """Every file's size and hash. Raises ValueError naming the first that differs."""
-    for file in manifest.files:
-        path = folder / file.name
-        if not path.is_file():
-            raise ValueError(f"{path}: missing; prepare the dataset again")
-        if path.stat().st_size != file.bytes or atomic.sha256(path) != file.sha256:
-            raise ValueError(f"{path}: not the file that {MANIFEST} names; prepare the dataset again")
+    with progress.shown(f"checking {folder}", sum(file.bytes for file in manifest.files)) as advance:
+        for file in manifest.files:
+            path = folder / file.name
+            if not path.is_file():
+                raise ValueError(f"{path}: missing; prepare the dataset again")
+            if path.stat().st_size != file.bytes or atomic.sha256(path, advance) != file.sha256:
+                raise ValueError(f"{path}: not the file that {MANIFEST} names; prepare the dataset again")
 
 
 def as_found(folder: Path, say: Callable[[str], None]) -> DatasetManifest:
@@ -208,7 +209,8 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         made = Path(scratch) / "dataset"
         made.mkdir()
         fields = fill(made)
-        files = [asdict(InputFile.from_file(path, made)) for path in sorted(made.rglob("*")) if path.is_file()]
+        paths = [path for path in sorted(made.rglob("*")) if path.is_file()]
+        files = [asdict(file) for file in inputs.hashed(paths, made)]
         tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
         atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
         kept = existing_dataset(folder)  # looked at late: another preparation's; only ever our own kind of folder
@@ -294,18 +296,20 @@ def _write_split(folder: Path, split: str, texts: list[str], tokenizer: Tokenize
     """Shards of one split: (names, tokens)."""
     names: list[str] = []
     total = 0
-    stream = _ids(texts, tokenizer)
-    while shard := list(itertools.islice(stream, SHARD_TOKENS)):
-        names.append(f"{split}_{len(names):05d}.bin")
-        write_shard(folder / names[-1], shard, tokenizer.vocab)
-        total += len(shard)
+    with progress.shown(f"tokenising the {split} split", len(texts), "stories") as advance:
+        stream = _ids(texts, tokenizer, advance)
+        while shard := list(itertools.islice(stream, SHARD_TOKENS)):
+            names.append(f"{split}_{len(names):05d}.bin")
+            write_shard(folder / names[-1], shard, tokenizer.vocab)
+            total += len(shard)
     return names, total
 
 
-def _ids(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[int]:
+def _ids(texts: Iterable[str], tokenizer: Tokenizer, advance: progress.Advance) -> Iterator[int]:
     stream = iter(texts)
     while batch := list(itertools.islice(stream, BATCH)):
         encoded = tokenizer.encode_batch(batch) if isinstance(tokenizer, Gpt2) else map(tokenizer.encode, batch)
         for ids in encoded:
             yield from ids
             yield tokenizer.end
+        advance(len(batch))

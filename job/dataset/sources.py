@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from gpufleet.job import progress
 from gpufleet.job.dataset.encodings import not_utf8, require_text
 from gpufleet.job.dataset.tokenizer import BYTES_VOCAB, END_OF_TEXT, GPT2_VOCAB, Bytes, Gpt2, Tokenizer, Words
 
@@ -42,7 +43,6 @@ def fetch(
     *,
     first_bytes: int | None = None,
     total_bytes: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """`path` holding the file, or at least its first `first_bytes` (all of it where it is shorter).
 
@@ -59,7 +59,7 @@ def fetch(
     if path.exists():  # a shorter beginning of the same file
         path.replace(part)
     try:
-        _continue(url, part, note, first_bytes, total_bytes, say)
+        _continue(url, part, note, first_bytes, total_bytes)
     except urllib.error.HTTPError as error:
         raise FetchError(f"{url}: the server answered {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
@@ -70,14 +70,7 @@ def fetch(
     return path
 
 
-def _continue(
-    url: str,
-    part: Path,
-    note: Path,
-    first_bytes: int | None,
-    total_bytes: int | None,
-    say: Callable[[str], None],
-) -> None:
+def _continue(url: str, part: Path, note: Path, first_bytes: int | None, total_bytes: int | None) -> None:
     import urllib.request
 
     known = json.loads(note.read_text()) if note.exists() and part.exists() else {}
@@ -97,16 +90,14 @@ def _continue(
         if total_bytes is not None and size is not None and size != total_bytes:
             raise FetchError(f"{url}: {size} bytes on the server, {total_bytes} expected; the file has changed")
         note.write_text(json.dumps({"etag": answer.headers.get("ETag"), "bytes": size}))
-        with part.open("r+b" if have else "wb") as file:
+        left = None if wanted is None else wanted - have
+        with part.open("r+b" if have else "wb") as file, progress.shown(f"fetching {url}", left) as advance:
             file.seek(have)
             file.truncate()
-            said = have
             while (wanted is None or have < wanted) and (block := answer.read(CHUNK)):
                 file.write(block)
                 have += len(block)
-                if have - said >= 16 * CHUNK:
-                    say(f"  {have / 1e6:,.0f} of {wanted / 1e6:,.0f} MB" if wanted else f"  {have / 1e6:,.0f} MB")
-                    said = have
+                advance(len(block))
     if wanted is not None and have < wanted:
         raise FetchError(f"{url}: the connection ended after {have} of {wanted} bytes; run the command again to go on")
 
@@ -262,7 +253,7 @@ class TinyStories:
         while True:
             self.say(f"TinyStories: the first {wanted / 1e6:,.0f} MB of {self.url}")
             try:
-                fetch(self.url, path, first_bytes=wanted, total_bytes=self.total_bytes, say=self.say)
+                fetch(self.url, path, first_bytes=wanted, total_bytes=self.total_bytes)
             except FetchError as error:
                 raise ValueError(
                     f"TinyStories could not be fetched: {error}\n"

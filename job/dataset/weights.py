@@ -155,7 +155,7 @@ def name_of(folder: Path | None) -> str | None:
 
 def describe(folder: Path) -> WeightsManifest:
     """Hashes every file and writes weights.json. Raises ValueError like `paths`."""
-    files = [asdict(InputFile.from_file(path, folder)) for path in paths(folder)]
+    files = [asdict(file) for file in inputs.hashed(paths(folder), folder)]
     atomic.write_json(folder / MANIFEST, {"schema": 1, "name": folder.name, "files": files})
     return read(folder)
 

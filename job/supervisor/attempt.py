@@ -58,6 +58,7 @@ MARK_S = 120.0  # to say how the run ended, once all it leaves is uploaded; then
 PAST_S = 60.0  # past a limit, and a checkpoint: whatever is still under way then is given up
 CRASH_S = 120.0  # to publish what the trainer had committed
 LATE_S = 60.0  # AWS may take the machine later than it said
+XIDS = 8  # the newest that a heartbeat tells
 T = TypeVar("T")
 
 
@@ -113,6 +114,7 @@ class Supervisor:
         self._beat_at = float("-inf")
         self._metered = False
         self.killed = ""  # why
+        self.lost = ""  # which GPU, and how
         self._child: Trainer | None = None
         self._kill_at: float | None = None
         self._advised: str | None = None
@@ -128,7 +130,7 @@ class Supervisor:
             self._patiently(self._register, "what earlier attempts left")
             self._ask_price()  # before any limit is judged
             self._beat()
-            if lacking := self._lacking():
+            if lacking := self._lost() or self._lacking():
                 return self._crashed(f"node refused: {lacking}", code=AttemptExit.REFUSED)
             try:
                 self._stage()
@@ -321,7 +323,24 @@ class Supervisor:
         if advice is not None and advice != self._advised:
             self._advised = advice
             self._tell(SaveRequest(reason=advice))
+        self._end_if_lost()
         self._end_if_stuck(now)
+
+    def _end_if_lost(self) -> None:
+        """A GPU that has fallen off ends the attempt at once: nothing can be saved with it, and the others wait."""
+        assert self._child is not None
+        if not self.lost and (lost := self._lost()):
+            self.lost = lost
+            self.say(f"a GPU is lost, {lost}: killed")
+            self._child.kill()
+
+    def _lost(self) -> str:
+        """Why a GPU of this node is of no more use; empty: none is, or others were refused before and it was not the
+        node.
+        """
+        if self.world.sampler is None or attempts.accepts(self.others.attempts):
+            return ""
+        return self.world.sampler.lost()
 
     def _tell_spent(self, now: float) -> None:
         self._spent_at, spent = now, self.meter.spent(now)
@@ -436,6 +455,8 @@ class Supervisor:
             fatal = Fatal.read(self.workdir)
             lost = "the reason is in job.log; no disk took fatal.json"
             return self._finish(ends.FAILED, f"{fatal.error}: {fatal.detail}" if fatal else lost)
+        if code not in (TrainerExit.FINISHED, TrainerExit.STOPPED) and (lost := self.lost or self._lost()):
+            return self._crashed(f"node refused: a GPU is lost, {lost}", code=AttemptExit.REFUSED)
         if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may do
             problems = (Preflight.read(self.workdir) or Preflight()).problems or ("no reason given",)
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
@@ -586,7 +607,7 @@ class Supervisor:
 
     def heartbeat(self) -> Beat:
         """One line of heartbeat/<instance>.jsonl. Also what later attempts know of this one's cost."""
-        now, seen = self.clock(), self.progress.record
+        now, seen, sampler = self.clock(), self.progress.record, self.world.sampler
         spent = self.meter.spent(now)
         return Beat(
             ts=iso(now),
@@ -602,6 +623,8 @@ class Supervisor:
             compute_usd=spent.compute_usd,
             usd_per_hour=spent.usd_per_hour,
             ceiling_s=spent.ceiling_s,
+            **({} if sampler is None or sampler.now is None else sampler.now.figures()),
+            xids=() if sampler is None else tuple(sampler.xids[-XIDS:]),
         )
 
     def _keep_alive(self) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpufleet.job.contract.attempt import Hardware
+from gpufleet.job.gpus import MIB, ask
 
-MIB = 1024 * 1024
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "boto3")
-QUERY = "--query-gpu=name,memory.total,driver_version"
+QUERY = "name,memory.total,driver_version"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,24 +26,13 @@ class DriverGpu:
 
 def gpus() -> tuple[DriverGpu, ...]:
     """All of them; none where there is no working driver."""
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", QUERY, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse(answer)
+    return parse(ask(QUERY))
 
 
-def parse(answer: str) -> tuple[DriverGpu, ...]:
-    """The GPUs in nvidia-smi's lines; a line that is not a GPU's is skipped."""
+def parse(answer: Iterable[Sequence[str]]) -> tuple[DriverGpu, ...]:
+    """The GPUs in nvidia-smi's answer; a line that is not a GPU's is skipped."""
     found = []
-    for line in answer.splitlines():
-        words = [word.strip() for word in line.split(",")]
+    for words in answer:
         if len(words) == 3 and words[1].isdigit():
             found.append(DriverGpu(name=words[0], memory_gb=int(words[1]) * MIB / 1e9, driver=words[2]))
     return tuple(found)

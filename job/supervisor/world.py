@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
+from gpufleet.job.gpus import Sampler
 from gpufleet.job.supervisor import machine
 from gpufleet.job.supervisor.child import JobLog
 from gpufleet.job.supervisor.fleet import Ask
@@ -40,6 +41,7 @@ class Outside:
     ranks: int = 1  # processes that train
     fleet_history: Ask
     gpus: Callable[[], tuple[machine.DriverGpu, ...]]
+    sampler: Sampler | None = None  # of them; None: there are none
     clock: Callable[[], float]
     sleep: Callable[[float], None] = time.sleep
 

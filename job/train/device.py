@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import gc
-import itertools
 import os
 import platform
 import resource
-import shutil
-import subprocess
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +35,6 @@ DATA_SHEETS: dict[str, tuple[float, float, float]] = {
 }
 ALLOCATORS = ("expandable_segments:True", "pinned_max_cached_size_mb:1,pinned_max_round_threshold_mb:1")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
-UTILIZATION_INTERVAL_S = 5
-UTILIZATION_SAMPLES = 60  # five minutes
-KILL_S = 5.0  # for a killed nvidia-smi to be gone
 
 
 class DeviceRefusedError(ValueError):
@@ -215,55 +207,6 @@ def _keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)  # no tensor has a mapping of its own, which would go with it
         mallopt(M_TRIM_THRESHOLD, -1)  # nor does the heap shrink
-
-
-class Utilization:
-    """That of the least busy of the node's first `gpus` GPUs (in a mean one that waits hides behind seven that work),
-    from one nvidia-smi that runs beside training, where wanted. None without one.
-    """
-
-    def __init__(self, device: Device, *, gpus: int = 1, wanted: bool = True) -> None:
-        self.percent: float | None = None
-        self._gpus = gpus
-        self._recent: collections.deque[float] = collections.deque(maxlen=UTILIZATION_SAMPLES)
-        self._process: subprocess.Popen[str] | None = None
-        smi = shutil.which("nvidia-smi") if device.is_cuda and wanted else None
-        if smi is None:
-            return
-        query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i"]
-        query.append(",".join(map(str, range(gpus))))
-        self._process = subprocess.Popen(
-            [smi, *query, "-l", str(UTILIZATION_INTERVAL_S)], stdout=subprocess.PIPE, text=True
-        )
-        self._reader = threading.Thread(target=self._read, name="utilization", daemon=True)
-        self._reader.start()
-
-    def mean(self) -> float | None:
-        """Over the last five minutes; None before they are over."""
-        recent = list(self._recent)
-        return sum(recent) / len(recent) if len(recent) == UTILIZATION_SAMPLES else None
-
-    def close(self) -> None:
-        """Ends nvidia-smi. One that waits for a GPU that fell off the bus cannot be killed: it is left, or this trainer
-        would wait for it too, on a node that is paid for.
-        """
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=KILL_S)
-                self._reader.join()
-                assert self._process.stdout is not None
-                self._process.stdout.close()
-
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        while lines := list(itertools.islice(self._process.stdout, self._gpus)):
-            with contextlib.suppress(ValueError):
-                self.percent = min(float(line) for line in lines)
-                self._recent.append(self.percent)
-        self.percent = None  # nvidia-smi is gone: its last word is not today's
-        self._recent.clear()
 
 
 def _driver() -> str | None:

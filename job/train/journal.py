@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job.contract.messages import Spent
-from gpufleet.job.contract.metrics import Save
+from gpufleet.job.contract.metrics import Save, scalars
 from gpufleet.job.contract.workdir import METRICS, SCALARS
+from gpufleet.job.gpus import Sampler
 from gpufleet.job.train import metrics
-from gpufleet.job.train.device import Utilization
 from gpufleet.job.train.experiment import Phase, Session
 from gpufleet.job.train.guard import Thresholds
 
@@ -31,7 +31,8 @@ class Journal:
     def __init__(self, session: Session, phases: Sequence[Phase]) -> None:
         self._session, self._phases = session, phases
         self.left_out = 0  # tokens of the steps that phases which ended early did not take
-        self._utilization = Utilization(session.device, gpus=session.world.size, wanted=session.world.first)
+        wanted = session.device.is_cuda and session.world.first
+        self._gpus = Sampler(gpus=session.world.size) if wanted else None
         self._events: list[str] = []  # these three for the next line
         self._saves: list[Save] = []
         self._resumed: int | None = None
@@ -51,7 +52,8 @@ class Journal:
 
     def close(self) -> None:
         """Ends what runs beside."""
-        self._utilization.close()
+        if self._gpus is not None:
+            self._gpus.close()
         if self._scalars is not None:
             with self._on_any_disk("TensorBoard's"):
                 self._scalars.close()
@@ -100,7 +102,7 @@ class Journal:
             return
         peak = session.device.peak_tflops
         mfu = tok_s * phase.flops_per_token / (peak * 1e12 * session.world.size) if tok_s and peak else None
-        spent = Spent.read(session.workdir)
+        spent, gpus = Spent.read(session.workdir), self._gpu_figures()
         line = metrics.ConsoleLine(
             step=step,
             steps=self._phases[-1].last,
@@ -112,7 +114,7 @@ class Journal:
             mfu=mfu,
             memory_gb=memory_gb,
             memory_total_gb=session.device.memory_gb,
-            gpu_util=self._utilization.percent,
+            gpu_util=gpus.get("gpu_util"),
             spent_usd=None if spent is None else float(spent.spent_usd),
             eta_s=None if step_s is None else self._eta_s(phase, 0 if over else phase.last - step, step_s),
             validation=phase.validation or "val",
@@ -121,7 +123,10 @@ class Journal:
         promised = session.prediction(phase.name) or {}
         thresholds = self._thresholds.setdefault(phase.name, Thresholds(promised, session.device))
         for text in thresholds.check(
-            tokens_per_s=tok_s, mfu=mfu, memory_gb=memory_gb, utilization=self._utilization.mean()
+            tokens_per_s=tok_s,
+            mfu=mfu,
+            memory_gb=memory_gb,
+            utilization=None if self._gpus is None else self._gpus.mean(),
         ):
             self.event(f"warning: {text}", aloud=True)
         record = {
@@ -134,7 +139,7 @@ class Journal:
             "tok_s": None if tok_s is None else round(tok_s, 1),
             "mfu": None if mfu is None else round(mfu, 4),
             "mem_gb": round(memory_gb, 3),
-            "gpu_util": line.gpu_util,
+            **gpus,
             "spent_usd": line.spent_usd,
             "resumed": self._resumed,
             "saves": [asdict(save) for save in self._saves] or None,
@@ -147,6 +152,13 @@ class Journal:
         if self._scalars is not None:
             with self._on_any_disk("TensorBoard's"):
                 self._scalars.write(record)
+
+    def _gpu_figures(self) -> dict[str, float]:
+        """What the driver says of the GPUs now. An Xid error is an event too."""
+        figures = {} if self._gpus is None else self._gpus.figures()
+        if (xid := figures.get("gpu_xid")) is not None:
+            self.event(f"warning: the GPU's driver told Xid {xid:.0f}", aloud=True)
+        return figures
 
     def evaluated(self, step: int, val_loss: float) -> None:
         """The evaluation of a step whose line is written already."""
@@ -188,7 +200,6 @@ class Journal:
 
 
 FLUSH_S = 30
-LEFT_OUT = {"ts", "step", "resumed"}  # each scalar has time and step already
 
 
 class Scalars:
@@ -206,19 +217,10 @@ class Scalars:
         self._writer: Any = SummaryWriter(str(workdir / SCALARS), purge_step=step + 1, flush_secs=FLUSH_S)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record of metrics.jsonl: a scalar for each number, one for each entry of a list of numbers."""
-        for key, value in record.items():
-            if key in LEFT_OUT:
-                continue
-            for name, number in _numbers(key, value):
-                self._writer.add_scalar(name, number, record["step"], walltime=record["ts"])
+        """One record of metrics.jsonl."""
+        for name, number in scalars(record):
+            self._writer.add_scalar(name, number, record["step"], walltime=record["ts"])
 
     def close(self) -> None:
         """Writes what is buffered."""
         self._writer.close()
-
-
-def _numbers(key: str, value: Any) -> list[tuple[str, float]]:
-    if isinstance(value, list):
-        return [pair for index, part in enumerate(value) for pair in _numbers(f"{key}/{index}", part)]
-    return [(key, float(value))] if isinstance(value, int | float) and not isinstance(value, bool) else []

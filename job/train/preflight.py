@@ -7,11 +7,9 @@ with a warning after some refusals (job/supervisor), because then it is not the 
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 
 from gpufleet.job.contract.messages import Preflight
 from gpufleet.job.contract.workdir import ACCEPT, PREFLIGHT
+from gpufleet.job.gpus import ask
 from gpufleet.job.train.device import Device, NodeRefusedError, bandwidth_gb_s
 from gpufleet.job.train.parallel import World
 
@@ -150,9 +149,9 @@ def judge(found: Measured, *, gpus: int | None) -> list[str]:
     return problems
 
 
-def parse_clocks(answer: str) -> tuple[int | None, int | None, bool | None]:
-    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's line; None where it says nothing."""
-    words = [word.strip() for word in answer.strip().splitlines()[0].split(",")] if answer.strip() else []
+def parse_clocks(answer: Sequence[Sequence[str]]) -> tuple[int | None, int | None, bool | None]:
+    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None where it says nothing."""
+    words = answer[0] if answer else ()
     if len(words) != 4:
         return None, None, None
     slowed = {"Active": True, "Not Active": False}
@@ -162,15 +161,7 @@ def parse_clocks(answer: str) -> tuple[int | None, int | None, bool | None]:
 
 
 def _clocks(device: Device) -> tuple[int | None, int | None, bool | None]:
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return None, None, None
-    words = [smi, f"--query-gpu={CLOCKS}", "--format=csv,noheader,nounits", "-i", str(device.torch.index or 0)]
-    try:
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None, None, None
-    return parse_clocks(answer)
+    return parse_clocks(ask(CLOCKS, of=(device.torch.index or 0,), timeout_s=SMI_S))
 
 
 def _seconds(device: Device, act: Callable[[], object], times: int) -> float:

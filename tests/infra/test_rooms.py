@@ -70,4 +70,4 @@ def test_every_module_stands_in_a_room() -> None:
     there = {
         path.stem for path in (ROOT / "infra").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
     }
-    assert there == {"__init__", "errors", "text", *ROOMS}
+    assert there == {"__init__", "errors", "progress", "text", *ROOMS}

@@ -19,6 +19,7 @@ from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.commit import Published
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import config_digest, load
+from gpufleet.job.gpus import Sampler
 from gpufleet.job.spec import Checkpoint
 from gpufleet.job.supervisor.attempt import Supervisor
 from gpufleet.job.supervisor.child import JobLog
@@ -212,6 +213,7 @@ class Bench:
         self.output = BytesIO()
         self.trainers: list[FakeTrainer] = []
         self.terminated: float | None = None
+        self.sampler: Sampler | None = None  # of GPUs
         self.spot_price: Decimal | None = Decimal("0.36")
         self.history: History | None = History()  # of the fleet
         self.answers: dict[str, bytes] = {}  # of the metadata service, by the end of the path
@@ -244,6 +246,7 @@ class Bench:
             log=log,
             spot_price=lambda at: self.spot_price,
             gpus=lambda: (),
+            sampler=self.sampler,
             fleet_history=lambda since: self.history,
             clock=self.clock,
             sleep=self._sleep,

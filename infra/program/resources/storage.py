@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pulumi
 import pulumi_aws as aws
 
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.engine import lines
 from gpufleet.infra.program.resources.tags import tags
+from gpufleet.infra.progress import Lines
 from gpufleet.job.contract import bucket
 
 # Parts of an upload that died are invisible in listings and billed like objects.
@@ -97,8 +100,16 @@ class StorageComponent(pulumi.ComponentResource):
             opts=follows,
         )
         objects = [self._upload(upload, labels, frozen=frozen) for upload in uploads]
+        self._show(uploads, objects)
         self.ready = [closed, encryption, policy, lifecycle, *objects]
         self.register_outputs({"bucket": self.bucket.bucket})
+
+    def _show(self, uploads: Sequence[Upload], objects: Sequence[aws.s3.BucketObjectv2]) -> None:
+        """How far the upload is, as objects come to be: the engine itself tells of each only that it is created."""
+        sizes = [upload.file.stat().st_size if upload.file else 0 for upload in uploads]
+        shown = Lines("uploading", sum(sizes), "B", lines(self))
+        for each, size in zip(objects, sizes, strict=True):
+            each.etag.apply(partial(_count, shown, size))
 
     def _upload(self, upload: Upload, labels: dict[str, str], *, frozen: bool) -> aws.s3.BucketObjectv2:
         return aws.s3.BucketObjectv2(
@@ -116,6 +127,10 @@ class StorageComponent(pulumi.ComponentResource):
                 ignore_changes=["key", "source", "contentBase64", "content"] if frozen else None,
             ),
         )
+
+
+def _count(shown: Lines, size: int, etag: str) -> None:
+    shown.advance(size)
 
 
 def tls_only(bucket_arn: pulumi.Input[str]) -> dict[str, object]:

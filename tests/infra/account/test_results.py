@@ -26,13 +26,13 @@ def downloaded(folder: Path) -> list[str]:
 
 
 def test_a_full_disk_is_the_one_that_is_written_to(tmp_path: Path) -> None:
-    def full(*_: str) -> None:
+    def full(*_: str, Callback: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     folder: Any = SimpleNamespace(bucket="b", run="r1", s3=SimpleNamespace(download_file=full))
     weights = run_folder.StoredObject(name="final/model.safetensors", bytes=5000, written=NOW)
     with pytest.raises(OSError, match="No space left") as failed:
-        results._download(folder, weights, tmp_path / "to" / weights.name)
+        results._download(folder, weights, tmp_path / "to" / weights.name, lambda count: None)
     assert failed.value.filename == str(tmp_path / "to" / "final")
 
 

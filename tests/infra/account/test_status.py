@@ -59,6 +59,12 @@ def test_status_says_how_much_of_the_dollars_is_at_the_ceiling_of_an_untold_spot
     assert stated(stack)[""] == "0.25 h of it at the on-demand price: AWS tells no spot price"
 
 
+def test_status_tells_how_its_gpus_fare(cloud: Cloud, stack: StackDefinition) -> None:
+    beat = {"ts": "2026-11-21T12:08:00Z", "gpu_util": 97.0, "gpu_mem_gb": 70.12, "gpu_temp_c": 61.0, "xids": [31]}
+    put(cloud, declare_bucket(cloud), "heartbeat/i-1.jsonl", beat)
+    assert stated(stack)["gpu"] == "97 % used, 70.1 GB, 61 °C, Xid 31 told by the driver"
+
+
 def test_status_names_no_speed_before_steps_are_timed(cloud: Cloud, stack: StackDefinition) -> None:
     declare_fleet(cloud)
     beat = {"ts": "2026-11-21T12:00:00Z", "phase": "moe", "step": 1, "loss": 3.4657359027997265, "tok_s": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,9 +65,9 @@ def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path, mon
     definition, hashed = project(tmp_path), list[str]()
     own = atomic.sha256
 
-    def counted(path: Path) -> str:
+    def counted(path: Path, advance: Callable[[int], None]) -> str:
         hashed.append(path.name)
-        return own(path)
+        return own(path, advance)
 
     monkeypatch.setattr(atomic, "sha256", counted)
 

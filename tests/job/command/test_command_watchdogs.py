@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from gpufleet.job.command.watchdogs import Gpus, StartWatch
+from gpufleet.job.command.watchdogs import StartWatch
+from gpufleet.job.gpus import Sample, Sampler
 
 
 class WatchedStart:
     """A start that is watched on a clock of its own, at one dollar an hour."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, every_s: float | None = 600.0) -> None:
-        monkeypatch.setattr("gpufleet.job.command.watchdogs.asked", lambda: 50.0)
+        monkeypatch.setenv("PATH", "")  # no nvidia-smi
         self.now, self.said = 1_000_000.0, list[str]()
-        self.gpus = Gpus(lambda: self.now)
-        self.gpus.close()
+        self.gpus = Sampler(gpus=1, clock=lambda: self.now)
+        self.use(50.0)
         self.watch = StartWatch(
             silence_s=1800.0,
             every_s=lambda: every_s,
@@ -29,6 +30,9 @@ class WatchedStart:
             clock=lambda: self.now,
         )
         self.committed_at = self.step_at = self.output_at = self.now
+
+    def use(self, percent: float) -> None:
+        self.gpus.see(Sample(use=percent, busiest=percent, memory_gb=None, temperature_c=None))
 
     def minutes(self, count: int, **at: Any) -> str:
         """So many minutes of which each is looked at; `at`: what goes on meanwhile. Why it counts as stuck, or not."""
@@ -46,16 +50,16 @@ def test_gpus_that_nobody_uses_are_told_once_with_what_they_have_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = WatchedStart(tmp_path, monkeypatch)
-    watched.gpus.see(0.0)
+    watched.use(0.0)
     alive = {"committed_at": True, "step_at": True, "output_at": True}
     watched.minutes(29, **alive)
     assert not watched.said
     watched.minutes(20, **alive)
     (said,) = watched.said
     assert said == "warning: no GPU has been used for 30 min, which have cost $0.48"
-    watched.gpus.see(80.0)
+    watched.use(80.0)
     watched.minutes(5, **alive)
-    watched.gpus.see(0.0)
+    watched.use(0.0)
     watched.minutes(40, **alive)
     assert len(watched.said) == 2
 
@@ -76,10 +80,10 @@ def test_a_silent_command_is_stuck_unless_a_gpu_works_or_a_file_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = WatchedStart(tmp_path, monkeypatch)
-    silent.gpus.see(0.0)
+    silent.use(0.0)
     assert "no output, no step, no file for 30 min, and no GPU used" in silent.minutes(60)
     busy = WatchedStart(tmp_path, monkeypatch)
     for _ in range(90):
-        busy.gpus.see(70.0)
+        busy.use(70.0)
         assert busy.minutes(1) == ""
     assert any("nothing printed for" in line and "70 % busy" in line for line in busy.said)

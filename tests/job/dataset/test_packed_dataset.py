@@ -117,14 +117,6 @@ def test_a_folder_that_cannot_be_replaced_is_said_before_anything_is_tokenised(
     assert (tmp_path / "data" / "mine.jsonl").exists()
 
 
-def test_a_long_file_is_not_tokenised_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "BATCH", 100)
-    monkeypatch.setattr(packed, "PROGRESS", 200)
-    said: list[str] = []
-    packed.prepare_sft(tmp_path / "data", CONFIG, say=said.append)
-    assert said[:3] == ["  200 tokenised", "  400 tokenised", "  600 tokenised"]
-
-
 def test_long_examples_are_cut_and_reported_and_those_without_an_answer_left_out(tmp_path: Path) -> None:
     long = {"instruction": "what is the sum of two numbers " * 40, "response": "the answer"}
     path, file = jsonl(tmp_path, *PAIRS, long), bpe(tmp_path, *LLAMA)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+from gpufleet.job import gpus
 from gpufleet.job.supervisor import bootstrap, machine
 from gpufleet.job.supervisor.child import Child, JobLog, MetricsFollower, trainer
 
@@ -304,7 +305,7 @@ def test_a_run_config_that_no_node_can_read_ends_the_run(tmp_path: Path) -> None
 
 
 def test_gpus_are_read_from_the_driver_in_decimal_gigabytes() -> None:
-    found = machine.parse("NVIDIA A10G, 23028, 595.91.07\nNo devices were found\n")
+    found = machine.parse(gpus.rows("NVIDIA A10G, 23028, 595.91.07\nNo devices were found\n"))
     assert [(gpu.name, gpu.driver) for gpu in found] == [("NVIDIA A10G", "595.91.07")]
     assert found[0].memory_gb == pytest.approx(24.15, abs=0.01)
     described = machine.describe(found)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
-import subprocess
-import time
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from gpufleet.job.train.device import (
     ALLOCATORS,
     Device,
     DeviceRefusedError,
-    Utilization,
     allocate_exactly,
     bandwidth_gb_s,
     choose,
@@ -78,57 +73,6 @@ def test_a_batch_is_chosen_for_what_the_driver_reports_but_no_more_than_the_data
     monkeypatch.setattr(device, "allocate_exactly", list)
     gpu = choose("cuda", bf16=True)
     assert [gpu.memory_gb, gpu.room_gb] == pytest.approx([found, room])
-
-
-def sampled(utilization: Utilization, count: int) -> None:
-    """Waits for so many samples."""
-    until = time.monotonic() + 30
-    while len(utilization._recent) < count:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def test_utilisation_comes_from_nvidia_smi_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '[N/A]'\necho 93\nexec /bin/sleep 60\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    gpu = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24, driver=None, peak_tflops=70)
-    utilization = Utilization(gpu)
-    sampled(utilization, 1)
-    percent = utilization.percent
-    assert percent == 93.0
-    utilization.close()
-    assert not utilization._recent
-    assert utilization.percent is None  # nor is it shown when nvidia-smi is gone
-    assert Utilization(replace(gpu, torch=torch.device("cpu"))).percent is None
-
-
-def test_the_utilisation_of_several_gpus_is_the_least_busy_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text('#!/bin/sh\n[ "$4" = 0,1,2 ] && printf "97\\n5\\n99\\n98\\n40\\n97\\n"\nexec /bin/sleep 60\n')
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    gpu = Device(torch=torch.device("cuda"), name="", count=8, memory_gb=24, driver=None, peak_tflops=70)
-    utilization = Utilization(gpu, gpus=3)
-    sampled(utilization, 2)
-    assert list(utilization._recent) == [5.0, 40.0]
-    utilization.close()
-
-
-def test_an_nvidia_smi_that_cannot_be_killed_keeps_no_trainer_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stuck:
-        def kill(self) -> None: ...
-
-        def wait(self, timeout: float | None = None) -> int:
-            assert timeout is not None, "waits for ever"
-            raise subprocess.TimeoutExpired("nvidia-smi", timeout)
-
-    utilization = Utilization(choose("cpu", bf16=False))
-    monkeypatch.setattr(utilization, "_process", Stuck())
-    utilization.close()
 
 
 def test_this_torch_knows_how_its_memory_is_to_be_allocated() -> None:

@@ -9,7 +9,6 @@ import random
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from gpufleet.job.spec.sft import SftConfig
 from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.train import step
 from gpufleet.job.train.committed import Committed
-from gpufleet.job.train.device import UTILIZATION_SAMPLES, Device, Utilization
+from gpufleet.job.train.device import Device
 from gpufleet.job.train.experiment import Experiment
 from gpufleet.job.train.guard import LossSpikeError, SpikeGuard, Thresholds
 
@@ -382,14 +381,6 @@ def test_a_long_evaluation_says_how_far_it_is(
     workdir = world.make(tmp_path, batch={"micro": 1})
     assert world.train(workdir, StopAt(workdir, 5)) == 75  # it looks three times itself
     assert re.findall(r"evaluation: (\d+)% of its tokens", capsys.readouterr().out) == ["25", "50", "75"]
-
-
-def test_utilisation_is_a_mean_over_five_minutes_once_they_are_over() -> None:
-    utilization = Utilization(replace(GPU, torch=torch.device("cpu")))
-    utilization._recent.extend([50.0] * (UTILIZATION_SAMPLES - 1))
-    assert utilization.mean() is None
-    utilization._recent.append(110.0)
-    assert utilization.mean() == pytest.approx(51.0)
 
 
 def test_tensorboard_has_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import train_world as world
 from repository import ROOT
 from supervisor_world import Bench, FakeTrainer
 
-from gpufleet.job import atomic
+from gpufleet.job import atomic, gpus
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.spec import from_json
 from gpufleet.job.supervisor.machine import DriverGpu
@@ -101,7 +101,7 @@ def test_the_share_is_of_the_data_sheet_of_the_gpu_found() -> None:
     ],
 )
 def test_clocks_are_read_from_nvidia_smi(answer: str, expected: tuple[Any, ...]) -> None:
-    assert parse_clocks(answer) == expected
+    assert parse_clocks(gpus.rows(answer)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""What AWS charged for a run, from Cost Explorer, beside what its receipt counted, for `gpufleet receipts --aws`.
+
+A run's resources carry its tags; Cost Explorer sees a tag once the account that pays has activated it. Credits, refunds
+and taxes are left out: the question is what was used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date, timedelta
+from decimal import Decimal
+from typing import Any
+
+from gpufleet.infra import text
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
+from gpufleet.job.contract.receipt import Receipt
+
+REGION = "us-east-1"  # Cost Explorer has no other
+TAGS = (STACK_TAG, RUN_TAG)
+BEFORE = 31  # days before its end in which a run may have begun
+AFTER = 2  # days in which what its end uses is charged
+DELAY = 1  # days that AWS may take to tell
+CENT = Decimal("0.01")
+# Lines of the bill by AWS's usage type, which begins with the region in most.
+_LINES = (
+    ("compute", r"(BoxUsage|SpotUsage)\b"),
+    ("disks", r"EBS:Volume"),
+    ("public IPv4", r"PublicIPv4:"),
+    ("S3 storage", r"TimedStorage"),
+    ("S3 write requests", r"Requests-Tier1\b"),
+    ("S3 read requests", r"Requests-Tier2\b"),
+    ("transfer of results", r"DataTransfer-Out-Bytes"),
+)
+_MERGED = {"root disk": "disks", "data disk": "disks", "interruptions": "compute"}
+_NOTES = {
+    "compute": "AWS: the prices of each second, free first hours and savings plans in them",
+    "S3 storage": "the receipt has the bill's figure, for all days until expiry",
+    "S3 write requests": "the receipt has the bill's figure",
+    "S3 read requests": "the receipt has the bill's figure",
+    "transfer of results": "the receipt has the bill's figure; none before `gpufleet results`",
+    "logs": "the receipt has the bill's figure",
+}
+ACTIVATE = (
+    "the account that pays must activate them, once, and costs carry them from then on:\n"
+    "  aws ce update-cost-allocation-tags-status --cost-allocation-tags-status "
+    + " ".join(f"TagKey={tag},Status=Active" for tag in TAGS)
+    + "\nCost Explorer knows a tag a day after something first had it. For runs before:\n"
+    "  aws ce start-cost-allocation-tag-backfill --backfill-from YYYY-MM-01T00:00:00Z"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Charged:
+    """What AWS told of a run, USD by line of the bill; what no line names, by AWS's own names."""
+
+    usd: Mapping[str, Decimal]
+    estimated: bool  # AWS may still change it
+
+    @property
+    def total(self) -> Decimal:
+        return sum(self.usd.values(), Decimal(0))
+
+
+def require_tags(ce: Any) -> None:
+    """Raises AwsRefused with how, where the account has not activated the tags."""
+    told = ce.list_cost_allocation_tags(TagKeys=list(TAGS), Type="UserDefined")["CostAllocationTags"]
+    status = {each["TagKey"]: each["Status"] for each in told}
+    if lacking := [f"{tag} ({status.get(tag, 'not seen yet')})" for tag in TAGS if status.get(tag) != "Active"]:
+        raise AwsRefused(f"the cost allocation tags {', '.join(lacking)} are not active; {ACTIVATE}")
+
+
+def charged(ce: Any, receipt: Receipt, today: date) -> Charged:
+    """What Cost Explorer tells of the receipt's run until today. A request costs 0.01 USD, a run one of them."""
+    ended = date.fromisoformat(receipt.at[:10])
+    wanted = {
+        "TimePeriod": {
+            "Start": str(ended - timedelta(days=BEFORE)),
+            "End": str(min(ended + timedelta(days=AFTER), today + timedelta(days=1))),  # not included
+        },
+        "Granularity": "DAILY",
+        "Metrics": ["UnblendedCost"],
+        "GroupBy": [{"Type": "DIMENSION", "Key": key} for key in ("SERVICE", "USAGE_TYPE")],
+        "Filter": {
+            "And": [
+                *(
+                    {"Tags": {"Key": tag, "Values": [value]}}
+                    for tag, value in zip(TAGS, (receipt.stack, receipt.run), strict=True)
+                ),
+                {"Not": {"Dimensions": {"Key": "RECORD_TYPE", "Values": ["Credit", "Refund", "Tax"]}}},
+            ]
+        },
+    }
+    usd, estimated, more = dict[str, Decimal](), False, dict[str, str]()
+    while True:
+        answer = ce.get_cost_and_usage(**wanted, **more)
+        for day in answer["ResultsByTime"]:
+            estimated |= bool(day.get("Estimated")) and bool(day["Groups"])
+            for group in day["Groups"]:
+                name = line_of(*group["Keys"])
+                usd[name] = usd.get(name, Decimal(0)) + Decimal(group["Metrics"]["UnblendedCost"]["Amount"])
+        if not (token := answer.get("NextPageToken")):
+            return Charged(usd=usd, estimated=estimated)
+        more = {"NextPageToken": token}
+
+
+def line_of(service: str, usage_type: str) -> str:
+    """The line of the bill that a service's usage type belongs to; else their own names."""
+    if "CloudWatch" in service:
+        return "logs"
+    return next((name for name, pattern in _LINES if re.search(pattern, usage_type)), f"{service}, {usage_type}")
+
+
+def beside(receipt: Receipt, told: Charged, today: date) -> Iterator[str]:
+    """The lines of the receipt with what AWS charged, and what differs why."""
+    counted = dict[str, Decimal]()
+    for line in receipt.lines:
+        name = _MERGED.get(line.name, line.name)
+        counted[name] = counted.get(name, Decimal(0)) + line.actual
+    yield f"{receipt.stack}, run {receipt.run}, counted until {receipt.at}:"
+    if not told.usd:
+        late = "AWS tells a day later" if today <= date.fromisoformat(receipt.at[:10]) + timedelta(days=DELAY) else ""
+        yield f"  nothing is tagged with it: {late or 'its tags were not active then, or it cost nothing'}"
+        return
+    rows = []
+    for name in [*counted, *(name for name in told.usd if name not in counted)]:
+        mine, theirs = counted.get(name, Decimal(0)), told.usd.get(name, Decimal(0))
+        note = _NOTES.get(name, "") if name in counted else "no line of the bill"
+        note = note if abs(theirs - mine) >= CENT else ""
+        rows.append((name, _money(mine), _money(theirs), f"{theirs - mine:+.4f}", note))
+    difference = told.total - receipt.actual
+    rows.append(("total", _money(receipt.actual), _money(told.total), f"{difference:+.4f}", ""))
+    for row in text.table(("line", "receipt", "AWS", "difference", "what differs"), rows, right=range(1, 4)):
+        yield f"  {row}"
+    if told.estimated:
+        yield "  AWS calls some of it estimated: it may still change."
+
+
+def _money(amount: Decimal) -> str:
+    return f"{amount:.4f}"

@@ -1,0 +1,91 @@
+"""TensorBoard of a run on this machine, for `gpufleet tensorboard`: the lines of metrics.jsonl in its bucket, as
+they come.
+So a command's job has one too, and a run that has ended, and no node has to be reached.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.account.run_folder import find_folder, no_run
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.contract import metrics
+from gpufleet.job.contract.workdir import METRICS
+
+EVERY_S = 30.0  # between two looks; a node sends its lines with each heartbeat
+
+
+class Board:
+    """An event file in `folder` that follows lines of metrics.jsonl."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+        self._seen = set[tuple[float, int]]()
+        self._step = -1
+
+    def follow(self, content: bytes) -> int:
+        """Writes what is new in the file as it is now; how many lines that was. Steps that a later node repeats
+        take the place of those before.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        new = [each for each in metrics.records(content.split(b"\n")) if (each["ts"], each["step"]) not in self._seen]
+        for record in new:
+            at, step = record["ts"], record["step"]
+            if step <= self._step:
+                log = SessionLog(status=SessionLog.START)
+                self._writer.add_event(Event(wall_time=at, step=step, session_log=log))
+            self._step = step
+            self._seen.add((at, step))
+            values = [Summary.Value(tag=tag, simple_value=number) for tag, number in metrics.scalars(record)]
+            self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+        self._writer.flush()
+        return len(new)
+
+    def close(self) -> None:
+        """The file is complete."""
+        self._writer.close()
+
+
+def serve(
+    definition: StackDefinition,
+    s3: Any,
+    *,
+    port: int,
+    say: Callable[[str], None] = print,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """TensorBoard at localhost until Ctrl-C, or its own end, whose exit code this is. Raises GpufleetError without the
+    package, AwsRefused without such a run.
+    """
+    if find_spec("tensorboard") is None:
+        raise GpufleetError("TensorBoard is not installed here: pip install tensorboard")
+    if (folder := find_folder(s3, definition)) is None:
+        raise no_run(s3, definition)
+    with tempfile.TemporaryDirectory(prefix="gpufleet-tensorboard-") as scratch:
+        place = Path(scratch) / definition.name / folder.run
+        board = Board(place)
+        count = board.follow(folder.read(METRICS) or b"")
+        say(f"{count} lines of s3://{folder.bucket}/{folder.run}/{METRICS}; more as they come. Ctrl-C ends it.")
+        words = ("--logdir", scratch, "--host", "localhost", "--port", str(port), "--reload_interval", "10")
+        server = subprocess.Popen([sys.executable, "-m", "tensorboard.main", *words], stdin=subprocess.DEVNULL)
+        try:
+            while server.poll() is None:
+                sleep(EVERY_S)
+                board.follow(folder.read(METRICS) or b"")
+            return server.returncode
+        finally:
+            server.terminate()
+            server.wait()
+            board.close()

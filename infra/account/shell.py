@@ -1,0 +1,65 @@
+"""A shell on a run's node through Session Manager, for `gpufleet shell`: nothing listens on a node.
+
+Asks AWS for a session as its command line does, and gives it to AWS's own plugin, which talks to the node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from gpufleet.infra.account import refusals
+from gpufleet.infra.account.fleet import nodes_of
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused, GpufleetError
+
+PLUGIN = "session-manager-plugin"
+DOCUMENT = "AWS-StartInteractiveCommand"
+INSTALL = (
+    "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
+)
+# The newest container of gpufleet's is the job's: a command's own, else the supervisor's, which trains itself.
+INSIDE = 'sudo docker exec -it "$(sudo docker ps -q --filter name=gpufleet- | head -1)" sh -c "bash || sh"'
+Start = Callable[[Sequence[str], Mapping[str, str]], int]  # a program with this environment; its exit code
+
+
+def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool, start: Start) -> int:
+    """A shell in the job's container on the newest node, or beside it (`on_node`): its exit code when it is left.
+    Raises GpufleetError with what is missing: the plugin, a node, its agent.
+    """
+    if shutil.which(PLUGIN) is None:
+        raise GpufleetError(f"a shell needs AWS's {PLUGIN} on this machine, and it is not installed: {INSTALL}")
+    instance = _newest(definition, ec2)
+    asked = {"Target": instance}
+    if not on_node:
+        asked |= {"DocumentName": DOCUMENT, "Parameters": {"command": [INSIDE]}}  # type: ignore[dict-item]
+    try:
+        session = ssm.start_session(**asked)
+    except ClientError as error:
+        if refusals.code(error) == "TargetNotConnected":
+            raise AwsRefused(
+                f"{instance} has not told Session Manager of itself. A node does within some minutes of its boot, if"
+                " its AMI has the SSM agent (as AWS's deep learning AMIs have) and its subnet a way out on port 443;"
+                f" `gpufleet logs {definition.run_argument} --boot` says how far it is"
+            ) from error
+        raise
+    answer = {key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")}
+    region, profile = definition.fleet.region, os.environ.get("AWS_PROFILE", "")
+    told = "AWS_SSM_START_SESSION_RESPONSE"  # the plugin looks there: an argument is seen by everybody on this machine
+    words = (PLUGIN, told, region, "StartSession", profile, json.dumps(asked), ssm.meta.endpoint_url)
+    return start(words, {told: json.dumps(answer)})
+
+
+def _newest(definition: StackDefinition, ec2: Any) -> str:
+    running = [node for node in nodes_of(ec2, definition) if node["State"]["Name"] == "running"]
+    if not running:
+        raise AwsRefused(
+            f"no node of {definition.name}, run {definition.run.id}, is running: `gpufleet wait {definition.argument}`"
+            " says why"
+        )
+    return str(running[-1]["InstanceId"])

@@ -1,0 +1,205 @@
+"""What the driver says of this node's GPUs, read here alone: which, how busy, full and hot, and its Xid errors.
+
+nvidia-smi is wherever a driver is. Xid errors come from the library behind it, NVML: a container may not read the
+kernel's log. No torch.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import itertools
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MIB = 1024 * 1024
+INTERVAL_S = 5
+MEAN_OF = 60  # samples: five minutes
+KILL_S = 5.0  # for a killed nvidia-smi to be gone
+QUERY = "index,utilization.gpu,memory.used,temperature.gpu"
+# After these the GPU works again once it is reset, or never: double-bit memory errors, a failed row remapping, off the
+# bus, errors that were not contained, a GSP that does not answer, a recovery that was given up (NVIDIA's Xid catalog,
+# 2026-11). Most others are of the program that ran: 13, 31, 43, 45, 94.
+LOST = {48: "double-bit memory error", 64: "row remapping failed", 79: "fallen off the bus", 95: "uncontained error"}
+LOST |= {119: "GSP does not answer", 120: "GSP error"}
+XID_EVENT, WAIT_MS, TIMED_OUT = 0x8, 1000, 10  # nvml.h: nvmlEventTypeXidCriticalError; NVML_ERROR_TIMEOUT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """The GPUs at one moment. None: the driver does not say."""
+
+    use: float | None  # percent of the least busy: in a mean one that waits hides behind seven that work
+    busiest: float | None
+    memory_gb: float | None  # of the fullest, in units of 1e9 bytes
+    temperature_c: float | None  # of the hottest
+
+    def figures(self) -> dict[str, float]:
+        """As a line of metrics.jsonl has them, those that are known."""
+        said = {"gpu_util": self.use, "gpu_mem_gb": self.memory_gb, "gpu_temp_c": self.temperature_c}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+def ask(query: str, *, of: Sequence[int] = (), timeout_s: float = 60.0) -> list[list[str]]:
+    """nvidia-smi's answer to a query, a list for each GPU; empty where there is no working driver."""
+    words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    words += ["-i", ",".join(map(str, of))] if of else []
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return rows(said)
+
+
+def rows(answer: str) -> list[list[str]]:
+    """nvidia-smi's text, a list for each GPU."""
+    return [[word.strip() for word in line.split(",")] for line in answer.splitlines()]
+
+
+class Sampler:
+    """The node's first `gpus` GPUs, watched by one nvidia-smi and one thread on NVML beside it; nothing is
+    seen where these are not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpus: int,
+        clock: Callable[[], float] = time.time,
+        nvml: Callable[[], Any] = lambda: ctypes.CDLL("libnvidia-ml.so.1"),
+    ) -> None:
+        self.now: Sample | None = None
+        self.used_at = clock()  # when one was last seen busy, or its use not known
+        self.xids = list[int]()
+        self._told = 0  # of them
+        self._gone: str | None = None  # what is missing, once nvidia-smi has ended by itself
+        self._clock, self._count = clock, gpus
+        self._recent: collections.deque[float] = collections.deque(maxlen=MEAN_OF)
+        self._process: subprocess.Popen[str] | None = None
+        self._ended = threading.Event()
+        self._threads = list[threading.Thread]()
+        if (smi := shutil.which("nvidia-smi")) is None:
+            return
+        words = [smi, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+        words += ["-i", ",".join(map(str, range(gpus))), "-l", str(INTERVAL_S)]
+        self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        self._threads = [
+            threading.Thread(target=self._read, name="gpus", daemon=True),
+            threading.Thread(target=self._listen, args=(nvml,), name="xids", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def percent(self) -> float | None:
+        """How busy the least busy is, now."""
+        return None if self.now is None else self.now.use
+
+    def mean(self) -> float | None:
+        """Its mean over the last five minutes; None before they are over."""
+        recent = list(self._recent)
+        return sum(recent) / len(recent) if len(recent) == MEAN_OF else None
+
+    def figures(self) -> dict[str, float]:
+        """For the next line of metrics.jsonl; an Xid error once, the newest of those since the line before."""
+        new, self._told = self.xids[self._told :], len(self.xids)
+        figures = {} if self.now is None else self.now.figures()
+        return {**figures, **({"gpu_xid": float(new[-1])} if new else {})}
+
+    def lost(self) -> str:
+        """Why a GPU of this node is of no more use; empty: none is."""
+        if self._gone is None and self._process is not None and self._process.poll() is not None:
+            found = len(ask("index", timeout_s=KILL_S))
+            self._gone = f"{found} of {self._count} GPUs answer" if found < self._count else ""
+        return next((f"Xid {xid}, {LOST[xid]}" for xid in self.xids if xid in LOST), self._gone or "")
+
+    def close(self) -> None:
+        """Ends both. An nvidia-smi that waits for a GPU that fell off the bus cannot be killed: it is left, or whoever
+        closes would wait for it too, on a node that is paid for.
+        """
+        self._ended.set()
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=KILL_S)
+                for thread in self._threads:
+                    thread.join(timeout=KILL_S)
+                assert self._process.stdout is not None
+                self._process.stdout.close()
+
+    def see(self, sample: Sample | None) -> None:
+        """One sample; None: not known any more."""
+        self.now = sample
+        if sample is None or sample.use is None:
+            self._recent.clear()
+        else:
+            self._recent.append(sample.use)
+        if sample is None or sample.busiest is None or sample.busiest > 0:
+            self.used_at = self._clock()
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        while lines := list(itertools.islice(self._process.stdout, self._count)):
+            self.see(sampled(rows("".join(lines))))
+        self.see(None)  # nvidia-smi is gone: its last word is not today's
+
+    def _listen(self, nvml: Callable[[], Any]) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # no library, or one without events
+            for xid in _events(nvml(), self._ended):
+                self.xids.append(xid)
+
+
+def sampled(lines: Sequence[Sequence[str]]) -> Sample:
+    """One round's lines: index, percent, MiB, degrees."""
+
+    def column(at: int) -> list[float]:
+        found = []
+        for row in lines:
+            with contextlib.suppress(ValueError, IndexError):
+                found.append(float(row[at]))
+        return found
+
+    use, memory, degrees = column(1), column(2), column(3)
+    return Sample(
+        use=min(use, default=None),
+        busiest=max(use, default=None),
+        memory_gb=round(max(memory) * MIB / 1e9, 3) if memory else None,
+        temperature_c=max(degrees, default=None),
+    )
+
+
+class _Event(ctypes.Structure):
+    """nvml.h's nvmlEventData_t."""
+
+    _fields_ = (
+        ("device", ctypes.c_void_p),
+        ("type", ctypes.c_ulonglong),
+        ("data", ctypes.c_ulonglong),
+        ("instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+def _events(nvml: Any, ended: threading.Event) -> Iterator[int]:
+    """Xid errors of all GPUs, as they come, until `ended`."""
+    count, device, events, event = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_void_p(), _Event()
+    if nvml.nvmlInit_v2() or nvml.nvmlEventSetCreate(ctypes.byref(events)):
+        return
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    for index in range(count.value):
+        if not nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
+            nvml.nvmlDeviceRegisterEvents(device, ctypes.c_ulonglong(XID_EVENT), events)
+    while not ended.is_set():
+        said = nvml.nvmlEventSetWait_v2(events, ctypes.byref(event), ctypes.c_uint(WAIT_MS))
+        if said == 0 and event.type == XID_EVENT:
+            yield event.data
+        elif said not in (0, TIMED_OUT):  # a GPU that is lost answers so for ever
+            ended.wait(WAIT_MS / 1000)
+    nvml.nvmlShutdown()

@@ -1,0 +1,49 @@
+"""How far long work is. Whoever does it tells; a command line shows it (infra/progress.py), a node nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+Advance = Callable[[int], None]
+
+
+class Gauge(Protocol):
+    """What shows one piece of work."""
+
+    def advance(self, amount: int) -> None: ...
+    def close(self) -> None: ...
+
+
+# What is done, how much there is of it (None: unknown), its unit: "B" for bytes.
+Show = Callable[[str, int | None, str], Gauge | None]
+_show: list[Show] = []  # the last is asked
+
+
+@contextmanager
+def shown_by(show: Show) -> Iterator[None]:
+    """Work in the block is shown by `show`."""
+    _show.append(show)
+    try:
+        yield
+    finally:
+        _show.remove(show)
+
+
+@contextmanager
+def shown(what: str, total: int | None, unit: str = "B") -> Iterator[Advance]:
+    """A function to be told of each amount that is done. Work inside of other work is not shown by itself."""
+    meter = _show[-1](what, total, unit) if _show else None
+    if meter is None:
+        yield _unseen
+        return
+    with shown_by(lambda what, total, unit: None):
+        try:
+            yield meter.advance
+        finally:
+            meter.close()
+
+
+def _unseen(amount: int) -> None:
+    """Nobody looks."""
