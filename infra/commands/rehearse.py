@@ -38,9 +38,10 @@ def run(args: argparse.Namespace) -> int:
     environment.forget_account()
     try:
         from gpufleet.rehearsal.rehearse import rehearse, rehearse_all
+        from gpufleet.rehearsal.undisturbed import Until
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install 'gpufleet[rehearsal]'") from error
     if args.all:
         return rehearse_all(quiet=args.quiet)
-    again = [until for until, asked in (("end", args.exact), ("limit", args.limit)) if asked]
+    again: list[Until] = [until for until, asked in (("end", args.exact), ("limit", args.limit)) if asked]
     return rehearse(args.stack, quiet=args.quiet, image=args.image, stand_in=args.plumbing, again=again)

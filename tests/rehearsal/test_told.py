@@ -36,7 +36,7 @@ class ToldRun:
     def messages(self) -> list[tuple[str, str]]:
         """Subject and text of what the topic's subscribers got."""
         sent = sns_backends[self.cloud.account][REGION].topics[self.topic].sent_notifications
-        return [(each[2], each[1]) for each in sent]
+        return [(str(each[2]), each[1]) for each in sent]
 
     def passes(self, hours: float) -> None:
         self.clock.advance(hours * 3600)

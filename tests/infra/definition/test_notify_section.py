@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,7 @@ def test_it_loads_and_a_change_of_it_takes_a_new_run(stack: Path) -> None:
     before = definition(stack)
     assert before.notify == Notify()
     found = with_notify(stack, email="me@example.org", webhook="ssm:/team/hook", silent_hours=2)
-    assert (found.notify.email, found.notify.webhook, found.notify.silent_hours) == (
-        "me@example.org",
-        "ssm:/team/hook",
-        2,
-    )
+    assert found.notify == Notify(email="me@example.org", webhook="ssm:/team/hook", silent_hours=Decimal(2))
     assert creation_digest(found) != creation_digest(before)
     assert creation_digest(replace(found, notify=Notify())) == creation_digest(before)
 
