@@ -174,3 +174,27 @@ def test_the_yaml_program_of_the_page_runs(tmp_path: Path) -> None:
         assert set(again.changes) == {"same"}, again.text
         assert engine.destroy().ok
         assert sorted(kind for kind, _ in cloud.leftovers()) == ["bucket", "bucket"]
+
+
+@REAL
+@pytest.mark.slow  # npm fetches Pulumi's SDK
+@pytest.mark.skipif(not shutil.which("pulumi-language-nodejs"), reason="Pulumi's Node.js runtime is not on PATH")
+@pytest.mark.timeout(900)
+def test_the_typescript_program_of_the_page_runs_with_the_sdk_that_the_engine_makes(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```typescript\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+    with program(tmp_path / "program", {"name": "platform", "runtime": "nodejs"}) as (cloud, engine):
+        needed = {"dependencies": {"@pulumi/pulumi": "^3", "@types/node": "^20", "typescript": "^5"}}
+        (tmp_path / "program" / "package.json").write_text(json.dumps(needed))
+        (tmp_path / "program" / "tsconfig.json").write_text('{"compilerOptions": {"strict": true}}')
+        (tmp_path / "program" / "index.ts").write_text(text)
+        engine._run(["npm", "install", "--no-audit", "--no-fund"])
+        engine._run(["pulumi", "package", "add", str(tmp_path / "bin" / PLUGIN)])
+        created = engine.up()
+        assert created.ok, created.text
+        outputs = engine.outputs()
+        assert outputs["results"].startswith("s3://gpufleet-training-")
+        assert 0 < outputs["usd"] < 3
+        again = engine.up()
+        assert set(again.changes) == {"same"}, again.text
+        assert engine.destroy().ok
+        assert {kind for kind, _ in cloud.leftovers()} == {"bucket"}
