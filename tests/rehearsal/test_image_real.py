@@ -21,7 +21,7 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 from gpufleet.rehearsal.rehearse import rehearse
 
 WHY_NOT = own_images.daemon() if sys.platform == "linux" else "needs Docker Engine on Linux"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 # Overwrites one file, and saves on TERM.
 IN_PYTHON = """
 import json, os, signal, sys, time
