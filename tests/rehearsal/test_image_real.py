@@ -157,7 +157,7 @@ def test_a_command_is_rehearsed_in_its_own_image(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.py").write_text(IN_PYTHON)
     (tmp_path / "mine" / "train.sh").write_text(IN_SH)
-    project, said = tmp_path / "project", []
+    project, said = tmp_path / "project", list[str]()
     assert rehearse("mine", root=project, image=True, out=said.append) == 0, "\n".join(said)
     assert any("your script in its own image, without a GPU" in line for line in said)
     assert sorted(path.name for path in project.iterdir()) == ["rehearsals", "stacks"]  # nothing else was left
