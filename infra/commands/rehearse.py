@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from gpufleet.infra import progress
 from gpufleet.infra.definition.loader import names_of, project_root
@@ -18,15 +19,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--image", action="store_true", help="a command in its own image, by this machine's docker")
     depth.add_argument("--plumbing", action="store_true", help="a stand-in for a command that cannot run here")
-    parser.add_argument("--exact", action="store_true", help="a command once more undisturbed: does it end the same?")
-    parser.add_argument("--limit", action="store_true", help="a command once more, until it meets a limit midway")
+    once_more: dict[str, Any] = {"dest": "again", "action": "append_const", "default": []}
+    parser.add_argument("--exact", const="end", help="a command again, undisturbed: does it end the same?", **once_more)
+    parser.add_argument("--limit", const="limit", help="a command again, until it meets a limit midway", **once_more)
     progress.argument(parser)
     parser.add_argument("--all", action="store_true", help="every stack in turn, and one table")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when everything held, 1 when a step did not, 130 on Ctrl-C."""
-    if args.all and (args.exact or args.limit):
+    if args.all and args.again:
         raise GpufleetError("--exact and --limit are of one command: name its stack in place of --all")
     if args.all and args.stack:
         raise GpufleetError(f"--all rehearses every stack, {args.stack} alone one: give one of the two")
@@ -38,10 +40,8 @@ def run(args: argparse.Namespace) -> int:
     environment.forget_account()
     try:
         from gpufleet.rehearsal.rehearse import rehearse, rehearse_all
-        from gpufleet.rehearsal.undisturbed import Until
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install 'gpufleet[rehearsal]'") from error
     if args.all:
         return rehearse_all(quiet=args.quiet)
-    again: list[Until] = [until for until, asked in (("end", args.exact), ("limit", args.limit)) if asked]
-    return rehearse(args.stack, quiet=args.quiet, image=args.image, stand_in=args.plumbing, again=again)
+    return rehearse(args.stack, quiet=args.quiet, image=args.image, stand_in=args.plumbing, again=args.again)

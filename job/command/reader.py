@@ -143,6 +143,7 @@ class StepReader:
         self._metrics, self._note, self._gpus = metrics, note, gpus
         self._patterns = [re.compile(pattern) for pattern in patterns]
         self._total = 0.0  # the greatest; of a bar that has another one the steps are something else
+        self._batches = 0  # of the longest epoch
         self._lock = threading.Lock()
         self.step = self._began = 0
         self.first: int | None = None
@@ -215,9 +216,19 @@ class StepReader:
             if (match := pattern.search(text)) is not None:
                 found.update({name: value for name, value in match.groupdict().items() if value is not None})
         if {"epoch", "batch", "batches"} <= found.keys() and "step" not in found:
-            found["step"] = int(found["epoch"]) * int(found["batches"]) + int(found["batch"])
+            found["step"] = self._step_of_batch(*(int(found[name]) for name in ("epoch", "batch", "batches")))
         if found:
             self.take(found, at)
+
+    def _step_of_batch(self, epoch: int, batch: int, batches: int) -> int:
+        """By the longest epoch: a last one is cut where the steps are over. A start in that sees no other, which then
+        are as long as it takes to be where it goes on.
+        """
+        with self._lock:
+            self._batches = max(self._batches, batches)
+            if epoch and self.first is None:
+                self._batches = max(self._batches, -((batch - self._began) // epoch))
+            return epoch * self._batches + batch
 
     def poll(self) -> None:
         """What its file has got since, and what waits to be written."""

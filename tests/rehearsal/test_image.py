@@ -1,5 +1,5 @@
 """`gpufleet rehearse --image`: a command in its own image. Here a docker that notes down what it is asked, and runs
-containers as processes by the stand-in; what only a real one can show has a test of its own.
+containers as processes by the stand-in; what only a real one can show is in test_image_real.py.
 """
 
 from __future__ import annotations
@@ -212,11 +212,3 @@ def test_a_command_is_rehearsed_by_the_node_s_own_docker_command_line(project: P
     assert [words[0] for words in asked() if words[0] in ("pause", "unpause")] == ["pause", "unpause"]
     removed = {words[2] for words in asked() if words[:2] == ["rm", "-f"] and len(words) == 4}
     assert len(removed) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_real_containers_are_reached_watched_signalled_and_removed(project: Path) -> None:
-    if images._refused("docker", "version"):
-        pytest.skip("no docker daemon answers here, and only a real one shows this")
-    rehearse_with_image(project)

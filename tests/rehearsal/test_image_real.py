@@ -21,7 +21,7 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 from gpufleet.rehearsal.rehearse import rehearse
 
 WHY_NOT = own_images.daemon() if sys.platform == "linux" else "needs Docker Engine on Linux"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 # Overwrites one file, and saves on TERM.
 IN_PYTHON = """
 import json, os, signal, sys, time
@@ -157,7 +157,7 @@ def test_a_command_is_rehearsed_in_its_own_image(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.py").write_text(IN_PYTHON)
     (tmp_path / "mine" / "train.sh").write_text(IN_SH)
-    project, said = tmp_path / "project", []
+    project, said = tmp_path / "project", list[str]()
     assert rehearse("mine", root=project, image=True, out=said.append) == 0, "\n".join(said)
     assert any("your script in its own image, without a GPU" in line for line in said)
     assert sorted(path.name for path in project.iterdir()) == ["rehearsals", "stacks"]  # nothing else was left

@@ -98,6 +98,23 @@ def test_what_a_framework_prints_is_understood(
     assert {key: record[key] for key in figures} == figures
 
 
+@pytest.mark.parametrize(
+    ("restored", "bars", "first", "last"),
+    [
+        (0, ["Epoch 3:  10%|9| 31/313 [", "Epoch 4:  12%|#| 31/248 [", "Epoch 4: 100%|#| 248/248 ["], 970, 1500),
+        (1400, ["Epoch 4:  60%|#| 149/248 [", "Epoch 4: 100%|#| 248/248 ["], 1401, 1500),
+        (1400, ["Epoch 0:  60%|#| 5/313 [", "Epoch 4: 100%|#| 248/248 ["], 5, 1500),  # it does not go on
+    ],
+)
+def test_an_epoch_that_is_cut_is_counted_by_the_length_of_the_others(
+    tmp_path: Path, restored: int, bars: list[str], first: int, last: int
+) -> None:
+    reading = Reading(tmp_path, FORMATS["lightning"].progress)
+    reading.progress.begin(restored, reading.file)
+    reading.take(*(f"{bar}00:01<00:09, 9.1it/s]\r".encode() for bar in bars))
+    assert (reading.progress.first, reading.progress.step) == (first, last)
+
+
 def test_a_file_of_json_lines_tells_the_same_whole_lines_only(tmp_path: Path) -> None:
     reading = Reading(tmp_path)
     reading.file.write_text(json.dumps({"step": 5, "loss": 0.5, "val": 0.6, "mfu": 0.4, "name": "x"}) + '\n{"step": 6')
