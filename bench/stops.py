@@ -529,7 +529,8 @@ def main() -> None:
     say(
         "# A run's limits with its stops dead\n\n"
         f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}. `python bench/stops.py {runs}` wrote this: "
-        f"{runs:,} drawn runs a row.\n\n"
+        f"{runs:,} drawn runs a row.\n"
+        "Minutes are the fleet's: two nodes that AWS runs at once count once.\n\n"
         "| Stack | A checkpoint | Stops that work | Past the limit, 99th | most | Beyond ten minutes and a checkpoint "
         "| Beyond one minute and a checkpoint: by a last node that came too late | others | Ended by |\n"
         "|---|---|---|---|---|---|---|---|---|\n"

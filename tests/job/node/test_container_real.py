@@ -101,7 +101,7 @@ def printed(command: Sequence[str], *program: str) -> str:
     return ran.stdout
 
 
-def held(*names: str) -> str:
+def capability_mask(*names: str) -> str:
     """These capabilities, as the kernel says them."""
     return f"{sum(1 << CAPABILITIES[name] for name in names):016x}"
 
@@ -113,7 +113,7 @@ def test_a_job_has_the_rights_that_are_said_and_gets_no_others(settings: Setting
 
     is_ = json.loads(printed(container.command(settings, MACHINE, tmp_path), "-c", SAYS_WHAT_IT_IS))
 
-    rights = held("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID") if volume else held()
+    rights = capability_mask("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID") if volume else capability_mask()
     assert is_ == {
         "user": "0" if volume else "1000", "rights": [rights, rights], "new_rights": False, "filter": True,
         "processes": "30000", "socket": False,
@@ -127,7 +127,7 @@ def test_a_command_s_container_has_the_rights_that_are_said_and_gets_no_others(
 
     is_ = json.loads(printed(jobs.command(), "-c", SAYS_WHAT_IT_IS))
 
-    rights = held("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
+    rights = capability_mask("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
     assert is_ == {
         "user": "0", "rights": [rights, rights], "new_rights": False, "filter": True, "processes": "30000",
         "socket": False,
