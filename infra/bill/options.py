@@ -56,7 +56,7 @@ class TypeCost:
         dearest = self.hourly(capacity)
         if capacity == "on-demand" or dearest is None:
             return dearest
-        mean = len(self.spot) / sum(1 / zone.price.amount for zone in self.spot)
+        mean = len(self.spot) / sum((1 / zone.price.amount for zone in self.spot), Decimal(0))
         return replace(dearest, amount=mean.quantize(CENT_100))
 
     @property

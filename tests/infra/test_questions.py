@@ -72,20 +72,22 @@ def seventy_billion(*, spread: bool) -> dict[str, Any]:
 def test_seventy_billion_with_lora_on_eight_h100_for_a_billion_tokens(ask: Any) -> None:
     """Of a layer 2 x 8192^2 + 2 x 8192 x 1024 + 3 x 8192 x 28,672 = 855.6 M parameters are matrices, 68.45 G in 80
     layers, 69.50 G with the head of 128,256 x 8192. A token takes 4 FLOP of each, 6 of the adapters' 207 M (16 x (2 x
-    16,384 + 2 x 9,216 + 3 x 36,864) x 80) and 6 x 80 x 8192 x 1000 of attention: 283.2 GFLOP. At 40 % of eight H100s
-    that is 11,181 tokens/s; of a billion, 98 % of each row text, 25.3 h.
+    16,384 + 2 x 9,216 + 3 x 36,864) x 80) and 6 x 80 x 8192 x 1000 of attention: 283.2 GFLOP. It runs with
+    checkpointing, which makes again 0.885 x 472 kB less 168 kB of a token in a layer: 38.9 MB written and read in 80, and
+    11.6 us of an H100's memory beside the 286 us of its products. At 40 % of eight that is 10,745 tokens/s; of a
+    billion, 98 % of each row text, 26.3 h.
     Memory: 141.1 GB of bf16 over eight are 17.6, two layers 3.4, the tables 4.2; nothing holds 141.1 on one.
     """
     matrices = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672) + 128_256 * 8192
     adapters = 80 * 16 * (2 * 16_384 + 2 * 9216 + 3 * 36_864)
     flop = 4 * matrices + 6 * adapters + 6 * 80 * 8192 * 1000
-    tokens_s = 8 * H100 * 0.4 / flop
-    assert tokens_s == pytest.approx(11_181, rel=0.001)
+    tokens_s = 8 * 0.4 / (flop / H100 + 38.9e6 / 3350e9)
+    assert tokens_s == pytest.approx(10_745, rel=0.001)
     found = ask(cost, "lora", lora=seventy_billion(spread=True))
     train = found["phases"][0]
     assert train["tokens_per_s"] == pytest.approx(tokens_s, rel=0.01)
     hours = 1e9 * 0.999 / 0.98 / tokens_s / 3600
-    assert train["steps"] * train["step_ms"] / 3.6e6 == pytest.approx(hours, rel=0.01) == pytest.approx(25.3, rel=0.02)
+    assert train["steps"] * train["step_ms"] / 3.6e6 == pytest.approx(hours, rel=0.01) == pytest.approx(26.3, rel=0.02)
     assert all(phase["fits"] for phase in found["fits"])
     with pytest.raises(GpufleetError, match="GB at its smallest micro-batch"):
         ask(cost, "lora", lora=seventy_billion(spread=False))
@@ -164,4 +166,4 @@ def test_the_sum_of_independent_runs_is_that_of_a_binomial() -> None:
     one = Quantiles(p10=exact(1), p50=exact(2), p90=exact(3), mean=exact(2))
     found = Several(parts=(Part(name="a", times=100, one=one, max_usd=exact(5), usd=values),))
     assert [float(found.independent.p10), float(found.independent.p90)] == pytest.approx([187.2, 212.8], abs=1.3)
-    assert (found.alike.p90, found.max_usd) == (300, 500)
+    assert (float(found.alike.p90), float(found.max_usd)) == (300, 500)
