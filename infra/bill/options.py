@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 
 from gpufleet.infra.bill import fit
 from gpufleet.infra.bill import runtime as runtimes

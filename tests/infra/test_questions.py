@@ -73,8 +73,8 @@ def test_seventy_billion_with_lora_on_eight_h100_for_a_billion_tokens(ask: Any) 
     """Of a layer 2 x 8192^2 + 2 x 8192 x 1024 + 3 x 8192 x 28,672 = 855.6 M parameters are matrices, 68.45 G in 80
     layers, 69.50 G with the head of 128,256 x 8192. A token takes 4 FLOP of each, 6 of the adapters' 207 M (16 x (2 x
     16,384 + 2 x 9,216 + 3 x 36,864) x 80) and 6 x 80 x 8192 x 1000 of attention: 283.2 GFLOP. It runs with
-    checkpointing, which makes again 0.885 x 472 kB less 168 kB of a token in a layer: 38.9 MB written and read in 80, and
-    11.6 us of an H100's memory beside the 286 us of its products. At 40 % of eight that is 10,745 tokens/s; of a
+    checkpointing, which makes again 0.885 x 472 kB less 168 kB of a token in a layer: 38.9 MB written and read in 80,
+    and 11.6 us of an H100's memory beside the 286 us of its products. At 40 % of eight that is 10,745 tokens/s; of a
     billion, 98 % of each row text, 26.3 h.
     Memory: 141.1 GB of bf16 over eight are 17.6, two layers 3.4, the tables 4.2; nothing holds 141.1 on one.
     """
