@@ -25,7 +25,7 @@ from gpufleet.job.text import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class StackRuns:
     """One file's runs. `usd`: of each simulated run, as its limits cut it."""
 
     name: str
@@ -39,7 +39,7 @@ class Part:
 class Several:
     """Runs of one or more files."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StackRuns, ...]
 
     @property
     def independent(self) -> Quantiles:
@@ -92,11 +92,11 @@ class Several:
         }
 
 
-def of_bills(bills: Sequence[tuple[StackDefinition, Bill]], times: int) -> Several:
+def repeated(bills: Sequence[tuple[StackDefinition, Bill]], times: int) -> Several:
     """Each of the bills `times` times."""
     return Several(
         parts=tuple(
-            Part(
+            StackRuns(
                 name=definition.name,
                 times=times,
                 one=bill.chosen.usd,

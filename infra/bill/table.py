@@ -243,7 +243,8 @@ def _rest(bill: Bill, today: date | None, accuracy: object) -> Iterator[str]:
     yield from wrap(f"Not priced: {'; '.join(NOT_PRICED)}.")
     if (less := account_discount(bill.chosen.lines)) >= Decimal("0.01"):
         yield from wrap(
-            f"An account that has not used its free 100 GB of transfer and 5 GB of logs this month pays {less:.2f} less."
+            "An account that has not used its free 100 GB of transfer and 5 GB of logs this month pays"
+            f" {less:.2f} less."
         )
     if bill.calibrated:
         yield from wrap(f"Calibrated: {bill.chosen.runtime.basis}.")

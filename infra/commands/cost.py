@@ -92,7 +92,7 @@ def _several(args: argparse.Namespace, root: Path, now: datetime) -> int:
         if definition.variant.reference:
             raise GpufleetError(_claim(definition))
         bills.append((definition, bill_of(definition, root, catalog, today=now.date(), hazards=hazards)))
-    found = several.of_bills(bills, args.times or 1)
+    found = several.repeated(bills, args.times or 1)
     text = json.dumps(found.to_json(), indent=2) if args.json else "\n".join(found.lines())
     sys.stdout.write(text + "\n")
     return 0
