@@ -104,7 +104,7 @@ def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
     yield from config.doubts(max(phase.steps for phase in runtime.phases))
 
 
-def _without(zones: Sequence[SpotPrice]) -> str:
+def _leave_out(zones: Sequence[SpotPrice]) -> str:
     """What leaving out the dearest zone would do, where it alone spoils the price."""
     *others, high = zones
     if not others or high.price.amount < _SPOILS * others[-1].price.amount:
@@ -146,7 +146,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
             if high.price.amount >= _SPREAD * low.price.amount:
                 yield (
                     f"{option.type}: spot zones differ, {low.price.amount} ({low.zone}) to {high.price.amount}"
-                    f" ({high.zone}); the bill stands on the dearest{_without(option.spot)}"
+                    f" ({high.zone}); the bill stands on the dearest{_leave_out(option.spot)}"
                 )
             if option.on_demand and high.price.amount >= option.on_demand.amount:
                 yield f"{option.type}: spot in {high.zone} costs as much as on demand"

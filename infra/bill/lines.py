@@ -6,7 +6,7 @@ What a line counts is an upper bound where the run decides (checkpoints kept, sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import date
 from decimal import ROUND_HALF_EVEN, Decimal
@@ -29,6 +29,9 @@ SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive togeth
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
 LOG_LINE_BYTES = 250
 UNKEPT_DAYS = 1  # a bucket that goes with the stack: assumed destroyed within a day
+
+# What AWS gives every account each month, by item (its price pages of EC2 data transfer and CloudWatch, read 2026-11).
+FREE_A_MONTH = {"transfer_out": Decimal(100), "logs_ingestion": Decimal(5)}
 
 NOT_PRICED = (
     "taxes, support, credits, savings plans, free tiers",
@@ -111,6 +114,14 @@ def line(name: str, quantity: float, price: Price, kind: Kind, item: str = "") -
         inferred=price.status == "inferred",
         item=item,
     )
+
+
+def account_discount(found: Iterable[Line]) -> Decimal:
+    """USD less for an account that has not used anything of what is free each month."""
+    free = (
+        min(each.quantity, FREE_A_MONTH[each.item]) * each.unit_price for each in found if each.item in FREE_A_MONTH
+    )
+    return sum(free, Decimal(0)).quantize(CENT_100)
 
 
 def stored(definition: StackDefinition, dataset_bytes: int | None) -> StoredSizes:

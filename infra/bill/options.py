@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 
 from gpufleet.infra.bill import fit
 from gpufleet.infra.bill import runtime as runtimes
@@ -56,7 +57,7 @@ class TypeCost:
         dearest = self.hourly(capacity)
         if capacity == "on-demand" or dearest is None:
             return dearest
-        mean = len(self.spot) / sum(1 / zone.price.amount for zone in self.spot)
+        mean = len(self.spot) / sum((1 / zone.price.amount for zone in self.spot), Decimal(0))
         return replace(dearest, amount=mean.quantize(CENT_100))
 
     @property

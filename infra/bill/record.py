@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from gpufleet.infra.bill.bill import Bill, Cap
-from gpufleet.infra.bill.lines import NOT_PRICED
+from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
 from gpufleet.infra.bill.side import Quantiles, Side
 from gpufleet.infra.risk.cadence import BestInterval
 from gpufleet.infra.risk.hazard import Hazard
@@ -99,6 +99,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
             "parts": {name: str(gb) for name, gb in bill.kept.parts},
         },
         "not_priced": list(NOT_PRICED),
+        "account_discount_usd": str(account_discount(bill.chosen.lines)),
         "warnings": list(bill.warnings),
         "prices_as_of": bill.prices_as_of.isoformat(),
     }

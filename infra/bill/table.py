@@ -12,7 +12,7 @@ from decimal import Decimal
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.limits import AS_COUNTED
-from gpufleet.infra.bill.lines import NOT_PRICED
+from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
 from gpufleet.infra.bill.side import Quantiles, Side
 from gpufleet.infra.definition.model import deadline_text
 from gpufleet.infra.risk.hazard import word
@@ -241,6 +241,11 @@ def _rest(bill: Bill, today: date | None, accuracy: object) -> Iterator[str]:
     age = "" if today is None else f"; {price_age(bill, today)}"
     yield from wrap(f"Prices: of {min(days)} to {max(days)}{age}.")
     yield from wrap(f"Not priced: {'; '.join(NOT_PRICED)}.")
+    if (less := account_discount(bill.chosen.lines)) >= Decimal("0.01"):
+        yield from wrap(
+            "An account that has not used its free 100 GB of transfer and 5 GB of logs this month pays"
+            f" {less:.2f} less."
+        )
     if bill.calibrated:
         yield from wrap(f"Calibrated: {bill.chosen.runtime.basis}.")
     if accuracy is not None:

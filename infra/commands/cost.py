@@ -31,6 +31,8 @@ from gpufleet.infra.review import policy
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line arguments."""
     stack.argument(parser)
+    parser.add_argument("others", metavar="STACK", nargs="*", help="more of them: what all runs come to together")
+    parser.add_argument("--times", metavar="N", type=_times, help="so many runs of each: a sweep under one budget")
     parser.add_argument("--scenario", metavar="NAME", help="this one of the file's scenarios, whatever the stack runs")
     parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/bill.md")
 
@@ -42,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """
     root = project_root(Path.cwd())
     now = datetime.now(UTC)
+    if args.others or args.times is not None:
+        return _several(args, root, now)
     if args.scenario is not None:
         definition = scenario(stack.path_of(args), args.scenario, now=now, to_run=False)
     else:
@@ -71,6 +75,33 @@ def run(args: argparse.Namespace) -> int:
     if found := [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]:
         raise DefinitionError(str(definition.source), found)
     return 1 if broken else 0
+
+
+def _several(args: argparse.Namespace, root: Path, now: datetime) -> int:
+    """Prints what all runs come to."""
+    from gpufleet.infra.bill import several
+    from gpufleet.infra.bill.project import bill_of
+    from gpufleet.infra.evidence.observations import observations
+    from gpufleet.infra.risk.hazard import learn
+
+    if args.scenario is not None:
+        raise GpufleetError("--scenario is of one bill; `pulumi config set scenario NAME` chooses one for a stack")
+    catalog, hazards, bills = load_catalog(), learn(observations(root)), []
+    for name in (args.stack, *args.others):
+        definition = stack.definition_of(argparse.Namespace(stack=name), past_deadline=False)
+        if definition.variant.reference:
+            raise GpufleetError(_claim(definition))
+        bills.append((definition, bill_of(definition, root, catalog, today=now.date(), hazards=hazards)))
+    found = several.repeated(bills, args.times or 1)
+    text = json.dumps(found.to_json(), indent=2) if args.json else "\n".join(found.lines())
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _times(text: str) -> int:
+    if text.isdecimal() and 1 <= int(text) <= 1000:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text}: allowed are 1 to 1000 runs of each")
 
 
 def _claim(definition: StackDefinition) -> str:

@@ -257,7 +257,7 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
 
 
 def regions(rows: Sequence[Row]) -> str:
-    """The same work in every region with prices."""
+    """A table of the work in every region with prices."""
     if not rows:
         return ""
     heads = ("region", "type", "capacity", "h p50", "USD p50", "USD p90", "dear", "inputs")

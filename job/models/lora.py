@@ -58,7 +58,7 @@ class LoraLinear(nn.Module):
 
     def merged(self) -> Tensor:
         """W + scale B A, in fp32."""
-        return _whole(self.weight).float() + self.scale * (self.lora_b @ self.lora_a)
+        return _gather_whole(self.weight).float() + self.scale * (self.lora_b @ self.lora_a)
 
 
 class TrainedRows(Table):
@@ -153,10 +153,10 @@ def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner, _, leaf = name.rpartition(".")
         if leaf in _TRAINED:
             continue
-        yield name, adapted[owner].merged() if owner in adapted and leaf == "weight" else _whole(parameter.detach())
+        yield name, adapted[owner].merged() if owner in adapted and leaf == "weight" else _gather_whole(parameter.detach())
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather_whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

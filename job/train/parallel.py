@@ -131,7 +131,7 @@ def shard(
     *,
     compute: torch.dtype,
     reshard: bool,
-    whole: Iterable[nn.Parameter] = (),
+    whole: Iterable[Tensor] = (),
 ) -> nn.Module:
     """The module with its weights spread over the ranks, gathered block by block in `compute` (FSDP2; gradients are
     summed in fp32). `reshard`: a block's weights are dropped again after its forward pass (ZeRO-3), or kept until its
@@ -144,7 +144,7 @@ def shard(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # rotations stay in fp32, the model casts for itself
     )
-    kept = set(whole)
+    kept = {each for each in whole if isinstance(each, nn.Parameter)}
     for part in (*blocks, module):
         fully_shard(
             part,

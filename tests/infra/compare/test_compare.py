@@ -54,9 +54,9 @@ def usd(row: Row, region: str, kind: str) -> float:
 # hours of compute, dollars on demand: the corrected figures, computed beside the project by hand from parameters,
 # FLOP per token, dense peaks and the stated MFU; token counts to two digits.
 # Activation checkpointing makes again, of a token in 32 layers, what compiled steps keep (0.885 x 239 kB each) less
-# what it keeps (87 kB each, and one whole layer): 3.7 MB, written and read. On an A100 of 40 GB 4.8 us of the 100 us
-# that its 31.3 GFLOP take, on an L40S 8.6 of 86. Between two nodes go 167.8 M gradients of 4 bytes, at 80 % of
-# 100 Gb/s: 67 ms a step, 0.75 h of 40,066 steps.
+# what it keeps (87 kB each, and one whole layer): 3.7 MB, written and read. On an A100 of 40 GB 4.8 us of the 100 that
+# its 31.3 GFLOP take, on an L40S 8.6 of 86. Between two nodes go 167.8 M gradients of 4 bytes, at 80 % of 100 Gb/s:
+# 67 ms a step, 0.75 h of 40,066 steps.
 SFT = {
     "h100-current": (38.0, 261.44),
     "h100-optimized": (12.75, 87.7),

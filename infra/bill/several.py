@@ -1,0 +1,112 @@
+"""Many runs under one budget: what a sweep comes to.
+
+Luck with interruptions and spot prices is each run's own, so a sum of runs is narrower than the sum of their ranges.
+How fast a job is, is not: where nobody has measured it, all runs of one file may be slow alike. Both sums are given;
+the second is the one to set a budget by until the job is calibrated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from gpufleet.infra import text
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.record import quantiles
+from gpufleet.infra.bill.side import Quantiles, exact
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.risk import simulation
+from gpufleet.infra.risk.hazard import Floats
+from gpufleet.job.text import counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackRuns:
+    """One file's runs. `usd`: of each simulated run, as its limits cut it."""
+
+    name: str
+    times: int
+    one: Quantiles
+    max_usd: Decimal  # of one
+    usd: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Several:
+    """Runs of one or more files."""
+
+    parts: tuple[StackRuns, ...]
+
+    @property
+    def independent(self) -> Quantiles:
+        """USD of all, each run with a luck of its own."""
+        luck = np.random.default_rng(0)
+        total = np.zeros(simulation.RUNS)
+        for part in self.parts:
+            for _ in range(part.times):
+                total += luck.choice(part.usd, simulation.RUNS)
+        p10, p50, p90, mean = map(exact, simulation.quantiles(total))
+        return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
+
+    @property
+    def alike(self) -> Quantiles:
+        """USD of all, where every run of a file meets the same, and files do too."""
+        each = [part.one.times(part.times) for part in self.parts]
+        p10, p50, p90, mean = (
+            sum((getattr(one, name) for one in each), Decimal(0)) for name in ("p10", "p50", "p90", "mean")
+        )
+        return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
+
+    @property
+    def max_usd(self) -> Decimal:
+        """What the limits of all runs let them spend together."""
+        return sum((part.times * part.max_usd for part in self.parts), Decimal(0))
+
+    def lines(self) -> Iterator[str]:
+        """The table."""
+        heads = ("", "runs", "USD p10", "p50", "p90", "mean")
+        cells = [(part.name, "1", *_cells(part.one)) for part in self.parts]
+        runs = str(sum(part.times for part in self.parts))
+        cells += [("all, each with its own luck", runs, *_cells(self.independent))]
+        cells += [("all, equally fast or slow", runs, *_cells(self.alike))]
+        yield from text.table(heads, cells, right=range(1, 6))
+        yield ""
+        each = ", ".join(f"{counted(part.times, 'run')} of {part.name}" for part in self.parts)
+        yield from text.wrap(
+            f"{each}. Interruptions and spot prices are each run's own luck; a speed that nobody has measured is all"
+            f" runs' alike, so until `gpufleet calibrate` the last line holds. Limits: {self.max_usd:f} USD together."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Keys as documented in docs/bill.md."""
+        return {
+            "schema": 1,
+            "stacks": [{"stack": part.name, "times": part.times, "usd": quantiles(part.one)} for part in self.parts],
+            "usd": quantiles(self.independent),
+            "usd_alike": quantiles(self.alike),
+            "max_usd": str(self.max_usd),
+        }
+
+
+def repeated(bills: Sequence[tuple[StackDefinition, Bill]], times: int) -> Several:
+    """Each of the bills `times` times."""
+    return Several(
+        parts=tuple(
+            StackRuns(
+                name=definition.name,
+                times=times,
+                one=bill.chosen.usd,
+                max_usd=definition.limits.max_usd,
+                usd=bill.chosen.within.usd + float(bill.chosen.total) - bill.chosen.exposure.uninterrupted_usd,
+            )
+            for definition, bill in bills
+        )
+    )
+
+
+def _cells(usd: Quantiles) -> tuple[str, ...]:
+    return tuple(f"{value:.2f}" for value in (usd.p10, usd.p50, usd.p90, usd.mean))
