@@ -4,8 +4,8 @@ Everything else of the run lies in WORKDIR: data/, ckpt/, job.log, packages/ (wh
 
 environment, set by the node script; without it a run of this machine alone:
   GPUFLEET_RUN_URI         s3://BUCKET/RUN or a folder, for what is kept (default: store/RUN beside WORKDIR)
-  GPUFLEET_INSTANCE_ID, GPUFLEET_INSTANCE_TYPE, GPUFLEET_ZONE, GPUFLEET_LAUNCHED_AT, GPUFLEET_NODE_UPTIME
-                           the machine, for its price and its record (default: one called local, started now)
+  GPUFLEET_INSTANCE_ID, GPUFLEET_INSTANCE_TYPE, GPUFLEET_ZONE, GPUFLEET_LAUNCHED_AT, GPUFLEET_NODE_UPTIME,
+  GPUFLEET_PULLED_S        the machine, for its price and its record (default: one called local, started now)
   AWS_ENDPOINT_URL, AWS_EC2_METADATA_SERVICE_ENDPOINT
                            where AWS is, when it is the embedded one
 

@@ -113,7 +113,7 @@ def line_of(service: str, usage_type: str) -> str:
     return next((name for name, pattern in _LINES if re.search(pattern, usage_type)), f"{service}, {usage_type}")
 
 
-def beside(receipt: Receipt, told: Charged, today: date) -> Iterator[str]:
+def compared(receipt: Receipt, told: Charged, today: date) -> Iterator[str]:
     """The lines of the receipt with what AWS charged, and what differs why."""
     counted = dict[str, Decimal]()
     for line in receipt.lines:

@@ -5,13 +5,13 @@ So a command's job has one too, and a run that has ended, and no node has to be 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 from gpufleet.infra.account.run_folder import find_folder, no_run
@@ -79,7 +79,7 @@ def serve(
         count = board.follow(folder.read(METRICS) or b"")
         say(f"{count} lines of s3://{folder.bucket}/{folder.run}/{METRICS}; more as they come. Ctrl-C ends it.")
         words = ("--logdir", scratch, "--host", "localhost", "--port", str(port), "--reload_interval", "10")
-        server = subprocess.Popen([sys.executable, "-m", "tensorboard.main", *words], stdin=subprocess.DEVNULL)
+        server = Popen([sys.executable, "-m", "tensorboard.main", *words], stdin=DEVNULL)
         try:
             while server.poll() is None:
                 sleep(EVERY_S)

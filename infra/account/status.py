@@ -23,6 +23,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import attempt, bucket
 from gpufleet.job.contract.commit import BEST, Best
 from gpufleet.job.contract.reading import epoch
+from gpufleet.job.contract.receipt import start_up
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
 GONE = ("shutting-down", "terminated")  # states of an instance
@@ -109,6 +110,8 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
         how = "running" if name in alive else "gone without notice"
         if record.exit:
             how = f"ended: {record.exit.reason} at {record.exit.at}"
+        took = start_up(record.started_s, record.pulled_s)
+        how += f", {took}" if took else ""
         yield f"attempt     {name}, {record.type} in {record.zone}, booted {record.booted_at}, {how}"
     yield from odd
 
@@ -145,10 +148,10 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
         known = [form.format(value) for form, value in figures if value is not None]  # no speed at first
         yield f"progress    {', '.join([f'phase {beat.phase}, step {beat.step}', *known])}"
     if beat.gpu_util is not None or beat.xids:
-        figures = (("{:.0f} % used", beat.gpu_util), ("{:.1f} GB", beat.gpu_mem_gb), ("{:.0f} °C", beat.gpu_temp_c))
-        known = [form.format(value) for form, value in figures if value is not None]
-        known += [f"Xid {', '.join(map(str, beat.xids))} told by the driver"] if beat.xids else []
-        yield f"gpu         {', '.join(known)}"
+        gpus = (("{:.0f} % used", beat.gpu_util), ("{:.1f} GB", beat.gpu_mem_gb), ("{:.0f} °C", beat.gpu_temp_c))
+        said = [form.format(value) for form, value in gpus if value is not None]
+        said += [f"Xid {', '.join(map(str, beat.xids))} told by the driver"] if beat.xids else []
+        yield f"gpu         {', '.join(said)}"
     yield f"spent       ${beat.spent_usd or 0:.4f} of ${definition.limits.max_usd}"
     if beat.ceiling_s:
         yield f"            {beat.ceiling_s / 3600:.2f} h of it at the on-demand price: AWS tells no spot price"

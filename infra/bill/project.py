@@ -62,7 +62,7 @@ def bill_basis(definition: StackDefinition, root: Path, catalog: Catalog) -> Bil
         definition=_as_measured(counted_by(definition, dataset), calibrations),
         dataset_bytes=_uploaded(definition, root) if dataset is None else sum(file.bytes for file in dataset.files),
         calibrations=calibrations,
-        speeds=own_speeds.known(root, catalog.instances),
+        speeds=own_speeds.known(root, catalog.instances, definition.name),
     )
 
 

@@ -21,7 +21,7 @@ from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import roofline
 from gpufleet.infra.evidence.calibration import Calibration, PhaseSpeed
-from gpufleet.infra.evidence.speeds import NOBODY, OURS, Expected, SpeedGroup, Speeds, shipped
+from gpufleet.infra.evidence.speeds import NOBODY, OURS, Expected, SpeedGroup, Speeds, family, shipped
 from gpufleet.infra.risk import unknown
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.spec.common import PhaseSize
@@ -181,7 +181,7 @@ def hours(
         stalls_s += blocked_s
         growth_s += growth
 
-    setup_s = _setup_s(instance, estimate, calibration)
+    setup_s, setup_seen = _setup_s(instance, estimate, calibration, speeds)
     worked_s = sum(phase.seconds for phase in phases)
     restart = estimate.restart_minutes
     return Runtime(
@@ -198,7 +198,7 @@ def hours(
         speed=_speed_basis(config, instance, estimate, timed=timed),
         sigma=max(unknown.MEASURED, calibration.spread) if timed and calibration else expected.sigma,
         shared=expected.shared,
-        setup_seen=calibration is not None and calibration.setup_s is not None and estimate.setup_minutes is None,
+        setup_seen=setup_seen,
     )
 
 
@@ -310,14 +310,20 @@ def _beside_s(
     return forward_s + rounds * size.decode_steps * decode_s + beside_s
 
 
-def _setup_s(instance: Instance, estimate: Estimate, calibration: Calibration | None) -> float:
-    """Launch to first step. A probe knows the trainer's own part of it only, a receipt all of it."""
+def _setup_s(
+    instance: Instance, estimate: Estimate, calibration: Calibration | None, speeds: Speeds | None
+) -> tuple[float, bool]:
+    """Launch to first step, and whether nodes took so long. A probe knows the trainer's own part of it only, a receipt
+    of this job all of it; receipts of the stack as it was are better than what is assumed.
+    """
     if estimate.setup_minutes is not None:
-        return float(estimate.setup_minutes) * 60
+        return float(estimate.setup_minutes) * 60, False
     if calibration is not None and calibration.setup_s is not None:
-        return calibration.setup_s
-    assumed = SETUP_MINUTES["p" if instance.type.startswith("p") else "g"] * 60
-    return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0)
+        return calibration.setup_s, True
+    if speeds is not None and (seen := speeds.setup_s.get(family(instance.type))) is not None:
+        return seen, True
+    assumed = SETUP_MINUTES[family(instance.type)] * 60
+    return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0), False
 
 
 def _basis(config: JobConfig, instance: Instance, estimate: Estimate, share: float, launched: Sequence[str]) -> str:

@@ -22,9 +22,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints them, to be read by the shell when it starts."""
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    print(argcomplete.shellcode(["gpufleet"], shell=args.shell))
+    print(shellcode(["gpufleet"], shell=args.shell))
     return 0
 
 

@@ -51,7 +51,7 @@ def _show_charges(found: Sequence[Receipt]) -> None:
     for receipt in found:
         if not receipts.is_rehearsal(receipt):
             print()
-            print("\n".join(actual_bill.beside(receipt, actual_bill.charged(ce, receipt, today), today)))
+            print("\n".join(actual_bill.compared(receipt, actual_bill.charged(ce, receipt, today), today)))
 
 
 def _name(stack: str, root: Path) -> str:

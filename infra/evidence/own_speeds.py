@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gpufleet.infra.catalog import Instance
 from gpufleet.infra.evidence import calibration, receipts
 from gpufleet.infra.evidence.roofline import launch_ms, limit_ms
-from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds, shipped
+from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds, family, shipped
 from gpufleet.job.spec import from_json
 
 _HOST_BOUND = 0.7  # of a step, from which the host's launches say more of it than the GPU does
 
 
-def known(root: Path, instances: Mapping[str, Instance]) -> Speeds:
-    """The table's figures, with those measured under `root` (the project)."""
+NEWEST = 10  # nodes whose start-up counts
+
+
+def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Speeds:
+    """The table's figures, with those measured under `root` (the project), and the start-up of the `stack`'s nodes."""
     own = [
         speed
         for folder in (calibration.FOLDER, receipts.FOLDER)
@@ -24,7 +28,18 @@ def known(root: Path, instances: Mapping[str, Instance]) -> Speeds:
         for tree in calibration.sound(root, place.name, folder)
         for speed in _speeds(tree, instances)
     ]
-    return Speeds([*shipped().figures, *own]) if own else shipped()
+    setup_s = start_ups(root, stack)
+    return Speeds([*shipped().figures, *own], setup_s) if own or setup_s else shipped()
+
+
+def start_ups(root: Path, stack: str) -> dict[str, float]:
+    """Seconds from launch to first step by a type's family, the median of the newest nodes in the stack's receipts."""
+    took: dict[str, list[float]] = {}
+    for receipt in receipts.read(root, stack)[0] if stack else ():
+        for attempt in () if receipts.is_rehearsal(receipt) else receipt.attempts:
+            if attempt.started_s is not None:
+                took.setdefault(family(attempt.type), []).append(float(attempt.started_s))
+    return {name: median(found[-NEWEST:]) for name, found in took.items()}
 
 
 def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Iterator[Speed]:

@@ -59,10 +59,11 @@ class Expected:
 
 
 class Speeds:
-    """The figures that count, fitted."""
+    """The figures that count, fitted; `setup_s`: seconds to the first step of this stack's nodes, by family."""
 
-    def __init__(self, figures: Iterable[Speed]) -> None:
+    def __init__(self, figures: Iterable[Speed], setup_s: Mapping[str, float] | None = None) -> None:
         self.figures = tuple(figures)
+        self.setup_s = dict(setup_s or {})
         self._places = [each.place for each in self.figures]
         among = _covariance(self._places, self._places) + REST_SIGMA**2 * np.eye(len(self._places))
         self._inverse = np.linalg.inv(among)
@@ -112,3 +113,8 @@ def _covariance(rows: Sequence[SpeedGroup], columns: Sequence[SpeedGroup]) -> Fl
     left, right = (np.array([hash(each) for each in some]) for some in (rows, columns))
     found += CELL_SIGMA**2 * (left[:, None] == right[None, :])
     return found
+
+
+def family(type_: str) -> str:
+    """`p` or `g`, by which nodes take about as long to start."""
+    return "p" if type_.startswith("p") else "g"

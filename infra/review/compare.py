@@ -141,7 +141,7 @@ class Pricer:
                 known.catalog,
                 calibrations=measured,
                 hazards=known.hazards,
-                speeds=own_speeds.known(known.folder, known.catalog.instances),
+                speeds=own_speeds.known(known.folder, known.catalog.instances, definition.name),
                 today=self.now.date(),
             )
             return StackAtCommit(tree=tree, definition=definition, bill=bill)

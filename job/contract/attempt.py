@@ -28,6 +28,7 @@ class Node:
     type: str
     zone: str
     launched_at: float
+    pulled_s: str = ""  # how long its images took; empty: not known
 
     @classmethod
     def from_environment(cls, given: Mapping[str, str], now: float) -> Node:
@@ -38,6 +39,7 @@ class Node:
             type=given.get(environment.INSTANCE_TYPE, "local"),
             zone=given.get(environment.ZONE, ""),
             launched_at=now if launched is None else launched,
+            pulled_s=given.get(environment.PULLED_S, ""),
         )
 
 
@@ -151,6 +153,7 @@ class AttemptRecord:
     # The supervisor's.
     attempt: int | None = None  # of the run, from 1
     supervised_at: str = ""
+    pulled_s: Decimal | None = None  # how long the images took
     ranks: int | None = None  # processes that train
     machine: Hardware | None = None
     resumed_step: int | None = None
@@ -171,7 +174,7 @@ class AttemptRecord:
 
     def to_json(self) -> dict[str, Any]:
         tree = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "machine"}
-        tree["started_s"] = None if self.started_s is None else float(self.started_s)
+        tree |= {name: float(tree[name]) for name in ("started_s", "pulled_s") if tree[name] is not None}
         for key in ("ended", "untold"):
             tree[key] = {name: iso(at) for name, at in tree[key].items()}
         tree["exit"] = self.exit and self.exit.to_json()
@@ -197,6 +200,7 @@ class AttemptRecord:
             manifest_at_boot=fields.take("manifest_at_boot", reading.text, None) or None,
             ended=fields.take("ended", reading.mapping(reading.moment), {}),
             untold=fields.take("untold", reading.mapping(reading.moment), {}),
+            pulled_s=fields.take("pulled_s", reading.unsigned, None),
             resumed_step=fields.take("resumed_step", reading.step, None),
             started_s=fields.take("started_s", reading.unsigned, None),
             rung=fields.take("rung", reading.whole_number, None),

@@ -58,6 +58,7 @@ class AttemptCost:
     seconds: Decimal  # as billed
     lived_s: Decimal
     started_s: Decimal | None = None  # from launch to the trainer's first step; None: never got there
+    pulled_s: Decimal | None = None  # of that its images took; None: not known
     interrupted: bool = False
     reclaimed: bool | None = None  # AWS took it; False: its owner did; None: no notice, or nobody knows
     usd: Decimal = Decimal(0)
@@ -85,6 +86,7 @@ class AttemptCost:
             "last_step": self.last_step,
             "rung": self.rung,
             "exit": self.exit and self.exit.to_json(),
+            **({} if self.pulled_s is None else {"pulled_s": seconds(self.pulled_s)}),
         }
 
     @classmethod
@@ -97,6 +99,7 @@ class AttemptCost:
             lived_s=fields.need("lived_s" if "lived_s" in fields.tree else "seconds", reading.unsigned),
             seconds=fields.need("seconds", reading.unsigned),
             started_s=fields.take("started_s", reading.unsigned, None),
+            pulled_s=fields.take("pulled_s", reading.unsigned, None),
             interrupted=fields.take("interrupted", reading.flag, False),
             reclaimed=fields.take("reclaimed", reading.flag, None),
             usd=fields.take("usd", reading.unsigned, Decimal(0)),
@@ -227,6 +230,12 @@ class Receipt:
 def parse(content: bytes) -> Receipt:
     """The receipt in the bytes of receipt.json. Raises DoubtError."""
     return Receipt.from_json(reading.parse(content))
+
+
+def start_up(started_s: Decimal | None, pulled_s: Decimal | None) -> str:
+    """How long a node took to its first step, in words; empty: not known."""
+    parts = [f"set-up {started_s / 60:.1f} min"] if started_s is not None else []
+    return ", ".join([*parts, *([f"image pull {pulled_s / 60:.1f} min"] if pulled_s is not None else [])])
 
 
 def money(amount: Decimal) -> str:

@@ -141,13 +141,15 @@ class NodeRun:
         container.give(self.settings, self.workdir)
         self._limit(self.workdir)
         self._check_gpu()
+        began = self.clock()
         self._pull()
+        pulled_s = self.clock() - began
         self._yield()
         say("starting the container")
         self.notices.watch(self.workdir, self.keys)
         self._job_looks = True
         with Jobs(self.settings, self.machine, scratch) as self.command:
-            return self._run_job(container.command(self.settings, self.machine, scratch))
+            return self._run_job(container.command(self.settings, self.machine, scratch, pulled_s))
 
     def _list(self) -> bool:
         """One listing answers: is the run over, which manifest is the newest, were there attempts."""

@@ -197,6 +197,7 @@ class Supervisor:
             launched_at=iso(self.node.launched_at),
             attempt=self.number,
             supervised_at=iso(self.clock()),
+            pulled_s=Decimal(self.node.pulled_s) if self.node.pulled_s else None,
             ranks=self.world.ranks,
             machine=machine.describe(self.world.gpus() if self.run_file.config.device == "cuda" else ()),
         )

@@ -56,6 +56,7 @@ class Attempt:
     floor: int  # rung of the ladder to begin at: above it memory ran out
     exit: Exit | None
     ceiling_s: Decimal = Decimal(0)  # counted at the ceiling of a spot price, which AWS did not tell
+    pulled_s: Decimal | None = None  # how long its images took
     reclaimed: bool | None = None
 
     @property
@@ -194,6 +195,7 @@ def attempt_from_record(
         floor=record.floor or 0,
         exit=record.exit,
         ceiling_s=paid.ceiling_s,
+        pulled_s=record.pulled_s,
     )
 
 

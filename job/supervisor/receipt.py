@@ -26,7 +26,7 @@ from gpufleet.job.contract.attempt import AttemptRecord, Hardware
 from gpufleet.job.contract.aws import FREE_S
 from gpufleet.job.contract.cost import CENT_100, MINIMUM_S, hours
 from gpufleet.job.contract.done import Done
-from gpufleet.job.contract.receipt import CAUSES, AttemptCost, Receipt, ReceiptLine, money, seconds
+from gpufleet.job.contract.receipt import CAUSES, AttemptCost, Receipt, ReceiptLine, money, seconds, start_up
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import METRICS
 from gpufleet.job.supervisor.attempts import Attempt
@@ -148,6 +148,7 @@ def text(receipt: Receipt) -> str:
         if attempt.reclaimed is False:
             end += ", as the fleet was changed, deleted or expired"
         paid = f"{seconds(attempt.seconds)} s ${money(attempt.usd)}"
+        paid = ", ".join(filter(None, (paid, start_up(attempt.started_s, attempt.pulled_s))))
         said.append(f"  {attempt.instance} {attempt.type} {paid}: {end}")
     return "\n".join(said)
 
@@ -203,6 +204,7 @@ def _cost(attempt: Attempt, *, last: bool) -> AttemptCost:
         seconds=attempt.seconds,
         lived_s=attempt.lived_s,
         started_s=attempt.started_s,
+        pulled_s=attempt.pulled_s,
         interrupted=attempt.interrupted or (attempt.exit is None and not last),
         reclaimed=attempt.reclaimed,
         usd=attempt.usd,

@@ -75,7 +75,7 @@ def test_a_runs_charges_are_asked_by_its_tags_and_told_by_line_on_all_pages() ->
     stub.assert_no_pending_responses()
     assert told.estimated
     assert told.total == Decimal("1.024")
-    lines = list(actual_bill.beside(RUN, told, TODAY))
+    lines = list(actual_bill.compared(RUN, told, TODAY))
     rows = [line.split()[:5] for line in lines[3:]]
     assert rows[0][:4] == ["compute", "1.0000", "0.9000", "-0.1000"]
     assert "free first hours" in lines[3]
@@ -91,7 +91,7 @@ def test_a_runs_charges_are_asked_by_its_tags_and_told_by_line_on_all_pages() ->
 )
 def test_a_run_of_which_aws_tells_nothing_says_why(today: date, said: str) -> None:
     none = actual_bill.Charged(usd={}, estimated=False)
-    assert said in list(actual_bill.beside(RUN, none, today))[-1]
+    assert said in list(actual_bill.compared(RUN, none, today))[-1]
 
 
 def test_tags_that_are_not_activated_are_named_with_how_it_is_done() -> None:

@@ -131,7 +131,7 @@ def test_tensorboard_is_served_with_the_lines_of_the_bucket_until_it_ends(
 
         wait = terminate
 
-    monkeypatch.setattr(board.subprocess, "Popen", Server)
+    monkeypatch.setattr(board, "Popen", Server)
     assert board.serve(stack, aws.client("s3", "us-east-2"), port=7007, say=said.append, sleep=looks.append) == 0
     assert started[0][-6:] == ["--host", "localhost", "--port", "7007", "--reload_interval", "10"]
     assert said[0].startswith("1 lines of s3://")

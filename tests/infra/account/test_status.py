@@ -59,6 +59,12 @@ def test_status_says_how_much_of_the_dollars_is_at_the_ceiling_of_an_untold_spot
     assert stated(stack)[""] == "0.25 h of it at the on-demand price: AWS tells no spot price"
 
 
+def test_status_tells_how_long_a_node_took_to_its_first_step(cloud: Cloud, stack: StackDefinition) -> None:
+    told = {"instance": "i-1", "booted_at": "12:00", "pulled_s": 252.0, "started_s": 480.0}
+    put(cloud, declare_bucket(cloud), "attempts/i-1.json", told)
+    assert stated(stack)["attempt"].endswith("set-up 8.0 min, image pull 4.2 min")
+
+
 def test_status_tells_how_its_gpus_fare(cloud: Cloud, stack: StackDefinition) -> None:
     beat = {"ts": "2026-11-21T12:08:00Z", "gpu_util": 97.0, "gpu_mem_gb": 70.12, "gpu_temp_c": 61.0, "xids": [31]}
     put(cloud, declare_bucket(cloud), "heartbeat/i-1.jsonl", beat)

@@ -137,6 +137,22 @@ def test_the_bill_names_them_and_where_all_are() -> None:
     assert "at an assumed speed" not in text
 
 
+def test_half_the_set_up_is_priced_where_it_matters() -> None:
+    """two-tower trains for minutes, sft-h100 half a day for one start."""
+    asked = shipped("two-tower")
+    bill, options = price(asked, CATALOG), cheaper_options(asked)
+    assert options.half_setup is not None
+    minutes, usd = options.half_setup
+    runs = bill.chosen.exposure
+    starts = Decimal((1 + bill.chosen.interruptions) * runs.setup_h / 2 * runs.compute_usd_h)
+    assert minutes == 8.0
+    assert usd == pytest.approx(starts, abs=Decimal("0.01"))
+    said = f"Half the 8.0 min of set-up, by a smaller image or an AMI that holds it, takes about {usd:.2f} USD off p50"
+    assert said in flat(bill, options)
+    assert options.to_json()["half_setup_usd"] == float(usd)
+    assert cheaper_options(shipped("sft-h100")).half_setup is None
+
+
 def test_a_bill_without_any_says_so() -> None:
     asked = next(
         each for each in scenarios(ROOT / "stacks" / "kernel-sft.yaml", now=NOW) if each.scenario == "curriculum"

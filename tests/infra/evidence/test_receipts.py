@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from commands_world import definition, project
+from cost_definitions import growth
 from receipt_tree import node, place, receipt
 
 from gpufleet.infra.account import results
+from gpufleet.infra.bill import runtime
+from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands.receipts import summary, table
+from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.evidence import receipts
+from gpufleet.infra.evidence import own_speeds, receipts
 from gpufleet.infra.evidence.observations import observations
 from gpufleet.job.contract.receipt import CAUSES
 
@@ -293,3 +298,21 @@ def test_a_stack_is_named_as_for_every_other_command(
     (root / "Pulumi.night.yaml").write_text("config:\n  gpufleet:definition: small-growth\n")
     assert main(["receipts", stack]) == 0
     assert "small-growth  r1" in capsys.readouterr().out
+
+
+def test_later_bills_of_the_stack_take_the_start_up_of_its_newest_nodes(tmp_path: Path) -> None:
+    """By family: a P node's takes longer. A rehearsal's and another stack's tell nothing."""
+    took = [{**node(f"i-{at}", seconds="3600.000"), "started_s": str(200 + at)} for at in range(12)]
+    place(tmp_path, receipt(attempts=[*took, {**took[0], "type": "p5.48xlarge", "started_s": "900"}]))
+    place(tmp_path, receipt(run="r2", device="cpu", attempts=[{**took[0], "started_s": "5"}]), "r2")
+    place(tmp_path, receipt(stack="other", attempts=[{**took[0], "started_s": "7"}]), stack="other")
+    assert own_speeds.start_ups(tmp_path, "small-growth") == {"g": 206.5, "p": 900.0}
+    speeds = own_speeds.known(tmp_path, load_catalog().instances, "small-growth")
+    types = load_catalog().instances
+    for type_, seconds in (("g6.xlarge", 206.5), ("p4d.24xlarge", 900.0)):
+        found = runtime.hours(growth(), types[type_], Estimate(), Disk(size_gib=100), speeds=speeds)
+        assert (found.setup_s, found.setup_seen) == (seconds, True)
+    stated = runtime.hours(
+        growth(), types["g6.xlarge"], Estimate(setup_minutes=Decimal(3)), Disk(size_gib=100), speeds=speeds
+    )
+    assert (stated.setup_s, stated.setup_seen) == (180.0, False)

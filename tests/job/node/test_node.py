@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -342,6 +343,7 @@ def test_the_container_is_told_who_and_where_it_is(node: StubNode) -> None:
         "python -m gpufleet.job /gpufleet/run/run.json",
     ):
         assert part in call
+    assert re.search(r"-e GPUFLEET_PULLED_S=\d+\.\d{3} ", call)
     assert "AWS_SECRET_ACCESS_KEY" not in call  # not set on EC2: the role is used
     assert (node.root / "opt/gpufleet/app/gpufleet/job/__init__.py").exists()
 

@@ -276,3 +276,12 @@ def test_the_receipt_says_which_nodes_were_interrupted(run: RunFile) -> None:
     assert [each["interrupted"] for each in made["attempts"]] == [True, True, False, False]
     assert made["interruptions"] == {"expected": 0.4, "with_notice": 1, "without_notice": 1}
     assert (made["capacity"], made["device"]) == ("spot", "cpu")
+
+
+def test_a_nodes_start_up_is_written_read_and_said(run: RunFile) -> None:
+    found = receipt.build(run, [attempt(1800, pulled_s=Decimal("252.0"))], DONE)
+    assert found.to_json()["attempts"][0]["pulled_s"] == "252.000"
+    assert Receipt.from_json(found.to_json()).attempts[0].pulled_s == Decimal("252.000")
+    assert "set-up 5.0 min, image pull 4.2 min: " in receipt.text(found)
+    unknown = receipt.build(run, [attempt(1800)], DONE)
+    assert "pulled_s" not in unknown.to_json()["attempts"][0]
