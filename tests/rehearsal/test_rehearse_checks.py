@@ -85,6 +85,7 @@ class CheckedWorld:
             timeline=SimpleNamespace(select=lambda _: [SimpleNamespace(facts={"seconds": each}) for each in self.seen]),
             cloud=SimpleNamespace(client=lambda _: logs, leftovers=lambda: self.left),
             torch_s=2.0,
+            until=None,
         )
 
 

@@ -192,7 +192,7 @@ def test_a_misspelled_stack_is_said_before_the_embedded_aws_is_imported(word: st
 def test_a_package_that_training_needs_is_missed_before_anything_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(GpufleetError, match=r"trains with tokenizers: pip install 'gpufleet\[job,rehearsal\]'"):
-        command.run(Namespace(stack="two-tower", all=False, plumbing=False, image=False, quiet=False))
+        command.run(Namespace(stack="two-tower", all=False, plumbing=False, again=[], image=False, quiet=False))
 
 
 def test_a_profile_that_is_not_there_is_no_matter_of_a_rehearsal(

@@ -53,6 +53,7 @@ def make_evidence(tmp_path: Path, stack: str, metrics: list[dict[str, Any]]) -> 
         watch=SimpleNamespace(views={}),
         engine=SimpleNamespace(name="none"),
         timeline=SimpleNamespace(seconds=75.0),
+        until=None,
     )
     return Evidence(rehearsal)
 
