@@ -36,7 +36,7 @@ def test_a_fleet_that_no_state_knows_of_is_ended_and_its_node_too(node: StubNode
 
     outcome = node.boot()
 
-    assert outcome.calls_starting(*ENDS[1:]) == ENDS[1:]  # a slow machine has not begun the job by then
+    assert outcome.calls_starting(*ENDS[1:]) == ENDS[1:]  # a slow boot may not have come to the job
     assert "no stack's state knows of its fleet" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
 
 
@@ -48,7 +48,7 @@ def test_of_two_fleets_of_a_run_the_one_that_the_state_does_not_know_ends_and_le
 
     outcome = node.boot()
 
-    assert outcome.calls_starting(*ENDS[1:]) == ENDS[1:]  # a slow machine has not begun the job by then
+    assert outcome.calls_starting(*ENDS[1:]) == ENDS[1:]  # a slow boot may not have come to the job
     assert not node.has("done.json")  # it would end the other's run
 
 
