@@ -153,7 +153,10 @@ def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner, _, leaf = name.rpartition(".")
         if leaf in _TRAINED:
             continue
-        yield name, adapted[owner].merged() if owner in adapted and leaf == "weight" else _gather_whole(parameter.detach())
+        yield (
+            name,
+            adapted[owner].merged() if owner in adapted and leaf == "weight" else _gather_whole(parameter.detach()),
+        )
 
 
 def _gather_whole(tensor: Tensor) -> Tensor:
