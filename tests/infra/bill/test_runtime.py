@@ -285,7 +285,7 @@ def test_each_chunk_of_the_towers_queries_is_launched_anew(chunk: int | None, st
 
 
 def test_fsdp_over_pcie_waits_for_its_gradients_and_over_nvlink_does_not() -> None:
-    """Each of 32 rows of a rank is a micro-batch on an A10G: 2 B of weights gathered and 4 B of gradients summed of 4.187
+    """A row of a rank's 32 is a micro-batch on an A10G: 2 B of weights gathered and 4 B of gradients summed of 4.187
     G parameters, 7/8 of it sent, at 45 % of 31.5 GB/s: 49.6 s a step.
     """
     config = PretrainConfig()
