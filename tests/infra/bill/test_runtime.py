@@ -282,3 +282,21 @@ def test_saves_that_are_not_asynchronous_are_waited_for_until_they_are_written()
 def test_each_chunk_of_the_towers_queries_is_launched_anew(chunk: int | None, step_ms: float) -> None:
     found = runtime.hours(TwoTowerConfig(chunk=chunk), instance("g5.xlarge"), Estimate(), ROOT)
     assert [phase.step_ms for phase in found.phases] == [step_ms] * 2
+
+
+def test_fsdp_over_pcie_waits_for_its_gradients_and_over_nvlink_does_not() -> None:
+    """A row of a rank's 32 is a micro-batch on an A10G: 2 B of weights gathered and 4 B of gradients summed of 4.187
+    G parameters, 7/8 of it sent, at 45 % of 31.5 GB/s: 49.6 s a step.
+    """
+    config = PretrainConfig()
+    parameters = 44 * 12 * 2816**2 + 2 * 32 * 2816
+    sent_ms = 32 * 6 * parameters * 7 / 8 / (31.5e9 * 0.45) * 1e3
+    assert sent_ms == pytest.approx(49_600, rel=0.001)
+    pcie, nvlink = (
+        runtime.hours(config, instance(type_), Estimate(efficiency=Decimal("0.5")), ROOT).phases[0]
+        for type_ in ("g5.48xlarge", "p5.48xlarge")
+    )
+    work_ms = (pcie.limit_ms or 0) / 0.5
+    assert pcie.step_ms == pytest.approx(work_ms + max(0, sent_ms - 0.8 * work_ms))
+    assert pcie.step_ms > work_ms
+    assert nvlink.step_ms == pytest.approx((nvlink.limit_ms or 0) / 0.5)
