@@ -111,7 +111,7 @@ def test_a_job_has_the_rights_that_are_said_and_gets_no_others(settings: Setting
     settings = replace(settings, data_volume=volume)
     container.give(settings, tmp_path / "run")
 
-    is_ = json.loads(printed(container.command(settings, MACHINE, tmp_path), "-c", SAYS_WHAT_IT_IS))
+    is_ = json.loads(printed(container.command(settings, MACHINE, tmp_path, 1.0), "-c", SAYS_WHAT_IT_IS))
 
     rights = capability_mask("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID") if volume else capability_mask()
     assert is_ == {
@@ -147,7 +147,7 @@ def test_no_way_leads_out_of_a_candidate_s_process_in_a_node_s_container(
     ]
 
     said = printed(
-        container.command(settings, MACHINE, tmp_path),
+        container.command(settings, MACHINE, tmp_path, 1.0),
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *(f"{ESCAPES}::{name}" for name in asked)),
     )
 
