@@ -201,13 +201,13 @@ def _checks(evidence: Evidence) -> Iterator[Promise]:
     logged = _logged(rehearsal)
     silent = [view.name for view in views if f"{definition.run.id}/{view.node.instance.id}" not in logged]
     if definition.notify.email:
-        yield _told(rehearsal, len(views))
+        yield _messages(rehearsal, len(views))
     yield Promise(
         name="container logs in CloudWatch", figure=f"{len(views) - len(silent)} of {len(views)} nodes", held=not silent
     )
 
 
-def _told(rehearsal: Rehearsal, nodes: int) -> Promise:
+def _messages(rehearsal: Rehearsal, nodes: int) -> Promise:
     """That each node that began to train was told of, the notice, and the end. A node on its way out may be cut off."""
     begun = f"gpufleet {rehearsal.name}, run {rehearsal.definition.run.id}: "
     told = [each.removeprefix(begun) for each in account.messages(rehearsal.cloud.account)]
