@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -199,7 +199,7 @@ def creation_digest(definition: StackDefinition) -> str:
     kinds, zones = definition.fleet.instance_types, definition.fleet.zones
     taken = {
         "run": asdict(definition.run),
-        "job": {key: value for key, value in asdict(definition.job).items() if value is not None},
+        "job": {key: value for key, value in _digested(definition.job).items() if value is not None},
         "fleet": {**asdict(definition.fleet), "instance_types": sorted(kinds), "zones": sorted(zones)},  # sets
         "disks": [
             asdict(definition.storage.root),
@@ -214,6 +214,20 @@ def creation_digest(definition: StackDefinition) -> str:
     }
     text = json.dumps(taken, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digested(value: Any) -> Any:
+    """As asdict has it, without the fields that came later and say nothing."""
+    if is_dataclass(value):
+        kept = [each for each in fields(value) if not _is_silent(each, getattr(value, each.name))]
+        return {each.name: _digested(getattr(value, each.name)) for each in kept}
+    if isinstance(value, dict):
+        return {key: _digested(each) for key, each in value.items()}
+    return [_digested(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_silent(field: Field[Any], value: Any) -> bool:
+    return bool(field.metadata.get("later")) and value == field.default
 
 
 def timer_seconds(definition: StackDefinition) -> int:

@@ -25,13 +25,13 @@ class Settings:
     run_config_sha256: str
     timer_s: int
     schedule: str  # GROUP/NAME of what ends the fleet; empty: there is none
-    notify: str  # JSON of whom the node tells, empty: nobody
     device: str  # cuda or cpu
     container_options: str  # words for docker run, of this kind of job
     data_volume: str  # blank, snapshot, or empty: none
     data_device: str
     root: Path  # / on EC2
     metadata: str  # where the metadata service is, when it is the embedded one
+    notify: str = ""  # JSON of whom the node tells; empty: nobody
 
     @property
     def folder(self) -> Path:

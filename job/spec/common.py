@@ -31,6 +31,13 @@ def bounded(default: Any, minimum: float | None = None, maximum: float | None = 
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
+def added_later(default: Any) -> Any:
+    """A field that a released version did not have. Runs that began before it had its default, and are the same still:
+    what tells runs apart (infra/program/run_guard.py) leaves it out while it is that.
+    """
+    return field(default=default, metadata={"later": True})
+
+
 def one_or_more() -> Any:
     """A field for a list of texts that a single one may stand for; empty by default."""
     return field(default=(), metadata={"one": True})

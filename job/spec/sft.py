@@ -28,6 +28,7 @@ from gpufleet.job.spec.common import (
     Say,
     Sizes,
     TokenBatch,
+    added_later,
     bounded,
     in_gb,
     rate_in_words,
@@ -58,7 +59,9 @@ class Lora:
     alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
     dropout: float = bounded(0.05, 0.0, 0.9)
     template_tokens: bool = False
-    shard_base: bool = False  # the base cut over the GPUs, each layer brought together where it is used (FSDP2)
+    shard_base: bool = added_later(
+        False
+    )  # the base cut over the GPUs, each layer brought together where it is used (FSDP2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -285,4 +285,7 @@ def test_a_full_bucket_goes_with_more_objects_than_one_listing_names(aws: Aws, c
 
 
 def test_every_handler_names_the_source_of_its_replacement_table() -> None:
-    assert all(each.source.startswith(("ec2/", "iam/", "logs/", "s3/", "scheduler/")) for each in HANDLERS.values())
+    assert all(
+        each.source.startswith(("ec2/", "events/", "iam/", "logs/", "s3/", "scheduler/", "sns/"))
+        for each in HANDLERS.values()
+    )

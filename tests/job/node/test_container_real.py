@@ -76,7 +76,7 @@ def settings(tmp_path: Path, image: str) -> Settings:
     (tmp_path / "run").mkdir()
     return Settings(
         stack="s", run="r1", region="us-east-2", image=image, job_image="", bucket="b", log_group="g",
-        run_config_sha256="", timer_s=3600, schedule="", notify="", device="cpu", container_options="", data_volume="",
+        run_config_sha256="", timer_s=3600, schedule="", device="cpu", container_options="", data_volume="",
         data_device="sdf", root=tmp_path, metadata="",
     )  # fmt: skip
 
