@@ -61,7 +61,7 @@ class Lora:
     template_tokens: bool = False
     shard_base: bool = added_later(
         False
-    )  # the base cut over the GPUs, each layer brought together where it is used (FSDP2)
+    )  # FSDP2 brings each layer together where it is used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
