@@ -184,7 +184,9 @@ def cheaper(
     rows = able([row for row in options if row.ranked and not _listed(row, definition)])
     likely = [row for row in rows if within_limits(row)][:REFINED]
     closer = filled(likely, hours_left, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
-    own = simulation.simulate(bill.chosen.exposure.unlimited, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
+    as_is = bill.chosen.exposure.unlimited
+    halved = replace(as_is, setup_h=as_is.setup_h / 2, restart_h=as_is.restart_h / 2)
+    own, quick = simulation.simulate_each([as_is, halved], runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
     closer = [replace(row, cheaper=float((row.side.needed.usd < own.usd).mean())) for row in closer if row.side]
     rows = able([*closer, *(row for row in rows if row not in likely)])
     within = [row for row in rows if within_limits(row)]
@@ -199,17 +201,16 @@ def cheaper(
         beyond=len(rows) - len(within),
         assumed=frozenset(row.type for row in shown if measured and row.basis != "measured"),
         command=f"gpufleet compare {definition.argument}{scenario}",
-        half_setup=_half_setup(bill, own),
+        half_setup=_half_setup(as_is.setup_h * 60, own, quick),
     )
 
 
-def _half_setup(bill: Bill, own: simulation.SimulatedRuns) -> tuple[float, Decimal] | None:
+def _half_setup(
+    minutes: float, own: simulation.SimulatedRuns, quick: simulation.SimulatedRuns
+) -> tuple[float, Decimal] | None:
     """Minutes of the bill's set-up and what half of it, at each start, takes off its p50; None for less than LEAST."""
-    runs = bill.chosen.exposure.unlimited
-    halved = replace(runs, setup_h=runs.setup_h / 2, restart_h=runs.restart_h / 2)
-    quick = simulation.simulate(halved, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
     p50, less = (Decimal(float(np.median(each.usd))) for each in (own, quick))
-    return (runs.setup_h * 60, (p50 - less).quantize(CENT)) if p50 - less >= max(LEAST * p50, CENT) else None
+    return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(LEAST * p50, CENT) else None
 
 
 def _listed(row: Row, definition: StackDefinition) -> bool:
