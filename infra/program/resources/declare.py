@@ -57,9 +57,10 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         permissions_boundary=around.permissions_boundary,
         opts=options,
     )
-    notices = (
-        NoticesComponent(f"{prefix}notices", definition, stop=stop, opts=options) if definition.notify.email else None
-    )
+    notices = None
+    if definition.notify.email:
+        begin = None if verdict.over else plan.now
+        notices = NoticesComponent(f"{prefix}notices", definition, stop=stop, silent_from=begin, opts=options)
     identity = Identity(
         f"{prefix}identity",
         definition,
@@ -92,7 +93,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
     if fleet.fleet:
         stop.declare_for(fleet.fleet, verdict.run.valid_until)
         if notices:
-            notices.declare_for(fleet.fleet, plan.now)
+            notices.declare_for(fleet.fleet)
     return DeclaredRun(
         bucket=storage.bucket.bucket,
         log_group=identity.log_group.name,

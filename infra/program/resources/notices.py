@@ -30,14 +30,24 @@ TOLD_OF_FLEET = (
 
 
 class NoticesComponent(pulumi.ComponentResource):
-    """The topic and its subscription, before a node boots. `declare_for` adds what needs the fleet."""
+    """The topic, its subscription and, with a moment, the schedule, all before a node boots. `declare_for` adds what
+    needs the fleet.
+    """
 
     topic: aws.sns.Topic
 
     def __init__(
-        self, name: str, definition: StackDefinition, *, stop: FleetStop, opts: pulumi.ResourceOptions | None = None
+        self,
+        name: str,
+        definition: StackDefinition,
+        *,
+        stop: FleetStop,
+        silent_from: datetime | None,
+        opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`stop`: its group and role are the silence schedule's too."""
+        """`stop`: its group and role are the silence schedule's too. `silent_from`: when silence begins; None: the run
+        is over. The schedule waits for no upload: AWS takes no hour that has passed.
+        """
         super().__init__("gpufleet:infra:Notices", name, None, opts)
         self._name, self._definition, self._stop = name, definition, stop
         self._child = pulumi.ResourceOptions(parent=self)
@@ -55,6 +65,8 @@ class NoticesComponent(pulumi.ComponentResource):
             policy=self.topic.arn.apply(lambda arn: json.dumps(_may_publish(arn))),
             opts=self._child,
         )
+        if silent_from is not None:
+            self._tell_silence(silent_from)
         self.register_outputs({})
 
     def told_node(self) -> pulumi.Output[str]:
@@ -63,9 +75,9 @@ class NoticesComponent(pulumi.ComponentResource):
         told = {"silent_s": int(notify.silent_hours * 3600), "webhook": notify.webhook or ""}
         return pulumi.Output.json_dumps({"topic": self.topic.arn, **told})
 
-    def declare_for(self, fleet: aws.ec2.Fleet, now: datetime) -> None:
-        """The rule on the fleet's events, and the schedule that tells of silence, first so long after `now`."""
-        definition, silent = self._definition, self._definition.notify.silent_hours
+    def declare_for(self, fleet: aws.ec2.Fleet) -> None:
+        """The rule on the fleet's events."""
+        definition = self._definition
         aws.sns.TopicPolicy(
             f"{self._name}-policy",
             arn=self.topic.arn,
@@ -94,6 +106,9 @@ class NoticesComponent(pulumi.ComponentResource):
             ),
             opts=self._child,
         )
+
+    def _tell_silence(self, since: datetime) -> None:
+        definition, silent = self._definition, self._definition.notify.silent_hours
         words = (
             f"Nothing has trained for {silent:g} hours in run {definition.run.id} of {definition.name}: AWS has no "
             f"capacity, a node hangs, or the run cannot begin. What it does now: gpufleet status {definition.name}"
@@ -104,13 +119,13 @@ class NoticesComponent(pulumi.ComponentResource):
             name=SILENCE,
             stop=self._stop,
             description="tells that nothing has trained for long; a node that trains moves the hour",
-            at=now + timedelta(hours=float(silent)),
+            at=since + timedelta(hours=float(silent)),
             target=PUBLISH,
             input=self.topic.arn.apply(
                 lambda arn: json.dumps({"TopicArn": arn, "Subject": subject[:100], "Message": words})
             ),
             depends_on=[self._rights],
-            trigger=pulumi.Output.concat(definition.run.id, " ", fleet.id),
+            trigger=definition.run.id,
             parent=self,
         )
 
