@@ -17,8 +17,8 @@ import pytest
 from repository import ROOT
 
 NEW = {"spec.py": "job/spec/toy.py", "trainer.py": "job/experiments/toy/run.py", "toy.yaml": "stacks/toy.yaml"}
-ENTRY = '    "toy": __import__("gpufleet.job.spec.toy", fromlist=["ToyConfig"]).ToyConfig,\n'
-REGISTRY = "EXPERIMENTS: dict[str, type[JobConfig]] = {\n"
+ENTRY = '    "toy": "toy:ToyConfig",\n'
+REGISTRY = "_EXPERIMENTS = {  # module and config\n"
 
 
 @pytest.fixture(scope="module")

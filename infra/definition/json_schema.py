@@ -27,7 +27,7 @@ from gpufleet.infra.definition.loader import SCHEMA
 from gpufleet.infra.definition.model import Account, Fleet, Interruptions, Job, Storage, Variant
 from gpufleet.infra.definition.rules import REQUIRED
 from gpufleet.infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
-from gpufleet.job.spec import EXPERIMENTS, CommandConfig, command
+from gpufleet.job.spec import COMMAND, EXPERIMENTS, CommandConfig
 from gpufleet.job.spec.command import SECRET, VARIABLE
 from gpufleet.job.spec.convert import Rule, describe, unwrap
 from gpufleet.job.spec.convert import hints as hints_of
@@ -43,11 +43,11 @@ Schema = dict[str, Any]
 def schema() -> Schema:
     """The schema, as JSON values."""
     kinds = {name: (_job(name), f"parameters of {name}") for name in EXPERIMENTS}
-    kinds[command.NAME] = (_section([Job, CommandConfig], but=("experiment", "parameters")), command.NAME)
-    kinds[command.NAME][0]["required"].append("command")
+    kinds[COMMAND] = (_section([Job, CommandConfig], but=("experiment", "parameters")), COMMAND)
+    kinds[COMMAND][0]["required"].append("command")
     sections = {name: _section([cls]) for name, cls in SECTIONS.items() if name != "job"}
     definitions = {f"parameters of {name}": _section([config]) for name, config in EXPERIMENTS.items()}
-    definitions[command.NAME] = _section([CommandConfig], partial=True)
+    definitions[COMMAND] = _section([CommandConfig], partial=True)
     definitions |= {f"{name} laid over": _section([SECTIONS[name]], partial=True) for name in OVERLAID if name != "job"}
     laid_over = {name: {"$ref": f"#/definitions/{name} laid over"} for name in OVERLAID if name != "job"}
     every_job: Schema = {
@@ -94,12 +94,12 @@ def modeline(folder: Path, project: Path) -> str:
 def _kind(name: str, job: Schema, overlay: str, laid_over: Schema) -> Schema:
     """What holds for a file whose job is of this kind."""
     own = {"$ref": f"#/definitions/{overlay}"}
-    of_job = own if name == command.NAME else _object({"parameters": own})
+    of_job = own if name == COMMAND else _object({"parameters": own})
     sections = {"job": of_job, **laid_over}
     variant = _section([Variant])["properties"]
     asks: Schema = {"required": ["command"]}
     storage: Schema = {"properties": {"dataset": False, "base_weights": False}}
-    if name != command.NAME:
+    if name != COMMAND:
         asks = {"properties": {"experiment": {"const": name}}, "required": ["experiment"]}
         storage = {"properties": {"inputs": False}, "required": ["dataset"]}
     return {

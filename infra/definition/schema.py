@@ -30,7 +30,7 @@ from gpufleet.infra.definition.model import (
 from gpufleet.infra.definition.rules import REQUIRED, RULES
 from gpufleet.infra.definition.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, find_node
 from gpufleet.infra.errors import Problem
-from gpufleet.job.spec import EXPERIMENTS, CommandConfig, JobConfig, command
+from gpufleet.job.spec import COMMAND, EXPERIMENTS, KINDS, JobConfig
 from gpufleet.job.spec.convert import Rule, describe, rule_of, unwrap
 from gpufleet.job.spec.convert import hints as hints_of
 
@@ -154,9 +154,10 @@ def _job(node: Node | None, findings: Findings) -> Job:
     values = _values(Job, images, entries, "job", findings)
     if "supervisor_image" not in entries:
         values["supervisor_image"] = SUPERVISOR_IMAGE
-    names = [f.name for f in dataclasses.fields(CommandConfig)]
-    config = CommandConfig(**_values(CommandConfig, names, entries, "job", findings))
-    return Job(**values, experiment=command.NAME, parameters=config)
+    kind = KINDS[COMMAND]
+    names = [f.name for f in dataclasses.fields(kind)]
+    config = kind(**_values(kind, names, entries, "job", findings))
+    return Job(**values, experiment=COMMAND, parameters=config)
 
 
 def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
@@ -165,7 +166,7 @@ def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
     """
     if not isinstance(node, Mapping) or "command" not in node.entries:
         return ["parameters"] if laid_over else list(READY_MADE)
-    names = [f.name for f in dataclasses.fields(CommandConfig)]
+    names = [f.name for f in dataclasses.fields(KINDS[COMMAND])]
     return names if laid_over else ["image", "supervisor_image", *names]
 
 
@@ -397,5 +398,7 @@ def _placeholder(hint: Any) -> Any:
 
 def _written(node: Node) -> str:
     if isinstance(node, Scalar):
-        return command.without_keys(node.text)
+        from gpufleet.job.spec.command import without_keys  # here: for an error alone
+
+        return without_keys(node.text)
     return "a list" if isinstance(node, Items) else "a section"

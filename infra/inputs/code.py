@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from gpufleet.infra.definition.loader import of_project
 from gpufleet.infra.definition.model import StackDefinition
@@ -22,7 +22,9 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs import archive
 from gpufleet.job import atomic, progress
 from gpufleet.job.contract.bucket import CODE
-from gpufleet.job.spec.command import Code
+
+if TYPE_CHECKING:
+    from gpufleet.job.spec.command import Code
 
 MIB = 1024 * 1024
 LARGEST = 5  # files that are named where all together are too large

@@ -35,7 +35,6 @@ from gpufleet.job.spec.job import JobConfig
 if TYPE_CHECKING:
     from gpufleet.job.dataset.prepare import DatasetManifest
 
-NAME = "command"  # in run.json, where ready-made jobs have the name of their experiment
 PHASE = "train"
 SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one second
 ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit

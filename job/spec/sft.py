@@ -59,9 +59,7 @@ class Lora:
     alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
     dropout: float = bounded(0.05, 0.0, 0.9)
     template_tokens: bool = False
-    shard_base: bool = added_later(
-        False
-    )  # FSDP2 brings each layer together where it is used
+    shard_base: bool = added_later(False)  # FSDP2 brings each layer together where it is used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
