@@ -21,7 +21,10 @@ SEEDS = range(60)
 SLOW = [pytest.param(seeded(seed), marks=pytest.mark.slow, id=f"seed{seed}") for seed in SEEDS]
 # Right after what makes trouble: a part that the next one needs, one that is in two steps, a bucket without its tags, a
 # node that runs.
-SAMPLE = ["CreateSubnet", "CreateInternetGateway", "PUT", "CreateFleet"]
+SAMPLE = [
+    *(pytest.param(call, marks=pytest.mark.slow) for call in ("CreateSubnet", "CreateInternetGateway")),
+    *("PUT", "CreateFleet"),
+]
 
 
 @dataclass
