@@ -65,6 +65,7 @@ def test_it_is_prepared(project: Path) -> None:
     assert "is prepared already" in gpufleet(project, "prepare", "toy")
 
 
+@pytest.mark.slow
 def test_it_is_rehearsed_and_receipted(project: Path) -> None:
     gpufleet(project, "rehearse", "toy")
     receipt = json.loads((project / "rehearsals" / "toy" / "r1" / "receipt.json").read_text())

@@ -67,7 +67,7 @@ def test_a_sweep_removes_what_a_killed_up_has_left(
 
 
 @pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
-@pytest.mark.parametrize("at", ["CreateFleet", *SLOW])
+@pytest.mark.parametrize("at", [pytest.param("CreateFleet", marks=pytest.mark.slow), *SLOW])
 def test_cancel_sweep_and_up_get_the_engine_s_stack_out_again(
     world: KilledWorld, at: int | str, capsys: pytest.CaptureFixture[str]
 ) -> None:
