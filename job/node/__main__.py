@@ -288,8 +288,8 @@ class NodeRun:
         self._upload_log()
         if not self._mark_done(reason, detail):
             say("the done marker cannot be written")
+        self.notices.end(f"it is over: {reason}{detail and ', '}{detail}")  # AWS may end this machine in what follows
         self._stop_fleet()
-        self.notices.end(f"it is over: {reason}{detail and ', '}{detail}")
         self._leave(reason)
 
     def _crash(self, reason: str, code: int = AttemptExit.CRASHED, *, why: str = "") -> NoReturn:

@@ -28,6 +28,7 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S, MOVE_S = 10, 300
 SEND_S = 30
+END_S = 20  # the fleet, and with it this machine, ends after the last message
 MOST_SHARE = Decimal("0.8")  # of a limit: then somebody is told
 TOLD_MOST = "told/most-of-the-cap"  # object of the run: a later node does not say it again
 
@@ -72,8 +73,13 @@ class Notices:
             say("the webhook has not taken the message")
 
     def end(self, what: str) -> None:
-        """The last message of the run: nothing trains any more, and that is right."""
+        """The last message of the run: that nothing trains is right now. It is waited for `END_S` at most."""
         self._ended = True
+        last = threading.Thread(target=self._end, args=(what,), name="last notice", daemon=True)
+        last.start()
+        last.join(END_S)
+
+    def _end(self, what: str) -> None:
         if self._topic and not retry(2, self._silence.disable):
             say("the schedule that tells of silence cannot be disabled: it tells once more")
         self.tell(what)
