@@ -208,7 +208,7 @@ def _checks(evidence: Evidence) -> Iterator[Promise]:
 
 
 def _messages(rehearsal: Rehearsal) -> Promise:
-    """That people were told that the run trains, and how it ended. A node lost seconds after its first step says nothing."""
+    """That people were told that the run trains, and how it ended. A node lost seconds after it began says nothing."""
     begun = f"gpufleet {rehearsal.name}, run {rehearsal.definition.run.id}: "
     told = [each.removeprefix(begun) for each in account.messages(rehearsal.cloud.account)]
     held = all(any(each.startswith(what) for each in told) for what in ("it trains", "it is over"))
