@@ -96,13 +96,8 @@ class Sampler:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def percent(self) -> float | None:
-        """How busy the least busy is, now."""
-        return None if self.now is None else self.now.use
-
     def mean(self) -> float | None:
-        """Its mean over the last five minutes; None before they are over."""
+        """How busy the least busy was over the last five minutes; None before they are over."""
         recent = list(self._recent)
         return sum(recent) / len(recent) if len(recent) == MEAN_OF else None
 

@@ -92,42 +92,25 @@ def rehearse(
         folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
         shutil.rmtree(folder, ignore_errors=True)
         changed: pace.Change | None = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
+        attempt = partial(_attempt, path, definition, root=root, out=out, way=way, docker=docker)
         try:
-            code = _attempt(path, definition, folder, root, out, way, changed=changed, docker=docker, stand_in=stand_in)
+            code = attempt(folder, changed=changed, stand_in=stand_in)
         except pace.TooFastError as error:
             way(f"\n{error}\nOnce more, with {pace.steps(error.step_ms):,} steps.")
             shutil.rmtree(folder)
             changed = pace.longer(definition, error.step_ms)
-            code = _attempt(path, definition, folder, root, out, way, changed=changed, docker=docker)
+            code = attempt(folder, changed=changed)
         if code == 0:
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
-        for until in again if code == 0 else ():
-            code = code or _run_again(until, finished, path, definition, root, out, way, changed, docker, stand_in)
-    return code
-
-
-def _run_again(
-    until: Until,
-    finished: Path,
-    path: Path,
-    definition: StackDefinition,
-    root: Path,
-    out: Callable[[str], None],
-    way: Callable[[str], None],
-    changed: pace.Change | None,
-    docker: images.Docker | None,
-    stand_in: bool,
-) -> int:
-    """The rehearsal that has held, once more without interruptions; what it leaves is beside the other's."""
-    way(f"\nOnce more, undisturbed, to its {until}.")
-    if until == "limit":
-        changed = undisturbed.limited(definition, finished, changed)
-    folder = finished / until
-    once = partial(_attempt, path, definition, folder, root, out, way, docker=docker, stand_in=stand_in)
-    code = once(changed=changed, until=until)
-    if code == 0 and until == "end":
-        undisturbed.compare(finished, folder, out)
+        for until in again:  # what they leave is beside the one that has held
+            if code:
+                break
+            way(f"\nOnce more, undisturbed, to its {until}.")
+            laid = undisturbed.limited(definition, finished, changed) if until == "limit" else changed
+            code = attempt(finished / until, changed=laid, stand_in=stand_in, until=until)
+            if code == 0 and until == "end":
+                undisturbed.compare(finished, finished / until, out)
     return code
 
 

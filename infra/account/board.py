@@ -1,6 +1,5 @@
-"""TensorBoard of a run on this machine, for `gpufleet tensorboard`: the lines of metrics.jsonl in its bucket, as
-they come.
-So a command's job has one too, and a run that has ended, and no node has to be reached.
+"""TensorBoard of a run on this machine, for `gpufleet tensorboard`: the lines of metrics.jsonl in its bucket, as they
+come. So a command's job has one too, and a run that has ended, and no node has to be reached.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds, fami
 from gpufleet.job.spec import from_json
 
 _HOST_BOUND = 0.7  # of a step, from which the host's launches say more of it than the GPU does
-
-
 NEWEST = 10  # nodes whose start-up counts
 
 

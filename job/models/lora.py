@@ -22,11 +22,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gpufleet.job.models.blocks import Linear
 from gpufleet.job.models.decoder import Decoder, DecoderBlock, Table
 from gpufleet.job.spec.sft import Lora
+from gpufleet.job.train.parallel import full_tensor
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 Mode = Literal["base", "adapter", "merged"]
@@ -58,7 +58,7 @@ class LoraLinear(nn.Module):
 
     def merged(self) -> Tensor:
         """W + scale B A, in fp32."""
-        return _gather_whole(self.weight).float() + self.scale * (self.lora_b @ self.lora_a)
+        return full_tensor(self.weight).float() + self.scale * (self.lora_b @ self.lora_a)
 
 
 class TrainedRows(Table):
@@ -153,14 +153,8 @@ def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner, _, leaf = name.rpartition(".")
         if leaf in _TRAINED:
             continue
-        yield (
-            name,
-            adapted[owner].merged() if owner in adapted and leaf == "weight" else _gather_whole(parameter.detach()),
-        )
-
-
-def _gather_whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        is_merged = owner in adapted and leaf == "weight"
+        yield name, adapted[owner].merged() if is_merged else full_tensor(parameter.detach())
 
 
 def _adapted(module: nn.Module) -> Iterator[tuple[str, LoraLinear | TrainedRows]]:

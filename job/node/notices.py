@@ -1,7 +1,7 @@
 """What a node tells whoever the definition names: that the run trains, that AWS takes the node, that most of its means
 are used up, how it ended. And the hour at which AWS tells that nothing has trained for long, moved while this one does.
 
-Nothing waits for a message, and none is sent twice: one that cannot be sent is said in the boot log.
+Nothing waits longer than WAIT_S for a message, and none is sent twice: one that cannot be sent is said in the boot log.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S, MOVE_S = 10, 300
-SEND_S = 30
-END_S = 20  # the fleet, and with it this machine, ends after the last message
+SEND_S, WAIT_S = 30, 20
 MOST_SHARE = Decimal("0.8")  # of a limit: then somebody is told
 TOLD_MOST = "told/most-of-the-cap"  # object of the run: a later node does not say it again
 
@@ -46,6 +45,7 @@ class Notices:
         self._silence = Schedule(f"{group}/{SILENCE}" if group and self._topic else "", settings.folder)
         self._settings, self._machine, self._objects, self._clock = settings, machine, objects, clock
         self._folder = Path()
+        self._limits: terms.RunLimits | None = None  # once there is a job
         self._trained_at, self._moved_at = 0.0, float("-inf")
         self._ended = False
 
@@ -53,12 +53,31 @@ class Notices:
         """In a thread, until the end. `keys`: of the run's objects when this node booted."""
         if self._topic:
             self._folder = workdir
+            self._limits = terms.read(Fields(atomic.read_object(workdir / RUN))).limits
             threading.Thread(target=self._watch, args=(TOLD_MOST in keys,), name="notices", daemon=True).start()
 
     def tell(self, what: str) -> None:
         """One message: the run, what has happened, what it has spent."""
-        if not self._topic:
-            return
+        self._briefly(lambda: self._send(what))
+
+    def end(self, what: str) -> None:
+        """The last message of the run: that nothing trains is right now."""
+        self._ended = True
+        self._briefly(lambda: self._end(what))
+
+    def _briefly(self, act: Callable[[], None]) -> None:
+        """AWS may take minutes to refuse, and the machine is on its way out."""
+        if self._topic:
+            thread = threading.Thread(target=act, name="message", daemon=True)
+            thread.start()
+            thread.join(WAIT_S)
+
+    def _end(self, what: str) -> None:
+        if not retry(2, self._silence.disable):
+            say("the schedule that tells of silence cannot be disabled: it tells once more")
+        self._send(what)
+
+    def _send(self, what: str) -> None:
         here, run = self._machine, f"gpufleet {self._settings.stack}, run {self._settings.run}"
         words = f"{run}: {what}. {self._figures()}Node {here.instance}, {here.type} in {here.zone}."
         more = f"What it does now: gpufleet status {self._settings.stack}"
@@ -72,18 +91,6 @@ class Notices:
         if self._webhook and not self._post(f"{words} {more}"):
             say("the webhook has not taken the message")
 
-    def end(self, what: str) -> None:
-        """The last message of the run: that nothing trains is right now. It is waited for `END_S` at most."""
-        self._ended = True
-        last = threading.Thread(target=self._end, args=(what,), name="last notice", daemon=True)
-        last.start()
-        last.join(END_S)
-
-    def _end(self, what: str) -> None:
-        if self._topic and not retry(2, self._silence.disable):
-            say("the schedule that tells of silence cannot be disabled: it tells once more")
-        self.tell(what)
-
     def _watch(self, told_most: bool) -> None:
         while not self._ended:
             time.sleep(LOOK_S)
@@ -95,33 +102,28 @@ class Notices:
                 if self._clock() >= self._moved_at + MOVE_S and self._silence.move(self._clock() + self._silent_s):
                     self._moved_at = self._clock()
                 if began:
-                    self.tell("it trains" if spent.attempt == 1 else f"it trains on, node {spent.attempt} of the run")
+                    self._send("it trains" if spent.attempt == 1 else f"it trains on, node {spent.attempt} of the run")
             if not told_most and (share := self._most(spent)) is not None:
                 told_most = True
-                self.tell(share)
+                self._send(share)
                 file = self._settings.folder / "told"
                 file.write_text(share)
                 self._objects.put(file, TOLD_MOST)
 
     def _most(self, spent: SpentByNow) -> str | None:
         """What to say once most of a limit is used up."""
-        limits = self._terms().limits
-        shares = {
-            "max_usd": spent.usd / limits.max_usd,
-            "max_hours": spent.seconds / 3600 / limits.max_hours,
-        }
+        limits = self._limits
+        assert limits is not None
+        shares = {"max_usd": spent.usd / limits.max_usd, "max_hours": spent.seconds / 3600 / limits.max_hours}
         name = max(shares, key=lambda each: shares[each])
         return f"{shares[name]:.0%} of {name} is used up" if shares[name] >= MOST_SHARE else None
 
     def _figures(self) -> str:
-        spent = self._spent()
-        if spent is None:
+        spent, limits = self._spent(), self._limits
+        if spent is None or limits is None:
             return ""
-        limits, hours = self._terms().limits, spent.seconds / 3600
+        hours = spent.seconds / 3600
         return f"Spent: {spent.usd:.2f} of {limits.max_usd} USD, {hours:.1f} of {limits.max_hours} billed hours. "
-
-    def _terms(self) -> terms.Terms:
-        return terms.read(Fields(atomic.read_object(self._folder / RUN)))
 
     def _spent(self) -> SpentByNow | None:
         tree = atomic.read_object(self._folder / SPENT)

@@ -249,8 +249,8 @@ class Others:
             )
             for each in cost.untold(self.untold)
         ]
-        usd = sum((each.usd for each in self.attempts), sum((each.usd for each in untold), Decimal(0)))
-        return usd, sum((each.seconds for each in self.attempts), sum((each.seconds for each in untold), Decimal(0)))
+        paid: list[Attempt | cost.NodeCost] = [*self.attempts, *untold]
+        return sum((each.usd for each in paid), Decimal(0)), sum((each.seconds for each in paid), Decimal(0))
 
     @property
     def untold(self) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from gpufleet.rehearsal.handlers.table import (
     Aws,
@@ -11,6 +10,7 @@ from gpufleet.rehearsal.handlers.table import (
     ResourceHandler,
     absent,
     fields,
+    retag_by,
     tag_diff,
     tag_list,
     tagged,
@@ -38,7 +38,7 @@ def _update_role(aws: Aws, resource_id: str, old: Properties, new: Properties) -
             aws.iam.put_role_permissions_boundary(RoleName=resource_id, PermissionsBoundary=boundary)
         else:
             aws.iam.delete_role_permissions_boundary(RoleName=resource_id)
-    _retag(aws.iam.tag_role, aws.iam.untag_role, {"RoleName": resource_id}, old, new)
+    retag_by(aws.iam.tag_role, aws.iam.untag_role, {"RoleName": resource_id}, old, new)
 
 
 def _read_role(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -92,7 +92,7 @@ def _update_profile(aws: Aws, resource_id: str, old: Properties, new: Properties
             aws.iam.remove_role_from_instance_profile(InstanceProfileName=resource_id, RoleName=old["role"])
         aws.iam.add_role_to_instance_profile(InstanceProfileName=resource_id, RoleName=new["role"])
     target = {"InstanceProfileName": resource_id}
-    _retag(aws.iam.tag_instance_profile, aws.iam.untag_instance_profile, target, old, new)
+    retag_by(aws.iam.tag_instance_profile, aws.iam.untag_instance_profile, target, old, new)
 
 
 def _read_profile(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -112,14 +112,6 @@ def _delete_profile(aws: Aws, resource_id: str, state: Properties) -> None:
     if state.get("role"):
         aws.iam.remove_role_from_instance_profile(InstanceProfileName=resource_id, RoleName=state["role"])
     aws.iam.delete_instance_profile(InstanceProfileName=resource_id)
-
-
-def _retag(tag: Any, untag: Any, target: dict[str, str], old: Properties, new: Properties) -> None:
-    gone, changed = tag_diff(old, new)
-    if gone:
-        untag(**target, TagKeys=gone)
-    if changed:
-        tag(**target, Tags=tag_list(changed))
 
 
 def _create_group(aws: Aws, inputs: Properties) -> str:

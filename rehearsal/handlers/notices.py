@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from gpufleet.rehearsal.handlers.table import (
     Aws,
@@ -11,7 +10,7 @@ from gpufleet.rehearsal.handlers.table import (
     ResourceHandler,
     absent,
     fields,
-    tag_diff,
+    retag_by,
     tag_list,
     tagged,
 )
@@ -34,7 +33,8 @@ def _read_topic(aws: Aws, resource_id: str, like: Properties) -> Properties | No
 
 
 def _update_topic(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    _retag(aws.client("sns"), "ResourceArn", resource_id, old, new)
+    sns = aws.client("sns")
+    retag_by(sns.tag_resource, sns.untag_resource, {"ResourceArn": resource_id}, old, new)
 
 
 def _put_policy(aws: Aws, inputs: Properties) -> str:
@@ -97,15 +97,8 @@ def _read_rule(aws: Aws, resource_id: str, like: Properties) -> Properties | Non
 
 def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     _put_rule(aws, new)
-    _retag(aws.client("events"), "ResourceARN", aws.arn("events", f"rule/{resource_id}"), old, new)
-
-
-def _retag(client: Any, key: str, arn: str, old: Properties, new: Properties) -> None:
-    gone, changed = tag_diff(old, new)
-    if gone:
-        client.untag_resource(**{key: arn}, TagKeys=gone)
-    if changed:
-        client.tag_resource(**{key: arn}, Tags=tag_list(changed))
+    events, arn = aws.client("events"), aws.arn("events", f"rule/{resource_id}")
+    retag_by(events.tag_resource, events.untag_resource, {"ResourceARN": arn}, old, new)
 
 
 def _put_target(aws: Aws, inputs: Properties) -> str:

@@ -11,7 +11,7 @@ from gpufleet.rehearsal.handlers.table import (
     absent,
     fields,
     from_api,
-    tag_diff,
+    retag_by,
     tag_list,
     tagged,
     to_api,
@@ -41,11 +41,7 @@ def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | No
 def _update_group(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     scheduler = aws.client("scheduler")
     arn = aws.arn("scheduler", f"schedule-group/{resource_id}")
-    gone, changed = tag_diff(old, new)
-    if gone:
-        scheduler.untag_resource(ResourceArn=arn, TagKeys=gone)
-    if changed:
-        scheduler.tag_resource(ResourceArn=arn, Tags=tag_list(changed))
+    retag_by(scheduler.tag_resource, scheduler.untag_resource, {"ResourceArn": arn}, old, new)
 
 
 def _request(inputs: Properties) -> dict[str, Any]:

@@ -255,6 +255,15 @@ def tag_diff(old: Properties, new: Properties) -> tuple[list[str], dict[str, str
     return [key for key in before if key not in after], changed
 
 
+def retag_by(tag: Any, untag: Any, target: Mapping[str, str], old: Properties, new: Properties) -> None:
+    """Tags what `target` names anew, by the calls of APIs that take TagKeys and a list of Tags."""
+    gone, changed = tag_diff(old, new)
+    if gone:
+        untag(**target, TagKeys=gone)
+    if changed:
+        tag(**target, Tags=tag_list(changed))
+
+
 def tagged(tags: list[dict[str, str]] | None) -> Properties:
     """What a state says of tags as AWS lists them."""
     found = tag_map(tags)

@@ -72,13 +72,13 @@ def test_the_least_busy_the_fullest_and_the_hottest_gpu_are_told(
     assert sampler.now == Sample(use=5.0, busiest=97.0, memory_gb=21.475, temperature_c=84.0)
     assert sampler.figures() == {"gpu_util": 5.0, "gpu_mem_gb": 21.475, "gpu_temp_c": 84.0}
     sampler.close()
-    assert sampler.percent is None  # nvidia-smi is gone: its last word is not today's
+    assert sampler.now is None  # nvidia-smi is gone: its last word is not today's
 
 
 def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     sampler = Sampler(gpus=1)
-    assert (sampler.percent, sampler.mean(), sampler.figures(), sampler.lost()) == (None, None, {}, "")
+    assert (sampler.now, sampler.mean(), sampler.figures(), sampler.lost()) == (None, None, {}, "")
     assert gpus.ask("name") == []
     sampler.close()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import own_images
 import pytest
+from test_image import SCRIPT
 
 from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS, USER
 from gpufleet.job.node.jobs import Jobs
@@ -22,22 +23,6 @@ from gpufleet.rehearsal.rehearse import rehearse
 
 WHY_NOT = own_images.daemon() if sys.platform == "linux" else "needs Docker Engine on Linux"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
-# Overwrites one file, and saves on TERM.
-IN_PYTHON = """
-import json, os, signal, sys, time
-path = os.path.join(sys.argv[1], "ckpt.json")
-step = json.load(open(path))["step"] if os.path.exists(path) else 0
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-while step < 600:
-    step += 1
-    time.sleep(0.08)
-    print("step", step)
-    if step % 50 == 0 or asked:
-        json.dump({"step": step}, open(path, "w"))
-    if asked:
-        break
-"""
 IN_SH = """
 step=0
 [ -f "$1/ckpt.txt" ] && step=$(cat "$1/ckpt.txt")
@@ -155,7 +140,7 @@ def test_a_command_is_rehearsed_in_its_own_image(
     (tmp_path / "project" / "stacks").mkdir(parents=True)
     (tmp_path / "project" / "stacks" / "mine.yaml").write_text(text)
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "train.py").write_text(IN_PYTHON)
+    (tmp_path / "mine" / "train.py").write_text(SCRIPT)
     (tmp_path / "mine" / "train.sh").write_text(IN_SH)
     project, said = tmp_path / "project", list[str]()
     assert rehearse("mine", root=project, image=True, out=said.append) == 0, "\n".join(said)
