@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gpufleet.infra.account import aws, board
+from gpufleet.infra.account import aws, tensorboard
 from gpufleet.infra.commands import stack
 
 
@@ -17,4 +17,4 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Until Ctrl-C."""
     definition = stack.definition_of(args)
-    return board.serve(definition, aws.client("s3", definition.fleet.region), port=args.port)
+    return tensorboard.serve(definition, aws.client("s3", definition.fleet.region), port=args.port)

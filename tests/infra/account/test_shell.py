@@ -12,7 +12,7 @@ import pytest
 from botocore.exceptions import ClientError
 from commands_world import declare_bucket, declare_fleet, put
 
-from gpufleet.infra.account import aws, board, shell
+from gpufleet.infra.account import aws, shell, tensorboard
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.job.contract import metrics
@@ -100,7 +100,7 @@ def line(step: int, at: float, loss: float, **more: Any) -> bytes:
 def test_a_board_follows_the_lines_and_what_is_trained_again_takes_the_place_of_what_was(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    made = board.Board(tmp_path)
+    made = tensorboard.Board(tmp_path)
     first = line(10, 1000.0, 3.0, gpu_temp_c=61.0) + line(20, 1010.0, 2.5)
     assert made.follow(first) == 2
     assert made.follow(first + b'{"torn') == 0
@@ -131,14 +131,14 @@ def test_tensorboard_is_served_with_the_lines_of_the_bucket_until_it_ends(
 
         wait = terminate
 
-    monkeypatch.setattr(board, "Popen", Server)
-    assert board.serve(stack, aws.client("s3", "us-east-2"), port=7007, say=said.append, sleep=looks.append) == 0
+    monkeypatch.setattr(tensorboard, "Popen", Server)
+    assert tensorboard.serve(stack, aws.client("s3", "us-east-2"), port=7007, say=said.append, sleep=looks.append) == 0
     assert started[0][-6:] == ["--host", "localhost", "--port", "7007", "--reload_interval", "10"]
     assert said[0].startswith("1 lines of s3://")
-    assert looks == [board.EVERY_S]
+    assert looks == [tensorboard.EVERY_S]
 
 
 def test_without_tensorboard_it_says_what_to_install(stack: StackDefinition, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "find_spec", lambda name: None)
+    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
     with pytest.raises(GpufleetError, match="pip install tensorboard"):
-        board.serve(stack, None, port=6006)
+        tensorboard.serve(stack, None, port=6006)
