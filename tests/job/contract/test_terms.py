@@ -18,5 +18,5 @@ def test_a_run_that_does_not_say_otherwise_trains_on_one_node() -> None:
 
 @pytest.mark.parametrize("nodes", [0, 17, True, "2", 2.0])
 def test_a_number_of_nodes_that_no_run_has_is_refused(nodes: Any) -> None:
-    with pytest.raises(DoubtError, match="nodes is .*, not one of 1, 2"):
+    with pytest.raises(DoubtError, match=r"nodes is .*, not one of 1, 2"):
         terms.read(Fields(runs.tree(nodes=nodes)))
