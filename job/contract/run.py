@@ -192,6 +192,7 @@ def document(
     predicted: Sequence[Mapping[str, Any]],
     inputs: Mapping[str, Any],
     image: str | None = None,
+    nodes: int = 1,
 ) -> dict[str, Any]:
     """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
 
@@ -199,7 +200,8 @@ def document(
     `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
     where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket. A
     command has "code" like `dataset` (and "commit", "changed") and "folders": {name: like `dataset`} in their place.
-    `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own.
+    `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own. `nodes` of
+    1 is not written.
     """
     return {
         "schema": SCHEMA,
@@ -213,6 +215,7 @@ def document(
             "expires": expires,
         },
         "capacity": capacity,
+        **({"nodes": nodes} if nodes > 1 else {}),
         "rates": dict(rates),
         "extras": dict(extras),
         "estimate": dict(estimate),

@@ -12,6 +12,8 @@ from decimal import Decimal
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields
 
+MOST_NODES = 16  # of one run
+
 
 @dataclass(frozen=True)
 class RunLimits:
@@ -61,6 +63,7 @@ class Terms:
     prices: Mapping[str, TypePrices]
     hourly: Mapping[str, Decimal]  # USD per node-hour beside compute, by line of the bill
     fixed_usd: Decimal
+    nodes: int = 1  # that train together
 
     def rates(self, instance_type: str, zone: str) -> Rates:
         """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed."""
@@ -88,6 +91,7 @@ def read(run: Fields) -> Terms:
         prices=_prices(run.table("rates")),
         hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
+        nodes=run.take("nodes", reading.choice(*range(1, MOST_NODES + 1)), 1),
     )
 
 

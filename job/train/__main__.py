@@ -102,6 +102,9 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
     except WorkdirBusyError as error:
         say(str(error))
         return TrainerExit.CRASHED  # nothing is written: the folder is somebody else's
+    except device.PeerRefusedError as error:
+        say(f"another node is refused: {error}")
+        code = TrainerExit.CRASHED
     except (device.NodeRefusedError, OSError) as error:  # the latter: its disk, as good as always
         if not isinstance(error, device.NodeRefusedError):
             say(traceback.format_exc())
@@ -134,8 +137,8 @@ class WorkdirBusyError(Exception):
 
 @contextmanager
 def workdir_lock(workdir: Path) -> Iterator[None]:
-    """Within it no other trainer starts in this folder. Rank 0's lock counts for all. Raises WorkdirBusyError."""
-    if os.environ.get("RANK", "0") != "0":
+    """Within it no other trainer starts here. A node's first rank holds it for all. Raises WorkdirBusyError."""
+    if not parallel.expected().first_here:
         yield
         return
     with (workdir / LOCK).open("w") as file:
@@ -155,7 +158,7 @@ def leave(workdir: Path, world: World, code: int) -> int:
     if world.size == 1:
         return code
     together = code in (TrainerExit.FINISHED, TrainerExit.STOPPED)
-    if world.first or not together:
+    if world.first_here or not together:
         note(workdir, Ended(code=code, rank=world.rank))
     if together:
         world.close()

@@ -4,7 +4,8 @@ A save copies the tensors to host memory (training waits for that alone), then o
 torch.distributed.checkpoint folder, syncs it and commits it (committed.py). Uploading is somebody else's work.
 
 With several ranks each one's thread writes its own part (replicated tensors: one of them does), they meet on a gloo
-group of their own, and rank 0 writes the commit when all are done. What N ranks saved, M can read.
+group of their own, and rank 0 writes the commit when all are done. What N ranks saved, M can read. Of several nodes
+the first alone has checkpoints: its ranks write them, read them, and hand on to the others'.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from gpufleet.job.contract.commit import Commit, Reason
 from gpufleet.job.train.committed import Committed, Found
-from gpufleet.job.train.parallel import World, local, on_host
+from gpufleet.job.train.parallel import World, hand_on, local, on_host
 
 State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) -> parameter name -> tensor
 FREE_FACTOR = 1.2  # free space before a save, in sizes of the save
@@ -69,11 +70,28 @@ class Checkpoints:
         self._room: Future[None] | None = None  # that memory, on its way
 
     def newest(self) -> Found | None:
-        """The highest step that is whole."""
-        found = self.committed.newest()
+        """The highest step that is whole. Every rank calls it."""
+        found = self._agreed(self.committed.newest() if self._world.is_saving else None)
         if found is not None:
             self.saved_step = found.step
         return found
+
+    def at(self, step: int) -> Found:
+        """That of a step which rank 0 knows to be whole. Every rank calls it."""
+        there = self.committed if self._world.is_saving else ()
+        found = self._agreed(next((each for each in there if each.step == step), None))
+        assert found is not None
+        return found
+
+    def _agreed(self, found: Found | None) -> Found | None:
+        """Rank 0's, where other nodes have none of their own."""
+        if self._world.nodes == 1:
+            return found
+        told = self._world.agree(None if found is None else {"commit": found.commit.to_json(), "own": found.progress})
+        if told is None:
+            return None
+        commit = Commit.from_json(told["commit"])
+        return Found(path=self._folder / commit.folder, commit=commit, progress=told["own"])
 
     def load(self, found: Found, state: State) -> None:
         """Reads the tensors into `state`'s own: of each, this rank's part. However many ranks wrote them.
@@ -82,7 +100,7 @@ class Checkpoints:
         it, if there is one. What is this node's fault (memory, disk, GPU) is raised as it is.
         """
         problem: str | None = None
-        if (cause := _failure(found.path, state)) is not None:
+        if self._world.is_saving and (cause := _failure(found.path, state)) is not None:
             own = isinstance(cause, OSError | MemoryError | torch.AcceleratorError | torch.OutOfMemoryError)
             if own and not isinstance(cause, FileNotFoundError):
                 raise cause  # of this node, and says nothing of the checkpoint
@@ -93,10 +111,12 @@ class Checkpoints:
                 self.committed.set_aside(found)
             self._world.barrier()
             raise CheckpointDamagedError(found.step, f"{found.path.name} cannot be read, {problems[0]}")
+        hand_on((tensor for tensors in state.values() for tensor in tensors.values()), self._world)
 
     def prepare(self, state: State) -> None:
         """Takes host memory for saves of `state`, beside training: the first save does not stop for it."""
-        self._room = self._thread.submit(self._make_copies, state)
+        if self._world.is_saving:
+            self._room = self._thread.submit(self._make_copies, state)
 
     @property
     def busy(self) -> bool:
@@ -117,6 +137,9 @@ class Checkpoints:
                 *ended,
                 Saved(step=commit.step, reason=commit.reason, blocking_s=0, seconds=0, bytes=size, problem=problem),
             ]
+        if not self._world.is_saving:
+            self.saved_step = commit.step
+            return ended
         self._stage(state)
         self.saved_step = commit.step
         blocking = time.perf_counter() - began

@@ -95,7 +95,7 @@ class CompileCache:
 
     def _record(self) -> None:
         """compiled.json: per phase of this start, what compiling took and how many graphs the cache had."""
-        if not self._session.world.first:
+        if not self._session.world.first_here:
             return
         path = self._session.workdir / COMPILED
         own = {"seconds": round(self._total_s, 3), "graphs": self._graphs, "cached": self._cached}
@@ -108,7 +108,7 @@ def name(session: Session, phase: Phase, rung: Rung) -> str:
     checkpointing = "-checkpointing" if rung.checkpointing else ""
     parts = (
         f"{phase.name}-micro{rung.micro}{checkpointing}",
-        f"rank{world.rank}of{world.size}",
+        f"rank{world.local_rank}of{world.size}",
         session.device.name,
         f"torch{torch.__version__}",
     )

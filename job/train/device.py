@@ -45,6 +45,10 @@ class NodeRefusedError(Exception):
     """This node is not what it was rented as, or not worth its price."""
 
 
+class PeerRefusedError(Exception):
+    """Another node of the run is refused, which ends what this one has begun with it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """What was found. Memory in GB (1e9 bytes); `peak_tflops` None: unknown, so no MFU."""

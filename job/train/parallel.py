@@ -1,8 +1,11 @@
-"""One node's processes: who they are, what they agree on, and how a module is spread over them.
+"""The processes of a run: who they are, what they agree on, and how a module is spread over them.
 
 Two ways to spread: `shard` (FSDP2: each rank holds a part of every weight, gradient and moment) for what is too large
 or trained whole, `replicate` for small trainable sets (an adapter). Both sum gradients over ranks and never average:
 the loss of each rank is divided by the tokens of the whole global batch already.
+
+Several nodes: each holds all of it, cut over its own GPUs alone (HSDP), so that one node's disk has a whole checkpoint
+and what crosses the network is one sum of gradients a step. Node 0 saves; the others' ranks are given what it reads.
 
 Decisions travel on a CPU gloo group of their own, saves on another one, because they run beside training.
 """
@@ -38,8 +41,10 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    node: int = 0
+    nodes: int = 1
     control: dist.ProcessGroup | None = None  # gloo: decisions
-    saves: dist.ProcessGroup | None = None  # gloo: checkpoints, from a thread of their own
+    saves: dist.ProcessGroup | None = None  # gloo: checkpoints, from a thread of their own; of node 0's ranks
     mesh: DeviceMesh | None = None  # of the training device
     host_mesh: DeviceMesh | None = None  # the same ranks on the CPU, for what is copied there
 
@@ -47,6 +52,21 @@ class World:
     def first(self) -> bool:
         """Rank 0: the one that logs and writes files."""
         return self.rank == 0
+
+    @property
+    def first_here(self) -> bool:
+        """The one that writes for its node's supervisor."""
+        return self.local_rank == 0
+
+    @property
+    def here(self) -> int:
+        """Ranks of a node."""
+        return self.size // self.nodes
+
+    @property
+    def is_saving(self) -> bool:
+        """Checkpoints lie on this node's disk."""
+        return self.node == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor`, in place, summed over ranks."""
@@ -93,34 +113,49 @@ class World:
 
 def expected() -> World:
     """The world that torchrun's environment names, nobody met yet; of size 1 without one."""
-    return World(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
+
+    def told(name: str, otherwise: int) -> int:
+        return int(os.environ.get(name, otherwise))
+
+    return World(
+        rank=told("RANK", 0),
+        size=told("WORLD_SIZE", 1),
+        local_rank=told("LOCAL_RANK", 0),
+        node=told("GROUP_RANK", 0),
+        nodes=told("GROUP_WORLD_SIZE", 1),
+    )
 
 
 def join(kind: str) -> World:
     """The processes of this run once all have met, on devices of `kind` (cuda or cpu). Raises NodeRefusedError."""
-    if expected().size == 1:
+    named = expected()
+    if named.size == 1:
         return World()
-    local = int(os.environ["LOCAL_RANK"])
     if kind == "cuda":
         require_cuda()
-        torch.cuda.set_device(local)
-        # AWS's image brings NCCL a plugin for EFA, which this one node has not: it fails, or tunes NCCL for it.
-        os.environ.setdefault("NCCL_NET_PLUGIN", "none")
+        torch.cuda.set_device(named.local_rank)
+        if named.nodes == 1:
+            # AWS's image brings NCCL a plugin for EFA, which one node has not: it fails, or tunes NCCL for it.
+            os.environ.setdefault("NCCL_NET_PLUGIN", "none")
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
-    return meet(kind, local_rank=local)
+    return meet(kind, local_rank=named.local_rank, nodes=named.nodes)
 
 
-def meet(kind: str, *, local_rank: int) -> World:
-    """The world of the default process group, which exists."""
-    size = dist.get_world_size()
+def meet(kind: str, *, local_rank: int, nodes: int = 1) -> World:
+    """The world of the default process group, which exists: as many ranks on each node, those of node 0 first."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    here = size // nodes
+    shape, names = ((size,), None) if nodes == 1 else ((nodes, here), ("node", "gpu"))
     return World(
-        rank=dist.get_rank(),
+        rank=rank,
         size=size,
         local_rank=local_rank,
+        node=rank // here,
+        nodes=nodes,
         control=dist.new_group(backend="gloo", timeout=LONG_PATIENCE),
-        saves=dist.new_group(backend="gloo", timeout=LONG_PATIENCE),
-        mesh=init_device_mesh(kind, (size,)),
-        host_mesh=init_device_mesh("cpu", (size,)),
+        saves=dist.new_group(list(range(here)), backend="gloo", timeout=LONG_PATIENCE),
+        mesh=init_device_mesh(kind, shape, mesh_dim_names=names),
+        host_mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
     )
 
 
@@ -133,9 +168,9 @@ def shard(
     reshard: bool,
     whole: Iterable[Tensor] = (),
 ) -> nn.Module:
-    """The module with its weights spread over the ranks, gathered block by block in `compute` (FSDP2; gradients are
-    summed in fp32). `reshard`: a block's weights are dropped again after its forward pass (ZeRO-3), or kept until its
-    backward pass (ZeRO-2). Those in `whole` stay so on every rank. With one rank the module is what it was.
+    """The module with its weights spread over a node's ranks, gathered block by block in `compute` (FSDP2; gradients
+    are summed in fp32). `reshard`: a block's weights are dropped again after its forward pass (ZeRO-3), or kept until
+    its backward pass (ZeRO-2). Those in `whole` stay so on every rank. With one rank the module is what it was.
     """
     if world.size == 1:
         return module
@@ -167,6 +202,23 @@ def fill(parameter: Tensor, whole: Tensor) -> None:
     if isinstance(parameter, DTensor):
         whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(whole)
+
+
+def reduce_between(module: nn.Module, world: World, *, wanted: bool) -> None:
+    """Whether the backward pass that follows sums what `shard` spread between nodes too: once a step is enough."""
+    if world.nodes > 1 and isinstance(module, FSDPModule):
+        module.set_requires_all_reduce(wanted)
+
+
+@torch.no_grad()
+def hand_on(tensors: Iterable[Tensor], world: World) -> None:
+    """Gives the ranks of other nodes what those of node 0 hold, in place. Every rank calls it."""
+    if world.nodes == 1:
+        return
+    assert world.mesh is not None
+    group = world.mesh.get_group("node")
+    for tensor in tensors:
+        dist.broadcast(local(tensor), group=group, group_src=0)
 
 
 def replicate(module: nn.Module, world: World) -> nn.Module:
@@ -211,6 +263,13 @@ def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     return found
 
 
+def cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, int, int]:
+    """The ranks that hold the parts of a tensor: their group, how many they are, and this one's place."""
+    mesh = tensor.device_mesh
+    last = mesh.ndim - 1
+    return mesh.get_group(last), mesh.size(last), mesh.get_local_rank(last)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's own part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -227,12 +286,12 @@ def on_host(tensor: Tensor, part: Tensor, world: World) -> Tensor:
 
 
 def norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The global norm over all gradients and ranks, fp32 or wider, a scalar on the device."""
+    """The global norm over all gradients and the ranks of a node, fp32 or wider, a scalar on the device."""
     norms = _own_norms([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     if sharded:
         square = torch.linalg.vector_norm(torch.stack(_own_norms([g.to_local() for g in sharded]))).square()
-        dist.all_reduce(square, group=sharded[0].device_mesh.get_group())
+        dist.all_reduce(square, group=cut_over(sharded[0])[0])
         norms.append(square.sqrt())
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

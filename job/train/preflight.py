@@ -19,7 +19,7 @@ import torch
 from gpufleet.job.contract.messages import Preflight
 from gpufleet.job.contract.workdir import ACCEPT, PREFLIGHT
 from gpufleet.job.gpus import ask
-from gpufleet.job.train.device import Device, NodeRefusedError, bandwidth_gb_s
+from gpufleet.job.train.device import Device, NodeRefusedError, PeerRefusedError, bandwidth_gb_s
 from gpufleet.job.train.parallel import World
 
 # Refused below these. A sound GPU reaches 60 to 90 % of either data sheet figure in a plain product or copy; one that
@@ -65,8 +65,8 @@ def run(
     called from a thread when this rank's GPU has not answered within LIMIT_S, with the reason; it ends the process,
     because nothing else can.
 
-    Leaves preflight.json. Raises NodeRefusedError on every rank when one of them is refused, unless the supervisor has
-    left accept.json.
+    Leaves preflight.json. Raises NodeRefusedError on every rank of a node when one of them is refused, PeerRefusedError
+    on other nodes, unless the supervisor has left accept.json.
     """
     if (workdir / PREFLIGHT).exists():  # a restart on a lower rung
         return
@@ -90,20 +90,22 @@ def run(
     finally:
         watchdog.cancel()
     found = world.every([{} if own is None else asdict(own), judged])
-    problems = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(found) for text in texts]
+    told = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(found) for text in texts]
+    problems = [text for _, text in told]
+    own_problems = tuple(text for rank, text in told if rank // world.here == world.node)
     if own is not None:
         say(
             f"pre-flight ({time.perf_counter() - began:.1f} s): {own.matmul_tflops:.1f} TFLOP/s, memory "
             f"{own.memory_gb_s:.0f} GB/s, to host {own.to_host_gb_s or 0:.1f} GB/s"
         )
-    if world.first:
-        Preflight(ranks=tuple(figures for figures, _ in found), problems=tuple(problems)).write(workdir)
+    if world.first_here:
+        Preflight(ranks=tuple(figures for figures, _ in found), problems=own_problems).write(workdir)
     if not problems:
         return
     if world.agree((workdir / ACCEPT).exists()):
         say(f"warning: this node would be refused, as others were before it; going on: {'; '.join(problems)}")
         return
-    raise NodeRefusedError("; ".join(problems))
+    raise (NodeRefusedError if own_problems else PeerRefusedError)("; ".join(problems))
 
 
 def measure(device: Device) -> Measured:

@@ -36,7 +36,7 @@ def choose(session: Session, phase: Phase) -> Rung:
         checkpointing=rung.checkpointing,
         lower=None if lower is None else ladder.index(lower),
     )
-    if session.world.first:
+    if session.world.first_here:
         try:
             used.write(session.workdir)
         except OSError as error:

@@ -7,7 +7,7 @@ the compute dtype, so there is no autocast and no second copy to keep. Loss and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gpufleet.job.train import optimizer, parallel
 from gpufleet.job.train.data import mix
-from gpufleet.job.train.experiment import Experiment, ForwardOutput, Work
+from gpufleet.job.train.experiment import Experiment, ForwardOutput, Micro, Work
 
 GRAPHS = 16  # of one phase's block, one more is an error: sizes of micro-batches, training and evaluation, take up to 8
 
@@ -38,7 +38,8 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
     """
     loss: Tensor | None = None
     aux: dict[str, Tensor] = {}
-    for micro in work.micros:
+    world = experiment.session.world
+    for micro, is_last in _with_last(work.micros):
         experiment.session.device.seed(mix(experiment.session.config.seed, step, micro.place))
         output: ForwardOutput = module(*micro.inputs)
         assert output.loss_sum is not None
@@ -50,13 +51,25 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
         for name, figure in output.aux.items():
             part = share * figure if figure.is_floating_point() else figure
             aux[name] = aux[name] + part if name in aux else part
+        parallel.reduce_between(module, world, wanted=is_last)
         torch.autograd.backward(objective)
     assert loss is not None
-    parallel.reduce(optimizer.parameters(opt), experiment.session.world)
+    parallel.reduce(optimizer.parameters(opt), world)
     norm = experiment.clip(opt)
     opt.step()
     opt.zero_grad(set_to_none=True)
     return StepResult(loss, norm, aux)
+
+
+def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
+    """Each, and whether it is the last one."""
+    before: Micro | None = None
+    for micro in micros:
+        if before is not None:
+            yield before, False
+        before = micro
+    if before is not None:
+        yield before, True
 
 
 @contextlib.contextmanager

@@ -152,9 +152,9 @@ class RankExperiment(Experiment):
         pass
 
 
-def make(workdir: Path, *, sharded: bool) -> Path:
+def make(workdir: Path, *, sharded: bool, micro: int = 4) -> Path:
     """A work folder for the toy."""
-    parameters = {**PARAMETERS, "reshard_after_forward": sharded}
+    parameters = {**PARAMETERS, "reshard_after_forward": sharded, "batch": {"rows": ROWS, "micro": micro}}
     workdir.mkdir(parents=True, exist_ok=True)
     rows = torch.randint(0, VOCAB, (64, LENGTH), generator=torch.Generator().manual_seed(7), dtype=torch.uint8)
 
@@ -197,11 +197,23 @@ def launched(target: Callable[..., None], size: int, *given: Any, limit_s: float
     return [process.exitcode for process in ranks]
 
 
-def environment(rank: int, size: int, port: int) -> None:
+def environment(rank: int, size: int, port: int, nodes: int = 1) -> None:
     """As torchrun sets it."""
+    here = size // nodes
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank % here),
+        WORLD_SIZE=str(size),
+        GROUP_RANK=str(rank // here),
+        GROUP_WORLD_SIZE=str(nodes),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
+
+
+def of_node(workdir: Path, node: int) -> Path:
+    """The work folder of a node: each has a disk of its own."""
+    return workdir if node == 0 else workdir.with_name(f"{workdir.name}-node{node}")
 
 
 def train(
@@ -212,13 +224,18 @@ def train(
     saves: tuple[int, ...] = (),
     broken: str = "",
     others: int | None = 0,
+    nodes: int = 1,
 ) -> int:
-    """One start of `size` ranks; the run's exit code. `look`, `saves`: train_world.StopAt, on rank 0; `others`: what
-    the other ranks see, which counts only where each of them is on its own.
+    """One start of `size` ranks on `nodes`; the run's exit code. `look`, `saves`: train_world.StopAt, on rank 0;
+    `others`: what the other ranks see, which counts only where each of them is on its own.
     """
-    (workdir / "ended.json").unlink(missing_ok=True)
+    for node in range(nodes):
+        folder = of_node(workdir, node)
+        if not folder.exists():
+            shutil.copytree(workdir, folder, ignore=shutil.ignore_patterns("ckpt"))
+        (folder / "ended.json").unlink(missing_ok=True)
     looks = (look, *[others] * (size - 1))
-    codes = launched(one, size, workdir, looks, saves, broken, limit_s=90)
+    codes = launched(one, size, workdir, looks, saves, broken, nodes, limit_s=90)
     if size == 1:
         assert codes[0] is not None
         return codes[0]
@@ -237,9 +254,11 @@ def one(
     looks: tuple[int | None, ...],
     saves: tuple[int, ...],
     broken: str,
+    nodes: int = 1,
 ) -> None:
     """A rank's process."""
-    environment(rank, size, port)
+    environment(rank, size, port, nodes)
+    workdir = of_node(workdir, parallel.expected().node)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -269,6 +288,8 @@ def one(
 
         shutil.rmtree = slow_clear if rank == 0 else clear  # type: ignore[assignment]
         FileSystem.mkdir = slow_make  # type: ignore[method-assign]
+    if broken == "count":
+        count_sums(workdir, nodes)
     if broken == "compiled":
         from gpufleet.job.train import step
 
@@ -278,6 +299,20 @@ def one(
         within = step.compiled
         step.compiled = lambda module, device, **named: within(module, torch.device("cuda"), **named)
     sys.exit(trainer.train(workdir, 0, StopAt(workdir, looks[rank], saves=saves)))
+
+
+def count_sums(workdir: Path, nodes: int) -> None:
+    """From here on, a line in sums.txt for each sum of gradients over one rank of each node."""
+    real = torch.distributed.all_reduce
+
+    def counted(tensor: Tensor, *given: Any, **named: Any) -> Any:
+        group = named.get("group")
+        if group is not None and torch.distributed.get_process_group_ranks(group) == [0, 2] and tensor.numel() > 1:
+            with (workdir / "sums.txt").open("a") as file:
+                file.write(f"{tensor.numel()}\n")
+        return real(tensor, *given, **named)
+
+    torch.distributed.all_reduce = counted
 
 
 def train_on_one_rank(workdir: Path) -> None:

@@ -15,8 +15,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
+
+from gpufleet.job.train import parallel
 
 BASE_WIDTH = 768  # the tables' rates were tuned at this width (nanochat, gpt.py, read 2026-11-21)
 ADAM_EPS = 1e-10  # the same source
@@ -72,8 +74,9 @@ class Combined(Optimizer):
 
 
 def owned(parameters: Sequence[Tensor]) -> bool:
-    """Whether ranks can own these: all cut by rows over one mesh."""
-    return all(isinstance(parameter, DTensor) and parameter.placements == (Shard(0),) for parameter in parameters)
+    """Whether ranks can own these: all cut by rows over the ranks of a node."""
+    cuts = ((Shard(0),), (Replicate(), Shard(0)))
+    return all(isinstance(parameter, DTensor) and parameter.placements in cuts for parameter in parameters)
 
 
 class OwnedMuon(torch.optim.Muon):
@@ -83,8 +86,7 @@ class OwnedMuon(torch.optim.Muon):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameters in _by_shape(group["params"]):
-                mesh = parameters[0].device_mesh
-                ranks, rank = mesh.size(), mesh.get_local_rank()
+                _, ranks, rank = parallel.cut_over(parameters[0])
                 for start in range(0, len(parameters), ranks):
                     self._update_round(parameters[start : start + ranks], group, rank, ranks)
 
@@ -105,12 +107,12 @@ class OwnedMuon(torch.optim.Muon):
         shares = [max(0, min(each, rows - each * other)) for other in range(ranks)]
         given = [shares[rank] if other < len(parameters) else 0 for other in range(ranks)]
         taken = shares if rank < len(parameters) else [0] * ranks
-        mesh = parameters[0].device_mesh.get_group()
+        group_of_ranks, _, _ = parallel.cut_over(parameters[0])
         whole = parts.new_empty(sum(taken), columns)
-        dist.all_to_all_single(whole, parts, taken, given, group=mesh)
+        dist.all_to_all_single(whole, parts, taken, given, group=group_of_ranks)
         if rank < len(parameters):
             whole = _orthogonal(whole)
-        dist.all_to_all_single(parts, whole, given, taken, group=mesh)
+        dist.all_to_all_single(parts, whole, given, taken, group=group_of_ranks)
         for part, parameter in zip(parts.view(len(parameters), shares[rank], columns), parameters, strict=True):
             weights = parameter.to_local()
             weights.mul_(1 - group["lr"] * group["weight_decay"])

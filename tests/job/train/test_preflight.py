@@ -24,7 +24,7 @@ from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.spec import from_json
 from gpufleet.job.supervisor.machine import DriverGpu
 from gpufleet.job.train import preflight
-from gpufleet.job.train.device import Device, NodeRefusedError, choose
+from gpufleet.job.train.device import Device, NodeRefusedError, PeerRefusedError, choose
 from gpufleet.job.train.parallel import World
 from gpufleet.job.train.preflight import Measured, judge, parse_clocks
 
@@ -172,6 +172,23 @@ def test_a_run_that_may_refuse_no_more_goes_on_with_a_warning(tmp_path: Path, mo
     assert "warning: this node would be refused, as others were before it" in said[-1]
     preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append, hung=said.append)
     assert len(calls) == 2  # a restart within the attempt does not measure again
+
+
+class SecondOfTwo(World):
+    """A rank on the second node of two; the first one's GPU fails."""
+
+    def every(self, value: Any) -> list[Any]:
+        return [[{}, ["NVIDIA L4 fails: CUDA error"]], value]
+
+    def agree(self, value: Any) -> Any:
+        return False
+
+
+def test_a_node_is_not_refused_for_another_one_s_gpu(tmp_path: Path) -> None:
+    second = SecondOfTwo(rank=1, size=2, node=1, nodes=2)
+    with pytest.raises(PeerRefusedError, match="rank 0: NVIDIA L4 fails"):
+        preflight.run(tmp_path, CPU, second, gpus=None, say=print, hung=print)
+    assert (atomic.read_object(tmp_path / "preflight.json") or {})["problems"] == []
 
 
 def test_a_gpu_that_fails_is_refused_with_what_cuda_says_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

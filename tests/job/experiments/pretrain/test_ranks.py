@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.codes import TrainerExit
@@ -41,33 +42,36 @@ class RisingRanks(Pretrain):
         return 1 + step / 100
 
 
-def rank(number: int, size: int, port: int, works: list[tuple[Path, int | None]]) -> None:
+def rank(number: int, size: int, port: int, works: list[tuple[Path, int | None]], nodes: int = 1) -> None:
     """A rank's process: one run after the other, each stopped at its `look`."""
     torch.set_num_threads(1)
     warnings.simplefilter("default")  # those of the ranks are no concern of this file
-    for place, (folder, look) in enumerate(works):
-        rank_world.environment(number, size, port + place)
+    for place, (given, look) in enumerate(works):
+        rank_world.environment(number, size, port + place, nodes)
+        folder = rank_world.of_node(given, parallel.expected().node)
         if folder.name == "rising":
             EXPERIMENTS["pretrain-d64"].trainer = f"{__name__}:{RisingRanks.__name__}"
         code = trainer.train(folder, 0, world.StopAt(folder, look))
         assert code == 0, code
 
 
-def updated(number: int, size: int, port: int) -> None:
+def updated(number: int, size: int, port: int, nodes: int) -> None:
     """A rank's process: Muon over matrices that the ranks do not share evenly, against torch's own over whole ones."""
     torch.set_num_threads(1)
-    rank_world.environment(number, size, port)
+    rank_world.environment(number, size, port, nodes)
     ranks = parallel.join("cpu")
     drawn = torch.Generator().manual_seed(0)
     whole = [nn.Parameter(torch.randn(shape, generator=drawn)) for shape in [(7, 4)] * 4 + [(2, 6)]]
     start = [parameter.detach().clone() for parameter in whole]
-    cut = [nn.Parameter(distribute_tensor(tensor, ranks.mesh, [Shard(0)])) for tensor in start]
+    places = [Shard(0)] if nodes == 1 else [Replicate(), Shard(0)]
+    cut = [nn.Parameter(distribute_tensor(tensor, ranks.mesh, places)) for tensor in start]
+    assert muon.owned(cut)
     group = {"kind": "muon", "base_lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
     both = [muon.Combined([{"params": parameters, **group}], betas=(0.8, 0.95)) for parameters in (whole, cut)]
     for _ in range(3):
         for one, part in zip(whole, cut, strict=True):
             one.grad = torch.randn(one.shape, generator=drawn)
-            part.grad = distribute_tensor(one.grad, ranks.mesh, [Shard(0)])
+            part.grad = distribute_tensor(one.grad, ranks.mesh, places)
         for opt in both:
             opt.step()
     for before, one, part in zip(start, whole, cut, strict=True):
@@ -76,8 +80,9 @@ def updated(number: int, size: int, port: int) -> None:
     ranks.close()
 
 
-def test_matrices_that_ranks_do_not_share_evenly_are_updated_as_whole_ones() -> None:
-    assert rank_world.launched(updated, 3, limit_s=60) == [0, 0, 0]
+@pytest.mark.parametrize(("ranks", "nodes"), [(3, 1), (4, 2)])
+def test_matrices_that_ranks_do_not_share_evenly_are_updated_as_whole_ones(ranks: int, nodes: int) -> None:
+    assert rank_world.launched(updated, ranks, nodes, limit_s=60) == [0] * ranks
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +141,15 @@ def test_two_ranks_export_the_weights_of_the_best_evaluation(folders: dict[str, 
         load({"model": tensors}, storage_reader=reader, no_dist=True)
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved[4].items())
     assert not torch.equal(exported["head.weight"], saved[12]["head.weight"])
+
+
+def test_two_nodes_of_one_rank_end_with_the_bits_of_one_node_of_two(tmp_path: Path) -> None:
+    whole: dict[str, Any] = {"batch": {"rows": 8, "micro": 4}}  # a sum of two is the same in either order, of four not
+    one, two = (pretrain.make(tmp_path / name, optim=OPTIM["muon"], **whole) for name in ("one", "two"))
+    shutil.copytree(two, rank_world.of_node(two, 1))
+    assert rank_world.launched(rank, 2, [(one, None)], limit_s=60) == [0, 0]
+    assert rank_world.launched(rank, 2, [(two, None)], 2, limit_s=60) == [0, 0]
+    assert world.final_hash(one) == world.final_hash(two)
 
 
 def test_a_checkpoint_of_two_ranks_continues_on_one(folders: dict[str, Path]) -> None:
