@@ -83,7 +83,10 @@ class Instance:
     gpu_count: int
     gpu_share: float  # below 1 for a slice of a GPU
     nvme_gb: float  # instance store; 0 = none
-    network_gbps: float
+    network_gbps: float  # of all its network cards together
+    network_cards: int
+    card_gbps: float  # of the first
+    efa_cards: int  # those with an Elastic Fabric Adapter: all or none, but for p6-b300's first
     ebs_gbps: float
     regions: tuple[str, ...] | None  # where it is offered; None = not known
     left_ec2: date | None  # no longer launchable since; the last day it can have been
@@ -277,6 +280,9 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
         gpu_share=share,
         nvme_gb=float(row["nvme_gb"]),
         network_gbps=float(row["network_gbps"]),
+        network_cards=int(row["network_cards"]),
+        card_gbps=float(row["card_gbps"]),
+        efa_cards=int(row["efa_cards"]),
         ebs_gbps=float(row["ebs_gbps"]),
         regions=None if row["regions"] == "unknown" else tuple(row["regions"].split()),
         left_ec2=date.fromisoformat(row["left_ec2"]) if row["left_ec2"] else None,

@@ -80,6 +80,7 @@ class JobConfig(ABC):
     container_options: ClassVar[str] = ""  # words for `docker run`; {app}: the job archive's folder
     may_stop_early: ClassVar[bool] = False
     leaves_results: ClassVar[bool] = True  # results.json, at the end of a finished run
+    one_node: ClassVar[str] = ""  # why several do not help it; empty: they do
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
 
     def work_kind(self) -> str:
