@@ -108,6 +108,14 @@ class Instance:
             return f"has a slice of one {self.gpu.name}, which wants NVIDIA's GRID driver; the AMI's is another"
         return ""
 
+    def between_nodes_gbps(self, cards: str) -> float:
+        """Gigabits per second to another node, over the first network card (`one`) or over `all`."""
+        return self.network_gbps if cards == "all" else self.card_gbps
+
+    def has_efa(self, cards: str) -> bool:
+        """Whether these cards have an Elastic Fabric Adapter; without one nodes talk over TCP."""
+        return self.efa_cards > 0 if cards == "all" else self.efa_cards == self.network_cards
+
     @property
     def gpus(self) -> str:
         """`8 x H100`, or `1/8 of one L4` for a slice."""

@@ -29,13 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpufleet.infra.risk.hazard import (
-    ALL_AT_ONCE,
     ZONES_WAIT_H,
     ZONES_WAIT_SIGMA,
     Floats,
     Hazard,
     Indices,
     gang,
+    left_share,
     of_node,
 )
 from gpufleet.infra.risk.unknown import KNOWN, NOTHING, Draws, Factors, Unknown
@@ -179,6 +179,7 @@ class SimulatedRuns:
     metered_usd: Floats  # as the job's meter counts: interrupted first hours too
     hours: Floats  # node-hours, as `limits.max_hours` counts them: free first hours included
     wall_hours: Floats  # with the waits for capacity
+    idle_hours: Floats  # of them, of each of several nodes: billed while it waited for the others
     interruptions: NDArray[np.int64]
     stopped: Flags  # by a limit or its owner, before the work was done
     work_h: Floats  # hours that the work takes
@@ -289,7 +290,8 @@ def _account(
         paid_h = np.concatenate([e.hours_paid(price[i * runs : (i + 1) * runs]) for i, e in enumerate(exposures)])
     allowed_h = np.minimum(paid_h, per_exposure(lambda e: np.inf if e.max_hours is None else e.max_hours))
     cap_h = np.maximum(allowed_h - reserve_h, 0.0)
-    free_h, charged = per_exposure(lambda e: e.free_h), per_exposure(lambda e: (1 - ALL_AT_ONCE) * (1 - 1 / e.nodes))
+    # Of several nodes: the first hours of those that AWS leaves are not free, and they wait, billed.
+    free_h, stay = per_exposure(lambda e: e.free_h), per_exposure(lambda e: left_share(e.nodes))
     interval_h, notice_missed = per_exposure(lambda e: e.interval_h), per_exposure(lambda e: e.notice_missed)
     setup_h, restart_h = (per_exposure(get) * factors.setup for get in (lambda e: e.setup_h, lambda e: e.restart_h))
     phases = range(max(len(e.phase_ends_h) for e in exposures))
@@ -305,6 +307,10 @@ def _account(
     stopped = np.zeros(count, dtype=bool)
     active = np.arange(count)
     wall += _patient(single, first_wait_h, wall, done, work_h)
+    idle, waits_billed = np.zeros(count), bool(np.any(stay))
+    if waits_billed:
+        idle = np.minimum(wall * stay, cap_h)
+        hours, billed = hours + idle, billed + idle
 
     for attempt in range(attempts):
         if not active.size:
@@ -327,7 +333,7 @@ def _account(
         span = np.where(left > _EDGE_H, np.maximum(spent_h, MINIMUM_H), 0.0)
         hours[active] = before_h + span
         free = interrupted & (node_h < _select(free_h, active))
-        billed[active] += np.where(free, span * _select(charged, active), span)
+        billed[active] += np.where(free, span * _select(stay, active), span)
         wall_h = begun_h + spent_h
         interruptions[active] += interrupted
         stopped[active] |= at_limit
@@ -347,6 +353,12 @@ def _account(
 
         wait_h = _patient(single, node.wait_h, wall_h, done_h, whole_h)
         wall[active] = wall_h + np.where(interrupted, wait_h, 0.0)
+        if waits_billed:
+            more = np.where(interrupted, wait_h, 0.0) * _select(stay, active)
+            more = np.minimum(more, np.maximum(_select(cap_h, active) - hours[active], 0.0))
+            idle[active] += more
+            hours[active] += more
+            billed[active] += more
         active = active[interrupted]
 
     if active.size:  # the same again, to the end of the work or to the limit
@@ -372,6 +384,7 @@ def _account(
             metered_usd=metered_usd[part],
             hours=hours[part],
             wall_hours=wall[part],
+            idle_hours=idle[part],
             interruptions=interruptions[part],
             stopped=stopped[part],
             work_h=np.broadcast_to(work_h, (count,))[part],

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth
+from cost_definitions import definition, growth, on_nodes
 from receipt_tree import node, place, receipt
 
 from gpufleet.infra.bill import record
@@ -46,7 +46,7 @@ def in_zones(*zones: str) -> StackDefinition:
 
 
 def nodes(count: int, **changes: Any) -> StackDefinition:
-    return replace(definition(**changes), variant=Variant(nodes=count))
+    return on_nodes(definition(**changes), count)
 
 
 def flat(found: Bill) -> str:

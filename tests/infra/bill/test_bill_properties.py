@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost_definitions import definition
+from cost_definitions import definition, on_nodes
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.bill.side import Prepared, prepare
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.model import Disk, Keep, Limits, StackDefinition, Variant
+from gpufleet.infra.definition.model import Disk, Keep, Limits, StackDefinition
 from gpufleet.infra.errors import PriceMissing
 from gpufleet.infra.risk.hazard import Hazard
 from gpufleet.infra.risk.simulation import ATTEMPTS_IN_STEP, Exposure, simulate, simulate_each
@@ -268,7 +268,7 @@ def test_every_line_is_in_the_unit_of_its_price(plan: StackDefinition) -> None:
 def test_two_nodes_are_twice_the_node_lines_and_no_more_of_the_others(plan: StackDefinition, hours: float) -> None:
     hourly = options.type_costs(plan, CATALOG)[0].hourly(plan.fleet.capacity)
     assert hourly is not None
-    two = replace(plan, variant=Variant(nodes=2))
+    two = on_nodes(plan, 2)
     for one, both in zip(
         lines.node_lines(plan, CATALOG, hours, hourly), lines.node_lines(two, CATALOG, hours, hourly), strict=True
     ):
