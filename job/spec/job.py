@@ -80,6 +80,7 @@ class JobConfig(ABC):
     container_options: ClassVar[str] = ""  # words for `docker run`; {app}: the job archive's folder
     may_stop_early: ClassVar[bool] = False
     leaves_results: ClassVar[bool] = True  # results.json, at the end of a finished run
+    resumes_everywhere: ClassVar[bool] = False  # each of several nodes needs the checkpoint on its own disk
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
 
     def work_kind(self) -> str:
