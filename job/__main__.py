@@ -75,12 +75,16 @@ def supervise(run_json: Path) -> int:
 def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
+    from gpufleet.job.contract.gang import Presence
     from gpufleet.job.gpus import Sampler
     from gpufleet.job.supervisor import fleet, machine
     from gpufleet.job.supervisor.attempt import Supervisor
     from gpufleet.job.supervisor.child import Child, JobLog, trainer
+    from gpufleet.job.supervisor.member import Member
     from gpufleet.job.supervisor.metadata import Metadata, MetadataThread, http_fetch
     from gpufleet.job.supervisor.meter import spot_history
+    from gpufleet.job.supervisor.place import Place
+    from gpufleet.job.supervisor.presence import Watch, Watching
     from gpufleet.job.supervisor.store import open_store, parent
     from gpufleet.job.supervisor.world import Outside
 
@@ -89,9 +93,9 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     environment = os.environ
     log = JobLog(workdir / LOG)
     gpus = machine.gpus() if run.config.device == "cuda" else ()
-    ranks = run.config.ranks(len(gpus))
-    launched = run.config.launched(ranks)
-    ended = workdir / ENDED if launched > 1 else None
+    ranks = run.config.ranks(len(gpus), run.nodes)
+    launched = run.config.launched(ranks // run.nodes)
+    ended = workdir / ENDED if launched > 1 or (run.nodes > 1 and run.config.several_ranks) else None
     child_environment = {**environment, "PYTHONUNBUFFERED": "1"}
 
     def begin() -> Child:
@@ -104,6 +108,10 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
             workdir / START,
         )
 
+    def join(rung: int, place: Place) -> Child:
+        words = trainer(workdir, rung, launched, run.config.module, place if run.config.several_ranks else None)
+        return Child(words, {**child_environment, **place.environment}, log, clock, ended)
+
     def start(rung: int) -> Child:
         child = early.pop() if early else begin()
         if child.poll() is not None:  # killed while it waited, for want of memory say: no attempt is lost for that
@@ -112,7 +120,9 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         return child
 
     sampler = Sampler(gpus=len(gpus)) if gpus else None
-    early = [begin()]  # importing torch takes seconds: meanwhile this process stages what it trains on
+    early = (
+        [begin()] if run.nodes == 1 else []
+    )  # importing torch takes seconds: meanwhile this process stages what it trains on
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=clock, say=log.say
     )
@@ -120,7 +130,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         world = Outside(
             store=open_store(environment.get(RUN_URI) or f"{parent(str(workdir))}/store/{run.run}"),
             metadata=metadata,
-            start=start,
+            start=start if run.nodes == 1 else join,
             terminated=lambda: terminated[0] if terminated else None,
             uploads=uploads,
             pulse=pulse,
@@ -133,7 +143,11 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
             clock=clock,
         )
         try:
-            return Supervisor(run, node, workdir, world).run()
+            if run.nodes == 1:
+                return Supervisor(run, node, workdir, world).run()
+            own = Presence(instance=node.instance, address=node.address, launched_at=node.launched_at)
+            with Watching(Watch(world.store, own, clock, log.say)) as watch:
+                return Member(run, node, workdir, world, watch).run()
         finally:
             for child in early:
                 child.kill()

@@ -114,6 +114,7 @@ class Imds:
             "meta-data/instance-type": node.type,
             "meta-data/instance-life-cycle": "spot" if node.spot else "on-demand",
             "meta-data/ami-id": node.image,
+            "meta-data/local-ipv4": "127.0.0.1",  # all nodes are processes of one machine
             "meta-data/placement/availability-zone": node.zone,
             "meta-data/placement/region": node.region,
             "meta-data/tags/instance": "\n".join(tags) if tags else None,

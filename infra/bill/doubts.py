@@ -39,6 +39,10 @@ def warnings(
     for type_, calibration in calibrations.items():
         if isinstance(calibration, RefusedCalibration):
             yield f"{type_}: {calibration.why}"
+    if bill.against_one is not None:
+        yield from bill.against_one.warnings()
+    if definition.nodes > 1 and definition.storage.data and definition.storage.data.snapshot:
+        yield f"each of {definition.nodes} nodes has a data volume of its own from the snapshot, loaded as it is read"
     yield from schedule(definition.job.parameters, bill.chosen.runtime)
     if not config.is_endless:
         yield from _limits(bill)

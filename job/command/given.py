@@ -16,6 +16,7 @@ from gpufleet.job.spec.command import CommandConfig, filled
 PROGRESS = "progress.jsonl"  # below the user's folder, where the command names no file of its own
 HIDDEN = 8  # characters that a secret has at least, to be blanked in what is printed
 BLANK = b"***"
+ALONE = {"nodes": "1", "node_rank": "0", "master": "127.0.0.1", "port": "29400"}  # of a run on one node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,7 @@ class Folders:
             "state": str(self.user / STATE),
             "gpus": gpus,
             "run": run,
+            **{name: os.environ.get(environment.COMMAND[name], alone) for name, alone in ALONE.items()},
             **inputs,
         }
 
@@ -80,7 +82,7 @@ def variables(
 ) -> dict[str, str]:
     """The environment of each start, apart from secrets and from what a resume adds."""
     told = {
-        **{name: str(values[name]) for name in ("run", "gpus", "checkpoints", "outputs", "state")},
+        **{name: str(values[name]) for name in ("run", "gpus", "checkpoints", "outputs", "state", *ALONE)},
         "attempt": str(attempt),
         "progress": str(progress_file(config, folders, values)),
         "stop_file": str(folders.stop_file),

@@ -29,6 +29,7 @@ class Node:
     zone: str
     launched_at: float
     pulled_s: str = ""  # how long its images took; empty: not known
+    address: str = ""  # where other nodes of the run reach it; empty: there are none
 
     @classmethod
     def from_environment(cls, given: Mapping[str, str], now: float) -> Node:
@@ -40,6 +41,7 @@ class Node:
             zone=given.get(environment.ZONE, ""),
             launched_at=now if launched is None else launched,
             pulled_s=given.get(environment.PULLED_S, ""),
+            address=given.get(environment.ADDRESS, ""),
         )
 
 

@@ -14,11 +14,14 @@ DONE = workdir.DONE  # written last of all: the run is over
 ASKED = workdir.STOP  # `gpufleet stop` asks the run to end
 MANIFEST, REJECTED = "manifest.json", "rejected.txt"  # of a published checkpoint, and of one that does not verify
 ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"
+GANG = "gang/"  # of a run on several nodes: who is there, and who trains together
 FLEETS = "known_fleet/"  # by the program, once it has made the fleet: the one that the stack's state knows of
 CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
     f"{folder}/" for folder in (workdir.CHECKPOINTS, workdir.EXPORTS, workdir.FINAL, workdir.STAGES, workdir.SCALARS)
 )
 MANIFEST_KEY = re.compile(rf"{CHECKPOINTS}step_(\d{{8}})/{re.escape(MANIFEST)}")
+GENERATION_KEY = re.compile(rf"{GANG}(\d{{6}})\.json")
+PRESENCE_KEY = re.compile(rf"{GANG}nodes/([\w.-]+)\.json")
 _NODE_KEY = re.compile(rf"{ATTEMPTS}([\w.-]+)\.json|{HEARTBEATS}([\w.-]+)\.jsonl")
 
 # Beside the runs: no run may be called so.
@@ -39,6 +42,21 @@ def heartbeat_key(instance: str) -> str:
 def boot_log_key(instance: str) -> str:
     """The key of the boot log that a node leaves when it ends."""
     return f"{BOOT_LOGS}{instance}.log"
+
+
+def node_log_key(instance: str) -> str:
+    """The key of what a node printed that did not lead its generation."""
+    return f"log/{instance}.log"
+
+
+def presence_key(instance: str) -> str:
+    """The key under which a node says that it is there."""
+    return f"{GANG}nodes/{instance}.json"
+
+
+def generation_key(number: int) -> str:
+    """The key of who trains together, the first time, the second, and so on."""
+    return f"{GANG}{number:06d}.json"
 
 
 def fleet_key(fleet: str) -> str:

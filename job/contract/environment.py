@@ -10,6 +10,7 @@ ZONE = "GPUFLEET_ZONE"
 LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # seconds since the machine booted, when the node's program began
 PULLED_S = "GPUFLEET_PULLED_S"  # how long the node took to pull the images
+ADDRESS = "GPUFLEET_ADDRESS"  # of a run on several nodes: where the others reach this one
 JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for a command when it is asked to
 USER_PATH = "GPUFLEET_USER_PATH"  # without containers: where a command's own programs are, its Python first of all
 COMMAND = {  # what a command is told, each as GPUFLEET_<name>
@@ -23,6 +24,10 @@ COMMAND = {  # what a command is told, each as GPUFLEET_<name>
     "resume_step": "GPUFLEET_RESUME_STEP",
     "progress": "GPUFLEET_PROGRESS",
     "stop_file": "GPUFLEET_STOP_FILE",
+    "nodes": "GPUFLEET_NODES",
+    "node_rank": "GPUFLEET_NODE_RANK",
+    "master": "GPUFLEET_MASTER",
+    "port": "GPUFLEET_PORT",
 }
 INPUT = "GPUFLEET_INPUT_"  # and the input's name in capitals
 SECRET = "GPUFLEET_SECRET_"  # in a rehearsal, and a secret's name: its value

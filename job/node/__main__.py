@@ -87,6 +87,7 @@ class NodeRun:
         self.fired, self.ender, self._taking_over = threading.Event(), self.timer, threading.Lock()
         self.job: subprocess.Popen[bytes] | None = None
         self.command: Jobs | None = None
+        self._fetching: threading.Thread | None = None
         self._recording = threading.Lock()
         self._ended = self._job_looks = self._run_file_is_here = False
 
@@ -123,8 +124,8 @@ class NodeRun:
         if (self.folder / "booted").exists():
             self._crash("the machine was rebooted")
         (self.folder / "booted").touch()
-        fetch = threading.Thread(target=self._fetch_run_file, name="run file", daemon=True)
-        fetch.start()
+        self._fetching = threading.Thread(target=self._fetch_run_file, name="run file", daemon=True)
+        self._fetching.start()
         self._begin_record()
         threading.Thread(target=self._watch_notice, name="notice", daemon=True).start()
         scratch = disks.scratch(self.settings.root, self.folder)
@@ -132,7 +133,7 @@ class NodeRun:
             problem = disks.mount_data(self.settings.root, self.settings.data_device, blank=volume == "blank")
             if problem is not None:
                 self._crash(problem)
-        fetch.join()
+        self._fetching.join()
         if not self._run_file_is_here:
             self._crash(f"{RUN} cannot be had as declared")
         self.workdir = scratch / "run"
@@ -148,8 +149,26 @@ class NodeRun:
         say("starting the container")
         self.notices.watch(self.workdir, self.keys)
         self._job_looks = True
-        with Jobs(self.settings, self.machine, scratch) as self.command:
-            return self._run_job(container.command(self.settings, self.machine, scratch, pulled_s))
+        nodes = self._nodes()
+        told = (self.metadata.get("meta-data/local-ipv4") for _ in tries(3))
+        address = next(filter(None, told), None) if nodes > 1 else ""
+        if address is None:
+            self._crash("the metadata service does not tell this machine's address")
+        with Jobs(self.settings, self.machine, scratch, nodes) as self.command:
+            return self._run_job(
+                container.command(self.settings, self.machine, scratch, pulled_s, nodes, address.strip())
+            )
+
+    def _nodes(self) -> int:
+        """How many train together, as far as run.json is here."""
+        if self._fetching is not None:
+            self._fetching.join()
+        run = atomic.read_object(self.folder / RUN)
+        return 1 if run is None else terms.read(Fields(run)).nodes
+
+    def _is_futile(self, boots: int) -> bool:
+        """So many boots in a row led nowhere that the run ends. Several nodes boot at once."""
+        return boots >= attempts.MOST_FUTILE and boots >= attempts.MOST_FUTILE * self._nodes()
 
     def _list(self) -> bool:
         """One listing answers: is the run over, which manifest is the newest, were there attempts."""
@@ -168,7 +187,7 @@ class NodeRun:
             if records is None or not self.objects.get_folder(HEARTBEATS, self.folder / HEARTBEATS):
                 self._crash("the attempts cannot be read")
             boots = attempts.futile_boots(records, self.manifest)
-            if boots >= attempts.MOST_FUTILE:
+            if self._is_futile(boots):
                 self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
             beats = self.folder / HEARTBEATS
             told = ((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
@@ -306,7 +325,7 @@ class NodeRun:
         if records is None:
             say("the attempt cannot be counted")
             self._stop_fleet()
-        elif (boots := attempts.futile_boots(records, self.manifest)) >= attempts.MOST_FUTILE:
+        elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         self.notices.tell(f"a node has failed, {reason}" + (": its fleet is ended" if records is None else ""))
         self._leave(reason)

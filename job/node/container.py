@@ -87,6 +87,16 @@ def devices(settings: Settings) -> list[str]:
     return options
 
 
+def network(nodes: int, devices: Path = Path("/dev/infiniband")) -> list[str]:
+    """The options by which a container that trains meets those of the run's other nodes: the machine's own address, and
+    its network cards as EFA devices where it has such. Of one node: its own network.
+    """
+    if nodes == 1:
+        return ["--network", "bridge"]
+    cards = (word for card in sorted(devices.glob("uverbs*")) for word in ("--device", str(card)))
+    return ["--network", "host", *cards]
+
+
 def capabilities(*kept: str) -> list[str]:
     """The options by which a container's processes have no other rights than these, get none from a program that they
     start, and leave the machine processes of its own.
@@ -112,8 +122,12 @@ def give(settings: Settings, folder: Path) -> None:
                 os.chown(path, USER, USER)
 
 
-def command(settings: Settings, machine: InstanceIdentity, scratch: Path, pulled_s: float) -> list[str]:
-    """The command that runs the job; `scratch` holds its work folder, `pulled_s` is what its images took."""
+def command(
+    settings: Settings, machine: InstanceIdentity, scratch: Path, pulled_s: float, nodes: int = 1, address: str = ""
+) -> list[str]:
+    """The command that runs the job; `scratch` holds its work folder, `pulled_s` is what its images took. `address`:
+    where the others of several nodes reach this one.
+    """
     app = settings.folder / "app"
     options = [word.replace("{app}", str(app)) for word in settings.container_options.split()]
     if settings.job_image:  # it watches another container's processes, and has the role that one has not
@@ -121,6 +135,8 @@ def command(settings: Settings, machine: InstanceIdentity, scratch: Path, pulled
         options += ["-e", "NVIDIA_DRIVER_CAPABILITIES=utility"] if settings.device != "cpu" else []
     elif not settings.data_volume:
         options += ["--user", f"{USER}:{USER}", "-e", "HOME=/tmp", "-e", "USER=gpufleet"]
+    if nodes > 1 and not settings.job_image:
+        options += network(nodes)
     options += capabilities(*rights(settings))
     options += devices(settings)
     for passed in _PASSED_ON:
@@ -142,6 +158,7 @@ def command(settings: Settings, machine: InstanceIdentity, scratch: Path, pulled
         environment.LAUNCHED_AT: machine.launched_at,
         environment.NODE_UPTIME: f"{machine.uptime:.3f}",
         environment.PULLED_S: f"{pulled_s:.3f}",
+        **({environment.ADDRESS: address} if address else {}),
     }
     return [
         *("docker", "run", "--name", name(machine.instance), "--stop-timeout", str(STOP_S)),

@@ -30,8 +30,8 @@ def name(instance: str) -> str:
 class Jobs:
     """One machine's. Within `with` it does what is asked; afterwards nothing of the command runs."""
 
-    def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path) -> None:
-        self._settings, self._scratch = settings, scratch
+    def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path, nodes: int = 1) -> None:
+        self._settings, self._scratch, self._nodes = settings, scratch, nodes
         self._control = scratch / "run" / CONTROL
         self._control.mkdir(parents=True, exist_ok=True)  # answers are written there, by whoever this process runs as
         self._name = name(machine.instance)
@@ -93,14 +93,15 @@ class Jobs:
         atomic.write_json(self._control / CONTAINED, told)
 
     def command(self) -> list[str]:
-        """Bridge network, and so no role: the metadata service answers one hop away (launch template). It sees the
-        user's folders under the paths that the supervisor has for them, and of gpufleet's scripts and pipes alone.
+        """Bridge network, and so no role: the metadata service answers one hop away (launch template). One that trains
+        with other nodes has the machine's network, and its role. It sees the user's folders under the paths that the
+        supervisor has for them, and of gpufleet's scripts and pipes alone.
         """
         options = container.devices(self._settings)
         for part in (USER, f"{CONTROL}/{SCRIPTS}"):
             options += ["-v", f"{self._scratch / 'run' / part}:/gpufleet/run/{part}"]
         return [
-            *("docker", "run", "--name", self._name, "--network", "bridge", "--ipc", "host"),
+            *("docker", "run", "--name", self._name, *container.network(self._nodes), "--ipc", "host"),
             *("--ulimit", "memlock=-1", "--log-driver", "none"),
             *container.capabilities(*RIGHTS),
             *("-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"),

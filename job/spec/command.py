@@ -195,6 +195,7 @@ class CommandConfig(JobConfig):
     path: ClassVar[str] = "job"
     trainer: ClassVar[str] = ""
     dataset_kind: ClassVar[str] = ""
+    resumes_everywhere: ClassVar[bool] = True
     leaves_results: ClassVar[bool] = False  # its outputs are its own
     data: ClassVar[Own] = Own()  # type: ignore[misc]
     seed: ClassVar[int] = 0  # type: ignore[misc]
@@ -610,9 +611,12 @@ def without_keys(text: str) -> str:
     return KEY_LIKE.sub("(looks like a key)", text)
 
 
-PLACEHOLDERS = ("{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}")
+PLACEHOLDERS = (
+    *("{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}"),
+    *("{nodes}", "{node_rank}", "{master}", "{port}"),
+)
 INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
-_NAMES = re.compile(r"checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run")
+_NAMES = re.compile(r"checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run|nodes|node_rank|master|port")
 
 
 def unknown_placeholders(text: str, *, extra: bool = False) -> str:

@@ -81,6 +81,7 @@ class JobConfig(ABC):
     may_stop_early: ClassVar[bool] = False
     leaves_results: ClassVar[bool] = True  # results.json, at the end of a finished run
     one_node: ClassVar[str] = ""  # why several do not help it; empty: they do
+    resumes_everywhere: ClassVar[bool] = False  # each of several nodes needs the checkpoint on its own disk
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
 
     def work_kind(self) -> str:

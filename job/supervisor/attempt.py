@@ -186,6 +186,7 @@ class Supervisor:
             fixed_usd=self.run_file.fixed_usd,
             others=self.others.spent,
             spot_price=self.world.spot_price,
+            nodes=self.run_file.nodes,
         )
         self._metered = True
         # Where memory really ran out. A phase that is predicted not to fit, the trainer takes lower by itself.

@@ -19,6 +19,7 @@ from gpufleet.job.contract import metrics
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.messages import Ended, Start
 from gpufleet.job.spec import JobConfig
+from gpufleet.job.supervisor.place import Place
 from gpufleet.job.text import printable
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
@@ -128,16 +129,19 @@ class Child:
                 self._log.write(line)
 
 
-def trainer(workdir: Path, rung: int | None, ranks: int = 1, module: str = JobConfig.module) -> list[str]:
-    """The command line of a job's `module`: one process, or torchrun with one for each rank. Without a rung it waits
-    for one.
+def trainer(
+    workdir: Path, rung: int | None, ranks: int = 1, module: str = JobConfig.module, place: Place | None = None
+) -> list[str]:
+    """The command line of a job's `module`: one process, or torchrun with one for each of this node's `ranks`. Without
+    a rung it waits for one. `place`: where several nodes train.
     """
     leash = ["-m", "gpufleet.job.supervisor.leash"]
     train = ["-m", module, str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
     alone = [sys.executable, *leash, str(os.getpid())]
-    if ranks == 1:
+    if ranks == 1 and place is None:
         return [*alone, *train]
-    several = ["--standalone", "--nproc-per-node", str(ranks), *_patience()]
+    meeting = ["--standalone"] if place is None else place.torchrun
+    several = [*meeting, "--nproc-per-node", str(ranks), *_patience()]
     return [*alone, "-m", "torch.distributed.run", *several, *leash, "-", *train]
 
 

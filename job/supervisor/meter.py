@@ -48,8 +48,10 @@ class Meter:
         fixed_usd: Decimal = Decimal(0),
         others: tuple[Decimal, Decimal] = (Decimal(0), Decimal(0)),
         spot_price: SpotPrice = lambda at: None,
+        nodes: int = 1,
     ) -> None:
-        self.rates = rates
+        """`nodes`: that run at once."""
+        self.rates, self._peers = rates, nodes - 1
         self.launched_at = launched_at
         self.fixed_usd = fixed_usd
         self.others = others  # USD and seconds of the run's other nodes; replaced as a whole, by the pulse's thread
@@ -108,9 +110,10 @@ class Meter:
         """The limit that `reserve_s` more would pass: max_usd, max_hours, deadline, expiry or None."""
         then = now + reserve_s
         spent = self.spent(then)
-        if spent.usd >= limits.max_usd:
+        peers_s = self._peers * Decimal(f"{reserve_s:.3f}")  # what they have cost is among `others`
+        if spent.usd + hours(peers_s) * (self.rates.ceiling + self.rates.extras) >= limits.max_usd:
             return ends.MAX_USD
-        if hours(spent.seconds) >= limits.max_hours:
+        if hours(spent.seconds + peers_s) >= limits.max_hours:
             return ends.MAX_HOURS
         if limits.deadline is not None and then >= limits.deadline:
             return ends.DEADLINE

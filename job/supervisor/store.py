@@ -7,6 +7,7 @@ the store itself retries only what its client calls transient. What to do next i
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import threading
 import uuid
@@ -35,6 +36,10 @@ class RefusedError(StoreError):
     """The store answers 403."""
 
 
+class TakenError(StoreError):
+    """An object that must not be there is."""
+
+
 class GivenUpError(StoreError):
     """The transfer was given up by `cancel`."""
 
@@ -46,6 +51,7 @@ class Entry:
     key: str
     bytes: int
     etag: str = ""  # S3's, which another content changes
+    at: float = 0.0  # when it was put, by the store's own clock
 
 
 class Store(Protocol):
@@ -55,6 +61,7 @@ class Store(Protocol):
 
     def put_file(self, path: Path, key: str) -> None: ...
     def put_bytes(self, content: bytes, key: str) -> None: ...
+    def create(self, content: bytes, key: str) -> bool: ...
     def get_file(self, key: str, path: Path) -> None: ...
     def get_bytes(self, key: str) -> bytes | None: ...
     def size(self, key: str) -> int | None: ...
@@ -86,6 +93,22 @@ class FolderStore:
     def put_bytes(self, content: bytes, key: str) -> None:
         self._put(key, lambda temporary: temporary.write_bytes(content))
 
+    def create(self, content: bytes, key: str) -> bool:
+        """False: there is such an object already, which stays."""
+        target = self.root / key
+        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}~")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(content)
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise StoreError(f"{target}: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
     def get_file(self, key: str, path: Path) -> None:
         if not (self.root / key).is_file():
             raise MissingError(f"{self.root / key}: no such object")
@@ -109,7 +132,8 @@ class FolderStore:
         for path in sorted(self.root.rglob("*")) if self.root.is_dir() else ():
             key = path.relative_to(self.root).as_posix()
             if key.startswith(prefix) and path.is_file() and not path.name.endswith("~"):
-                found.append(Entry(key=key, bytes=path.stat().st_size))
+                stat = path.stat()
+                found.append(Entry(key=key, bytes=stat.st_size, at=stat.st_mtime))
         return found
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -163,6 +187,15 @@ class S3Store:
         with _translated(f"upload of {key}"):
             self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=content)
 
+    def create(self, content: bytes, key: str) -> bool:
+        """False: there is such an object already, which stays, or somebody else puts it in this moment."""
+        try:
+            with _translated(f"upload of {key}"):
+                self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=content, IfNoneMatch="*")
+        except TakenError:
+            return False
+        return True
+
     def get_file(self, key: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._told_apart(key), _translated(f"download of {key}"):
@@ -194,6 +227,7 @@ class S3Store:
                     key=item["Key"].removeprefix(self._prefix),
                     bytes=int(item["Size"]),
                     etag=item.get("ETag", "").strip('"'),
+                    at=item["LastModified"].timestamp(),
                 )
                 for page in pages
                 for item in page.get("Contents", ())
@@ -239,6 +273,10 @@ _KINDS: dict[str, type[StoreError]] = {
     "NoSuchKey": MissingError,
     "403": RefusedError,
     "AccessDenied": RefusedError,
+    "412": TakenError,
+    "PreconditionFailed": TakenError,
+    "409": TakenError,
+    "ConditionalRequestConflict": TakenError,
 }
 
 

@@ -63,6 +63,10 @@ class Uploader:
         """
         self._until, self._pause_s, self._not_before = until, BACKOFF_S[0], 0.0
 
+    def calm(self) -> None:
+        """It was another machine that went away."""
+        self._until = None
+
     @property
     def idle(self) -> bool:
         """Nothing runs and nothing waits; in a hurry, exports do not count."""
@@ -119,6 +123,7 @@ class Pulse:
     ) -> None:
         self._store, self._instance, self._log, self._publisher = store, instance, log, publisher
         self._executor, self._also, self._say = executor, also, say
+        self.leads = True  # of several nodes: what others print is no log of the run's
         self._beats: list[str] = []
         self._running: Future[None] | None = None
 
@@ -141,6 +146,8 @@ class Pulse:
 
     def _send(self) -> None:
         self._store.put_bytes(("\n".join(self._beats) + "\n").encode(), bucket.heartbeat_key(self._instance))
-        self._publisher.metrics()
-        self._store.put_bytes(self._log.read_bytes() if self._log.exists() else b"", LOG)
+        if self.leads:
+            self._publisher.metrics()
+        log = LOG if self.leads else bucket.node_log_key(self._instance)
+        self._store.put_bytes(self._log.read_bytes() if self._log.exists() else b"", log)
         self._also()

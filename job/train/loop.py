@@ -23,6 +23,7 @@ from torch import nn
 
 from gpufleet.job.contract.commit import Commit, Reason, Retry
 from gpufleet.job.contract.metrics import Save
+from gpufleet.job.contract.workdir import STEPPED
 from gpufleet.job.dataset.prepare import read_manifest
 from gpufleet.job.spec.common import Rung
 from gpufleet.job.train import committed, device, export, metrics, optimizer, rungs, step
@@ -230,6 +231,9 @@ class Loop:
         result = step.update(self.experiment, module, opt, work, self.step)
         self._finite &= result.loss.isfinite() & result.grad_norm.isfinite()
         self.step += 1
+        if self.world.nodes > 1 and self.world.first_here:
+            with suppress(OSError):
+                (self.session.workdir / STEPPED).touch()
         evaluated = self.experiment.evaluated(phase, self.step)
         values = None
         if first or evaluated or self._look or (self.step - phase.first) % self.config.log.every == 0:

@@ -43,7 +43,9 @@ def definition(
 
 def on_nodes(of: StackDefinition, count: int, cards: Any = "one") -> StackDefinition:
     """The same on several nodes, in one zone as they must be."""
-    return replace(of, fleet=replace(of.fleet, nodes=count, cards=cards, zones=of.fleet.zones[: 1 if count > 1 else None]))
+    return replace(
+        of, fleet=replace(of.fleet, nodes=count, cards=cards, zones=of.fleet.zones[: 1 if count > 1 else None])
+    )
 
 
 def decimals(value: Any) -> Any:

@@ -54,7 +54,9 @@ def test_scenarios_name_nodes_as_the_file_does_or_as_in_0_1_0(tmp_path: Path) ->
     assert one(ROOT / "stacks" / "sft-h100.yaml", "fsdp-2xh100", now=NOW).nodes == 2
     file = tmp_path / "sft-h100.yaml"
     text = (ROOT / "stacks" / "sft-h100.yaml").read_text()
-    file.write_text(text.replace("fleet: {nodes: 2, zones: [us-east-1a]}", "fleet: {zones: [us-east-1a]}\n    nodes: 2"))
+    file.write_text(
+        text.replace("fleet: {nodes: 2, zones: [us-east-1a]}", "fleet: {zones: [us-east-1a]}\n    nodes: 2")
+    )
     assert one(file, "fsdp-2xh100", now=NOW).nodes == 2
 
 

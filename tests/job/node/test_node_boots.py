@@ -57,6 +57,43 @@ def test_the_third_crash_without_a_newer_manifest_ends_the_run(node: StubNode) -
     assert node.stored("done.json")["reason"] == "boot-loop"
 
 
+def test_two_nodes_boot_twice_as_often_before_the_run_is_given_up(node: StubNode) -> None:
+    node.nodes = 2
+    node.imds("meta-data/local-ipv4", "10.1.2.3")
+    node.earlier_boots(4)
+    node.job_ends_with(1)
+    assert node.boot().calls_starting(RUN, DELETE, SHUTDOWN) == [RUN, SHUTDOWN]
+
+    again = StubNode(node.world.parent / "again")
+    again.nodes = 2
+    again.earlier_boots(6)
+    assert again.boot().calls_starting(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
+    assert again.stored("done.json")["reason"] == "boot-loop"
+
+
+def test_a_node_of_several_runs_the_job_where_the_others_reach_it(node: StubNode) -> None:
+    node.nodes = 2
+    node.imds("meta-data/local-ipv4", "10.1.2.3")
+
+    words = next(call for call in node.boot().calls if call.startswith(RUN)).split()
+
+    assert "GPUFLEET_ADDRESS=10.1.2.3" in words
+    assert words[words.index("--network") + 1] == "host"
+
+
+def test_a_node_of_several_that_has_no_address_runs_nothing(node: StubNode) -> None:
+    node.nodes = 2
+    outcome = node.boot()
+    assert outcome.calls_starting(RUN) == []
+    assert "does not tell this machine's address" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
+
+
+def test_a_node_alone_is_given_no_network_and_no_address(node: StubNode) -> None:
+    (call,) = [call for call in node.boot().calls if call.startswith(RUN)]
+    assert "--network" not in call
+    assert "GPUFLEET_ADDRESS" not in call
+
+
 def test_a_node_that_finds_three_dead_boots_does_not_start_the_job(node: StubNode) -> None:
     node.earlier_boots(3)
 

@@ -418,3 +418,24 @@ def test_a_first_hour_is_free_where_the_fleet_s_history_says_that_aws_took_the_n
     (forgotten,) = attempts.judged(attempts.read(store, run, but=me), history, T0 + 1001 + KEPT_S)
     assert forgotten.reclaimed is None  # AWS does not know any more
     assert len(asked) == 1
+
+
+def test_three_peers_that_live_on_count_for_longer_than_their_last_beats_whoever_came_after_them(
+    tmp_path: Path,
+) -> None:
+    run, store = load(runs.place(tmp_path, runs.tree(nodes=4))), FolderStore(tmp_path / "r1")
+    for number in range(3):
+        record(store, f"i-{number}", number, None, {"attempt_s": "600.000", "lived_s": "600.000"})
+    me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=T0 + 3)
+    found = attempts.read(store, run, but=me)
+    assert [float(each.seconds) for each in found] == [600 + cost.GONE_S] * 3
+
+
+def test_a_stop_takes_its_time_on_every_node() -> None:
+    hours = replace(NO_LIMITS, max_hours=Decimal(1))
+    alone, of_four = meter(), meter(nodes=4)
+    assert (alone.limit(T0 + 3400, hours, 199), alone.limit(T0 + 3400, hours, 200)) == (None, "max_hours")
+    assert (of_four.limit(T0 + 3400, hours, 49), of_four.limit(T0 + 3400, hours, 50)) == (None, "max_hours")
+    dollars = replace(NO_LIMITS, max_usd=Decimal("0.375"))  # an hour of one node, whose peers count at the ceiling
+    assert alone.limit(T0 + 3500, dollars, 50) is None
+    assert of_four.limit(T0 + 3500, dollars, 50) == "max_usd"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,24 @@ def test_what_is_put_can_be_got_listed_and_measured(store: Store, tmp_path: Path
         ("ckpt/step_1/.metadata", 2),
         ("ckpt/step_1/w.bin", 7),
     }
+
+
+def test_what_is_created_is_created_once(store: Store) -> None:
+    assert store.create(b"first", "gang/000001.json")
+    assert not store.create(b"second", "gang/000001.json")
+    assert store.get_bytes("gang/000001.json") == b"first"
+    assert abs(store.entries("gang/")[0].at - time.time()) < 60
+
+
+@pytest.mark.parametrize("code", ["412", "PreconditionFailed", "409", "ConditionalRequestConflict"])
+def test_a_creation_that_another_is_at_is_lost(client: Any, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("s3://bucket/r1")
+
+    def refuse(**_: Any) -> None:
+        raise ClientError({"Error": {"Code": code}}, "PutObject")
+
+    monkeypatch.setattr(store, "_client", type("Refusing", (), {"put_object": staticmethod(refuse)}))
+    assert not store.create(b"{}", "gang/000001.json")
 
 
 def test_what_is_missing_says_so(store: Store, tmp_path: Path) -> None:
@@ -184,7 +204,8 @@ class Guarded:
     get_object = head_object = refuse
 
     def get_paginator(self, _: str) -> Any:
-        pages = [{"Contents": [{"Key": key, "Size": 1} for key in self.listed]}]
+        put = {"Size": 1, "LastModified": datetime(2026, 11, 26, tzinfo=UTC)}
+        pages = [{"Contents": [{"Key": key, **put} for key in self.listed]}]
         return type("Pages", (), {"paginate": lambda *a, **k: pages})()
 
 

@@ -1,0 +1,100 @@
+"""Of a run on several nodes, in its bucket: who is there (gang/nodes/<instance>.json, written anew every few seconds),
+and who trains together (gang/<number>.json, a generation, written once). What is doubtful counts as not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.reading import Fields
+
+State = Literal["ready", "busy"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Presence:
+    """What a node says of itself, until it leaves: "busy" while it trains or still publishes. `generation`: the newest
+    that it took part in; `ended`: how its trainer ended then (codes.TrainerExit; negative for a signal), None while it
+    runs.
+    """
+
+    instance: str
+    address: str
+    launched_at: float  # epoch seconds
+    state: State = "ready"
+    notice: float | None = None  # when AWS ends it, epoch seconds
+    generation: int = 0
+    ended: int | None = None
+    said: str = ""  # why, where its end is the run's
+    stopping: bool = False  # it leads, and its ranks are to save and end
+    rung: int = 0  # of the ladder, to begin at
+
+    def to_json(self) -> dict[str, Any]:
+        """The object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Presence:
+        """Raises DoubtError."""
+        fields = Fields(tree)
+        return cls(
+            instance=fields.need("instance", reading.text),
+            address=fields.need("address", reading.text),
+            launched_at=fields.need("launched_at", reading.number),
+            state=fields.need("state", reading.choice(*get_args(State))),
+            notice=fields.take("notice", reading.number, None),
+            generation=fields.take("generation", reading.whole_number, 0),
+            ended=fields.take("ended", _code, None),
+            said=fields.take("said", reading.text, ""),
+            stopping=fields.take("stopping", reading.flag, False),
+            rung=fields.take("rung", reading.whole_number, 0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """Nodes that train together, in the order of their ranks: the first one leads. `tries`: how often the same ones
+    have begun at the same `step`, the newest published then (-1: none), to no avail. `is_last`: once too often; its
+    members leave instead.
+    """
+
+    number: int
+    members: tuple[str, ...]
+    addresses: tuple[str, ...]
+    step: int = -1
+    rung: int = 0
+    tries: int = 0
+    is_last: bool = False
+
+    @property
+    def leader(self) -> str:
+        """The instance that publishes, and decides when training stops."""
+        return self.members[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Generation:
+        """Raises DoubtError."""
+        fields = Fields(tree)
+        members = fields.need("members", reading.listed(reading.text))
+        addresses = fields.need("addresses", reading.listed(reading.text))
+        if not members or len(members) != len(addresses):
+            raise reading.DoubtError(f"members {reading.show(members)} have addresses {reading.show(addresses)}")
+        return cls(
+            number=fields.need("number", reading.several),
+            members=members,
+            addresses=addresses,
+            step=int(fields.take("step", reading.number, -1)),
+            rung=fields.take("rung", reading.whole_number, 0),
+            tries=fields.take("tries", reading.whole_number, 0),
+            is_last=fields.take("is_last", reading.flag, False),
+        )
+
+
+def _code(value: Any) -> int:
+    return int(reading.number(value))

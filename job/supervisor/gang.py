@@ -1,0 +1,180 @@
+"""Which nodes of a run train together, and when they stop to: decisions alone, from what each node last saw.
+
+Nobody coordinates. Every node puts its presence into the run's prefix and reads the others'; when all are ready the
+oldest proposes who trains, by creating the next generation's object, which only one can. Its first member leads it:
+publishes, keeps the run's limits, ends it. A member that finds another one missing ends its own trainer and is ready
+again; one that cannot look, and whose ranks do no step either, does so too. Where the store is down for all nobody
+concludes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from gpufleet.job.contract.codes import AttemptExit, TrainerExit
+from gpufleet.job.contract.gang import Generation, Presence
+
+BEAT_S = 5.0  # between two writings of a presence
+LOST_S = 45.0  # without one a node is lost
+STEADY_S = 15.0  # of looks that succeeded, before one is: after an outage of the store all presences are old
+FENCE_S = 60.0  # a member that has reached no store and done no step for so long ends its trainer
+PROPOSE_S = 30.0  # for the oldest to propose; then anybody does
+SPARE_S = 600.0  # a node that the others train without leaves
+RETRIES = 1  # with the same nodes from the same checkpoint
+TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # ends of all ranks at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sight:
+    """Another node's presence, and its age by the store's own clock."""
+
+    presence: Presence
+    age_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """What a node knows of the others. `steady_s`: for how long its looks have succeeded; `age_s`: since the last one
+    that did.
+    """
+
+    own: Presence
+    others: Mapping[str, Sight] = field(default_factory=dict)
+    newest: Generation | None = None
+    is_over: bool = False  # done.json is there
+    steady_s: float = 0.0
+    age_s: float = 0.0
+
+    @property
+    def alive(self) -> dict[str, Presence]:
+        """The nodes that are there, this one too."""
+        there = {name: each.presence for name, each in self.others.items() if each.age_s <= LOST_S}
+        return {**there, self.own.instance: self.own}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Join:
+    """Train as a member of it."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Propose:
+    """Create the next generation's object; whoever is first has proposed."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """End this attempt."""
+
+    code: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """`why`, for the log."""
+
+    why: str
+
+
+Action = Join | Propose | Leave | Wait
+
+
+def next_of(view: View, nodes: int, *, ready_s: float, spare_s: float, step: int) -> Action:
+    """What a node does that trains in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`:
+    for how long the others have trained without this one; `step`: the newest published.
+    """
+    own, newest = view.own, view.newest
+    if newest is not None and newest.number > own.generation and own.instance in newest.members:
+        if newest.is_last:
+            return Leave(
+                code=AttemptExit.CRASHED, why=f"the same nodes ended {newest.tries} times at step {newest.step}"
+            )
+        return Join(generation=newest)
+    if busy := busy_nodes(view):
+        if spare_s >= SPARE_S:
+            return Leave(code=AttemptExit.INTERRUPTED, why=f"the run has trained without this node for {spare_s:.0f} s")
+        return Wait(why=f"{', '.join(busy)} not ready yet")
+    ready = ready_nodes(view)
+    if len(ready) < nodes:
+        return Wait(why=f"{len(ready)} of {nodes} nodes are ready")
+    members = ready[:nodes]
+    if own.instance == members[0].instance or (own in members and ready_s >= PROPOSE_S):
+        return Propose(generation=_proposal(members, newest, step))
+    return Wait(why=f"{members[0].instance} is to propose")
+
+
+def busy_nodes(view: View) -> list[str]:
+    """Other nodes that train, or have something to publish yet: nobody may begin from an older checkpoint meanwhile."""
+    return sorted(name for name, each in view.alive.items() if each.state != "ready" and name != view.own.instance)
+
+
+def ready_nodes(view: View) -> list[Presence]:
+    """Those that could train, the oldest first."""
+    able = [each for each in view.alive.values() if each.state == "ready" and each.notice is None]
+    return sorted(able, key=lambda each: (each.launched_at, each.instance))
+
+
+def acts(view: View) -> bool:
+    """Whether a node in no generation keeps the run's limits: the oldest does, where nobody trains."""
+    ready = ready_nodes(view)
+    return (
+        view.age_s <= LOST_S
+        and not view.is_over
+        and not busy_nodes(view)
+        and bool(ready)
+        and ready[0].instance == view.own.instance
+    )
+
+
+def _proposal(members: list[Presence], newest: Generation | None, step: int) -> Generation:
+    made = Generation(
+        number=newest.number + 1 if newest else 1,
+        members=tuple(each.instance for each in members),
+        addresses=tuple(each.address for each in members),
+        step=step,
+        rung=max(each.rung for each in members),
+    )
+    if newest is None or (set(newest.members), newest.step, newest.rung) != (set(made.members), made.step, made.rung):
+        return made
+    return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
+
+
+def why_over(view: View, generation: Generation, *, idle_s: float) -> str | None:
+    """Why a member must end its trainer; None: it trains on. `idle_s`: since this node's ranks did a step, or began."""
+    if view.age_s >= FENCE_S:
+        return f"no store and no step for {min(view.age_s, idle_s):.0f} s" if idle_s >= FENCE_S else None
+    if view.newest is not None and view.newest.number > generation.number:
+        return f"generation {view.newest.number} has taken over"
+    if view.is_over:
+        return "the run is over"
+    for name in generation.members:
+        if name == view.own.instance:
+            continue
+        seen = view.others.get(name)
+        if seen is None or seen.age_s > LOST_S:
+            if view.steady_s >= STEADY_S:
+                return f"{name} is lost"
+        elif seen.presence.generation >= generation.number and seen.presence.ended not in (None, *TOGETHER):
+            return f"{name}'s trainer ended with {seen.presence.ended}"
+    return None
+
+
+def notice(view: View, generation: Generation) -> float | None:
+    """When the first of a generation's other members goes away that has a notice."""
+    told = [view.others[name].presence.notice for name in generation.members if name in view.others]
+    return min((at for at in told if at is not None), default=None)
+
+
+def fatal(view: View, generation: Generation) -> str | None:
+    """What a member has found that no node can do, in its words."""
+    for name in generation.members:
+        seen = view.others.get(name)
+        if seen and seen.presence.generation == generation.number and seen.presence.ended == TrainerExit.FATAL:
+            return f"{name}: {seen.presence.said}"
+    return None

@@ -1,0 +1,308 @@
+"""One attempt on a node of several: it is ready, trains with the others whenever a generation has it, and ends as any
+attempt does. The leader of a generation is the supervisor that a run on one node has; a follower watches its own
+machine and the others, and nothing else. See docs/several-nodes.md; who decides what is gang.py's.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract import done as ends
+from gpufleet.job.contract.attempt import Exit, Node
+from gpufleet.job.contract.codes import AttemptExit, TrainerExit
+from gpufleet.job.contract.gang import Generation
+from gpufleet.job.contract.messages import Fatal, Preflight, Stop, UsedRung
+from gpufleet.job.contract.reading import iso
+from gpufleet.job.contract.run import RunFile
+from gpufleet.job.contract.workdir import CHECKPOINTS, LEFT, PREFLIGHT, RUNG, STEPPED, STOP
+from gpufleet.job.supervisor import gang
+from gpufleet.job.supervisor.attempt import (
+    CRASH_S,
+    FINISH_S,
+    TICK_S,
+    LimitReachedError,
+    Supervisor,
+)
+from gpufleet.job.supervisor.place import Place
+from gpufleet.job.supervisor.presence import Fenced, Watch
+from gpufleet.job.supervisor.publish import commits
+from gpufleet.job.supervisor.world import Cause, Outside
+
+
+class Member(Supervisor):
+    """One attempt on one of several nodes. `run` gives the exit code for the node."""
+
+    def __init__(self, run: RunFile, node: Node, workdir: Path, world: Outside, watch: Watch) -> None:
+        self.watch = watch
+        self.fence = Fenced(world.store)
+        super().__init__(run, node, workdir, replace(world, store=self.fence))
+        self.generation: Generation | None = None  # that trains, or whose end is being published
+        self._left: gang.Leave | None = None
+        self._over: ends.Done | None = None
+        self.pulse.leads, self._waits_for = False, ""
+        self._spare_since: float | None = None
+        self._ready_since: float | None = None
+        self._stepped: tuple[int, float] = (0, 0.0)  # when a rank here last did a step, as written and as seen
+
+    def run(self) -> int:
+        """As a single node's."""
+        try:
+            return super().run()
+        finally:
+            self.watch.leave()
+
+    @property
+    def leads(self) -> bool:
+        """This node decides: of its generation, or as the oldest of those that wait."""
+        if self.generation is not None:
+            return self.generation.leader == self.node.instance
+        return gang.acts(self.watch.view)
+
+    # Ready ------------------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Nothing yet: what to resume from is known when a generation begins."""
+        if self.generation is None:
+            return
+        if self._has_newest():
+            self.progress.skip(self.resumed_step)
+            return
+        shutil.rmtree(self.workdir / CHECKPOINTS, ignore_errors=True)
+        super()._resume()
+
+    def _has_newest(self) -> bool:
+        """This node's disk has the newest published checkpoint, and no newer one."""
+        steps = [commit.step for commit in commits(self.workdir)]
+        newest = self._newest_published()
+        if not steps or max(steps) != newest or self.publisher.newest != newest:
+            return False
+        self.resumed_step = newest
+        return True
+
+    def _newest_published(self) -> int:
+        """Its step; -1: there is none. Raises StoreError."""
+        entries = self._patiently(lambda: self.store.entries(bucket.CHECKPOINTS), bucket.CHECKPOINTS)
+        return max(
+            (int(found[1]) for each in entries if (found := bucket.MANIFEST_KEY.fullmatch(each.key))), default=-1
+        )
+
+    def _gather(self) -> Generation | None:
+        """Waits for a generation that has this node. None: the attempt is over instead. Raises InterruptedEarlyError,
+        LimitReachedError, StoreError.
+        """
+        self.watch.tell(state="ready")
+        self.pulse.leads = False
+        while True:
+            view = self.watch.view
+            if view.is_over:
+                self._over = self._read_done()
+                return None
+            self._check()
+            if self.asked and self.leads:
+                raise LimitReachedError(ends.STOPPED)
+            action = self._next(view)
+            if isinstance(action, gang.Join):
+                return action.generation
+            if isinstance(action, gang.Leave):
+                self._left = action
+                return None
+            if isinstance(action, gang.Propose):
+                self.watch.propose(replace(action.generation, step=self._newest_published()))
+            elif action.why != self._waits_for:
+                self._waits_for = action.why
+                self.say(f"waits: {action.why}")
+            self.world.sleep(TICK_S)
+
+    def _next(self, view: gang.View) -> gang.Action:
+        now, nodes = self.clock(), self.run_file.nodes
+        enough = len(gang.ready_nodes(view)) >= nodes and not gang.busy_nodes(view)
+        self._ready_since = (self._ready_since or now) if enough else None
+        spare = bool(gang.busy_nodes(view)) and view.newest is not None and view.own.instance not in view.newest.members
+        self._spare_since = (self._spare_since or now) if spare else None
+        return gang.next_of(
+            view,
+            nodes,
+            ready_s=now - (self._ready_since or now),
+            spare_s=now - (self._spare_since or now),
+            step=-1,
+        )
+
+    def _limit(self, now: float, end_s: float) -> str | None:
+        return super()._limit(now, end_s) if self.leads else None
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> int:
+        while (generation := self._gather()) is not None:
+            code = self._train_with(generation)
+            if self._after(generation, code):
+                if self._fatal_peer(generation) is not None:
+                    return TrainerExit.FATAL
+                return code if self.leads or self.cause is None else TrainerExit.STOPPED
+        return TrainerExit.STOPPED
+
+    def _train_with(self, generation: Generation) -> int:
+        """How this node's trainer ended."""
+        self.generation, self.fence.generation = generation, generation.number
+        self.watch.tell(state="busy", generation=generation.number, ended=None, said="")
+        self.pulse.leads, self._waits_for = self.leads, ""
+        rank = generation.members.index(self.node.instance)
+        role = "leads it" if self.leads else f"follows {generation.leader}"
+        self.say(f"generation {generation.number}: {', '.join(generation.members)}; this node {role}")
+        self._forget()
+        if self.leads or self.run_file.config.resumes_everywhere:
+            self._resume()
+        self.rung = generation.rung
+        self.record.update(floor=self.rung)
+        self._tell_spent(self.clock())
+        now = self.clock()
+        self._stepped, self._seen_save, self.progress.grew_at = (0, now), (self.resumed_step, now), now
+        self._child = self.world.start(self.rung, Place.of(generation, rank))
+        while (code := self._child.poll()) is None:
+            self._tick()
+            if self._child is not None and (why := self._why_over(generation)) is not None:
+                self.say(f"generation {generation.number} ends: {why}")
+                self.killed = why
+                self._child.kill()
+            self.world.sleep(TICK_S)
+        self.progress.poll()
+        self._take_notes()
+        return code
+
+    def _forget(self) -> None:
+        """What an earlier generation left says nothing of this one."""
+        self.cause, self.killed, self._kill_at = None, "", None
+        self.uploader.calm()
+        for name in (STOP, RUNG, LEFT, STEPPED):
+            with suppress(OSError):
+                (self.workdir / name).unlink(missing_ok=True)
+
+    def _why_over(self, generation: Generation) -> str | None:
+        view = self.watch.view
+        why = gang.why_over(view, generation, idle_s=self._idle_s())
+        stopping = self.cause is not None or (self.workdir / STOP).exists()
+        return None if why is None or (stopping and "trainer ended" in why) else why
+
+    def _idle_s(self) -> float:
+        """Since a rank of this node did a step, or began."""
+        try:
+            written = (self.workdir / STEPPED).stat().st_mtime_ns
+        except OSError:
+            written = 0
+        if written != self._stepped[0]:
+            self._stepped = written, self.clock()
+        return self.clock() - max(self._stepped[1], self.progress.grew_at)
+
+    def _tick(self) -> None:
+        """A follower publishes nothing and judges no progress: it has no metrics."""
+        if (at := self.world.metadata.notice) is not None:
+            self.watch.tell(notice=at)
+        if self.leads:
+            super()._tick()
+            return
+        self._keep_alive()
+        self._end_if_lost()
+        if self._leader_stops() and not (self.workdir / STOP).exists():
+            self._tell(Stop(reason="the run stops here", save=True))  # a trainer's ranks are told by rank 0
+
+    def _leader_stops(self) -> bool:
+        assert self.generation is not None
+        leader = self.watch.view.others.get(self.generation.leader)
+        return self.run_file.config.resumes_everywhere and leader is not None and leader.presence.stopping
+
+    def _look(self) -> None:
+        """A leader heeds the notice of any member as its own, but does not leave for it."""
+        if self.generation is None or self._child is None:
+            super()._look()
+            return
+        peer = gang.notice(self.watch.view, self.generation)
+        if self.leads and self.cause is None and peer is not None and self._leaving() is None:
+            self.cause = Cause(reason="notice", deadline=peer)
+            self._stop(self.cause, self.clock())
+        else:
+            super()._look()
+        self.watch.tell(stopping=self.cause is not None)
+
+    def _after(self, generation: Generation, code: int) -> bool:
+        """What the end of this node's trainer makes of the attempt. False: it is ready for another generation."""
+        lower, self._child = self.rung, None
+        if code == TrainerExit.OUT_OF_MEMORY:
+            lower, code = self._lower(code)
+        self.watch.tell(ended=code, rung=lower, said=self._said(code), stopping=False)
+        if self._leaving() is not None:
+            self.cause = self._leaving()
+            return True
+        if self.leads:
+            if code == TrainerExit.FINISHED or code == TrainerExit.FATAL or self._fatal_peer(generation) is not None:
+                return True
+            if self.cause is not None and self.cause.ends:
+                return True
+            if (unreadable := self._unreadable(code)) is not None and self._fall_back(unreadable):
+                self.say(f"{unreadable.problem}: the one before it")
+            self._drain(self._counted_until(FINISH_S if code in gang.TOGETHER else CRASH_S))
+        refused = code == TrainerExit.REFUSED and bool((Preflight.read(self.workdir) or Preflight()).problems)
+        if refused or (code not in gang.TOGETHER and (self.lost or self._lost())):
+            return True
+        with suppress(OSError):
+            (self.workdir / PREFLIGHT).unlink(missing_ok=True)  # the next generation's nodes are measured together
+        self.generation = None
+        return False
+
+    def _lower(self, code: int) -> tuple[int, int]:
+        """The rung that all are to begin at after memory ran out here, and what that makes of the end."""
+        used = UsedRung.read(self.workdir)
+        at, lower = (self.rung, self.rung + 1) if used is None else (used.rung, used.lower)
+        if lower is None or lower >= len(self.run_file.config.ladder(self.world.ranks)):
+            detail = f"at the end of the ladder, rung {at}. Choose a type with more GPU memory."
+            Fatal(error="out of memory", detail=detail).write(self.workdir)
+            return self.rung, TrainerExit.FATAL
+        self.say(f"out of memory on rung {at}: all go on at rung {lower}")
+        return lower, code
+
+    def _said(self, code: int) -> str:
+        found = Fatal.read(self.workdir) if code == TrainerExit.FATAL else None
+        return f"{found.error}: {found.detail}" if found else ""
+
+    def _fatal_peer(self, generation: Generation) -> str | None:
+        """What another member has found that no node can do, where it is this one's to end the run with it."""
+        said = gang.fatal(self.watch.view, generation) if self.leads else None
+        if said is not None and Fatal.read(self.workdir) is None:
+            Fatal(error="on another node", detail=said).write(self.workdir)
+        return said
+
+    # Ending -----------------------------------------------------------------------------------------------------------
+
+    def _conclude(self, code: int) -> int:
+        if self._left is not None:
+            return self._leaves(self._left)
+        if self._over is not None:
+            return self._follows(self._over)
+        return super()._conclude(code)
+
+    def _leaves(self, left: gang.Leave) -> int:
+        if left.code == AttemptExit.CRASHED:
+            return self._crashed(left.why)
+        self.say(left.why)
+        self._leave(Exit(left.code, left.why, at=iso(self.clock())))
+        return left.code
+
+    def _follows(self, over: ends.Done) -> int:
+        """The leader has ended the run."""
+        code = AttemptExit.FAILED if over.reason in ends.FAILURES else AttemptExit.FINISHED
+        self.say(f"the run is over: {over.reason}, says {over.instance}")
+        self._leave(Exit(code, over.reason, at=iso(self.clock())))
+        return code
+
+    def _finish(self, reason: str, detail: str = "") -> int:
+        """Only where no newer generation has taken over: its leader ends the run then."""
+        self.watch.tell(state="busy")  # nobody forms anew while this uploads
+        newest = self.watch.view.newest
+        if newest is not None and self.generation is None:  # nobody trains, and this node is the oldest
+            self.fence.generation = newest.number
+        elif newest is not None and newest.number > self.fence.generation:
+            return self._crashed(f"generation {newest.number} has taken over")
+        return super()._finish(reason, detail)

@@ -1,0 +1,55 @@
+"""Where a trainer is among those of several nodes: torchrun's words for it, and a command's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpufleet.job.contract import environment
+from gpufleet.job.contract.gang import Generation
+
+FIRST_PORT, PORTS = 29400, 500  # one port a generation: a rank of an old one finds nobody there
+ROUTES = Path("/proc/net/route")  # Linux
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Of one node in one generation."""
+
+    nodes: int
+    rank: int
+    master: str
+    port: int
+    number: int = 1
+
+    @classmethod
+    def of(cls, generation: Generation, rank: int) -> Place:
+        """That of the member with this rank."""
+        return cls(
+            nodes=len(generation.members),
+            rank=rank,
+            master=generation.addresses[0],
+            port=FIRST_PORT + generation.number % PORTS,
+            number=generation.number,
+        )
+
+    @property
+    def torchrun(self) -> list[str]:
+        """Static: nobody is waited for that has not been named, and nobody is started again."""
+        meeting = ["--master-addr", self.master, "--master-port", str(self.port)]
+        return ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), *meeting, "--max-restarts", "0"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a command is told, and which interface gloo takes: of several it takes any."""
+        told = {"nodes": self.nodes, "node_rank": self.rank, "master": self.master, "port": self.port}
+        named = {environment.COMMAND[name]: str(value) for name, value in told.items()}
+        return {**named, "GLOO_SOCKET_IFNAME": interface(self.master), "FI_EFA_USE_HUGE_PAGE": "0"}
+
+
+def interface(master: str, routes: Path = ROUTES) -> str:
+    """That of the default route; of a rehearsal the loopback's."""
+    if master.startswith("127."):
+        return "lo"
+    rows = [line.split() for line in routes.read_text().splitlines()[1:]]
+    return next((row[0] for row in rows if len(row) > 1 and row[1] == "00000000"), "eth0")

@@ -1,0 +1,174 @@
+"""A node's presence in the run's prefix, and what it sees of the others: the gang's eyes. No decisions (gang.py)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gpufleet.job.contract import bucket, reading
+from gpufleet.job.contract.gang import Generation, Presence
+from gpufleet.job.contract.reading import DoubtError
+from gpufleet.job.supervisor.gang import BEAT_S, Sight, View
+from gpufleet.job.supervisor.store import Entry, Store, StoreError
+
+T = TypeVar("T")
+
+
+class Watch:
+    """One node's. `look` asks the store, in a thread of its own (`Watching`); the rest answers from what was seen."""
+
+    def __init__(self, store: Store, own: Presence, clock: Callable[[], float], say: Callable[[str], None]) -> None:
+        self._store, self._clock, self._say = store, clock, say
+        self._own, self._seen = own, View(own=own)
+        self._reached_at, self._steady_since = clock(), clock()
+        self._bodies: dict[str, tuple[str, float, bytes]] = {}  # by key: etag and time of what was read
+        self._lock, self._looking = threading.Lock(), threading.Lock()
+        self.changed = threading.Event()  # there is news of this node, which must not wait for the next beat
+        self._complaint, self._has_left = "", False
+
+    def tell(self, **news: Any) -> None:
+        """Changes what this node says of itself: at once to `view`, to the others with the next look."""
+        with self._lock:
+            told = replace(self._own, **news)
+            if told != self._own:
+                self._own = told
+                self.changed.set()
+
+    @property
+    def own(self) -> Presence:
+        """What this node says of itself."""
+        return self._own
+
+    @property
+    def view(self) -> View:
+        """What was last seen, as old as it is by now."""
+        now = self._clock()
+        return replace(
+            self._seen, own=self._own, age_s=now - self._reached_at, steady_s=self._reached_at - self._steady_since
+        )
+
+    def leave(self) -> None:
+        """Takes this node's presence away: it is gone. Never raises."""
+        with self._looking, suppress(StoreError):
+            self._has_left = True
+            self._store.delete([bucket.presence_key(self._own.instance)])
+
+    def look(self) -> None:
+        """Sends this node's presence, and reads the others'. Never raises: a store that is down is said once."""
+        self.changed.clear()
+        began = self._clock()
+        with self._looking:  # the last presence must not be overtaken by one before it
+            if self._has_left:
+                return
+            try:
+                own = self._own
+                self._store.put_bytes(
+                    json.dumps(own.to_json(), sort_keys=True).encode(), bucket.presence_key(own.instance)
+                )
+                entries = {entry.key: entry for entry in self._store.entries(bucket.GANG)}
+                seen = self._read(own, entries, is_over=self._store.size(bucket.DONE) is not None)
+            except StoreError as error:
+                if not self._complaint:
+                    self._say(f"the other nodes cannot be seen: {error}")
+                self._complaint = str(error)
+                return
+            if self._complaint or began - self._reached_at > 3 * BEAT_S:
+                self._steady_since = self._clock()
+            self._complaint = ""
+            self._seen, self._reached_at = seen, self._clock()
+
+    def propose(self, generation: Generation) -> None:
+        """Creates its object, where nobody else has. Read with the next look. Never raises."""
+        content = json.dumps(generation.to_json(), sort_keys=True).encode()
+        try:
+            self._store.create(content, bucket.generation_key(generation.number))
+        except StoreError as error:
+            self._say(f"generation {generation.number} is not proposed: {error}")
+        self.look()
+
+    def _read(self, own: Presence, entries: dict[str, Entry], *, is_over: bool) -> View:
+        now = entries[bucket.presence_key(own.instance)].at if bucket.presence_key(own.instance) in entries else None
+        if now is None:
+            raise StoreError("this node's own presence is not listed")
+        others = {}
+        for key, entry in entries.items():
+            named = bucket.PRESENCE_KEY.fullmatch(key)
+            if named and named[1] != own.instance:
+                told = self._object(entry, Presence.from_json)
+                if told is not None and told.instance == named[1]:
+                    others[named[1]] = Sight(presence=told, age_s=now - entry.at)
+        numbers = (int(found[1]) for key in entries if (found := bucket.GENERATION_KEY.fullmatch(key)))
+        return View(own=own, others=others, newest=self._newest(numbers, entries), is_over=is_over)
+
+    def _newest(self, numbers: Iterable[int], entries: dict[str, Entry]) -> Generation | None:
+        number = max(numbers, default=None)
+        return None if number is None else self._object(entries[bucket.generation_key(number)], Generation.from_json)
+
+    def _object(self, entry: Entry, kind: Callable[[dict[str, Any]], T]) -> T | None:
+        """What is not there any more, or doubtful, is none."""
+        etag, at, content = self._bodies.get(entry.key, ("", 0.0, b""))
+        if (etag, at) != (entry.etag, entry.at):
+            content = self._store.get_bytes(entry.key) or b""
+            self._bodies[entry.key] = (entry.etag, entry.at, content)
+        try:
+            return kind(reading.parse(content))
+        except DoubtError:
+            return None
+
+
+class Watching:
+    """Looks every BEAT_S, and at once where there is news, until it is left."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._ended = watch, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gang", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self._watch
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._watch.changed.set()
+        self._thread.join(timeout=BEAT_S)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self._watch.look()
+            self._watch.changed.wait(BEAT_S)
+
+
+def newest_generation(store: Store) -> int:
+    """The number of the newest; 0: there is none. Raises StoreError."""
+    found = (bucket.GENERATION_KEY.fullmatch(entry.key) for entry in store.entries(bucket.GANG))
+    return max((int(each[1]) for each in found if each), default=0)
+
+
+class Fenced:
+    """A run's store, for a leader: a manifest, or the run's end, is written by that of the newest generation alone."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner, self.uri = inner, inner.uri
+        self.generation = 0  # that this node leads, or did last
+
+    def put_bytes(self, content: bytes, key: str) -> None:
+        """Raises StoreError where another node leads by now."""
+        decides = key == bucket.DONE or bucket.MANIFEST_KEY.fullmatch(key)
+        if decides and (newest := newest_generation(self._inner)) > self.generation:
+            raise StoreError(f"{key} is not written: generation {newest} has taken over")
+        if key == bucket.DONE:
+            self._inner.create(content, key)  # whoever was first has said it
+        else:
+            self._inner.put_bytes(content, key)
+
+    def put_file(self, path: Path, key: str) -> None:
+        """As the store does."""
+        self._inner.put_file(path, key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -1,0 +1,175 @@
+"""What nodes of one run decide, row by row of what may happen: docs/several-nodes.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from gpufleet.job.contract.gang import Generation, Presence
+from gpufleet.job.supervisor import gang
+from gpufleet.job.supervisor.gang import Join, Leave, Propose, Sight, View, Wait
+
+
+def node(name: str, launched: float = 0.0, **said: Any) -> Presence:
+    return Presence(instance=name, address=f"10.0.0.{name[-1]}", launched_at=launched, **said)
+
+
+def view(own: Presence, *others: Presence, ages: dict[str, float] | None = None, **known: Any) -> View:
+    sights = {each.instance: Sight(presence=each, age_s=(ages or {}).get(each.instance, 1.0)) for each in others}
+    return View(own=own, others=sights, **{"steady_s": 100.0, **known})
+
+
+def act(seen: View, nodes: int = 2, **times: float) -> gang.Action:
+    return gang.next_of(seen, nodes, **{"ready_s": 0.0, "spare_s": 0.0, "step": 7, **times})  # type: ignore[arg-type]
+
+
+OLD, NEW = node("i-1", 10), node("i-2", 20)
+PAIR = Generation(number=3, members=("i-1", "i-2"), addresses=("10.0.0.1", "10.0.0.2"), step=7)
+FIRST, SECOND = (replace(each, state="busy", generation=3) for each in (OLD, NEW))
+
+
+def over(seen: View, generation: Generation = PAIR, idle_s: float = 1.0) -> str | None:
+    return gang.why_over(seen, generation, idle_s=idle_s)
+
+
+def test_the_oldest_ready_node_proposes_and_leads() -> None:
+    proposed = act(view(OLD, NEW))
+    assert isinstance(proposed, Propose)
+    assert proposed.generation == replace(PAIR, number=1)
+    assert act(view(NEW, OLD)) == Wait(why="i-1 is to propose")
+
+
+def test_another_proposes_where_the_oldest_does_not() -> None:
+    assert isinstance(act(view(NEW, OLD), ready_s=gang.PROPOSE_S), Propose)
+
+
+def test_two_of_one_age_agree_by_name() -> None:
+    both = node("i-1", 10), node("i-2", 10)
+    assert isinstance(act(view(*both)), Propose)
+    assert isinstance(act(view(*reversed(both))), Wait)
+
+
+def test_nobody_trains_until_all_nodes_are_there() -> None:
+    assert act(view(OLD, NEW), nodes=3) == Wait(why="2 of 3 nodes are ready")
+    assert act(view(OLD, NEW, ages={"i-2": gang.LOST_S + 1})) == Wait(why="1 of 2 nodes are ready")
+
+
+def test_a_node_under_notice_is_never_in_the_next_generation() -> None:
+    assert act(view(OLD, replace(NEW, notice=500.0))) == Wait(why="1 of 2 nodes are ready")
+    assert act(view(replace(OLD, notice=500.0), NEW)) == Wait(why="1 of 2 nodes are ready")
+
+
+def test_the_next_generation_waits_for_what_a_leaving_node_still_publishes() -> None:
+    leaving = replace(OLD, state="busy", notice=500.0, generation=2, ended=75)
+    assert act(view(NEW, leaving, node("i-3", 30))) == Wait(why="i-1 not ready yet")
+    assert isinstance(act(view(NEW, leaving, node("i-3", 30), ages={"i-1": 46.0})), Propose)
+
+
+def test_a_member_joins_and_reads_what_another_has_proposed() -> None:
+    assert act(view(NEW, OLD, newest=PAIR)) == Join(generation=PAIR)
+    assert isinstance(act(view(replace(OLD, generation=3), replace(NEW, generation=3), newest=PAIR)), Propose)
+
+
+def test_a_node_that_the_run_trains_without_leaves_after_ten_minutes() -> None:
+    spare = view(node("i-3", 30), FIRST, SECOND, newest=PAIR)
+    assert isinstance(act(spare, spare_s=gang.SPARE_S - 1), Wait)
+    left = act(spare, spare_s=gang.SPARE_S)
+    assert isinstance(left, Leave)
+    assert left.code == 75
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_gone() -> None:
+    there = view(node("i-3", 30), replace(FIRST, state="ready"), SECOND, ages={"i-2": 50.0}, newest=PAIR)
+    assert act(there) == Wait(why="i-1 is to propose")
+    proposed = act(view(replace(FIRST, state="ready"), node("i-3", 30), newest=PAIR))
+    assert isinstance(proposed, Propose)
+    assert (proposed.generation.number, proposed.generation.members) == (4, ("i-1", "i-3"))
+
+
+def test_members_train_on_while_each_is_there() -> None:
+    assert over(view(FIRST, SECOND, newest=PAIR)) is None
+    assert over(view(SECOND, FIRST, newest=PAIR)) is None
+
+
+def test_a_member_lost_for_45_s_ends_the_generation() -> None:
+    assert over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.0})) is None
+    assert over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.1})) == "i-2 is lost"
+    assert over(view(SECOND, newest=PAIR)) == "i-1 is lost"
+
+
+def test_a_store_that_is_down_for_all_ends_nothing_and_nor_do_old_presences_right_after_it() -> None:
+    assert over(view(FIRST, SECOND, newest=PAIR, age_s=1000.0)) is None  # steps go on
+    assert over(view(FIRST, SECOND, newest=PAIR, steady_s=14.0, ages={"i-2": 1000.0})) is None
+    assert over(view(FIRST, SECOND, newest=PAIR, steady_s=15.0, ages={"i-2": 1000.0})) == "i-2 is lost"
+
+
+def test_a_node_without_store_and_steps_fences_itself() -> None:
+    assert over(view(FIRST, SECOND, newest=PAIR, age_s=59.0), idle_s=200.0) is None
+    assert over(view(FIRST, SECOND, newest=PAIR, age_s=60.0), idle_s=59.0) is None
+    assert over(view(FIRST, SECOND, newest=PAIR, age_s=61.0), idle_s=60.0) == "no store and no step for 60 s"
+
+
+def test_a_newer_generation_ends_an_old_one_s_trainer() -> None:
+    assert over(view(FIRST, SECOND, newest=replace(PAIR, number=4))) == "generation 4 has taken over"
+
+
+def test_a_trainer_that_crashed_on_one_node_ends_the_others() -> None:
+    assert over(view(FIRST, replace(SECOND, ended=1), newest=PAIR)) == "i-2's trainer ended with 1"
+    assert over(view(FIRST, replace(SECOND, ended=75, state="ready"), newest=PAIR)) is None  # as all do now
+    assert over(view(FIRST, replace(SECOND, generation=2, ended=1), newest=PAIR)) is None  # of the one before
+
+
+def test_a_crash_is_tried_once_more_with_the_same_nodes_and_then_all_leave() -> None:
+    ready = [replace(each, state="ready", ended=1) for each in (FIRST, SECOND)]
+    again = act(view(*ready, newest=PAIR))
+    assert isinstance(again, Propose)
+    assert (again.generation.tries, again.generation.is_last) == (1, False)
+    last = act(view(*(replace(each, generation=4) for each in ready), newest=again.generation))
+    assert isinstance(last, Propose)
+    assert last.generation.is_last
+    left = [act(view(*pair, newest=last.generation)) for pair in (ready, reversed(ready))]
+    assert left == [Leave(code=1, why="the same nodes ended 2 times at step 7")] * 2
+
+
+def test_a_crash_after_a_checkpoint_or_with_another_node_counts_anew() -> None:
+    ready = [replace(each, state="ready", ended=1) for each in (FIRST, SECOND)]
+    for seen, step in (
+        (view(*ready, newest=replace(PAIR, tries=1)), 8),
+        (view(ready[0], node("i-3", 30), newest=replace(PAIR, tries=1)), 7),
+    ):
+        proposed = act(seen, step=step)
+        assert isinstance(proposed, Propose)
+        assert (proposed.generation.tries, proposed.generation.is_last) == (0, False)
+
+
+def test_memory_that_ran_out_anywhere_lowers_the_rung_of_all() -> None:
+    ready = replace(FIRST, state="ready"), replace(SECOND, state="ready", ended=69, rung=2)
+    proposed = act(view(*ready, newest=replace(PAIR, tries=1)))
+    assert isinstance(proposed, Propose)
+    assert (proposed.generation.rung, proposed.generation.tries) == (2, 0)
+
+
+def test_the_leader_stops_for_the_earliest_notice() -> None:
+    trio = Generation(number=3, members=("i-1", "i-2", "i-3"), addresses=("a", "b", "c"))
+    seen = view(FIRST, replace(SECOND, notice=900.0), replace(node("i-3", 30), state="busy", notice=800.0))
+    assert gang.notice(seen, trio) == 800.0
+    assert gang.notice(view(FIRST, SECOND), trio) is None
+
+
+def test_what_no_node_can_do_is_told_by_whoever_found_it() -> None:
+    assert gang.fatal(view(FIRST, replace(SECOND, ended=65, said="no such data")), PAIR) == "i-2: no such data"
+    assert gang.fatal(view(FIRST, replace(SECOND, generation=2, ended=65)), PAIR) is None
+
+
+def test_the_oldest_keeps_the_limits_where_nobody_trains() -> None:
+    assert [gang.acts(view(OLD, NEW)), gang.acts(view(NEW, OLD))] == [True, False]
+    assert not gang.acts(view(OLD, replace(NEW, state="busy")))
+
+
+def test_a_presence_and_a_generation_read_back_as_they_were_written() -> None:
+    told = replace(SECOND, notice=900.5, ended=-9, said="x", rung=1)
+    assert Presence.from_json(told.to_json()) == told
+    assert (
+        Generation.from_json({**PAIR.to_json(), "members": list(PAIR.members), "addresses": list(PAIR.addresses)})
+        == PAIR
+    )

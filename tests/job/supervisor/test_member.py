@@ -1,0 +1,210 @@
+"""Real supervisors of several nodes, in virtual time: what happens when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gang_world import Machine, Town
+
+from gpufleet.job.contract import bucket
+
+
+@pytest.fixture
+def town(tmp_path: Path) -> Town:
+    made = Town(tmp_path)
+    made.boot(), made.boot(skew_s=7200.0)
+    return made
+
+
+def test_two_nodes_train_to_the_end_and_one_says_so(town: Town) -> None:
+    town.run()
+    assert [machine.code for machine in town.machines] == [0, 0]
+    assert (town.store.json(bucket.DONE) or {})["reason"] == "finished"
+    assert len(town.writers(bucket.DONE)) == 1
+    assert [(each["number"], each["members"]) for each in town.generations()] == [(1, ["i-1", "i-2"])]
+    assert town.manifests()[-1] == town.last
+
+
+def after_step(town: Town, step: int, act: Callable[[], object]) -> None:
+    town.when(lambda: town.step >= step, act)
+
+
+def to_all(town: Town, act: Callable[[Machine], object]) -> None:
+    for machine in town.machines:
+        act(machine)
+
+
+def trained_twice(town: Town) -> int:
+    """Steps that were trained again."""
+    return len(town.steps) - len({step for _, step in town.steps})
+
+
+def finished(town: Town) -> None:
+    """One end, said once, and the last checkpoint verifies."""
+    assert (town.store.json(bucket.DONE) or {}).get("reason") == "finished", town.said
+    assert len(town.writers(bucket.DONE)) == 1
+    assert town.manifests()[-1] == town.last
+
+
+@pytest.mark.parametrize("noticed", [0, 1], ids=["the leader", "a follower"])
+def test_a_notice_to_one_node_loses_no_step(town: Town, noticed: int) -> None:
+    after_step(town, 13, lambda: town.notice(town.machines[noticed]))
+    town.run()
+    finished(town)
+    assert trained_twice(town) == 0
+    assert town.machines[noticed].code == 75
+    assert [each["members"] for each in town.generations()] == [["i-1", "i-2"], [f"i-{2 - noticed}", "i-3"]]
+    stopped_at = max(step for generation, step in town.steps if generation == 1)
+    assert town.writers(bucket.manifest_key(stopped_at)) == ["i-1"]
+
+
+def test_a_notice_to_all_loses_no_step(town: Town) -> None:
+    after_step(town, 13, lambda: to_all(town, town.notice))
+    town.run()
+    finished(town)
+    assert trained_twice(town) == 0
+    assert [machine.code for machine in town.machines[:2]] == [75, 75]
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["the leader", "a follower"])
+def test_a_node_that_vanishes_costs_the_steps_since_the_last_save_and_under_a_minute_of_standstill(
+    town: Town, lost: int
+) -> None:
+    town.boot_s = 10.0
+    after_step(town, 13, lambda: town.kill(town.machines[lost]))
+    town.run()
+    finished(town)
+    assert trained_twice(town) == 3  # 11, 12 and 13
+    assert town.generations()[1]["members"] == [f"i-{2 - lost}", "i-3"]
+    assert f"generation 1 ends: i-{lost + 1} is lost" in town.said
+    assert max(town.machines[1 - lost].stood_still) < 60
+
+
+def test_a_node_that_stands_still_comes_back_to_a_newer_generation_and_trains_nothing_more(town: Town) -> None:
+    town.boot_s = None
+    after_step(town, 13, lambda: town.pause(town.machines[0], 150.0))
+    town.at(60.0, town.boot)
+    town.run()
+    finished(town)
+    assert [each["members"] for each in town.generations()][:2] == [["i-1", "i-2"], ["i-2", "i-3"]]
+    assert town.writers(bucket.DONE) == ["i-2"]
+    assert "i-1" not in town.writers(bucket.manifest_key(20))
+
+
+def test_a_store_that_is_down_for_one_node_ends_its_part_and_for_all_nothing(town: Town) -> None:
+    after_step(town, 3, lambda: to_all(town, lambda each: town.cut(each, 100.0)))
+    town.run()
+    finished(town)
+    assert len(town.generations()) == 1
+    assert trained_twice(town) == 0
+
+
+def test_a_node_that_alone_cannot_reach_the_store_is_trained_without(town: Town) -> None:
+    town.last = 80
+    after_step(town, 13, lambda: town.cut(town.machines[1], 120.0))
+    town.run()
+    finished(town)
+    assert "generation 1 ends: i-2 is lost" in town.said
+    assert "generation 1 ends: no store and no step for 60 s" in town.said
+    assert [each["members"] for each in town.generations()] == [["i-1", "i-2"]] * 2
+
+
+def test_a_crash_is_tried_again_once_and_then_all_leave(town: Town) -> None:
+    town.boot_s = None
+
+    def crash() -> None:
+        trainer = town.machines[1].trainer
+        if trainer is not None and trainer.code is None and not trainer.killed:
+            trainer.fails = 1
+
+    for seconds in range(4, 400, 4):
+        town.at(seconds, crash)
+    town.run()
+    assert [machine.code for machine in town.machines] == [1, 1]
+    assert [(each["tries"], each["is_last"]) for each in town.generations()] == [(0, False), (1, False), (2, True)]
+    assert not town.is_over
+
+
+def test_memory_that_ran_out_on_a_follower_takes_all_to_a_lower_rung(town: Town) -> None:
+    after_step(town, 3, lambda: setattr(town.machines[1].trainer, "fails", 69))
+    town.run()
+    finished(town)
+    assert [each["rung"] for each in town.generations()] == [0, 1]
+
+
+def test_what_a_follower_finds_that_no_node_can_do_ends_the_run(town: Town) -> None:
+    def fail() -> None:
+        (town.machines[1].workdir / "fatal.json").write_text('{"error": "ValueError", "detail": "no such data"}')
+        setattr(town.machines[1].trainer, "fails", 65)  # noqa: B010
+
+    after_step(town, 3, fail)
+    town.run()
+    done = town.store.json(bucket.DONE) or {}
+    assert (done["reason"], done["instance"]) == ("failed", "i-1")
+    assert "no such data" in done["detail"]
+    assert [machine.code for machine in town.machines] == [70, 70]
+
+
+def test_a_refused_follower_leaves_and_another_node_takes_its_place(town: Town) -> None:
+    def refuse() -> None:
+        (town.machines[1].workdir / "preflight.json").write_text('{"ranks": [], "problems": ["rank 1: slow"]}')
+        setattr(town.machines[1].trainer, "fails", 71)  # noqa: B010
+
+    after_step(town, 1, refuse)
+    town.run()
+    finished(town)
+    assert town.machines[1].code == 71
+    assert town.generations()[1]["members"] == ["i-1", "i-3"]
+
+
+def test_a_third_node_waits_and_leaves_after_ten_minutes_and_trains_nothing(town: Town) -> None:
+    town.last, town.boot_s = 400, None
+    town.at(20.0, town.boot)
+    town.run()
+    finished(town)
+    assert town.machines[2].code == 75
+    assert len(town.generations()) == 1
+
+
+def test_where_not_all_come_those_that_wait_keep_the_limits(tmp_path: Path) -> None:
+    limits = {"max_usd": "0.10", "max_hours": "2", "deadline": None}
+    town = Town(tmp_path, limits=limits)
+    town.boot_s = None
+    town.boot()
+    town.run(limit_s=7200.0)
+    done = town.store.json(bucket.DONE) or {}
+    assert done["reason"] == "max_usd"
+    assert "waits: 1 of 2 nodes are ready" in town.said
+
+
+def test_a_limit_stops_all_and_the_leader_says_so(tmp_path: Path) -> None:
+    town = Town(tmp_path, last=10_000, limits={"max_usd": "0.50", "max_hours": "2", "deadline": None})
+    town.boot(), town.boot()
+    town.run(limit_s=7200.0)
+    assert (town.store.json(bucket.DONE) or {})["reason"] == "max_usd"
+    assert town.writers(bucket.DONE) == ["i-1"]
+    assert [machine.code for machine in town.machines] == [0, 0]
+    assert town.manifests()[-1] == town.step
+
+
+def test_a_stop_by_hand_stops_all(town: Town) -> None:
+    after_step(town, 13, lambda: town.store.put("hand", b'{"by": "you", "at": ""}', bucket.ASKED))
+    town.last = 10_000
+    town.run()
+    assert (town.store.json(bucket.DONE) or {})["reason"] == "stopped"
+    assert [machine.code for machine in town.machines] == [0, 0]
+    assert town.manifests()[-1] == town.step
+
+
+def test_a_follower_publishes_nothing(town: Town) -> None:
+    town.run()
+    finished(town)
+    own = {
+        bucket.presence_key("i-2"),
+        bucket.attempt_key("i-2"),
+        bucket.heartbeat_key("i-2"),
+        bucket.node_log_key("i-2"),
+    }
+    assert {key for instance, key in town.store.puts if instance == "i-2"} == own
