@@ -190,8 +190,9 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "")
 
 def _nat_gateways(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
     region = definition.fleet.region
-    for nat in aws.pages(ec2, "describe_nat_gateways", "NatGateways", Filters=_tagged(definition)):
-        if nat["State"] not in ("deleting", "deleted", "failed"):
+    for nat in aws.pages(ec2, "describe_nat_gateways", "NatGateways"):
+        ours = aws.tags_of(nat).get(STACK_TAG) == definition.name
+        if ours and nat["State"] not in ("deleting", "deleted", "failed"):
             yield Left(
                 kind="NAT gateway",
                 id=nat["NatGatewayId"],

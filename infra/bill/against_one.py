@@ -33,14 +33,14 @@ class AgainstOne:
 
     def sentence(self) -> str:
         """For the bill."""
+        if self.speedup is None:
+            return f"What one node would take is not known: how long a step of {self.nodes} takes is stated."
         over = f"{self.gbps:g} Gb/s of {'EFA' if self.efa else 'TCP'}"
-        speed = ""
-        if self.speedup is not None:
-            others = f", {self.over_all_cards:.2f} with fleet.cards: all" if self.over_all_cards else ""
-            speed = (
-                f"{self.nodes} nodes train {self.speedup:.2f} times as fast as one (each sends {self.gb:.1f} GB a step"
-                f" over {over}{others}). "
-            )
+        others = f", {self.over_all_cards:.2f} with fleet.cards: all" if self.over_all_cards else ""
+        speed = (
+            f"{self.nodes} nodes train {self.speedup:.2f} times as fast as one (each sends {self.gb:.1f} GB a step over"
+            f" {over}{others}). "
+        )
         if self.hours < 0:
             return f"{speed}They buy no time: {self.usd:+.2f} USD, and {-self.hours:.1f} h later than one (p50)."
         return f"{speed}They buy time: {self.usd:+.2f} USD for {-self.hours:.1f} h against one (p50)."
@@ -80,7 +80,7 @@ def against_one(definition: StackDefinition, several: Side, one: Side) -> Agains
     at = max(range(len(several.runtime.phases)), key=lambda index: several.runtime.phases[index].seconds)
     idle = several.needed.idle_hours * several.exposure.usd_h
     p10, p50, p90, mean = map(exact, simulation.quantiles(idle))
-    stated = definition.estimate.step_ms is not None
+    stated = several.runtime.speed == "stated"
     others = fleet.cards == "one" and instance.efa_cards > 1 and not stated
     return AgainstOne(
         nodes=fleet.nodes,

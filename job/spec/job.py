@@ -129,6 +129,10 @@ class JobConfig(ABC):
         """The user's code that a node gets beside gpufleet's own; None: there is none."""
         return None
 
+    def says_which_node(self) -> bool:
+        """Whether each of several nodes is told which one it is: a ready-made job's always."""
+        return True
+
     @property
     def login(self) -> str | None:
         """Where user:password for the image's registry are kept, as `secrets_named` has them; None: it needs none."""

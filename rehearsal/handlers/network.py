@@ -224,7 +224,11 @@ def _rule(inputs: Properties) -> dict[str, Any]:
 
 def _read_rule(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     live = _RULE(aws, resource_id, like)
-    return live and {**live, "referencedSecurityGroupId": (live.get("referencedGroupInfo") or {}).get("groupId")}
+    if live is None:
+        return None
+    group = (live.get("referencedGroupInfo") or {}).get("groupId")
+    said = live.get("description") or (like.get("description") if group else None)  # moto drops it beside a group
+    return {**live, "referencedSecurityGroupId": group, "description": said}
 
 
 def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
