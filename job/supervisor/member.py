@@ -24,6 +24,7 @@ from gpufleet.job.supervisor import gang
 from gpufleet.job.supervisor.attempt import (
     CRASH_S,
     FINISH_S,
+    SPENT_S,
     TICK_S,
     LimitReachedError,
     Supervisor,
@@ -103,6 +104,7 @@ class Member(Supervisor):
                 self._over = self._read_done()
                 return None
             self._check()
+            self._tell_now_and_then()
             if self.asked and self.leads:
                 raise LimitReachedError(ends.STOPPED)
             action = self._next(view)
@@ -208,10 +210,16 @@ class Member(Supervisor):
         if step and self.record.now.started_s is None:
             self.record.update(started_s=Decimal(f"{at - self.node.launched_at:.3f}"))
         self.progress.step = max(self.progress.step, step)
+        self._tell_now_and_then()
         self._keep_alive()
         self._end_if_lost()
         if self._leader_stops() and not (self.workdir / STOP).exists():
             self._tell(Stop(reason="the run stops here", save=True))  # a trainer's ranks are told by rank 0
+
+    def _tell_now_and_then(self) -> None:
+        """For the node's timer, which stands still without."""
+        if (now := self.clock()) >= self._spent_at + SPENT_S:
+            self._tell_spent(now)
 
     def _leader_stops(self) -> bool:
         assert self.generation is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -92,8 +93,9 @@ def test_two_nodes_of_which_one_is_noticed_and_one_falls_silent_end_with_the_wei
         stopped_at = max(run.steps(first[0]))
         run.wait(lambda: trains(run, 2, stopped_at + 20), "the second generation trains")
         second = run.generations()[1]["members"]
+        (stopped,) = re.findall(r"stopped after step (\d+): notice", run.said(first[0]))
         assert first[0] in second
-        assert "resuming from step" in run.said(second[0]) or second[0] == first[0]
+        assert f"resuming from step {stopped} (train, stop)" in run.said(second[0])  # none is done twice
 
         silent = second[1]
         run.pause(silent)
@@ -116,9 +118,10 @@ def test_two_nodes_of_which_one_is_noticed_and_one_falls_silent_end_with_the_wei
     assert metrics == sorted(set(metrics))
     whole = load((undisturbed / "final" / "model.safetensors").read_bytes())
     assert [name for name, tensor in whole.items() if not torch.equal(weights[name], tensor)] == []
-    paid = sum(Decimal(str(each["usd"])) for each in receipt["attempts"])
     assert len(receipt["attempts"]) == 4
-    assert paid > 0
+    paid = sum(Decimal(each["usd"]) - Decimal(each["free_usd"]) for each in receipt["attempts"])
+    assert Decimal(receipt["usd"]["actual"]) == paid + Decimal(tree["extras"]["fixed_usd"])
+    assert [each["exit"] is None for each in receipt["attempts"]].count(True) == 1  # the silent one
 
 
 SCRIPT = Path(__file__).parent / "scripts" / "two_nodes.py"
