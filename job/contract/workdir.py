@@ -23,7 +23,7 @@ ENDED = "ended.json"  # several ranks leave here the exit code that torchrun can
 UNREADABLE = "unreadable.json"
 PREFLIGHT = "preflight.json"
 COMPILED = "compiled.json"
-STEPPED = "stepped"  # of several nodes: touched by each one's first rank with every step
+STEPPED = "stepped"  # of several nodes: how many steps are done, by each one's first rank with every step
 LEFT = "left.json"  # how a command ended
 LOCK = "lock"  # held by the trainer that is at work
 

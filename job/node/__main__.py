@@ -307,7 +307,8 @@ class NodeRun:
         self._upload_log()
         if not self._mark_done(reason, detail):
             say("the done marker cannot be written")
-        self.notices.end(f"it is over: {reason}{detail and ', '}{detail}")  # AWS may end this machine in what follows
+        if self._speaks():  # AWS may end this machine in what follows
+            self.notices.end(f"it is over: {reason}{detail and ', '}{detail}")
         self._stop_fleet()
         self._leave(reason)
 
@@ -437,6 +438,13 @@ class NodeRun:
         marker = ends.Done(reason, detail, self.machine.instance, utc_now())
         atomic.write_json(self.folder / DONE, left or marker.to_json())
         return retry(4, lambda: self.objects.put(self.folder / DONE, DONE))
+
+    def _speaks(self) -> bool:
+        """Of several nodes the one that has ended the run says so to people."""
+        if self._nodes() == 1 or not self.objects.get(DONE, self.folder / DONE):
+            return True
+        told = ends.read((self.folder / DONE).read_bytes())
+        return told is None or told.instance == self.machine.instance
 
     def _upload_log(self) -> None:
         retry(2, lambda: self.objects.put(self.folder / "boot.log", boot_log_key(self.machine.instance)))

@@ -47,11 +47,12 @@ class SpentByNow:
 
 @dataclass(frozen=True)
 class Means:
-    """The run's limits, and what this node can cost at the most; `before`: all that was spent at its launch."""
+    """The run's limits, and what its nodes can cost at the most; `before`: all that was spent at this one's launch."""
 
     limits: RunLimits
-    usd_per_hour: Decimal
+    usd_per_hour: Decimal  # of all `nodes` that train together
     before: SpentByNow
+    nodes: int = 1
 
     def when_over(self, told: SpentByNow | None) -> tuple[float, str]:
         """The moment (epoch seconds) after which nothing is left, and of which limit. `told`: by the meter."""
@@ -61,7 +62,7 @@ class Means:
         return min((hours, done.MAX_HOURS), (usd, done.MAX_USD))
 
     def _hours_over(self, spent: SpentByNow) -> float:
-        return spent.at + float(self.limits.max_hours * 3600 - spent.seconds)
+        return spent.at + float(self.limits.max_hours * 3600 - spent.seconds) / self.nodes
 
 
 def of_node(
@@ -75,17 +76,20 @@ def of_node(
     """Those of a node of this type, launched then, beside `others` of the run."""
     listed = list(others)
     launches = [launched, *(node.launched for node, _ in listed)]
-    paid = [
-        cost.of_node(terms.rates(node.type, node.zone), node, beat, lives, cost.next_launch(node.launched, launches))
-        for node, beat in listed
-    ]
+
+    def until(node: AttemptRecord) -> float | None:
+        """Several nodes live at once: the launch of one says nothing of another's end."""
+        return None if terms.nodes > 1 else cost.next_launch(node.launched, launches)
+
+    paid = [cost.of_node(terms.rates(node.type, node.zone), node, beat, lives, until(node)) for node, beat in listed]
     rates = terms.rates(kind, zone)
     return Means(
         limits=terms.limits,
-        usd_per_hour=rates.ceiling + rates.extras,
+        usd_per_hour=terms.nodes * (rates.ceiling + rates.extras),
         before=SpentByNow(
             usd=sum((each.usd for each in paid), terms.fixed_usd),
             seconds=sum((each.seconds for each in paid), Decimal(0)),
             at=launched,
         ),
+        nodes=terms.nodes,
     )

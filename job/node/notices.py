@@ -46,6 +46,7 @@ class Notices:
         self._settings, self._machine, self._objects, self._clock = settings, machine, objects, clock
         self._folder = Path()
         self._limits: terms.RunLimits | None = None  # once there is a job
+        self._nodes = 1
         self._trained_at, self._moved_at = 0.0, float("-inf")
         self._ended = False
 
@@ -53,7 +54,8 @@ class Notices:
         """In a thread, until the end. `keys`: of the run's objects when this node booted."""
         if self._topic:
             self._folder = workdir
-            self._limits = terms.read(Fields(atomic.read_object(workdir / RUN))).limits
+            money = terms.read(Fields(atomic.read_object(workdir / RUN)))
+            self._limits, self._nodes = money.limits, money.nodes
             threading.Thread(target=self._watch, args=(TOLD_MOST in keys,), name="notices", daemon=True).start()
 
     def tell(self, what: str) -> None:
@@ -103,7 +105,8 @@ class Notices:
                     self._moved_at = self._clock()
                 if began:
                     self._send("it trains" if spent.attempt == 1 else f"it trains on, node {spent.attempt} of the run")
-            if not told_most and (share := self._most(spent)) is not None:
+            leads = self._nodes == 1 or spent.trained_at > 0  # of several nodes one speaks
+            if leads and not told_most and (share := self._most(spent)) is not None:
                 told_most = True
                 self._send(share)
                 file = self._settings.folder / "told"

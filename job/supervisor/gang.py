@@ -32,6 +32,11 @@ class Sight:
     presence: Presence
     age_s: float
 
+    @property
+    def is_there(self) -> bool:
+        """It has neither left nor fallen silent."""
+        return self.age_s <= LOST_S and self.presence.state != "gone"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
@@ -49,7 +54,7 @@ class View:
     @property
     def alive(self) -> dict[str, Presence]:
         """The nodes that are there, this one too."""
-        there = {name: each.presence for name, each in self.others.items() if each.age_s <= LOST_S}
+        there = {name: each.presence for name, each in self.others.items() if each.is_there}
         return {**there, self.own.instance: self.own}
 
 
@@ -157,7 +162,9 @@ def why_over(view: View, generation: Generation, *, idle_s: float) -> str | None
         if name == view.own.instance:
             continue
         seen = view.others.get(name)
-        if seen is None or seen.age_s > LOST_S:
+        if seen is not None and seen.presence.state == "gone":
+            return f"{name} has left"
+        if seen is None or not seen.is_there:
             if view.steady_s >= STEADY_S:
                 return f"{name} is lost"
         elif seen.presence.generation >= generation.number and seen.presence.ended not in (None, *TOGETHER):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from contextlib import suppress
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 from gpufleet.job.contract import bucket
@@ -23,6 +24,7 @@ from gpufleet.job.supervisor import gang
 from gpufleet.job.supervisor.attempt import (
     CRASH_S,
     FINISH_S,
+    SPENT_S,
     TICK_S,
     LimitReachedError,
     Supervisor,
@@ -46,7 +48,7 @@ class Member(Supervisor):
         self.pulse.leads, self._waits_for = False, ""
         self._spare_since: float | None = None
         self._ready_since: float | None = None
-        self._stepped: tuple[int, float] = (0, 0.0)  # when a rank here last did a step, as written and as seen
+        self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when it was seen
 
     def run(self) -> int:
         """As a single node's."""
@@ -102,6 +104,7 @@ class Member(Supervisor):
                 self._over = self._read_done()
                 return None
             self._check()
+            self._tell_now_and_then()
             if self.asked and self.leads:
                 raise LimitReachedError(ends.STOPPED)
             action = self._next(view)
@@ -189,12 +192,10 @@ class Member(Supervisor):
 
     def _idle_s(self) -> float:
         """Since a rank of this node did a step, or began."""
-        try:
-            written = (self.workdir / STEPPED).stat().st_mtime_ns
-        except OSError:
-            written = 0
-        if written != self._stepped[0]:
-            self._stepped = written, self.clock()
+        with suppress(OSError, ValueError):  # none yet, or just being written
+            step = int((self.workdir / STEPPED).read_text())
+            if step != self._stepped[0]:
+                self._stepped = step, self.clock()
         return self.clock() - max(self._stepped[1], self.progress.grew_at)
 
     def _tick(self) -> None:
@@ -204,10 +205,21 @@ class Member(Supervisor):
         if self.leads:
             super()._tick()
             return
+        self.progress.poll()  # a command's; a trainer's metrics are the leader's alone
+        step, at = self._stepped
+        if step and self.record.now.started_s is None:
+            self.record.update(started_s=Decimal(f"{at - self.node.launched_at:.3f}"))
+        self.progress.step = max(self.progress.step, step)
+        self._tell_now_and_then()
         self._keep_alive()
         self._end_if_lost()
         if self._leader_stops() and not (self.workdir / STOP).exists():
             self._tell(Stop(reason="the run stops here", save=True))  # a trainer's ranks are told by rank 0
+
+    def _tell_now_and_then(self) -> None:
+        """For the node's timer, which stands still without."""
+        if (now := self.clock()) >= self._spent_at + SPENT_S:
+            self._tell_spent(now)
 
     def _leader_stops(self) -> bool:
         assert self.generation is not None
@@ -296,6 +308,15 @@ class Member(Supervisor):
         self.say(f"the run is over: {over.reason}, says {over.instance}")
         self._leave(Exit(code, over.reason, at=iso(self.clock())))
         return code
+
+    def _write_receipt(self, done: ends.Done) -> None:
+        """The others are still there: they leave when they read how the run ended, and are not lost."""
+        there, ending = self.watch.view.alive, Exit(AttemptExit.FINISHED, done.reason, at=done.at)
+        self.others.attempts = [
+            replace(each, exit=ending) if each.exit is None and each.instance in there else each
+            for each in self.others.attempts
+        ]
+        super()._write_receipt(done)
 
     def _finish(self, reason: str, detail: str = "") -> int:
         """Only where no newer generation has taken over: its leader ends the run then."""

@@ -53,10 +53,11 @@ class Watch:
         )
 
     def leave(self) -> None:
-        """Takes this node's presence away: it is gone. Never raises."""
+        """Says that this node is gone. Never raises: who hears nothing of it finds out."""
+        self.tell(state="gone")
         with self._looking, suppress(StoreError):
             self._has_left = True
-            self._store.delete([bucket.presence_key(self._own.instance)])
+            self._send(self._own)
 
     def look(self) -> None:
         """Sends this node's presence, and reads the others'. Never raises: a store that is down is said once."""
@@ -67,9 +68,7 @@ class Watch:
                 return
             try:
                 own = self._own
-                self._store.put_bytes(
-                    json.dumps(own.to_json(), sort_keys=True).encode(), bucket.presence_key(own.instance)
-                )
+                self._send(own)
                 entries = {entry.key: entry for entry in self._store.entries(bucket.GANG)}
                 seen = self._read(own, entries, is_over=self._store.size(bucket.DONE) is not None)
             except StoreError as error:
@@ -90,6 +89,9 @@ class Watch:
         except StoreError as error:
             self._say(f"generation {generation.number} is not proposed: {error}")
         self.look()
+
+    def _send(self, own: Presence) -> None:
+        self._store.put_bytes(json.dumps(own.to_json(), sort_keys=True).encode(), bucket.presence_key(own.instance))
 
     def _read(self, own: Presence, entries: dict[str, Entry], *, is_over: bool) -> View:
         now = entries[bucket.presence_key(own.instance)].at if bucket.presence_key(own.instance) in entries else None

@@ -233,7 +233,7 @@ class Loop:
         self.step += 1
         if self.world.nodes > 1 and self.world.first_here:
             with suppress(OSError):
-                (self.session.workdir / STEPPED).touch()
+                (self.session.workdir / STEPPED).write_text(str(self.step))
         evaluated = self.experiment.evaluated(phase, self.step)
         values = None
         if first or evaluated or self._look or (self.step - phase.first) % self.config.log.every == 0:

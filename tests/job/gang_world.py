@@ -31,7 +31,7 @@ from gpufleet.job.supervisor.member import Member
 from gpufleet.job.supervisor.place import Place
 from gpufleet.job.supervisor.presence import Watch
 from gpufleet.job.supervisor.publish import commits
-from gpufleet.job.supervisor.store import Entry, MissingError, Store, StoreError
+from gpufleet.job.supervisor.store import Entry, MissingError, RefusedError, Store, StoreError
 from gpufleet.job.supervisor.world import Outside
 
 START = runs.LAUNCHED
@@ -117,7 +117,10 @@ class NodeStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         self._reach()
-        self._shared.delete(keys)
+        named = list(keys)
+        if not all(key.startswith(bucket.CHECKPOINTS) for key in named):  # as the node's role has it
+            raise RefusedError(f"deletion of {named}")
+        self._shared.delete(named)
 
     def cancel(self) -> None:
         pass

@@ -55,6 +55,13 @@ def test_two_nodes_at_once_have_what_the_meter_has_counted_of_both() -> None:
     assert hours_of(spent=meter_told("8.00", 19, 10)) == [pytest.approx(11), "max_hours"]
 
 
+def test_four_nodes_have_a_quarter_of_the_time_where_no_meter_tells_of_them() -> None:
+    of_four = of_node(terms=replace(TERMS, nodes=4))
+    assert of_four.when_over(None) == ((T0 + 2.5 * 3600), "max_usd")
+    hours = of_node(terms=replace(TERMS, nodes=4, limits=replace(LIMITS, max_hours=Decimal(8))))
+    assert hours.when_over(None) == ((T0 + 2 * 3600), "max_hours")
+
+
 def test_a_later_node_has_what_earlier_ones_left_although_no_meter_told_of_them() -> None:
     first = AttemptRecord(
         instance="i-1", type="g5.2xlarge", zone="us-east-2a", launched_at=iso(T0 - 8 * 3600), exit=Exit(1, "crashed")

@@ -52,6 +52,15 @@ def text(node: StubNode) -> str:
     return (node.world / "told").read_text()
 
 
+def test_of_two_nodes_the_one_that_ended_the_run_says_so(node: StubNode) -> None:
+    node.nodes = 2
+    node.imds("meta-data/local-ipv4", "10.1.2.3")
+    done = node.s3 / "r1/done.json"
+    spends(node, 11.9, trained=False, until=f"""echo '{{"reason": "finished", "instance": "i-other"}}' >{done}""")
+    node.boot()
+    assert subjects(node) == []
+
+
 def test_a_run_is_told_to_train_and_to_end_with_its_figures_and_silence_is_expected_then(node: StubNode) -> None:
     spends(node, 3.2, until=f'grep -q "it trains" $WORLD/told && grep -q {SILENCE} $WORLD/moves')
 

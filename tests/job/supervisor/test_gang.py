@@ -97,6 +97,12 @@ def test_a_member_lost_for_45_s_ends_the_generation() -> None:
     assert over(view(SECOND, newest=PAIR)) == "i-1 is lost"
 
 
+def test_a_node_that_says_that_it_leaves_is_waited_for_no_more() -> None:
+    gone = replace(SECOND, state="gone", ended=75)
+    assert over(view(FIRST, gone, newest=PAIR)) == "i-2 has left"
+    assert act(view(replace(FIRST, state="ready"), gone, newest=PAIR)) == Wait(why="1 of 2 nodes are ready")
+
+
 def test_a_store_that_is_down_for_all_ends_nothing_and_nor_do_old_presences_right_after_it() -> None:
     assert over(view(FIRST, SECOND, newest=PAIR, age_s=1000.0)) is None  # steps go on
     assert over(view(FIRST, SECOND, newest=PAIR, steady_s=14.0, ages={"i-2": 1000.0})) is None

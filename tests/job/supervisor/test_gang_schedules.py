@@ -12,7 +12,7 @@ from gang_world import START, Machine, Town
 from gpufleet.job.contract import bucket
 from gpufleet.job.supervisor import gang, member
 
-QUICK, ALL = 16, 200  # schedules
+QUICK, ALL, AT_ONCE = 16, 200, 46  # schedules
 STANDSTILL_S = gang.FENCE_S + 2 * gang.BEAT_S
 
 
@@ -87,7 +87,14 @@ def check(town: Town) -> None:
     assert max(stood, default=0.0) <= STANDSTILL_S + (gang.STEADY_S if town.was_cut else 0.0)
 
 
-@pytest.mark.parametrize("seeds", [range(QUICK), pytest.param(range(QUICK, ALL), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(QUICK),
+        *(pytest.param(range(first, first + AT_ONCE), marks=pytest.mark.slow) for first in range(QUICK, ALL, AT_ONCE)),
+    ],
+    ids=lambda seeds: f"{seeds[0]} to {seeds[-1]}",
+)
 def test_any_schedule_of_losses_ends_with_one_done_json_and_manifests_that_verify(
     seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ def test_two_nodes_train_to_the_end_and_one_says_so(town: Town) -> None:
     assert (town.store.json(bucket.DONE) or {})["reason"] == "finished"
     assert len(town.writers(bucket.DONE)) == 1
     assert [(each["number"], each["members"]) for each in town.generations()] == [(1, ["i-1", "i-2"])]
+    assert lost(town) == 0
+    assert (town.store.json("attempts/i-2.json") or {})["started_s"] > 0
     assert town.manifests()[-1] == town.last
 
 
@@ -39,6 +41,11 @@ def to_all(town: Town, act: Callable[[Machine], object]) -> None:
 def trained_twice(town: Town) -> int:
     """Steps that were trained again."""
     return len(town.steps) - len({step for _, step in town.steps})
+
+
+def lost(town: Town) -> int:
+    """Nodes that the receipt has as gone without a word."""
+    return sum(each["exit"] is None for each in (town.store.json("receipt.json") or {})["attempts"])
 
 
 def finished(town: Town) -> None:
