@@ -22,7 +22,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -124,7 +124,7 @@ class Instance:
         return f"{self.gpu_count} x {self.gpu.name}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Catalog:
     """All facts as of one date. Built by `load_catalog`."""
 
@@ -145,6 +145,10 @@ class Catalog:
 
     def regions(self) -> tuple[str, ...]:
         """Those with prices, be it of a few things."""
+        return self._regions
+
+    @cached_property
+    def _regions(self) -> tuple[str, ...]:
         priced = {region for _, region in self.services}
         return tuple(name for name in known_regions() if name in priced)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import fields, replace
 from datetime import datetime
@@ -137,7 +138,7 @@ def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
 def purpose(text: str) -> str:
     """The comment block that opens the file, without its marks, and without the line that is for editors."""
     block = []
-    for line in text.lstrip("\ufeff").splitlines():
+    for line in io.StringIO(text.lstrip("\ufeff"), newline=None):
         if not line.startswith("#"):
             break
         if line.startswith(MODELINE):
