@@ -65,7 +65,7 @@ def exchange_s(point: Point) -> float:
 
 
 def share(point: Point, hidden: float) -> float:
-    """Of one node's speed per GPU, where `hidden` of the step's own work hides the exchange."""
+    """The share of one node's speed per GPU that is left, where `hidden` of the step's own work hides the exchange."""
     first = next(each for each in POINTS if each.model == point.model)
     work_s = point.tokens / point.gpus / first.rate
     return work_s / (work_s + max(0.0, exchange_s(point) - hidden * work_s))

@@ -70,12 +70,12 @@ class AgainstOne:
 
 
 def as_one(definition: StackDefinition) -> StackDefinition:
-    """The same run on one node."""
+    """The definition, for one node."""
     return replace(definition, fleet=replace(definition.fleet, nodes=1, cards="one"))
 
 
 def against_one(definition: StackDefinition, several: Side, one: Side) -> AgainstOne:
-    """Of both sides, of the same type and capacity."""
+    """What the first side buys; both of the same type and capacity."""
     fleet, instance = definition.fleet, several.option.instance
     at = max(range(len(several.runtime.phases)), key=lambda index: several.runtime.phases[index].seconds)
     idle = several.needed.idle_hours * several.exposure.usd_h

@@ -106,7 +106,7 @@ def gang(nodes: int) -> float:
 
 
 def left_share(nodes: int) -> float:
-    """Of so many nodes the share that a loss leaves, on average."""
+    """The share of so many nodes that a loss leaves, on average."""
     return (1 - ALL_AT_ONCE) * (1 - 1 / nodes)
 
 

@@ -42,7 +42,7 @@ def definition(
 
 
 def on_nodes(of: StackDefinition, count: int, cards: Any = "one") -> StackDefinition:
-    """The same on several nodes, in one zone as they must be."""
+    """The definition on several nodes, in one zone as they must be."""
     return replace(
         of, fleet=replace(of.fleet, nodes=count, cards=cards, zones=of.fleet.zones[: 1 if count > 1 else None])
     )

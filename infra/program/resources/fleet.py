@@ -140,7 +140,7 @@ class FleetComponent(pulumi.ComponentResource):
 def interfaces(
     definition: StackDefinition, group: pulumi.Input[str]
 ) -> list[aws.ec2.LaunchTemplateNetworkInterfaceArgs]:
-    """Of each of several nodes: its first network card, which has a public address, or all of them and none. The subnet
+    """What each of several nodes has: its first network card, with a public address, or all of them without. The subnet
     is the override's.
     """
     kind = load_catalog().instances[definition.fleet.instance_types[0]]
