@@ -42,6 +42,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
                 "source": line.source,
                 "as_of": line.as_of.isoformat(),
                 "inferred": line.inferred,
+                **({"item": line.item} if line.kind == "fixed" else {}),
             }
             for line in bill.lines
         ],
