@@ -54,7 +54,7 @@ class Presence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
+class GangGeneration:
     """Nodes that train together, in the order of their ranks: the first one leads. `tries`: how often the same ones
     have begun at the same `step`, the newest published then (-1: none), to no avail. `is_last`: once too often; its
     members leave instead.
@@ -78,7 +78,7 @@ class Generation:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Generation:
+    def from_json(cls, tree: dict[str, Any]) -> GangGeneration:
         """Raises DoubtError."""
         fields = Fields(tree)
         members = fields.need("members", reading.listed(reading.text))

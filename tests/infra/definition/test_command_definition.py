@@ -103,8 +103,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown placeholder": (
         {"command": "python train.py --out {output}"},
         "line 4, job.command: 'python train.py --out {output}' is not accepted; allowed: the placeholders"
-        " {checkpoints}, {outputs}, {state}, {inputs.NAME}, {gpus}, {run}; {{ is a brace, and {output} is none of"
-        " them.",
+        " {checkpoints}, {outputs}, {state}, {inputs.NAME}, {gpus}, {run}, {nodes}, {node_rank}, {master}, {port}; {{"
+        " is a brace, and {output} is none of them.",
     ),
     "an input that is not named": (
         {"command": "python train.py {inputs.txt}", "storage": {"inputs": {"text": "../text"}}},
