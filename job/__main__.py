@@ -145,7 +145,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         try:
             if run.nodes == 1:
                 return Supervisor(run, node, workdir, world).run()
-            own = Presence(instance=node.instance, address=node.address, launched_at=node.launched_at)
+            own = Presence(instance=node.instance, address=node.address, launched_at=node.launched_at, since=clock())
             with LookoutThread(Lookout(world.store, own, clock, log.say)) as watch:
                 return GangMember(run, node, workdir, world, watch).run()
         finally:

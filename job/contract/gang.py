@@ -24,6 +24,7 @@ class Presence:
     address: str
     launched_at: float  # epoch seconds
     state: State = "ready"
+    since: float = 0.0  # epoch seconds by its own clock
     notice: float | None = None  # when AWS ends it, epoch seconds
     generation: int = 0
     ended: int | None = None
@@ -44,6 +45,7 @@ class Presence:
             address=fields.need("address", reading.text),
             launched_at=fields.need("launched_at", reading.number),
             state=fields.need("state", reading.choice(*get_args(State))),
+            since=fields.take("since", reading.number, 0.0),
             notice=fields.take("notice", reading.number, None),
             generation=fields.take("generation", reading.whole_number, 0),
             ended=fields.take("ended", _code, None),

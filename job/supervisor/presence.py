@@ -36,7 +36,7 @@ class Lookout:
         with self._lock:
             told = replace(self._own, **news)
             if told != self._own:
-                self._own = told
+                self._own = replace(told, since=self._clock()) if told.state != self._own.state else told
                 self.changed.set()
 
     @property
