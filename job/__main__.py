@@ -80,11 +80,11 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     from gpufleet.job.supervisor import fleet, machine
     from gpufleet.job.supervisor.attempt import Supervisor
     from gpufleet.job.supervisor.child import Child, JobLog, trainer
-    from gpufleet.job.supervisor.member import Member
+    from gpufleet.job.supervisor.member import GangMember
     from gpufleet.job.supervisor.metadata import Metadata, MetadataThread, http_fetch
     from gpufleet.job.supervisor.meter import spot_history
-    from gpufleet.job.supervisor.place import Place
-    from gpufleet.job.supervisor.presence import Watch, Watching
+    from gpufleet.job.supervisor.presence import Lookout, LookoutThread
+    from gpufleet.job.supervisor.rendezvous import Rendezvous
     from gpufleet.job.supervisor.store import open_store, parent
     from gpufleet.job.supervisor.world import Outside
 
@@ -108,7 +108,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
             workdir / START,
         )
 
-    def join(rung: int, place: Place) -> Child:
+    def join(rung: int, place: Rendezvous) -> Child:
         words = trainer(workdir, rung, launched, run.config.module, place if run.config.several_ranks else None)
         return Child(words, {**child_environment, **place.environment}, log, clock, ended)
 
@@ -145,9 +145,9 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         try:
             if run.nodes == 1:
                 return Supervisor(run, node, workdir, world).run()
-            own = Presence(instance=node.instance, address=node.address, launched_at=node.launched_at)
-            with Watching(Watch(world.store, own, clock, log.say)) as watch:
-                return Member(run, node, workdir, world, watch).run()
+            own = Presence(instance=node.instance, address=node.address, launched_at=node.launched_at, since=clock())
+            with LookoutThread(Lookout(world.store, own, clock, log.say)) as watch:
+                return GangMember(run, node, workdir, world, watch).run()
         finally:
             for child in early:
                 child.kill()

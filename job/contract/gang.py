@@ -24,6 +24,7 @@ class Presence:
     address: str
     launched_at: float  # epoch seconds
     state: State = "ready"
+    since: float = 0.0  # epoch seconds by its own clock
     notice: float | None = None  # when AWS ends it, epoch seconds
     generation: int = 0
     ended: int | None = None
@@ -44,6 +45,7 @@ class Presence:
             address=fields.need("address", reading.text),
             launched_at=fields.need("launched_at", reading.number),
             state=fields.need("state", reading.choice(*get_args(State))),
+            since=fields.take("since", reading.number, 0.0),
             notice=fields.take("notice", reading.number, None),
             generation=fields.take("generation", reading.whole_number, 0),
             ended=fields.take("ended", _code, None),
@@ -54,7 +56,7 @@ class Presence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
+class GangGeneration:
     """Nodes that train together, in the order of their ranks: the first one leads. `tries`: how often the same ones
     have begun at the same `step`, the newest published then (-1: none), to no avail. `is_last`: once too often; its
     members leave instead.
@@ -78,7 +80,7 @@ class Generation:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Generation:
+    def from_json(cls, tree: dict[str, Any]) -> GangGeneration:
         """Raises DoubtError."""
         fields = Fields(tree)
         members = fields.need("members", reading.listed(reading.text))

@@ -440,7 +440,7 @@ class NodeRun:
         return retry(4, lambda: self.objects.put(self.folder / DONE, DONE))
 
     def _speaks(self) -> bool:
-        """Of several nodes the one that has ended the run says so to people."""
+        """Whether this node has ended the run, and not another of several: it tells people."""
         if self._nodes() == 1 or not self.objects.get(DONE, self.folder / DONE):
             return True
         told = ends.read((self.folder / DONE).read_bytes())

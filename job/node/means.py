@@ -77,11 +77,13 @@ def of_node(
     listed = list(others)
     launches = [launched, *(node.launched for node, _ in listed)]
 
-    def until(node: AttemptRecord) -> float | None:
+    def next_launch(node: AttemptRecord) -> float | None:
         """Several nodes live at once: the launch of one says nothing of another's end."""
         return None if terms.nodes > 1 else cost.next_launch(node.launched, launches)
 
-    paid = [cost.of_node(terms.rates(node.type, node.zone), node, beat, lives, until(node)) for node, beat in listed]
+    paid = [
+        cost.of_node(terms.rates(node.type, node.zone), node, beat, lives, next_launch(node)) for node, beat in listed
+    ]
     rates = terms.rates(kind, zone)
     return Means(
         limits=terms.limits,

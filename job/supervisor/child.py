@@ -19,7 +19,7 @@ from gpufleet.job.contract import metrics
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.messages import Ended, Start
 from gpufleet.job.spec import JobConfig
-from gpufleet.job.supervisor.place import Place
+from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.text import printable
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
@@ -130,7 +130,7 @@ class Child:
 
 
 def trainer(
-    workdir: Path, rung: int | None, ranks: int = 1, module: str = JobConfig.module, place: Place | None = None
+    workdir: Path, rung: int | None, ranks: int = 1, module: str = JobConfig.module, place: Rendezvous | None = None
 ) -> list[str]:
     """The command line of a job's `module`: one process, or torchrun with one for each of this node's `ranks`. Without
     a rung it waits for one. `place`: where several nodes train.

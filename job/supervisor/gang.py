@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
-from gpufleet.job.contract.gang import Generation, Presence
+from gpufleet.job.contract.gang import GangGeneration, Presence
 
 BEAT_S = 5.0  # between two writings of a presence
 LOST_S = 45.0  # without one a node is lost
@@ -46,7 +46,7 @@ class View:
 
     own: Presence
     others: Mapping[str, Sight] = field(default_factory=dict)
-    newest: Generation | None = None
+    newest: GangGeneration | None = None
     is_over: bool = False  # done.json is there
     steady_s: float = 0.0
     age_s: float = 0.0
@@ -62,14 +62,14 @@ class View:
 class Join:
     """Train as a member of it."""
 
-    generation: Generation
+    generation: GangGeneration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Propose:
     """Create the next generation's object; whoever is first has proposed."""
 
-    generation: Generation
+    generation: GangGeneration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,8 +137,8 @@ def acts(view: View) -> bool:
     )
 
 
-def _proposal(members: list[Presence], newest: Generation | None, step: int) -> Generation:
-    made = Generation(
+def _proposal(members: list[Presence], newest: GangGeneration | None, step: int) -> GangGeneration:
+    made = GangGeneration(
         number=newest.number + 1 if newest else 1,
         members=tuple(each.instance for each in members),
         addresses=tuple(each.address for each in members),
@@ -150,7 +150,7 @@ def _proposal(members: list[Presence], newest: Generation | None, step: int) -> 
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
 
-def why_over(view: View, generation: Generation, *, idle_s: float) -> str | None:
+def why_over(view: View, generation: GangGeneration, *, idle_s: float) -> str | None:
     """Why a member must end its trainer; None: it trains on. `idle_s`: since this node's ranks did a step, or began."""
     if view.age_s >= FENCE_S:
         return f"no store and no step for {min(view.age_s, idle_s):.0f} s" if idle_s >= FENCE_S else None
@@ -172,13 +172,13 @@ def why_over(view: View, generation: Generation, *, idle_s: float) -> str | None
     return None
 
 
-def notice(view: View, generation: Generation) -> float | None:
+def notice(view: View, generation: GangGeneration) -> float | None:
     """When the first of a generation's other members goes away that has a notice."""
     told = [view.others[name].presence.notice for name in generation.members if name in view.others]
     return min((at for at in told if at is not None), default=None)
 
 
-def fatal(view: View, generation: Generation) -> str | None:
+def fatal(view: View, generation: GangGeneration) -> str | None:
     """What a member has found that no node can do, in its words."""
     for name in generation.members:
         seen = view.others.get(name)

@@ -1,6 +1,6 @@
 """One attempt on a node of several: it is ready, trains with the others whenever a generation has it, and ends as any
 attempt does. The leader of a generation is the supervisor that a run on one node has; a follower watches its own
-machine and the others, and nothing else. See docs/several-nodes.md; who decides what is gang.py's.
+machine and the others, and nothing else. See docs/interruptions.md; who decides what is gang.py's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpufleet.job.contract import bucket
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.attempt import Exit, Node
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
-from gpufleet.job.contract.gang import Generation
+from gpufleet.job.contract.gang import GangGeneration
 from gpufleet.job.contract.messages import Fatal, Preflight, Stop, UsedRung
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
@@ -29,20 +29,20 @@ from gpufleet.job.supervisor.attempt import (
     LimitReachedError,
     Supervisor,
 )
-from gpufleet.job.supervisor.place import Place
-from gpufleet.job.supervisor.presence import Fenced, Watch
+from gpufleet.job.supervisor.presence import Fenced, Lookout
 from gpufleet.job.supervisor.publish import commits
+from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.supervisor.world import Cause, Outside
 
 
-class Member(Supervisor):
+class GangMember(Supervisor):
     """One attempt on one of several nodes. `run` gives the exit code for the node."""
 
-    def __init__(self, run: RunFile, node: Node, workdir: Path, world: Outside, watch: Watch) -> None:
+    def __init__(self, run: RunFile, node: Node, workdir: Path, world: Outside, watch: Lookout) -> None:
         self.watch = watch
         self.fence = Fenced(world.store)
         super().__init__(run, node, workdir, replace(world, store=self.fence))
-        self.generation: Generation | None = None  # that trains, or whose end is being published
+        self.generation: GangGeneration | None = None  # that trains, or whose end is being published
         self._left: gang.Leave | None = None
         self._over: ends.Done | None = None
         self.pulse.leads, self._waits_for = False, ""
@@ -92,7 +92,7 @@ class Member(Supervisor):
             (int(found[1]) for each in entries if (found := bucket.MANIFEST_KEY.fullmatch(each.key))), default=-1
         )
 
-    def _gather(self) -> Generation | None:
+    def _gather(self) -> GangGeneration | None:
         """Waits for a generation that has this node. None: the attempt is over instead. Raises InterruptedEarlyError,
         LimitReachedError, StoreError.
         """
@@ -142,13 +142,13 @@ class Member(Supervisor):
     def _train(self) -> int:
         while (generation := self._gather()) is not None:
             code = self._train_with(generation)
-            if self._after(generation, code):
+            if self._judge_end(generation, code):
                 if self._fatal_peer(generation) is not None:
                     return TrainerExit.FATAL
                 return code if self.leads or self.cause is None else TrainerExit.STOPPED
         return TrainerExit.STOPPED
 
-    def _train_with(self, generation: Generation) -> int:
+    def _train_with(self, generation: GangGeneration) -> int:
         """How this node's trainer ended."""
         self.generation, self.fence.generation = generation, generation.number
         self.watch.tell(state="busy", generation=generation.number, ended=None, said="")
@@ -164,7 +164,7 @@ class Member(Supervisor):
         self._tell_spent(self.clock())
         now = self.clock()
         self._stepped, self._seen_save, self.progress.grew_at = (0, now), (self.resumed_step, now), now
-        self._child = self.world.start(self.rung, Place.of(generation, rank))
+        self._child = self.world.start(self.rung, Rendezvous.of_member(generation, rank))
         while (code := self._child.poll()) is None:
             self._tick()
             if self._child is not None and (why := self._why_over(generation)) is not None:
@@ -184,7 +184,7 @@ class Member(Supervisor):
             with suppress(OSError):
                 (self.workdir / name).unlink(missing_ok=True)
 
-    def _why_over(self, generation: Generation) -> str | None:
+    def _why_over(self, generation: GangGeneration) -> str | None:
         view = self.watch.view
         why = gang.why_over(view, generation, idle_s=self._idle_s())
         stopping = self.cause is not None or (self.workdir / STOP).exists()
@@ -239,7 +239,7 @@ class Member(Supervisor):
             super()._look()
         self.watch.tell(stopping=self.cause is not None)
 
-    def _after(self, generation: Generation, code: int) -> bool:
+    def _judge_end(self, generation: GangGeneration, code: int) -> bool:
         """What the end of this node's trainer makes of the attempt. False: it is ready for another generation."""
         lower, self._child = self.rung, None
         if code == TrainerExit.OUT_OF_MEMORY:
@@ -279,7 +279,7 @@ class Member(Supervisor):
         found = Fatal.read(self.workdir) if code == TrainerExit.FATAL else None
         return f"{found.error}: {found.detail}" if found else ""
 
-    def _fatal_peer(self, generation: Generation) -> str | None:
+    def _fatal_peer(self, generation: GangGeneration) -> str | None:
         """What another member has found that no node can do, where it is this one's to end the run with it."""
         said = gang.fatal(self.watch.view, generation) if self.leads else None
         if said is not None and Fatal.read(self.workdir) is None:

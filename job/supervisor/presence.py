@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpufleet.job.contract import bucket, reading
-from gpufleet.job.contract.gang import Generation, Presence
+from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.contract.reading import DoubtError
 from gpufleet.job.supervisor.gang import BEAT_S, Sight, View
 from gpufleet.job.supervisor.store import Entry, Store, StoreError
@@ -19,8 +19,8 @@ from gpufleet.job.supervisor.store import Entry, Store, StoreError
 T = TypeVar("T")
 
 
-class Watch:
-    """One node's. `look` asks the store, in a thread of its own (`Watching`); the rest answers from what was seen."""
+class Lookout:
+    """One node's. `look` asks the store, in a thread of its own (LookoutThread); all else answers from what it saw."""
 
     def __init__(self, store: Store, own: Presence, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._store, self._clock, self._say = store, clock, say
@@ -36,7 +36,7 @@ class Watch:
         with self._lock:
             told = replace(self._own, **news)
             if told != self._own:
-                self._own = told
+                self._own = replace(told, since=self._clock()) if told.state != self._own.state else told
                 self.changed.set()
 
     @property
@@ -81,7 +81,7 @@ class Watch:
             self._complaint = ""
             self._seen, self._reached_at = seen, self._clock()
 
-    def propose(self, generation: Generation) -> None:
+    def propose(self, generation: GangGeneration) -> None:
         """Creates its object, where nobody else has. Read with the next look. Never raises."""
         content = json.dumps(generation.to_json(), sort_keys=True).encode()
         try:
@@ -107,9 +107,11 @@ class Watch:
         numbers = (int(found[1]) for key in entries if (found := bucket.GENERATION_KEY.fullmatch(key)))
         return View(own=own, others=others, newest=self._newest(numbers, entries), is_over=is_over)
 
-    def _newest(self, numbers: Iterable[int], entries: dict[str, Entry]) -> Generation | None:
+    def _newest(self, numbers: Iterable[int], entries: dict[str, Entry]) -> GangGeneration | None:
         number = max(numbers, default=None)
-        return None if number is None else self._object(entries[bucket.generation_key(number)], Generation.from_json)
+        return (
+            None if number is None else self._object(entries[bucket.generation_key(number)], GangGeneration.from_json)
+        )
 
     def _object(self, entry: Entry, kind: Callable[[dict[str, Any]], T]) -> T | None:
         """What is not there any more, or doubtful, is none."""
@@ -123,14 +125,14 @@ class Watch:
             return None
 
 
-class Watching:
+class LookoutThread:
     """Looks every BEAT_S, and at once where there is news, until it is left."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Lookout) -> None:
         self._watch, self._ended = watch, threading.Event()
         self._thread = threading.Thread(target=self._run, name="gang", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Lookout:
         self._thread.start()
         return self._watch
 

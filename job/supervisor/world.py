@@ -32,7 +32,7 @@ class Outside:
 
     store: Store
     metadata: Metadata
-    start: Callable[..., Trainer]  # at a rung of the ladder; of several nodes with its place.Place
+    start: Callable[..., Trainer]  # at a rung of the ladder; of several nodes with its rendezvous.Rendezvous
     terminated: Callable[[], float | None]  # when SIGTERM came
     uploads: Executor
     pulse: Executor

@@ -76,7 +76,7 @@ class Checkpoints:
             self.saved_step = found.step
         return found
 
-    def at(self, step: int) -> Found:
+    def of_step(self, step: int) -> Found:
         """That of a step which rank 0 knows to be whole. Every rank calls it."""
         there = self.committed if self._world.is_saving else ()
         found = self._agreed(next((each for each in there if each.step == step), None))

@@ -71,7 +71,7 @@ def deliver(experiment: Experiment, phase: Phase, module: nn.Module, last: Weigh
     best = session.world.agree(None if saved is None else (saved.step, saved.val_loss))
     weights = last if best is None else min(last, Weights(*best), key=val_loss)
     if weights.step != last.step:
-        checkpoints.load(checkpoints.at(weights.step), {"model": experiment.weights(module)})
+        checkpoints.load(checkpoints.of_step(weights.step), {"model": experiment.weights(module)})
     which = "the last" if weights.step == last.step else f"the best evaluated; the last: {_said(last)}"
     session.say(f"delivered: {_said(weights)}, {which}")
     if lowest is not None and val_loss(lowest) < val_loss(weights):

@@ -32,7 +32,7 @@ class Journal:
         self._session, self._phases = session, phases
         self.left_out = 0  # tokens of the steps that phases which ended early did not take
         wanted = session.device.is_cuda and session.world.first
-        self._gpus = Sampler(gpus=session.world.here) if wanted else None
+        self._gpus = Sampler(gpus=session.world.ranks_per_node) if wanted else None
         self._events: list[str] = []  # these three for the next line
         self._saves: list[Save] = []
         self._resumed: int | None = None

@@ -59,7 +59,7 @@ class World:
         return self.local_rank == 0
 
     @property
-    def here(self) -> int:
+    def ranks_per_node(self) -> int:
         """Ranks of a node."""
         return self.size // self.nodes
 
@@ -114,15 +114,15 @@ class World:
 def expected() -> World:
     """The world that torchrun's environment names, nobody met yet; of size 1 without one."""
 
-    def told(name: str, otherwise: int) -> int:
+    def number(name: str, otherwise: int) -> int:
         return int(os.environ.get(name, otherwise))
 
     return World(
-        rank=told("RANK", 0),
-        size=told("WORLD_SIZE", 1),
-        local_rank=told("LOCAL_RANK", 0),
-        node=told("GROUP_RANK", 0),
-        nodes=told("GROUP_WORLD_SIZE", 1),
+        rank=number("RANK", 0),
+        size=number("WORLD_SIZE", 1),
+        local_rank=number("LOCAL_RANK", 0),
+        node=number("GROUP_RANK", 0),
+        nodes=number("GROUP_WORLD_SIZE", 1),
     )
 
 

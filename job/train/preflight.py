@@ -92,7 +92,7 @@ def run(
     found = world.every([{} if own is None else asdict(own), judged])
     told = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(found) for text in texts]
     problems = [text for _, text in told]
-    own_problems = tuple(text for rank, text in told if rank // world.here == world.node)
+    own_problems = tuple(text for rank, text in told if rank // world.ranks_per_node == world.node)
     if own is not None:
         say(
             f"pre-flight ({time.perf_counter() - began:.1f} s): {own.matmul_tflops:.1f} TFLOP/s, memory "

@@ -27,10 +27,10 @@ from gpufleet.job.spec import Checkpoint
 from gpufleet.job.supervisor.child import JobLog
 from gpufleet.job.supervisor.fleet import History
 from gpufleet.job.supervisor.gang import BEAT_S
-from gpufleet.job.supervisor.member import Member
-from gpufleet.job.supervisor.place import Place
-from gpufleet.job.supervisor.presence import Watch
+from gpufleet.job.supervisor.member import GangMember
+from gpufleet.job.supervisor.presence import Lookout
 from gpufleet.job.supervisor.publish import commits
+from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.supervisor.store import Entry, MissingError, RefusedError, Store, StoreError
 from gpufleet.job.supervisor.world import Outside
 
@@ -73,7 +73,7 @@ class SharedStore:
 class NodeStore:
     """A node's way to it, which may be cut."""
 
-    def __init__(self, shared: SharedStore, machine: Machine) -> None:
+    def __init__(self, shared: SharedStore, machine: TownNode) -> None:
         self._shared, self._machine, self.uri = shared, machine, shared.uri
 
     def _reach(self) -> None:
@@ -135,7 +135,7 @@ class FakeMetadata:
 class GangTrainer:
     """One node's ranks. They step while those of every member are there, and stop and end together."""
 
-    def __init__(self, machine: Machine, place: Place, rung: int) -> None:
+    def __init__(self, machine: TownNode, place: Rendezvous, rung: int) -> None:
         self.machine, self.place, self.rung = machine, place, rung
         self.killed = False
         self.code: int | None = None
@@ -199,7 +199,7 @@ class GangTrainer:
         self.killed = True
 
 
-class Machine:
+class TownNode:
     """One node: a supervisor in a thread that runs only while the town lets it."""
 
     def __init__(self, town: Town, number: int, skew_s: float = 0.0) -> None:
@@ -218,7 +218,7 @@ class Machine:
         log = JobLog(self.workdir / "job.log", town.output)
         self.store: Store = NodeStore(town.store, self)
         own = Presence(instance=self.name, address=f"10.0.0.{number}", launched_at=self.launched_at)
-        self.watch = Watch(self.store, own, self.clock, log.say)
+        self.watch = Lookout(self.store, own, self.clock, log.say)
         world = Outside(
             store=self.store,
             metadata=self.metadata,  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ class Machine:
             sleep=self.sleep,
         )
         node = Node(instance=self.name, type="g5.2xlarge", zone="us-east-2a", launched_at=self.launched_at + skew_s)
-        self.member = Member(run, node, self.workdir, world, self.watch)
+        self.member = GangMember(run, node, self.workdir, world, self.watch)
         self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     @property
@@ -252,7 +252,7 @@ class Machine:
             self.looked_at = self.town.now
             self.watch.look()
 
-    def _start(self, rung: int, place: Place) -> GangTrainer:
+    def _start(self, rung: int, place: Rendezvous) -> GangTrainer:
         self.trainer = GangTrainer(self, place, rung)
         return self.trainer
 
@@ -290,22 +290,22 @@ class Town:
         self.store = SharedStore(lambda: self.now)
         self.groups: dict[int, dict[int, GangTrainer]] = {}
         self.steps: list[tuple[int, int]] = []  # generation, step
-        self.machines: list[Machine] = []
+        self.machines: list[TownNode] = []
         self.boot_s: float | None = 60.0
         self.was_cut = False  # a node from the store
         self._numbers, self._order = itertools.count(1), itertools.count()
-        self._queue: list[tuple[float, int, Machine | Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, TownNode | Callable[[], None]]] = []
         self._back = threading.Event()
 
-    def boot(self, skew_s: float = 0.0) -> Machine:
+    def boot(self, skew_s: float = 0.0) -> TownNode:
         """Another node."""
-        machine = Machine(self, next(self._numbers), skew_s)
+        machine = TownNode(self, next(self._numbers), skew_s)
         self.machines.append(machine)
         machine.thread.start()
         heapq.heappush(self._queue, (self.now, next(self._order), machine))
         return machine
 
-    def at(self, seconds: float, act: Callable[[], object]) -> None:
+    def schedule(self, seconds: float, act: Callable[[], object]) -> None:
         """Happens so many seconds after the start."""
         heapq.heappush(self._queue, (START + seconds, next(self._order), lambda: (act(), None)[1]))
 
@@ -320,14 +320,14 @@ class Town:
 
         heapq.heappush(self._queue, (self.now, next(self._order), look))
 
-    def wait(self, machine: Machine, seconds: float) -> None:
+    def wait(self, machine: TownNode, seconds: float) -> None:
         """Called by a node's thread: others run until then."""
         heapq.heappush(self._queue, (self.now + seconds, next(self._order), machine))
         machine.go.clear()
         self._back.set()
         machine.go.wait()
 
-    def ended(self, machine: Machine) -> None:
+    def ended(self, machine: TownNode) -> None:
         """Called by a node's thread, last."""
         if self.boot_s is not None and not self.is_over:
             heapq.heappush(self._queue, (self.now + self.boot_s, next(self._order), self._replace))
@@ -352,7 +352,7 @@ class Town:
             if at > START + limit_s:
                 break
             self.now = max(self.now, at)
-            if not isinstance(what, Machine):
+            if not isinstance(what, TownNode):
                 what()
                 continue
             if self.now < what.stopped_until and not what.is_dead:
@@ -367,23 +367,23 @@ class Town:
 
     # What a script says -----------------------------------------------------------------------------------------------
 
-    def notice(self, machine: Machine, seconds: float = 120.0) -> None:
+    def notice(self, machine: TownNode, seconds: float = 120.0) -> None:
         """EC2 says that it ends the machine in so many, and does."""
         machine.metadata.notice = machine.clock() + seconds
-        self.at(self.now - START + seconds, lambda: self.kill(machine))
+        self.schedule(self.now - START + seconds, lambda: self.kill(machine))
 
-    def kill(self, machine: Machine) -> None:
+    def kill(self, machine: TownNode) -> None:
         """Vanishes."""
         machine.is_dead = True
 
-    def pause(self, machine: Machine, seconds: float) -> None:
+    def pause(self, machine: TownNode, seconds: float) -> None:
         """SIGSTOP of all its processes, SIGCONT then."""
         machine.stopped_until = self.now + seconds
 
-    def cut(self, machine: Machine, seconds: float) -> None:
+    def cut(self, machine: TownNode, seconds: float) -> None:
         """No way to the store for so long."""
         machine.is_cut = self.was_cut = True
-        self.at(self.now - START + seconds, lambda: setattr(machine, "is_cut", False))
+        self.schedule(self.now - START + seconds, lambda: setattr(machine, "is_cut", False))
 
     # What came of it --------------------------------------------------------------------------------------------------
 

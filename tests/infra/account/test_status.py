@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -58,6 +57,26 @@ def test_status_says_how_much_of_the_dollars_is_at_the_ceiling_of_an_untold_spot
     declare_fleet(cloud)
     put(cloud, declare_bucket(cloud), "heartbeat/i-1.jsonl", {"ts": "2026-11-21T12:08:00Z", "ceiling_s": "900.000"})
     assert stated(stack)[""] == "0.25 h of it at the on-demand price: AWS tells no spot price"
+
+
+def test_status_tells_who_trains_together_who_waits_and_what_the_leader_says(
+    cloud: Cloud, stack: StackDefinition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.NOW", datetime.now(UTC))
+    bucket = declare_bucket(cloud)
+    made = {"number": 3, "members": ["i-1", "i-2"], "addresses": ["10.0.0.1", "10.0.0.2"]}
+    put(cloud, bucket, "gang/000003.json", made)
+    put(cloud, bucket, "gang/000002.json", {**made, "number": 2, "members": ["i-0", "i-2"]})
+    there = {"address": "10.0.0.1", "launched_at": 1.0, "since": 1_800_000_000.0}
+    put(cloud, bucket, "gang/nodes/i-1.json", {**there, "instance": "i-1", "state": "busy"})
+    put(cloud, bucket, "gang/nodes/i-2.json", {**there, "instance": "i-2", "state": "ready"})
+    put(cloud, bucket, "heartbeat/i-1.jsonl", {"ts": "2026-11-21T12:08:00Z", "step": 120, "phase": "moe"})
+    put(cloud, bucket, "heartbeat/i-2.jsonl", {"ts": "2026-11-21T12:08:30Z", "step": 119})
+    lines = list(status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW))
+    assert "gang        generation 3: i-1 leads, with i-2" in lines
+    assert "            1 of 1 wait, at most 1.21 USD an hour" in lines
+    assert "            i-2 waits for the others since 2027-01-15T08:00:00.000Z, billed" in lines
+    assert "progress    phase moe, step 120" in lines
 
 
 def test_status_tells_how_long_a_node_took_to_its_first_step(cloud: Cloud, stack: StackDefinition) -> None:
@@ -223,27 +242,3 @@ def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys
     assert (
         capsys.readouterr().err == "gpufleet: there is no run r1 of small-growth in us-east-2: run `pulumi up` first.\n"
     )
-
-
-def test_status_of_several_nodes_says_who_waits_for_whom_and_then_who_trains(
-    cloud: Cloud, stack: StackDefinition
-) -> None:
-    two = replace(stack, fleet=replace(stack.fleet, nodes=2))
-    declare_fleet(cloud)
-    folder = declare_bucket(cloud)
-    here = {"instance": "i-1", "address": "10.0.0.1", "launched_at": 1_795_262_400.0, "state": "ready"}
-    put(cloud, folder, "gang/nodes/i-1.json", here)
-    put(cloud, folder, "gang/nodes/i-0.json", {**here, "instance": "i-0", "state": "gone"})
-    put(cloud, folder, "gang/nodes/i-9.json", {"instance": "i-9"})
-    told = stated(two)
-    assert told["together"] == (
-        "none: 1 of 2 nodes are there, since 2026-11-21 12:00:00 UTC, and wait, billed, at most 1.21 USD an hour"
-    )
-    assert told[""].startswith("gang/nodes/i-9.json: set aside")
-    for name in ("i-1", "i-2"):
-        put(cloud, folder, f"gang/nodes/{name}.json", {**here, "instance": name, "state": "busy"})
-    for number in (1, 2):
-        members = {"members": ["i-2", "i-1"], "addresses": ["10.0.0.2", "10.0.0.1"]}
-        put(cloud, folder, f"gang/{number:06d}.json", {"number": number, **members})
-    assert stated(two)["together"] == "i-2, i-1, generation 2, led by i-2"
-    assert "together" not in stated(stack)

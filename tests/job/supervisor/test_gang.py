@@ -1,11 +1,11 @@
-"""What nodes of one run decide, row by row of what may happen: docs/several-nodes.md."""
+"""What nodes of one run decide, row by row of what may happen."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from gpufleet.job.contract.gang import Generation, Presence
+from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.supervisor import gang
 from gpufleet.job.supervisor.gang import Join, Leave, Propose, Sight, View, Wait
 
@@ -24,11 +24,11 @@ def act(seen: View, nodes: int = 2, **times: float) -> gang.Action:
 
 
 OLD, NEW = node("i-1", 10), node("i-2", 20)
-PAIR = Generation(number=3, members=("i-1", "i-2"), addresses=("10.0.0.1", "10.0.0.2"), step=7)
+PAIR = GangGeneration(number=3, members=("i-1", "i-2"), addresses=("10.0.0.1", "10.0.0.2"), step=7)
 FIRST, SECOND = (replace(each, state="busy", generation=3) for each in (OLD, NEW))
 
 
-def over(seen: View, generation: Generation = PAIR, idle_s: float = 1.0) -> str | None:
+def why_over(seen: View, generation: GangGeneration = PAIR, idle_s: float = 1.0) -> str | None:
     return gang.why_over(seen, generation, idle_s=idle_s)
 
 
@@ -87,42 +87,42 @@ def test_a_spare_node_takes_the_place_of_one_that_is_gone() -> None:
 
 
 def test_members_train_on_while_each_is_there() -> None:
-    assert over(view(FIRST, SECOND, newest=PAIR)) is None
-    assert over(view(SECOND, FIRST, newest=PAIR)) is None
+    assert why_over(view(FIRST, SECOND, newest=PAIR)) is None
+    assert why_over(view(SECOND, FIRST, newest=PAIR)) is None
 
 
 def test_a_member_lost_for_45_s_ends_the_generation() -> None:
-    assert over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.0})) is None
-    assert over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.1})) == "i-2 is lost"
-    assert over(view(SECOND, newest=PAIR)) == "i-1 is lost"
+    assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.0})) is None
+    assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.1})) == "i-2 is lost"
+    assert why_over(view(SECOND, newest=PAIR)) == "i-1 is lost"
 
 
 def test_a_node_that_says_that_it_leaves_is_waited_for_no_more() -> None:
     gone = replace(SECOND, state="gone", ended=75)
-    assert over(view(FIRST, gone, newest=PAIR)) == "i-2 has left"
+    assert why_over(view(FIRST, gone, newest=PAIR)) == "i-2 has left"
     assert act(view(replace(FIRST, state="ready"), gone, newest=PAIR)) == Wait(why="1 of 2 nodes are ready")
 
 
 def test_a_store_that_is_down_for_all_ends_nothing_and_nor_do_old_presences_right_after_it() -> None:
-    assert over(view(FIRST, SECOND, newest=PAIR, age_s=1000.0)) is None  # steps go on
-    assert over(view(FIRST, SECOND, newest=PAIR, steady_s=14.0, ages={"i-2": 1000.0})) is None
-    assert over(view(FIRST, SECOND, newest=PAIR, steady_s=15.0, ages={"i-2": 1000.0})) == "i-2 is lost"
+    assert why_over(view(FIRST, SECOND, newest=PAIR, age_s=1000.0)) is None  # steps go on
+    assert why_over(view(FIRST, SECOND, newest=PAIR, steady_s=14.0, ages={"i-2": 1000.0})) is None
+    assert why_over(view(FIRST, SECOND, newest=PAIR, steady_s=15.0, ages={"i-2": 1000.0})) == "i-2 is lost"
 
 
 def test_a_node_without_store_and_steps_fences_itself() -> None:
-    assert over(view(FIRST, SECOND, newest=PAIR, age_s=59.0), idle_s=200.0) is None
-    assert over(view(FIRST, SECOND, newest=PAIR, age_s=60.0), idle_s=59.0) is None
-    assert over(view(FIRST, SECOND, newest=PAIR, age_s=61.0), idle_s=60.0) == "no store and no step for 60 s"
+    assert why_over(view(FIRST, SECOND, newest=PAIR, age_s=59.0), idle_s=200.0) is None
+    assert why_over(view(FIRST, SECOND, newest=PAIR, age_s=60.0), idle_s=59.0) is None
+    assert why_over(view(FIRST, SECOND, newest=PAIR, age_s=61.0), idle_s=60.0) == "no store and no step for 60 s"
 
 
 def test_a_newer_generation_ends_an_old_one_s_trainer() -> None:
-    assert over(view(FIRST, SECOND, newest=replace(PAIR, number=4))) == "generation 4 has taken over"
+    assert why_over(view(FIRST, SECOND, newest=replace(PAIR, number=4))) == "generation 4 has taken over"
 
 
 def test_a_trainer_that_crashed_on_one_node_ends_the_others() -> None:
-    assert over(view(FIRST, replace(SECOND, ended=1), newest=PAIR)) == "i-2's trainer ended with 1"
-    assert over(view(FIRST, replace(SECOND, ended=75, state="ready"), newest=PAIR)) is None  # as all do now
-    assert over(view(FIRST, replace(SECOND, generation=2, ended=1), newest=PAIR)) is None  # of the one before
+    assert why_over(view(FIRST, replace(SECOND, ended=1), newest=PAIR)) == "i-2's trainer ended with 1"
+    assert why_over(view(FIRST, replace(SECOND, ended=75, state="ready"), newest=PAIR)) is None  # as all do now
+    assert why_over(view(FIRST, replace(SECOND, generation=2, ended=1), newest=PAIR)) is None  # of the one before
 
 
 def test_a_crash_is_tried_once_more_with_the_same_nodes_and_then_all_leave() -> None:
@@ -156,7 +156,7 @@ def test_memory_that_ran_out_anywhere_lowers_the_rung_of_all() -> None:
 
 
 def test_the_leader_stops_for_the_earliest_notice() -> None:
-    trio = Generation(number=3, members=("i-1", "i-2", "i-3"), addresses=("a", "b", "c"))
+    trio = GangGeneration(number=3, members=("i-1", "i-2", "i-3"), addresses=("a", "b", "c"))
     seen = view(FIRST, replace(SECOND, notice=900.0), replace(node("i-3", 30), state="busy", notice=800.0))
     assert gang.notice(seen, trio) == 800.0
     assert gang.notice(view(FIRST, SECOND), trio) is None
@@ -176,6 +176,6 @@ def test_a_presence_and_a_generation_read_back_as_they_were_written() -> None:
     told = replace(SECOND, notice=900.5, ended=-9, said="x", rung=1)
     assert Presence.from_json(told.to_json()) == told
     assert (
-        Generation.from_json({**PAIR.to_json(), "members": list(PAIR.members), "addresses": list(PAIR.addresses)})
+        GangGeneration.from_json({**PAIR.to_json(), "members": list(PAIR.members), "addresses": list(PAIR.addresses)})
         == PAIR
     )

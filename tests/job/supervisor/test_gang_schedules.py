@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gang_world import START, Machine, Town
+from gang_world import START, Town, TownNode
 
 from gpufleet.job.contract import bucket
 from gpufleet.job.supervisor import gang, member
@@ -22,9 +22,9 @@ def play(folder: Path, seed: int) -> Town:
     town = Town(folder, nodes=drawn.choice([2, 2, 3, 4]), last=60, saves_every=drawn.choice([5, 15, 100]))
     town.boot_s = drawn.choice([10.0, 40.0, 90.0])
     for _ in range(town.nodes):
-        town.at(drawn.uniform(0, 30), lambda: town.boot(skew_s=drawn.uniform(-7200, 7200)))
+        town.schedule(drawn.uniform(0, 30), lambda: town.boot(skew_s=drawn.uniform(-7200, 7200)))
     for _ in range(drawn.randint(0, 5)):
-        town.at(drawn.uniform(5, 180), happening(town, drawn))
+        town.schedule(drawn.uniform(5, 180), happening(town, drawn))
     town.run(limit_s=4 * 3600)
     return town
 
@@ -32,24 +32,24 @@ def play(folder: Path, seed: int) -> Town:
 def happening(town: Town, drawn: random.Random) -> Callable[[], object]:
     """One of what may happen to nodes that are there then."""
 
-    def one() -> Machine | None:
+    def one() -> TownNode | None:
         there = [each for each in town.machines if each.thread.is_alive() and not each.is_silent]
         return drawn.choice(there) if there else None
 
-    def to_one(act: Callable[[Machine], object]) -> Callable[[], object]:
+    def to_one(act: Callable[[TownNode], object]) -> Callable[[], object]:
         return lambda: None if (found := one()) is None else act(found)
 
-    def to_all(act: Callable[[Machine], object]) -> Callable[[], object]:
+    def to_all(act: Callable[[TownNode], object]) -> Callable[[], object]:
         return lambda: [act(each) for each in town.machines if each.thread.is_alive()]
 
-    def fail(code: int) -> Callable[[Machine], object]:
-        def act(machine: Machine) -> None:
+    def fail(code: int) -> Callable[[TownNode], object]:
+        def act(machine: TownNode) -> None:
             if machine.trainer is not None and machine.trainer.code is None:
                 machine.trainer.fails = code
 
         return act
 
-    def die_amid_an_upload(machine: Machine) -> None:
+    def die_amid_an_upload(machine: TownNode) -> None:
         town.when(lambda: town.store.puts[-1][1].endswith("w.bin"), lambda: town.kill(machine))
 
     seconds = drawn.uniform(5, 200)

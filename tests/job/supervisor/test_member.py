@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gang_world import Machine, Town
+from gang_world import Town, TownNode
 
 from gpufleet.job.contract import bucket
 
@@ -33,7 +33,7 @@ def after_step(town: Town, step: int, act: Callable[[], object]) -> None:
     town.when(lambda: town.step >= step, act)
 
 
-def to_all(town: Town, act: Callable[[Machine], object]) -> None:
+def to_all(town: Town, act: Callable[[TownNode], object]) -> None:
     for machine in town.machines:
         act(machine)
 
@@ -92,7 +92,7 @@ def test_a_node_that_vanishes_costs_the_steps_since_the_last_save_and_under_a_mi
 def test_a_node_that_stands_still_comes_back_to_a_newer_generation_and_trains_nothing_more(town: Town) -> None:
     town.boot_s = None
     after_step(town, 13, lambda: town.pause(town.machines[0], 150.0))
-    town.at(60.0, town.boot)
+    town.schedule(60.0, town.boot)
     town.run()
     finished(town)
     assert [each["members"] for each in town.generations()][:2] == [["i-1", "i-2"], ["i-2", "i-3"]]
@@ -127,7 +127,7 @@ def test_a_crash_is_tried_again_once_and_then_all_leave(town: Town) -> None:
             trainer.fails = 1
 
     for seconds in range(4, 400, 4):
-        town.at(seconds, crash)
+        town.schedule(seconds, crash)
     town.run()
     assert [machine.code for machine in town.machines] == [1, 1]
     assert [(each["tries"], each["is_last"]) for each in town.generations()] == [(0, False), (1, False), (2, True)]
@@ -168,7 +168,7 @@ def test_a_refused_follower_leaves_and_another_node_takes_its_place(town: Town) 
 
 def test_a_third_node_waits_and_leaves_after_ten_minutes_and_trains_nothing(town: Town) -> None:
     town.last, town.boot_s = 400, None
-    town.at(20.0, town.boot)
+    town.schedule(20.0, town.boot)
     town.run()
     finished(town)
     assert town.machines[2].code == 75

@@ -72,4 +72,4 @@ def test_a_process_is_where_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> No
     for name, value in (("RANK", 6), ("LOCAL_RANK", 2), ("GROUP_RANK", 1), ("WORLD_SIZE", 8), ("GROUP_WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
     found = parallel.expected()
-    assert (found.node, found.nodes, found.here, found.is_saving, found.first_here) == (1, 2, 4, False, False)
+    assert (found.node, found.nodes, found.ranks_per_node, found.is_saving, found.first_here) == (1, 2, 4, False, False)

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpufleet.job.contract import environment
-from gpufleet.job.contract.gang import Generation
+from gpufleet.job.contract.gang import GangGeneration
 
 FIRST_PORT, PORTS = 29400, 500  # one port a generation: a rank of an old one finds nobody there
 ROUTES = Path("/proc/net/route")  # Linux
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Of one node in one generation."""
+class Rendezvous:
+    """How one node meets the others of its generation."""
 
     nodes: int
     rank: int
@@ -23,7 +23,7 @@ class Place:
     number: int = 1
 
     @classmethod
-    def of(cls, generation: Generation, rank: int) -> Place:
+    def of_member(cls, generation: GangGeneration, rank: int) -> Rendezvous:
         """That of the member with this rank."""
         return cls(
             nodes=len(generation.members),
