@@ -48,8 +48,13 @@ class JobLog:
             with suppress(OSError, ValueError):
                 self._stream.write(line)
                 self._stream.flush()
-            with suppress(OSError), self.path.open("ab") as file:
+            with suppress(OSError), open(self.path, "ab", opener=_open_no_link) as file:
                 file.write(line)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Who trains could lead its words to other files of this process's."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 class TrainerProcess(Protocol):

@@ -17,6 +17,7 @@ from jobs_world import alive, wait_until
 from repository import ROOT
 
 from gpufleet.job import gpus
+from gpufleet.job.contract.messages import Stop
 from gpufleet.job.supervisor import bootstrap, machine
 from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, MetricsFollower, trainer
 
@@ -69,6 +70,18 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     wait_until(lambda: child.poll() is not None)
     assert child.poll() == 0
     assert stream.getvalue() == b"out\n"
+
+
+def test_no_link_that_the_trainer_leaves_leads_its_words_or_a_message_elsewhere(tmp_path: Path) -> None:
+    other = tmp_path / "packages.py"
+    other.write_text("")
+    (tmp_path / "job.log").symlink_to(other)
+    (tmp_path / f".stop.json.{os.getpid()}").symlink_to(other)
+    child = start(JobLog(tmp_path / "job.log", BytesIO()), "print('import os')")
+    wait_until(lambda: child.poll() is not None)
+    Stop().write(tmp_path)
+    assert not other.read_text()
+    assert Stop.read(tmp_path) == Stop()
 
 
 def test_a_kill_ends_the_whole_group(tmp_path: Path) -> None:
