@@ -32,7 +32,7 @@ from pathlib import Path
 from gpufleet.job.clock import SteadyClock, uptime
 from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.codes import AttemptExit
-from gpufleet.job.contract.environment import NODE_UPTIME, RUN_URI
+from gpufleet.job.contract.environment import JOB_CONTAINER, NODE_UPTIME, RUN_URI
 from gpufleet.job.contract.run import RunFile, load
 from gpufleet.job.contract.workdir import ENDED, LOG, PACKAGES, START
 from gpufleet.job.supervisor import bootstrap
@@ -77,9 +77,10 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
     from gpufleet.job.contract.gang import Presence
     from gpufleet.job.gpus import Sampler
-    from gpufleet.job.supervisor import fleet, machine
+    from gpufleet.job.supervisor import fleet, leash, machine
     from gpufleet.job.supervisor.attempt import Supervisor
-    from gpufleet.job.supervisor.child import Child, JobLog, trainer
+    from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, TrainerProcess, trainer
+    from gpufleet.job.supervisor.contained import ContainedProcess
     from gpufleet.job.supervisor.member import GangMember
     from gpufleet.job.supervisor.metadata import Metadata, MetadataThread, http_fetch
     from gpufleet.job.supervisor.meter import spot_history
@@ -96,21 +97,25 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     ranks = run.config.ranks(len(gpus), run.nodes)
     launched = run.config.launched(ranks // run.nodes)
     ended = workdir / ENDED if launched > 1 or (run.nodes > 1 and run.config.several_ranks) else None
-    child_environment = {**environment, "PYTHONUNBUFFERED": "1"}
+    # A command has a container too, without gpufleet's Python: its host, here, asks for that.
+    contained = JOB_CONTAINER in environment and not run.config.is_users_own
+    above = leash.ABOVE if contained else ""
+
+    def process(words: list[str], more: dict[str, str]) -> TrainerProcess:
+        told = {"PYTHONUNBUFFERED": "1", **more}
+        if contained:
+            path = environment.get("PYTHONPATH", "")  # with what the image lacked
+            return ContainedProcess(workdir, words, {**told, "PYTHONPATH": path})
+        return GroupedProcess(words, {**environment, **told})
 
     def begin() -> Child:
-        return Child(
-            trainer(workdir, None, launched, run.config.module),
-            child_environment,
-            log,
-            clock,
-            ended,
-            workdir / START,
-        )
+        words = trainer(workdir, None, launched, run.config.module, parent=above)
+        return Child(lambda: process(words, {}), log, clock, ended, workdir / START)
 
     def join(rung: int, place: Rendezvous) -> Child:
-        words = trainer(workdir, rung, launched, run.config.module, place if run.config.several_ranks else None)
-        return Child(words, {**child_environment, **place.environment}, log, clock, ended)
+        met = place if run.config.several_ranks else None
+        words = trainer(workdir, rung, launched, run.config.module, met, parent=above)
+        return Child(lambda: process(words, place.environment), log, clock, ended)
 
     def start(rung: int) -> Child:
         child = early.pop() if early else begin()

@@ -11,7 +11,7 @@ LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # seconds since the machine booted, when the node's program began
 PULLED_S = "GPUFLEET_PULLED_S"  # how long the node took to pull the images
 ADDRESS = "GPUFLEET_ADDRESS"  # of a run on several nodes: where the others reach this one
-JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for a command when it is asked to
+JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for what trains when it is asked to
 USER_PATH = "GPUFLEET_USER_PATH"  # without containers: where a command's own programs are, its Python first of all
 COMMAND = {  # what a command is told, each as GPUFLEET_<name>
     "run": "GPUFLEET_RUN",

@@ -217,7 +217,7 @@ class CommandEnd(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Container(Message):
-    """The host wants a container for the command, another one for each number; or not `wanted`: none any more."""
+    """What trains wants a container, another one for each number; or not `wanted`: none any more."""
 
     FILE = workdir.CONTAINER
     number: int
@@ -230,12 +230,13 @@ class Container(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Contained(Message):
-    """The node's answer to a number: the first process of its container, or why there is none."""
+    """The node's answer to a number: the first process of its container, or why there is none, and how it ended."""
 
     FILE = workdir.CONTAINED
     number: int
     pid: int | None = None
     problem: str = ""
+    code: int = 0
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
@@ -243,4 +244,5 @@ class Contained(Message):
             number=fields.need("number", reading.whole_number),
             pid=fields.take("pid", reading.whole_number, None),
             problem=fields.take("problem", reading.text, ""),
+            code=fields.take("code", reading.whole_number, 0),
         )

@@ -155,9 +155,7 @@ class NodeRun:
         if address is None:
             self._crash("the metadata service does not tell this machine's address")
         with Jobs(self.settings, self.machine, scratch, nodes) as self.command:
-            return self._run_job(
-                container.command(self.settings, self.machine, scratch, pulled_s, nodes, address.strip())
-            )
+            return self._run_job(container.command(self.settings, self.machine, scratch, pulled_s, address.strip()))
 
     def _nodes(self) -> int:
         """How many train together, as far as run.json is here."""
@@ -212,16 +210,17 @@ class NodeRun:
         self.record = replace(self.record, ended=dict(self.others.ended), untold=self.others.untold)
         return fleet is not None
 
-    def _means(self, workdir: Path) -> means.Means:
-        money, here = terms.read(Fields(atomic.read_object(workdir / RUN))), self.machine
+    def _means(self) -> means.Means:
+        """By the run config as it came: who trains may change the other copy."""
+        money, here = terms.read(Fields(atomic.read_object(self.folder / RUN))), self.machine
         return means.of_node(money, here.type, here.zone, here.launched, self.others.nodes, self.others.lives)
 
     def _limit(self, workdir: Path) -> None:
         """Sets timer and schedule by what the run may still spend. Where that is too little, it ends here."""
-        over, limit = self.allowance.begin(self._means(workdir), workdir)
+        over, limit = self.allowance.begin(self._means(), workdir)
 
         def recount() -> means.Means | None:
-            return self._means(workdir) if self._ask_others() else None
+            return self._means() if self._ask_others() else None
 
         watch = (self._noticed, recount)
         threading.Thread(target=self.allowance.watch, args=watch, name="allowance", daemon=True).start()

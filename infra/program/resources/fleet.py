@@ -72,8 +72,11 @@ class FleetComponent(pulumi.ComponentResource):
             # launch fail, and volumes of spot nodes in a maintain fleet cannot be tagged from a template.
             tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
+            # A run that goes on keeps its code, and the hops that this code needs.
             opts=pulumi.ResourceOptions(
-                parent=self, depends_on=list(depends_on), ignore_changes=["userData"] if frozen else None
+                parent=self,
+                depends_on=list(depends_on),
+                ignore_changes=["userData", "metadataOptions"] if frozen else None,
             ),
         )
         self.fleet = None
