@@ -188,3 +188,14 @@ def test_an_image_of_another_registry_is_pulled_with_its_secret_which_no_file_ke
     assert not (node.root / "opt/gpufleet/docker").exists()
     assert secret not in outcome.log
     assert told not in outcome.log
+
+
+@pytest.mark.parametrize("kind", ["node", "ready_made"])
+def test_of_several_nodes_what_trains_has_the_machine_s_network(kind: str, request: pytest.FixtureRequest) -> None:
+    several: StubNode = request.getfixturevalue(kind)
+    several.nodes = 2
+    several.imds("meta-data/local-ipv4", "10.1.2.3")
+    _, training = containers(several)
+    assert "--network host" in training
+    assert "--network none" not in training
+    assert "--network bridge" not in training
