@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -21,13 +20,11 @@ from gpufleet.infra.account.fleet import (
 )
 from gpufleet.infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.job.contract import attempt, bucket, reading
+from gpufleet.job.contract import attempt, bucket
 from gpufleet.job.contract.commit import BEST, Best
-from gpufleet.job.contract.gang import GangGeneration, Presence
-from gpufleet.job.contract.reading import epoch, iso
+from gpufleet.job.contract.reading import epoch
 from gpufleet.job.contract.receipt import start_up
 
-AWAY_S = 120.0  # a node of several that has not told of itself for so long is not there
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
 GONE = ("shutting-down", "terminated")  # states of an instance
 
@@ -58,9 +55,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     if folder.others:
         yield f"            also {folder.others}, {definition.run.owner}"
     yield from _attempts(folder, {node["InstanceId"] for node in nodes})
-    leader = yield from _gang(folder, now)
     ended = not fleets or is_over(fleets[0], now)
-    yield from _progress(folder, definition, now, ended, leader)
+    yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
     done, asked = folder.read_done(), folder.asked()
     if asked and not done:
@@ -120,47 +116,22 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
     yield from odd
 
 
-def _gang(folder: RunFolder, now: datetime) -> Generator[str, None, str]:
-    """Which of several nodes train together, who waits, and since when. Gives the instance that leads; empty: none."""
-    made, waiting = dict[int, GangGeneration](), list[Presence]()
-    for each in folder.objects(bucket.GANG):
-        content = folder.read(each.name) or b""
-        with suppress(reading.DoubtError):
-            if bucket.GENERATION_KEY.fullmatch(each.name):
-                generation = GangGeneration.from_json(reading.parse(content))
-                made[generation.number] = generation
-            elif (now - each.written).total_seconds() <= AWAY_S:
-                presence = Presence.from_json(reading.parse(content))
-                waiting += [presence] if presence.state == "ready" else []
-    newest = made[max(made)] if made else None
-    if newest is not None:
-        others = ", ".join(newest.members[1:])
-        yield f"gang        generation {newest.number}: {newest.leader} leads, with {others}"
-    for one in sorted(waiting, key=lambda one: one.since):
-        yield f"            {one.instance} waits for the others since {iso(one.since)}, billed"
-    return newest.leader if newest is not None else ""
-
-
 def _set_aside(each: StoredObject, odd: list[str]) -> attempt.Aside:
     """Keeps what is said of an object that does not say what it should."""
     return lambda why: odd.append(f"            {each.name}: set aside: {why}")
 
 
-def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, ended: bool, leader: str) -> Iterator[str]:
+def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, ended: bool) -> Iterator[str]:
     odd: list[str] = []
     beating = folder.objects(bucket.HEARTBEATS)  # files that grow
     ends = [(each, folder.read(each.name, last_bytes=4096)) for each in beating]
     found = [attempt.last_beat(end, _set_aside(each, odd)) for each, end in ends]
     yield from odd
-    leads = [bucket.node_of(each.name) == leader for each in beating]
     beats = [beat for beat in found if beat is not None]
     if not beats:
         yield f"heartbeat   none{'' if ended else ' yet: the node boots, pulls the image and stages its data first'}"
         return
     beat = max(beats, key=lambda beat: beat.ts)
-    own = next((each for each, is_leader in zip(found, leads, strict=True) if is_leader and each is not None), beat)
-    if (epoch(beat.ts) or 0) - (epoch(own.ts) or 0) <= AWAY_S:  # of several nodes it knows how training goes
-        beat = own
     written = epoch(beat.ts)
     age = None if written is None else now.timestamp() - written
     yield f"heartbeat   {beat.ts}{f', {age:.0f} s ago' if age is not None else ''}"

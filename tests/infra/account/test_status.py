@@ -59,25 +59,6 @@ def test_status_says_how_much_of_the_dollars_is_at_the_ceiling_of_an_untold_spot
     assert stated(stack)[""] == "0.25 h of it at the on-demand price: AWS tells no spot price"
 
 
-def test_status_tells_who_trains_together_who_waits_and_what_the_leader_says(
-    cloud: Cloud, stack: StackDefinition, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"{__name__}.NOW", datetime.now(UTC))
-    bucket = declare_bucket(cloud)
-    made = {"number": 3, "members": ["i-1", "i-2"], "addresses": ["10.0.0.1", "10.0.0.2"]}
-    put(cloud, bucket, "gang/000003.json", made)
-    put(cloud, bucket, "gang/000002.json", {**made, "number": 2, "members": ["i-0", "i-2"]})
-    there = {"address": "10.0.0.1", "launched_at": 1.0, "since": 1_800_000_000.0}
-    put(cloud, bucket, "gang/nodes/i-1.json", {**there, "instance": "i-1", "state": "busy"})
-    put(cloud, bucket, "gang/nodes/i-2.json", {**there, "instance": "i-2", "state": "ready"})
-    put(cloud, bucket, "heartbeat/i-1.jsonl", {"ts": "2026-11-21T12:08:00Z", "step": 120, "phase": "moe"})
-    put(cloud, bucket, "heartbeat/i-2.jsonl", {"ts": "2026-11-21T12:08:30Z", "step": 119})
-    lines = list(status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW))
-    assert "gang        generation 3: i-1 leads, with i-2" in lines
-    assert "            i-2 waits for the others since 2027-01-15T08:00:00.000Z, billed" in lines
-    assert "progress    phase moe, step 120" in lines
-
-
 def test_status_tells_how_long_a_node_took_to_its_first_step(cloud: Cloud, stack: StackDefinition) -> None:
     told = {"instance": "i-1", "booted_at": "12:00", "pulled_s": 252.0, "started_s": 480.0}
     put(cloud, declare_bucket(cloud), "attempts/i-1.json", told)
