@@ -40,6 +40,12 @@ def _forget_route_table(backend: Any, asked: dict[str, Any]) -> None:
             endpoint.route_table_ids = [each for each in endpoint.route_table_ids or [] if each != table.id]
 
 
+def _forget_nat_interface(backend: Any, asked: dict[str, Any]) -> None:
+    """DeleteNatGateway: its interface goes with it; moto's would keep its subnet."""
+    if (nat := backend.nat_gateways.get(asked["NatGatewayId"])) is not None:
+        backend.enis.pop(nat._eni.id, None)
+
+
 def _refuse_security_group(backend: Any, asked: dict[str, Any]) -> None:
     """DeleteSecurityGroup: neither while an interface has it, nor while another group's rule names it."""
     group_id = asked.get("GroupId")
@@ -82,6 +88,7 @@ def _refuse_vpc(backend: Any, asked: dict[str, Any]) -> None:
 _REFUSALS = {
     "delete_subnet": _refuse_subnet,
     "delete_route_table": _forget_route_table,
+    "delete_nat_gateway": _forget_nat_interface,
     "delete_security_group": _refuse_security_group,
     "detach_internet_gateway": _refuse_gateway,
     "delete_vpc": _refuse_vpc,

@@ -85,6 +85,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
     yield from _instances(nodes, within)
     for what, part in (
         ("volumes", lambda: _volumes(ec2, within, {node["InstanceId"]: node for node in nodes})),
+        ("NAT gateways", lambda: _nat_gateways(ec2, definition)),
         ("addresses", lambda: _addresses(ec2, definition)),
         ("buckets", lambda: _buckets(client("s3", region), definition)),
         ("log groups", lambda: _log_groups(client("logs", region), definition)),
@@ -185,6 +186,20 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "")
         owner=owner,
         steps=(removal.ec2("delete_volume", VolumeId=volume["VolumeId"]),) if volume["State"] == "available" else (),
     )
+
+
+def _nat_gateways(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
+    region = definition.fleet.region
+    for nat in aws.pages(ec2, "describe_nat_gateways", "NatGateways"):
+        ours = aws.tags_of(nat).get(STACK_TAG) == definition.name
+        if ours and nat["State"] not in ("deleting", "deleted", "failed"):
+            yield Left(
+                kind="NAT gateway",
+                id=nat["NatGatewayId"],
+                usd_per_month=_price("nat_gateway", region) * MONTH_H,
+                steps=(removal.ec2("delete_nat_gateway", NatGatewayId=nat["NatGatewayId"]),),
+                owner=_other_owner(nat, definition),
+            )
 
 
 def _addresses(ec2: Any, definition: StackDefinition) -> Iterator[Left]:

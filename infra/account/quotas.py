@@ -31,9 +31,9 @@ class Need:
 
     code: str
     types: tuple[str, ...]
-    least: int  # vCPUs of the smallest of `types`: one node
+    least: int  # vCPUs of the run's nodes, of the smallest of `types`
     vcpu: int  # of the largest
-    recommended: int  # two nodes: after a node ends, its vCPUs stay counted until EC2 has noticed
+    recommended: int  # with one node more: after a node ends, its vCPUs stay counted until EC2 has noticed
 
 
 _CODES = (  # family, spot, on demand
@@ -66,7 +66,16 @@ def needs(fleet: Fleet) -> tuple[list[Need], list[str]]:
     for code, names in by_code.items():
         sizes = [kind.vcpu for name in names if (kind := catalog.instances.get(name))]
         least, most = min(sizes, default=0), max(sizes, default=0)
-        found.append(Need(code=code, types=tuple(names), least=least, vcpu=most, recommended=2 * most))
+        count = fleet.nodes
+        found.append(
+            Need(
+                code=code,
+                types=tuple(names),
+                least=count * least,
+                vcpu=count * most,
+                recommended=(count + 1) * most,
+            )
+        )
     return found, unknown
 
 
@@ -157,12 +166,12 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
     quota, used = _granted(service_quotas, "ec2", need.code), sum(others.values())
     free = int(quota["Value"]) - used
     kinds = ", ".join(need.types)
-    takes = f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"
+    nodes = "one node" if definition.nodes == 1 else f"{definition.nodes} nodes"
+    takes = f"take{'s' if definition.nodes == 1 else ''} "
+    takes += f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"
     users = ", ".join(list(others)[:USERS_SHOWN]) + (" and others" if len(others) > USERS_SHOWN else "")
     in_use = f", {used} of them in use by {users}" if used else ""
-    found = (
-        f"{quota['QuotaName']} ({need.code}) is {int(quota['Value'])} vCPUs{in_use}; one node of {kinds} takes {takes}"
-    )
+    found = f"{quota['QuotaName']} ({need.code}) is {int(quota['Value'])} vCPUs{in_use}; {nodes} of {kinds} {takes}"
     fix = _increase(definition, "ec2", need.code, used + need.recommended)
     if free < need.least and used:
         fix += "\n          or wait until a machine above has ended"
@@ -172,6 +181,7 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
     if free < need.vcpu:
         return Check(name="quota", state="warning", found=f"{found}: the larger types cannot launch", fix=fix)
     if free < need.recommended:
-        why = "; two nodes' worth lets a replacement start while the old node still counts"
+        worth = "two" if definition.nodes == 1 else definition.nodes + 1
+        why = f"; {worth} nodes' worth lets a replacement start while the old node still counts"
         return Check(name="quota", state="warning", found=found + why, fix=fix)
     return Check(name="quota", found=found)

@@ -261,7 +261,7 @@ def make_receipt(
             raise ValueError("no node has left a record")
         found = attempts.with_reclaims(found, attempts.reclaimed(before.attempts if before else ()))
         found = attempts.judged(found, lambda since: told, now)
-        return receipt.build(run, found, done)
+        return receipt.build(run, found, done, objects={each.name: each.bytes for each in folder.objects()})
     except (OSError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 

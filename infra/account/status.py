@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from gpufleet.infra.account import aws
@@ -19,11 +19,15 @@ from gpufleet.infra.account.fleet import (
     why_needless,
 )
 from gpufleet.infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
+from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.job.contract import attempt, bucket
+from gpufleet.job.contract import attempt, bucket, reading
 from gpufleet.job.contract.commit import BEST, Best
-from gpufleet.job.contract.reading import epoch
+from gpufleet.job.contract.gang import Generation, Presence
+from gpufleet.job.contract.reading import DoubtError, epoch
 from gpufleet.job.contract.receipt import start_up
+from gpufleet.job.supervisor.gang import LOST_S
+from gpufleet.job.text import counted
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
 GONE = ("shutting-down", "terminated")  # states of an instance
@@ -56,6 +60,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
         yield f"            also {folder.others}, {definition.run.owner}"
     yield from _attempts(folder, {node["InstanceId"] for node in nodes})
     ended = not fleets or is_over(fleets[0], now)
+    if definition.nodes > 1 and not ended:
+        yield from _gang(folder, definition, now)
     yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
     done, asked = folder.read_done(), folder.asked()
@@ -87,7 +93,7 @@ def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[
         why = f", expired {until:%Y-%m-%d %H:%M} UTC" if has_expired(fleet, now) else ""
         yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}{why}: it launches nothing more"
         return
-    yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}, wants {wants(fleet)} node{expiry}"
+    yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}, wants {counted(wants(fleet), 'node')}{expiry}"
 
 
 def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:
@@ -119,6 +125,36 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
 def _set_aside(each: StoredObject, odd: list[str]) -> attempt.Aside:
     """Keeps what is said of an object that does not say what it should."""
     return lambda why: odd.append(f"            {each.name}: set aside: {why}")
+
+
+def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Iterator[str]:
+    """Who of several nodes trains, or who is there and waits, billed, for the others."""
+    odd: list[str] = []
+    there, newest = dict[str, Presence](), None
+    for each in folder.objects(bucket.GANG):
+        try:
+            tree = reading.parse(folder.read(each.name) or b"")
+            if bucket.PRESENCE_KEY.fullmatch(each.name):
+                presence = Presence.from_json(tree)
+                if presence.state != "gone" and (now - each.written).total_seconds() <= LOST_S:
+                    there[presence.instance] = presence
+            elif bucket.GENERATION_KEY.fullmatch(each.name):
+                found = Generation.from_json(tree)
+                newest = found if newest is None or found.number > newest.number else newest
+        except DoubtError as why:
+            odd.append(f"            {each.name}: set aside: {why}")
+    yield from odd
+    busy = [each for each in there.values() if each.state == "busy"]
+    if newest is not None and busy:
+        yield f"together    {', '.join(newest.members)}, generation {newest.number}, led by {newest.leader}"
+        return
+    said = f"together    none: {len(there)} of {definition.nodes} nodes are there"
+    if there:
+        since = datetime.fromtimestamp(min(each.launched_at for each in there.values()), UTC)
+        price = load_catalog().on_demand_prices.get((definition.fleet.instance_types[0], definition.fleet.region))
+        cost = f", at most {price.amount * len(there):.2f} USD an hour" if price else ""
+        said += f", since {since:%Y-%m-%d %H:%M:%S} UTC, and wait, billed{cost}"
+    yield said
 
 
 def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, ended: bool) -> Iterator[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 
+from gpufleet.infra.bill.against_one import AgainstOne
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.options import TypeCost
@@ -78,6 +79,7 @@ class Bill:
     max_price_age_days: int  # the definition's: with a date of today, older prices get a sentence
     calibrated: bool
     buys: Quantiles | None  # hours of training that the limits buy, where nobody says how long the run is
+    against_one: AgainstOne | None  # what several nodes buy; None for one
     hourly_usd: Mapping[str, Decimal]  # per node-hour, by line: what a node costs beside compute
 
     @property

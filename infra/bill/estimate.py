@@ -14,6 +14,7 @@ from datetime import date
 from decimal import Decimal
 
 from gpufleet.infra.bill import doubts, limits, lines, options
+from gpufleet.infra.bill.against_one import AgainstOne, against_one, as_one
 from gpufleet.infra.bill.bill import Bill, Cap, KeptStorage
 from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.side import (
@@ -109,9 +110,37 @@ def price(
         max_price_age_days=definition.estimate.max_price_age_days,
         calibrated=chosen.runtime.calibrated,
         buys=chosen.trained_hours if endless else None,
+        against_one=_against_one(definition, chosen, catalog, dataset_bytes, hazards, speeds, today),
         hourly_usd={each.name: each.usd_per_hour for each in lines.hourly_charges(definition, catalog)},
     )
     return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes, calibrations or {}), *not_ready))
+
+
+def _against_one(
+    definition: StackDefinition,
+    chosen: Side,
+    catalog: Catalog,
+    dataset_bytes: int | None,
+    hazards: Hazards | None,
+    speeds: Speeds | None,
+    today: date | None,
+) -> AgainstOne | None:
+    if definition.nodes == 1 or definition.job.parameters.is_endless:
+        return None
+    alone = as_one(definition)
+    types = options.type_costs(alone, catalog, None, speeds)
+    one = price_side(
+        alone,
+        catalog,
+        types,
+        definition.fleet.capacity,
+        dataset_bytes=dataset_bytes,
+        runs=FEW,
+        hazards=hazards,
+        today=today,
+    )
+    assert one is not None  # the same types, prices and speeds
+    return against_one(definition, chosen, one)
 
 
 def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:

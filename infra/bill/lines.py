@@ -28,6 +28,7 @@ INPUT_PART_BYTES = 5 * 1024 * 1024
 SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
 LOG_LINE_BYTES = 250
+IMAGE_GB = 20  # through a NAT gateway at each boot; 15 to 20 were seen
 UNKEPT_DAYS = 1  # a bucket that goes with the stack: assumed destroyed within a day
 
 # What AWS gives every account each month, by item (its price pages of EC2 data transfer and CloudWatch, read 2026-11).
@@ -192,7 +193,16 @@ def bucket_lines(
     def fixed(name: str, quantity: float, item: str) -> Line:
         return line(name, quantity, catalog.price(item, region), "fixed", item)
 
+    nat = []
+    if definition.fleet.cards == "all" and not definition.account.vpc:
+        wall_h = runtime.total_s / 3600
+        nat = [
+            fixed("NAT gateway", wall_h, "nat_gateway"),
+            fixed("NAT gateway's address", wall_h, "public_ipv4"),
+            fixed("NAT traffic", IMAGE_GB * definition.nodes, "nat_traffic"),
+        ]
     return [
+        *nat,
         fixed("S3 storage", held.total * days * 24 / float(MONTH_H), "s3_storage"),
         fixed("S3 write requests", writes / 1000, "s3_write_requests"),
         fixed("S3 read requests", reads / 1000, "s3_read_requests"),
@@ -222,6 +232,8 @@ def _disk(name: str, disk: Disk, catalog: Catalog, region: str) -> list[Charge]:
 
 
 def _address(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
+    if definition.fleet.cards == "all":  # the NAT gateway has one, the nodes none
+        return []
     return [
         Charge(
             name="public IPv4",

@@ -170,6 +170,7 @@ def type_cost(
             estimate,
             root,
             nodes=definition.nodes,
+            cards=definition.fleet.cards,
             buffer=float(definition.variant.buffer),
             hold_hours=None if definition.variant.hold_hours is None else float(definition.variant.hold_hours),
             calibration=calibration,

@@ -42,6 +42,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
                 "source": line.source,
                 "as_of": line.as_of.isoformat(),
                 "inferred": line.inferred,
+                **({"item": line.item} if line.kind == "fixed" else {}),
             }
             for line in bill.lines
         ],
@@ -88,6 +89,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
             for notice in bill.notice
         ],
         "phases": predicted(bill),
+        **({"nodes": bill.against_one.to_json()} if bill.against_one else {}),
         "basis": bill.chosen.runtime.basis,
         "calibrated": bill.calibrated,
         "cap": bill.cap and _cap(bill.cap),

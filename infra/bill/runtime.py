@@ -109,13 +109,14 @@ def hours(
     root: Disk,
     *,
     nodes: int = 1,
+    cards: str = "one",
     hold_hours: float | None = None,
     buffer: float = 0.0,
     calibration: Calibration | None = None,
     speeds: Speeds | None = None,
 ) -> Runtime:
     """The run on `nodes` nodes of `instance`, each kept for `hold_hours` when that is longer than the work; the
-    work grows by the share `buffer`, at its end.
+    work grows by the share `buffer`, at its end. `cards`: those that nodes talk over.
 
     `calibration`: what was measured of this job on one such node. A figure of `estimate` goes before it. `speeds`: what
     was measured of other jobs and GPUs; without them what the shipped table says.
@@ -146,7 +147,7 @@ def hours(
         after = calibration.phase(sizes[index + 1].name) if calibration and not last else None
         ended = (after is not None and after.boundary_s is not None) or (last and finish_s is not None)
         launch_ms = roofline.launch_ms(size, instance, config, ranks)
-        exchange_ms = roofline.exchange_ms(size, instance, config, ranks, nodes)
+        exchange_ms = roofline.exchange_ms(size, instance, config, ranks, nodes, cards)
         step_ms = _step_ms(index, sizes, limit_ms, launch_ms, exchange_ms, share, config, instance, estimate, seen)
         if size.steps and derived and limit_ms is not None and launch_ms > limit_ms / share:
             launched.append(size.name)

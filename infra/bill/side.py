@@ -153,9 +153,8 @@ def price_side(
     exposure = prepared.exposure
     runs = runs if exposure.is_drawn else 1
     unlimited = exposure.unlimited
-    each = [exposure, unlimited, unlimited.interruptions_alone]  # together: their luck is drawn once
-    outcome, needed, alone = simulation.simulate_each(each, runs=runs)
-    return settle(prepared, outcome, needed if outcome.stopped.any() else outcome, alone)
+    needed, alone = simulation.simulate_each([unlimited, unlimited.interruptions_alone], runs=runs)
+    return settle(prepared, simulation.within_limits(exposure, needed), needed, alone)
 
 
 def settle(

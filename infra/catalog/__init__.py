@@ -22,7 +22,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -83,7 +83,10 @@ class Instance:
     gpu_count: int
     gpu_share: float  # below 1 for a slice of a GPU
     nvme_gb: float  # instance store; 0 = none
-    network_gbps: float
+    network_gbps: float  # of all its network cards together
+    network_cards: int
+    card_gbps: float  # of the first
+    efa_cards: int  # those with an Elastic Fabric Adapter: all or none, but for p6-b300's first
     ebs_gbps: float
     regions: tuple[str, ...] | None  # where it is offered; None = not known
     left_ec2: date | None  # no longer launchable since; the last day it can have been
@@ -105,6 +108,14 @@ class Instance:
             return f"has a slice of one {self.gpu.name}, which wants NVIDIA's GRID driver; the AMI's is another"
         return ""
 
+    def between_nodes_gbps(self, cards: str) -> float:
+        """Gigabits per second to another node, over the first network card (`one`) or over `all`."""
+        return self.network_gbps if cards == "all" else self.card_gbps
+
+    def has_efa(self, cards: str) -> bool:
+        """Whether these cards have an Elastic Fabric Adapter; without one nodes talk over TCP."""
+        return self.efa_cards > 0 if cards == "all" else self.efa_cards == self.network_cards
+
     @property
     def gpus(self) -> str:
         """`8 x H100`, or `1/8 of one L4` for a slice."""
@@ -113,7 +124,7 @@ class Instance:
         return f"{self.gpu_count} x {self.gpu.name}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Catalog:
     """All facts as of one date. Built by `load_catalog`."""
 
@@ -134,6 +145,10 @@ class Catalog:
 
     def regions(self) -> tuple[str, ...]:
         """Those with prices, be it of a few things."""
+        return self._regions
+
+    @cached_property
+    def _regions(self) -> tuple[str, ...]:
         priced = {region for _, region in self.services}
         return tuple(name for name in known_regions() if name in priced)
 
@@ -277,6 +292,9 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
         gpu_share=share,
         nvme_gb=float(row["nvme_gb"]),
         network_gbps=float(row["network_gbps"]),
+        network_cards=int(row["network_cards"]),
+        card_gbps=float(row["card_gbps"]),
+        efa_cards=int(row["efa_cards"]),
         ebs_gbps=float(row["ebs_gbps"]),
         regions=None if row["regions"] == "unknown" else tuple(row["regions"].split()),
         left_ec2=date.fromisoformat(row["left_ec2"]) if row["left_ec2"] else None,

@@ -99,11 +99,17 @@ def read(folder: Path) -> Prices:
     """The prices of one folder. Raises GpufleetError, with file and line, for anything that is not such a price."""
     prices = Prices()
     zones: dict[tuple[str, str], list[SpotPrice]] = {}
+    regions = known_regions()
+
+    def checked_region(name: str) -> str:
+        if name not in regions:
+            raise ValueError(f"region {name!r} is none of {', '.join(regions)}")
+        return name
 
     def on_demand(row: dict[str, str]) -> None:
         price = _price(row, row["usd_per_hour"], "node-hour")
         for region in row["regions"].split():
-            key = (row["type"], _region(region))
+            key = (row["type"], checked_region(region))
             if price.valid_from is None:
                 _first(prices.on_demand, key)
                 prices.on_demand[key] = price
@@ -117,7 +123,7 @@ def read(folder: Path) -> Prices:
         zone, price = row["zone"], _price(row, row["usd_per_hour"], "node-hour")
         low = _usd(row["low_usd"], above_0=True) if row["low_usd"] else None
         high = _usd(row["high_usd"], above_0=True) if row["high_usd"] else None
-        of_type = zones.setdefault((row["type"], _region(row["region"])), [])
+        of_type = zones.setdefault((row["type"], checked_region(row["region"])), [])
         if not _ZONE.fullmatch(zone):
             raise ValueError(f"zone {zone!r} is not az and a number")
         for other in of_type:
@@ -130,7 +136,7 @@ def read(folder: Path) -> Prices:
     def service(row: dict[str, str]) -> None:
         price = _price(row, row["usd"], row["unit"])
         for region in row["regions"].split():
-            _first(prices.services, (row["item"], _region(region)))
+            _first(prices.services, (row["item"], checked_region(region)))
             prices.services[row["item"], region] = price
             prices.notes[row["item"], region] = row["note"]
 
@@ -311,12 +317,6 @@ def _usd(text: str, *, above_0: bool) -> Decimal:
 
 def _allowed(above_0: bool) -> str:
     return f"allowed: {'above 0' if above_0 else '0 or more'}, up to {_MOST_USD:,}"
-
-
-def _region(name: str) -> str:
-    if name not in known_regions():
-        raise ValueError(f"region {name!r} is none of {', '.join(known_regions())}")
-    return name
 
 
 def _first(known: dict[tuple[str, str], Price], key: tuple[str, str]) -> None:

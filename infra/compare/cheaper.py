@@ -12,8 +12,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gpufleet.infra import text
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.project import bill_basis, bill_of
@@ -209,7 +207,7 @@ def _half_setup(
     minutes: float, own: simulation.SimulatedRuns, quick: simulation.SimulatedRuns
 ) -> tuple[float, Decimal] | None:
     """Minutes of the bill's set-up and what half of it, at each start, takes off its p50; None for less than LEAST."""
-    p50, less = (Decimal(float(np.median(each.usd))) for each in (own, quick))
+    p50, less = (Decimal(simulation.quantiles(each.usd)[1]) for each in (own, quick))
     return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(LEAST * p50, CENT) else None
 
 

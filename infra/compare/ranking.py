@@ -28,6 +28,7 @@ from gpufleet.infra.risk import simulation
 
 RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
 RUNS_SHOWN = 2_000  # with risk.RUNS, as its bill is, those after it with these
+NODE_COUNTS = (2, 4, 8)
 ATTEMPTS_EACH = 24  # nodes of such a run before it is carried on as it went so far
 REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those that the table shows
 # USD per GB from one region to another: most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost more.
@@ -94,9 +95,9 @@ def every_option(
     today: date | None = None,
     likely: bool = True,
 ) -> list[Row]:
-    """Every (work, type, capacity), the best first; those that cannot run come last with the reason. `most`: leaves out
-    whose uninterrupted run costs more USD than this. `likely`: at what a fleet may expect to pay, not at its dearest
-    zone.
+    """Every (work, type, capacity), the work's own types on several nodes too, the best first; those that cannot run
+    come last with the reason. `most`: leaves out whose uninterrupted run costs more USD than this. `likely`: at what a
+    fleet may expect to pay, not at its dearest zone.
     """
     drafts: list[Row] = []
     fleets: dict[str, Fleet] = {}
@@ -109,15 +110,22 @@ def every_option(
         holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
         for type_ in listed:
             asked = found_work if _device(found_work, type_, catalog) in own else elsewhere
-            option = options.type_cost(
-                asked, catalog, type_, nearest=holder, calibrations=measured, speeds=bill_inputs.speeds
-            )
-            if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
-                option = replace(option, why="")
-            drafts += [
-                draft(bill_inputs, name, option, capacity, catalog, hazards or {}, today, likely=likely)
-                for capacity in CAPACITIES
-            ]
+            for count in node_counts(work, type_, catalog):
+                option = options.type_cost(
+                    on_nodes(asked, count),
+                    catalog,
+                    type_,
+                    nearest=holder,
+                    calibrations=measured,
+                    speeds=bill_inputs.speeds,
+                )
+                if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
+                    option = replace(option, why="")
+                there = replace(bill_inputs, definition=on_nodes(found_work, count))
+                drafts += [
+                    draft(there, name, option, capacity, catalog, hazards or {}, today, likely=likely)
+                    for capacity in CAPACITIES
+                ]
         fleets[name] = work.fleet
     if most is not None:
         drafts = [row for row in drafts if row.prepared is None or row.prepared.total <= most]
@@ -206,7 +214,10 @@ def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
     sides = [
         row.side
         for row in rows
-        if row.scenario == name and row.type in fleet.instance_types and row.capacity == fleet.capacity and row.side
+        if row.scenario == name
+        and row.type in fleet.instance_types
+        and (row.capacity, row.nodes) == (fleet.capacity, fleet.nodes)
+        and row.side
     ]
     return max(sides, key=lambda each: each.total, default=None)
 
@@ -285,6 +296,20 @@ def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[
     return instance.gpu.name, instance.gpu_share, definition.job.parameters.ranks(instance.gpu_count)
 
 
+def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
+    """How many nodes of a type are worth a row: one, and of the work's own types as many as its job can use."""
+    config = work.job.parameters
+    if type_ not in work.fleet.instance_types or config.one_node or config.is_users_own or config.device == "cpu":
+        return [1]
+    gpus = catalog.instances[type_].gpu_count
+    return [1, *(count for count in NODE_COUNTS if count * gpus <= config.rows() and config.gpus in (None, gpus))]
+
+
+def on_nodes(definition: StackDefinition, count: int) -> StackDefinition:
+    """The definition on so many nodes."""
+    return definition if count == 1 else replace(definition, fleet=replace(definition.fleet, nodes=count))
+
+
 def _on_types(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:
     """The definition with these instance types."""
     return replace(definition, fleet=replace(definition.fleet, instance_types=types))
@@ -318,7 +343,7 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
     assert row.side is not None
     assert best.side is not None
     hours = row.side.runtime.total_s / best.side.runtime.total_s
-    price = float(row.side.price.amount / best.side.price.amount)
+    price = float(row.side.price.amount * row.nodes / (best.side.price.amount * best.nodes))
     again = row.side.usd.mean - row.side.total - (best.side.usd.mean - best.side.total)
     words = [f"+{row.usd.mean - best.usd.mean:.2f} USD: {hours:.2f}x the hours at {price:.2f}x the price"]
     if row.capacity == "spot" and again >= Decimal("0.01"):
@@ -351,7 +376,13 @@ def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple
         if not row.ranked or row.capacity != "spot" or row.side is None or scenario not in row.scenario.split(", "):
             continue
         sure = next(
-            (r for r in rows if r.type == row.type and r.scenario == row.scenario and r.capacity == "on-demand"), None
+            (
+                each
+                for each in rows
+                if (each.type, each.nodes, each.scenario) == (row.type, row.nodes, row.scenario)
+                and each.capacity == "on-demand"
+            ),
+            None,
         )
         if sure is not None and sure.side is not None:
             return deadline.switch(row.side.exposure, sure.side.exposure, left), row.type

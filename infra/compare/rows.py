@@ -69,7 +69,7 @@ class Row:
     rates: tuple[Rate, ...] = ()
     fits: bool = False
     launchable: bool = False
-    why: str = ""  # does not fit, has no price, has left EC2, is several nodes
+    why: str = ""  # does not fit, has no price, has left EC2
     nearest: str = ""  # change that would make it fit
     limits: Limits | None = None  # of the file; None: nothing is priced
     over_limit: bool = False  # p90 passes limits.max_usd or limits.max_hours
@@ -82,6 +82,11 @@ class Row:
     lost: str = ""  # why it is not the first
     prepared: Prepared | None = field(default=None, repr=False)  # None: without figures, `why` says so
     side: Side | None = field(default=None, repr=False)
+
+    @property
+    def place(self) -> str:
+        """`p5.4xlarge`, or `p5.4xlarge x2` on two nodes."""
+        return self.type if self.nodes == 1 else f"{self.type} x{self.nodes}"
 
     @property
     def ranked(self) -> bool:
@@ -107,7 +112,9 @@ def draft(
     fleet, instance, runtime = definition.fleet, option.instance, option.runtime
     config, variant = definition.job.parameters, definition.variant
     unfit = next((phase for phase in option.fits if not phase.fits), None)
-    why = _unlaunchable(option, fleet.region, definition.nodes) or _lacking(config, instance)
+    why = _unlaunchable(option, fleet.region) or _lacking(config, instance)
+    if definition.nodes > 1 and config.one_node:
+        why = f"is for one node: {config.one_node}"
     prepared = None
     if runtime is not None and option.hourly(capacity) is not None and unfit is None:
         size = bill_inputs.dataset_bytes
@@ -204,13 +211,13 @@ def _work(runtime: Runtime) -> str:
     return f"{phases} on {gpus}{spare}"
 
 
-def _unlaunchable(option: TypeCost, region: str, nodes: int) -> str:
+def _unlaunchable(option: TypeCost, region: str) -> str:
     instance = option.instance
     if instance.unusable:
         return instance.unusable
     if instance.regions is not None and region not in instance.regions:
         return f"not offered in {region}"
-    return "" if nodes == 1 else f"{nodes} nodes: priced only, a run is one node"
+    return ""
 
 
 def _lacking(config: JobConfig, instance: Instance) -> str:

@@ -121,7 +121,7 @@ def scenarios(rows: Sequence[Row]) -> str:
     cells = [
         (
             row.scenario,
-            row.type + (f" x{row.nodes}" if row.nodes > 1 else ""),
+            row.place,
             "" if row.reference else row.capacity,
             _number(row.claim.hours),
             _number(row.claim.usd),
@@ -217,7 +217,7 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
     cells = [
         (
             "*" if id(row) in edge else "",
-            row.type,
+            row.place,
             row.gpus,
             str(row.ranks) if row.ranks else "-",
             row.capacity,
@@ -264,7 +264,7 @@ def regions(rows: Sequence[Row]) -> str:
     cells = [
         (
             row.region,
-            row.type,
+            row.place,
             row.capacity,
             _pair(row.hours)[0],
             *_pair(row.usd),
@@ -313,7 +313,7 @@ def _losers(rows: Sequence[Row]) -> Iterator[str]:
     groups: dict[str, Counter[str]] = {}
     for row in rows:
         reason = row.lost.replace(f"{row.type}: ", "").replace(row.type, "it")
-        groups.setdefault(reason, Counter())[row.type] += 1
+        groups.setdefault(reason, Counter())[row.place] += 1
     yield f"Cannot be run ({len(rows)} options):"
     for reason, types in sorted(groups.items(), key=lambda pair: -sum(pair[1].values()))[:_REASONS]:
         names = ", ".join(sorted(types))

@@ -22,7 +22,7 @@ from gpufleet.infra.definition.model import (
     days_to_keep,
 )
 from gpufleet.infra.definition.schema import Findings, nearest
-from gpufleet.infra.definition.type_checks import gpus_asked, instance_types
+from gpufleet.infra.definition.type_checks import gpus_asked, instance_types, several_nodes
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.text import counted, stamp
 
@@ -59,6 +59,7 @@ def check(
     instance_types(s.fleet, None if unknown else s.job.parameters, findings, catalog, launchable=launchable)
     if launchable and not unknown:
         gpus_asked(s.fleet, s.job.parameters, findings, catalog)
+        several_nodes(s.fleet, s.job.parameters, findings, catalog)
     _storage(s.storage, findings)
     if "job" not in findings.bad:
         _check_given(s, findings)
@@ -256,7 +257,7 @@ def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
     """Refused rather than kept for longer in silence: what is kept is on the bill."""
     if "limits.max_hours" in findings.bad or "limits.deadline" in findings.bad:
         return
-    end = s.limits.expiry(now)
+    end = s.limits.expiry(now, s.nodes)
     least = days_to_keep(now, end)
     if s.storage.keep.days < least:
         findings.add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import fields, replace
 from datetime import datetime
@@ -85,6 +86,9 @@ def from_anywhere(tree: Mapping, root: Path) -> Mapping:
 def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
     """The tree with the sections that may be laid over it."""
     entries: dict[str, Node] = dict(tree.entries)
+    if nodes := overlay.get("nodes"):  # as scenarios of 0.1.0 wrote fleet.nodes
+        fleet = Mapping(path=nodes.path.rpartition(".")[0], line=nodes.line, entries={"nodes": nodes})
+        overlay = {**overlay, "fleet": merge(overlay.get("fleet"), fleet)}
     for name in OVERLAID:
         if name in overlay:
             entries[name] = merge(entries.get(name), _laid_over(name, overlay[name], entries.get(name)))
@@ -108,11 +112,11 @@ def variants(
             findings.add(where, "a name of 1 to 40 of a-z, 0-9, dots and hyphens", node=entry)
             continue
         entries = entries_of(entry, where, f"a section with the keys {', '.join([*own, *OVERLAID])}", findings)
-        check_keys(entries, [*own, *OVERLAID], where, findings)
+        check_keys(entries, [*own, *OVERLAID, "nodes"], where, findings)
         _same_job(entries, tree, where, findings)
         kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
         variant = build(Variant, kept, where, findings)
-        sections = {key: node for key, node in entries.items() if key in OVERLAID}
+        sections = {key: node for key, node in entries.items() if key in (*OVERLAID, "nodes")}
         laid = apply_overlay(tree, sections)
         merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog)
         problems += of_form(where, found)
@@ -134,7 +138,7 @@ def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
 def purpose(text: str) -> str:
     """The comment block that opens the file, without its marks, and without the line that is for editors."""
     block = []
-    for line in text.lstrip("\ufeff").splitlines():
+    for line in io.StringIO(text.lstrip("\ufeff"), newline=None):
         if not line.startswith("#"):
             break
         if line.startswith(MODELINE):

@@ -16,6 +16,7 @@ from typing import Literal
 from gpufleet.infra.definition.yaml_tree import Mapping, Scalar, find_node
 from gpufleet.infra.errors import Problem
 from gpufleet.job.spec import JobConfig
+from gpufleet.job.spec.common import added_later
 from gpufleet.job.text import stamp
 
 
@@ -48,16 +49,19 @@ class Job:
 
 Capacity = Literal["spot", "on-demand"]
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
+Cards = Literal["one", "all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """Where it runs. One node; the set of types has no order, the fleet's strategy picks."""
+    """Where it runs. The set of types has no order, the fleet's strategy picks."""
 
     region: str
     zones: tuple[str, ...]
     instance_types: tuple[str, ...]
     capacity: Capacity = "spot"
+    nodes: int = added_later(1)  # that train together; more than one are of one type, in one zone
+    cards: Cards = added_later("one")  # of each of several nodes: which of its network cards carry their traffic
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
 
 
@@ -128,7 +132,7 @@ def deadline_text(deadline: Deadline) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The bound of the run. Hours are billed hours, summed over attempts."""
+    """The bound of the run. Hours are billed hours, summed over attempts and nodes."""
 
     max_usd: Decimal
     max_hours: Decimal
@@ -138,9 +142,9 @@ class Limits:
         """The deadline of a run whose first `up` is then; None without one."""
         return begin + self.deadline if isinstance(self.deadline, timedelta) else self.deadline
 
-    def expiry(self, begin: datetime) -> datetime:
-        """When AWS ends a fleet that begins then, whatever the job says."""
-        return self.due(begin) or begin + timedelta(hours=float(self.max_hours)) + WAITING_TIME
+    def expiry(self, begin: datetime, nodes: int) -> datetime:
+        """When AWS ends a fleet of so many nodes that begins then, whatever the job says."""
+        return self.due(begin) or begin + timedelta(hours=float(self.max_hours) / nodes) + WAITING_TIME
 
     def hours_left(self, now: datetime) -> float | None:
         """Until the deadline of a run that begins now, negative once it has passed; None without one."""
@@ -231,7 +235,6 @@ class Variant:
     note: str = ""
     claim: Claim = Claim()
     reference: bool = False  # ran or was planned elsewhere: shown as claimed, never priced
-    nodes: int = 1  # more than one is priced, not launchable: a run is one node
     hold_hours: Decimal | None = None  # each node is kept this long when its work is done sooner
     buffer: Decimal = Decimal(0)  # share added to the work for what goes wrong
 
@@ -240,7 +243,6 @@ class Variant:
         """Why it is there to be priced and cannot be run; empty when it can."""
         reasons = {
             "ran elsewhere": self.reference,
-            "is several nodes, and a run is one": self.nodes > 1,
             "holds its node beyond its work": self.hold_hours is not None,
             "adds a buffer to its work": bool(self.buffer),
         }
@@ -291,7 +293,7 @@ class StackDefinition:
     @property
     def nodes(self) -> int:
         """Machines at once."""
-        return self.variant.nodes
+        return self.fleet.nodes
 
     def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
         """What is wrong at `path`, with the line it was written at, under its own path where a scenario wrote it."""

@@ -22,6 +22,7 @@ from gpufleet.infra.definition.model import (
     Variant,
     Vpc,
 )
+from gpufleet.job.contract.terms import MOST_NODES
 from gpufleet.job.spec import EXPERIMENTS
 from gpufleet.job.spec.convert import Rule
 
@@ -46,6 +47,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Job, "supervisor_image"): _IMAGE,
     (Fleet, "zones"): Rule(most=6),  # us-east-1 has the most
     (Fleet, "instance_types"): Rule(most=20),  # a choice: a longer list is no longer read by anyone
+    (Fleet, "nodes"): Rule(minimum=1, maximum=MOST_NODES),
     (Fleet, "ami"): Rule(
         pattern=r"unpinned|ami-([0-9a-f]{8}|[0-9a-f]{17})",
         allowed="unpinned, or a literal ami-...",
@@ -95,7 +97,6 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Estimate, "max_price_age_days"): Rule(minimum=1, maximum=3_650, unit="days"),
     (Claim, "hours"): Rule(minimum=0, maximum=100_000, unit="hours"),
     (Claim, "usd"): Rule(minimum=0, maximum=10_000_000, unit="USD"),
-    (Variant, "nodes"): Rule(minimum=1, maximum=64),
     (Variant, "buffer"): Rule(minimum=0, maximum=10, unit="share of the work"),
     (Variant, "hold_hours"): Rule(minimum=0.01, maximum=720, unit="hours"),
     (Interruptions, "seed"): Rule(minimum=0, maximum=2**31 - 1),

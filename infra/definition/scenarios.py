@@ -71,7 +71,7 @@ def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) 
     if not found:
         raise unknown(path, name, (variant.scenario for variant in variants))
     (variant,) = (work.variant for work in found)
-    if variant.reference or variant.nodes > 1:
+    if variant.reference:
         raise GpufleetError(
             f"scenario {name} {variant.only_priced}: its work is taken to no other type; without --scenario its own row"
             " is there"

@@ -134,7 +134,8 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
     hints = hints_of(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     hint_text = _as_section(cls, hints, node.text) if isinstance(node, Scalar) else ""
     entries = entries_of(node, path, f"a section with the keys {', '.join(names)}", findings, hint_text)
-    check_keys(entries, names, path, findings, _nested_keys(names, hints))
+    if not entries.keys() <= set(names):
+        check_keys(entries, names, path, findings, _nested_keys(names, hints))
     values = _values(cls, names, entries, path, findings, default)
     return cls(**values) if default is None else dataclasses.replace(default, **values)
 

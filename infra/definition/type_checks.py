@@ -98,6 +98,30 @@ def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Cat
         findings.add(f"{config.path}.gpus", f"at most the GPUs of each listed type; {', '.join(few)}", value=str(asked))
 
 
+def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
+    """Adds what keeps `fleet.nodes` of them from training together, all of it."""
+    if fleet.nodes == 1:
+        if fleet.cards == "all":
+            findings.add("fleet.cards", "one, where fleet.nodes is 1", "A single node has nobody to talk to.")
+        return
+    for key, names in (("zones", fleet.zones), ("instance_types", fleet.instance_types)):
+        if len(names) > 1:
+            hint = "They train at the pace of the slowest, over a network that ends with the zone."
+            findings.add(f"fleet.{key}", f"one, where fleet.nodes is {fleet.nodes}", hint, value=", ".join(names))
+    if config.one_node:
+        findings.add("fleet.nodes", f"1 for this job: {config.one_node}")
+    kind = catalog.instances.get(fleet.instance_types[0]) if fleet.instance_types else None
+    if kind is None or config.one_node:
+        return
+    gpus = kind.gpu_count * fleet.nodes
+    if config.device == "cuda" and config.gpus is not None and config.gpus < kind.gpu_count:
+        findings.add(f"{config.path}.gpus", f"all {kind.gpu_count} of {kind.type}, where fleet.nodes is {fleet.nodes}")
+    elif config.device == "cuda" and not config.is_users_own and config.rows() < gpus:
+        findings.add("fleet.nodes", f"at most {config.rows() // kind.gpu_count}: a step has {config.rows()} rows")
+    if fleet.cards == "all" and kind.efa_cards < 2:
+        findings.add("fleet.cards", f"one: {kind.type} has no further network card for nodes to talk over")
+
+
 def _launchable(region: str, catalog: Catalog) -> list[Instance]:
     """What could stand in the file instead; in any region while the file's own is wrong."""
     kinds = [kind for kind in catalog.instances.values() if not kind.unusable]

@@ -49,11 +49,9 @@ def launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int
 
 
 def exchange_ms(
-    size: PhaseSize, instance: Instance, config: JobConfig, ranks: int, nodes: int = 1
+    size: PhaseSize, instance: Instance, config: JobConfig, ranks: int, nodes: int = 1, cards: str = "one"
 ) -> tuple[float, float]:
-    """Milliseconds that a step's exchange takes of the link between a node's GPUs, and of the network between nodes,
-    over which each sends every gradient twice, once in a step.
-    """
+    """Milliseconds that a step's exchange takes of the link between a node's GPUs, and of the network between nodes."""
     nodes = min(nodes, ranks)
     each = ranks // nodes
     gradients = size.params_trained * GRADIENT_BYTES
@@ -64,8 +62,14 @@ def exchange_ms(
         summed = micros * gradients if size.sharded else 2 * gradients
         within = (each - 1) / each * (micros * size.gathered_bytes + summed) / link_rate
     if nodes > 1:
-        between = 2 * (nodes - 1) / nodes * gradients / (instance.network_gbps / 8 * NETWORK_REACHED * 1e9)
+        rate = instance.between_nodes_gbps(cards) / 8 * NETWORK_REACHED * 1e9
+        between = between_nodes_bytes(size, nodes) / rate
     return within * 1e3, between * 1e3
+
+
+def between_nodes_bytes(size: PhaseSize, nodes: int) -> float:
+    """What each node sends in a step: every gradient twice, but for its own part."""
+    return 2 * (nodes - 1) / nodes * size.params_trained * GRADIENT_BYTES
 
 
 def with_exchange(work_ms: float, within_ms: float, between_ms: float) -> float:

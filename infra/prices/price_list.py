@@ -76,6 +76,8 @@ ITEMS = {
     "logs_storage": Item("AmazonCloudWatch", "TimedStorage-ByteHrs", "GB-month", {"gb-mo": _ONE}),
     "transfer_out": Item("AWSDataTransfer", "DataTransfer-Out-Bytes", "GB", {"gb": _ONE}),
     "transfer_between_zones": Item("AWSDataTransfer", "DataTransfer-Regional-Bytes", "GB", {"gb": _ONE}),
+    "nat_gateway": Item("AmazonEC2", "NatGateway-Hours", "hour", {"hrs": _ONE}),
+    "nat_traffic": Item("AmazonEC2", "NatGateway-Bytes", "GB", {"gb": _ONE}),
     "public_ipv4": Item("AmazonVPC", "PublicIPv4:InUseAddress", "address-hour", {"hrs": _ONE}),
 }
 

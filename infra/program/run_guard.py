@@ -87,7 +87,7 @@ def judge(
         code=code_sha256,
         weights=weights_sha256 or "",
         began=stamp(now),
-        valid_until=stamp(definition.limits.expiry(now)),
+        valid_until=stamp(definition.limits.expiry(now, definition.nodes)),
     )
     earlier = [*map(str, previous.outputs.get("runs") or []), *sorted(previous.fleets - {""})]
     runs = tuple(dict.fromkeys([*earlier, run_id]))
@@ -200,7 +200,7 @@ def creation_digest(definition: StackDefinition) -> str:
     taken = {
         "run": asdict(definition.run),
         "job": {key: value for key, value in _digested(definition.job).items() if value is not None},
-        "fleet": {**asdict(definition.fleet), "instance_types": sorted(kinds), "zones": sorted(zones)},  # sets
+        "fleet": {**_digested(definition.fleet), "instance_types": sorted(kinds), "zones": sorted(zones)},  # sets
         "disks": [
             asdict(definition.storage.root),
             asdict(definition.storage.data) if definition.storage.data else None,
@@ -231,8 +231,11 @@ def _is_silent(field: Field[Any], value: Any) -> bool:
 
 
 def timer_seconds(definition: StackDefinition) -> int:
-    """Seconds after boot when the node ends itself, whatever the job says."""
-    return int(definition.limits.max_hours * 3600) + int(TIMER_MARGIN.total_seconds())
+    """Seconds after boot when the node ends itself, whatever the job says. Of several some wait for the others while
+    the hours of all do not run: each has half as long again.
+    """
+    hours = float(definition.limits.max_hours) / definition.nodes * (1.5 if definition.nodes > 1 else 1)
+    return int(hours * 3600) + int(TIMER_MARGIN.total_seconds())
 
 
 def _ended(

@@ -40,7 +40,7 @@ def _picture(found: Comparison) -> str:
 def _options(rows: Iterable[Row]) -> str:
     cells = [
         (
-            *(row.type, row.capacity, row.gpus, str(row.ranks)),
+            *(row.place, row.capacity, row.gpus, str(row.ranks)),
             *(f"{figure:.2f}" for figure in (row.usd.p50, row.usd.p90, row.wall_hours.p50, row.wall_hours.p90)),
             "over a limit of the file" if row.over_limit else row.lost,
         )
@@ -52,5 +52,5 @@ def _options(rows: Iterable[Row]) -> str:
 
 
 def _refused(rows: Iterable[Row]) -> str:
-    cells = [(row.type, row.capacity, row.why, row.nearest) for row in rows if not row.usd]
+    cells = [(row.place, row.capacity, row.why, row.nearest) for row in rows if not row.usd]
     return page.table(("type", "capacity", "why", "what would help"), cells)

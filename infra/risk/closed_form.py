@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gpufleet.infra.risk.hazard import gang
+from gpufleet.infra.risk.hazard import gang, left_share
 from gpufleet.infra.risk.simulation import NOTICE_H, Exposure
 
 FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: that are told apart, that are looked at
@@ -32,7 +32,9 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
         return math.inf
     grown_h = work_h / (1 - torn)
     stretch_h = math.expm1(exponent) / hazard
-    return (1 + hazard * grown_h) * stretch_h + grown_h - NOTICE_H + exposure.setup_h - exposure.restart_h
+    own_h = (1 + hazard * grown_h) * stretch_h + grown_h - NOTICE_H + exposure.setup_h - exposure.restart_h
+    wait_h = exposure.wait_h * math.exp(exposure.wait_sigma**2 / 2)
+    return own_h * (1 + hazard * wait_h * left_share(exposure.nodes))  # who is left waits, billed
 
 
 def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:

@@ -105,6 +105,11 @@ def gang(nodes: int) -> float:
     return float(nodes**GANG_POWER)
 
 
+def left_share(nodes: int) -> float:
+    """The share of so many nodes that a loss leaves, on average."""
+    return (1 - ALL_AT_ONCE) * (1 - 1 / nodes)
+
+
 def wait(zones: int, nodes: int) -> tuple[float, float]:
     """Median hours and sigma of the wait for all of so many nodes, in any of so many zones (in one, if several)."""
     if nodes > 1:

@@ -23,19 +23,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpufleet.infra.risk.hazard import (
-    ALL_AT_ONCE,
     ZONES_WAIT_H,
     ZONES_WAIT_SIGMA,
     Floats,
     Hazard,
     Indices,
     gang,
+    left_share,
     of_node,
 )
 from gpufleet.infra.risk.unknown import KNOWN, NOTHING, Draws, Factors, Unknown
@@ -179,6 +180,7 @@ class SimulatedRuns:
     metered_usd: Floats  # as the job's meter counts: interrupted first hours too
     hours: Floats  # node-hours, as `limits.max_hours` counts them: free first hours included
     wall_hours: Floats  # with the waits for capacity
+    idle_hours: Floats  # of them, of each of several nodes: billed while it waited for the others
     interruptions: NDArray[np.int64]
     stopped: Flags  # by a limit or its owner, before the work was done
     work_h: Floats  # hours that the work takes
@@ -212,10 +214,29 @@ def simulate_each(
     found: list[SimulatedRuns] = []
     for start in range(0, len(exposures), together):
         some = exposures[start : start + together]
-        seeds = np.random.SeedSequence(seed).spawn(len(sizes))  # anew: a seed remembers what was drawn from it
-        parts = [_chunk(some, size, s, attempts) for size, s in zip(sizes, seeds, strict=True)]
+        parts = [_chunk(some, _luck(seed, at, size), attempts) for at, size in enumerate(sizes)]
         found += [_joined(of_one) for of_one in zip(*parts, strict=True)]
     return found
+
+
+def within_limits(exposure: Exposure, free: SimulatedRuns, *, seed: int = SEED) -> SimulatedRuns:
+    """What `simulate` gives for `exposure`, from what it gave for `exposure.unlimited`: only the runs that come near a
+    limit are simulated again.
+    """
+    rate = (free.metered_usd - exposure.fixed_usd) / free.hours
+    paid_h = np.inf if exposure.max_usd is None else (exposure.max_usd - exposure.fixed_usd) / np.maximum(rate, _EDGE_H)
+    allowed_h = np.minimum(paid_h, np.inf if exposure.max_hours is None else exposure.max_hours)
+    (near,) = np.nonzero(free.hours + exposure.reserve_h + _EDGE_H > allowed_h)
+    if not near.size:
+        return free
+    runs = len(free.hours)
+    if runs > _CHUNK:
+        return simulate(exposure, runs=runs, seed=seed)
+    (cut,) = _chunk([exposure], _luck(seed, 0, runs), MAX_ATTEMPTS, near)
+    found = {field.name: getattr(free, field.name).copy() for field in fields(SimulatedRuns)}
+    for name, values in found.items():
+        values[near] = getattr(cut, name)[near]
+    return SimulatedRuns(**found)
 
 
 def _joined(parts: Sequence[SimulatedRuns]) -> SimulatedRuns:
@@ -226,36 +247,33 @@ def _joined(parts: Sequence[SimulatedRuns]) -> SimulatedRuns:
 
 
 def _chunk(
-    exposures: Sequence[Exposure], runs: int, seed: np.random.SeedSequence, attempts: int
+    exposures: Sequence[Exposure], luck: Luck, attempts: int, only: Indices | None = None
 ) -> list[SimulatedRuns]:
-    """Runs of all exposures, one exposure after the other; the first run of each meets the same luck, and so on."""
-    factors = Draws(runs, seed).factors([each.unknown for each in exposures])
-    rng = np.random.default_rng(seed)
-    normals, luck_of_wait = rng.standard_normal(runs), rng.standard_normal(runs)
-    there, since = rng.random((2, runs))
-    hazards = [each.chance.per_run(normals) * gang(each.nodes) for each in exposures]
+    """Runs of all exposures, one exposure after the other; the first run of each meets the same luck, and so on.
+    `only`: these runs; the others' figures mean nothing.
+    """
+    runs = luck.runs
+    factors = luck.unknown.factors([each.unknown for each in exposures])
+    hazards = [each.chance.per_run(luck.hazard) * gang(each.nodes) for each in exposures]
     hazard = np.concatenate(hazards)
     first_wait_h = np.concatenate(
-        [each.first_wait_h(of, luck_of_wait, there, since) for each, of in zip(exposures, hazards, strict=True)]
+        [each.first_wait_h(of, luck.wait, luck.there, luck.since) for each, of in zip(exposures, hazards, strict=True)]
     )
     wait_h = _of_each(exposures, runs, lambda each: each.wait_h)
     wait_sigma = _of_each(exposures, runs, lambda each: each.wait_sigma)
-    uneven = rng.spawn(1)[0]  # of its own: the other luck stays what it is for an even hazard
     unevenness = _of_each(exposures, runs, lambda each: each.chance.unevenness)
-
     is_uneven = bool(np.any(unevenness))
 
     def next_node(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
-        luck = RandomDraws(runs, active, attempt)
-        life, wait, (missed, lost) = luck.exponential(rng), luck.normal(rng), luck.uniform(rng)
-        life = life / hazard[active]
+        drawn = luck.draw(active, attempt)
+        life = drawn.life / hazard[active]
         if is_uneven:
-            life = life / of_node(luck.normal(uneven), _select(unevenness, active), first=attempt == 0)
-        wait = _select(wait_h, active) * np.exp(_select(wait_sigma, active) * wait)
-        return NextNode(life_h=life, wait_h=wait, missed=missed, lost=lost)
+            life = life / of_node(drawn.node, _select(unevenness, active), first=attempt == 0)
+        wait = _select(wait_h, active) * np.exp(_select(wait_sigma, active) * drawn.wait)
+        return NextNode(life_h=life, wait_h=wait, missed=drawn.missed, lost=drawn.lost)
 
     with np.errstate(divide="ignore"):  # a life without hazard; entered once, not for each node
-        return _account(exposures, runs, first_wait_h, next_node, attempts, factors)
+        return _account(exposures, runs, first_wait_h, next_node, attempts, factors, only)
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
@@ -270,6 +288,7 @@ def _account(
     fate: Fate,
     attempts: int,
     factors: Factors = KNOWN,
+    only: Indices | None = None,
 ) -> list[SimulatedRuns]:
     count = len(first_wait_h)
     single = exposures[0] if len(exposures) == 1 else None
@@ -289,7 +308,8 @@ def _account(
         paid_h = np.concatenate([e.hours_paid(price[i * runs : (i + 1) * runs]) for i, e in enumerate(exposures)])
     allowed_h = np.minimum(paid_h, per_exposure(lambda e: np.inf if e.max_hours is None else e.max_hours))
     cap_h = np.maximum(allowed_h - reserve_h, 0.0)
-    free_h, charged = per_exposure(lambda e: e.free_h), per_exposure(lambda e: (1 - ALL_AT_ONCE) * (1 - 1 / e.nodes))
+    # Of several nodes: the first hours of those that AWS leaves are not free, and they wait, billed.
+    free_h, stay = per_exposure(lambda e: e.free_h), per_exposure(lambda e: left_share(e.nodes))
     interval_h, notice_missed = per_exposure(lambda e: e.interval_h), per_exposure(lambda e: e.notice_missed)
     setup_h, restart_h = (per_exposure(get) * factors.setup for get in (lambda e: e.setup_h, lambda e: e.restart_h))
     phases = range(max(len(e.phase_ends_h) for e in exposures))
@@ -303,8 +323,12 @@ def _account(
     hours, billed, wall = np.zeros(count), np.zeros(count), np.zeros(count)
     interruptions = np.zeros(count, dtype=np.int64)
     stopped = np.zeros(count, dtype=bool)
-    active = np.arange(count)
+    active = np.arange(count) if only is None else only
     wall += _patient(single, first_wait_h, wall, done, work_h)
+    idle, waits_billed = np.zeros(count), bool(np.any(stay))
+    if waits_billed:
+        idle = np.minimum(wall * stay, cap_h)
+        hours, billed = hours + idle, billed + idle
 
     for attempt in range(attempts):
         if not active.size:
@@ -327,7 +351,7 @@ def _account(
         span = np.where(left > _EDGE_H, np.maximum(spent_h, MINIMUM_H), 0.0)
         hours[active] = before_h + span
         free = interrupted & (node_h < _select(free_h, active))
-        billed[active] += np.where(free, span * _select(charged, active), span)
+        billed[active] += np.where(free, span * _select(stay, active), span)
         wall_h = begun_h + spent_h
         interruptions[active] += interrupted
         stopped[active] |= at_limit
@@ -347,6 +371,12 @@ def _account(
 
         wait_h = _patient(single, node.wait_h, wall_h, done_h, whole_h)
         wall[active] = wall_h + np.where(interrupted, wait_h, 0.0)
+        if waits_billed:
+            more = np.where(interrupted, wait_h, 0.0) * _select(stay, active)
+            more = np.minimum(more, np.maximum(_select(cap_h, active) - hours[active], 0.0))
+            idle[active] += more
+            hours[active] += more
+            billed[active] += more
         active = active[interrupted]
 
     if active.size:  # the same again, to the end of the work or to the limit
@@ -372,6 +402,7 @@ def _account(
             metered_usd=metered_usd[part],
             hours=hours[part],
             wall_hours=wall[part],
+            idle_hours=idle[part],
             interruptions=interruptions[part],
             stopped=stopped[part],
             work_h=np.broadcast_to(work_h, (count,))[part],
@@ -411,40 +442,72 @@ def _hours_left(
     return np.where(left > start_h, working, left)
 
 
-ATTEMPTS_IN_STEP = 32  # attempts for which all runs draw, finished or not
+ATTEMPTS_IN_STEP = 8  # attempts for which all runs draw, finished or not
+_WEYL, _MIX_1, _MIX_2 = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-class RandomDraws:
-    """Random numbers of the runs that need a node, `active` of `runs` for each exposure.
+@dataclass(frozen=True, slots=True)
+class NodeLuck:
+    """Random numbers of the next nodes of some runs."""
 
-    In the first attempts every run draws, finished or not. Later only those still going do, by their place among them:
-    a generator of its own for each attempt keeps one exposure's luck apart from how many others are going.
+    life: Floats  # exponential
+    wait: Floats  # normal
+    node: Floats  # normal
+    missed: Floats  # uniform
+    lost: Floats  # uniform
+
+
+class Luck:
+    """Random numbers of `runs` runs, drawn once for whatever is simulated with them.
+
+    For the first attempts all runs draw at once, finished or not. For later ones, which few runs come to, a number is
+    computed from (run, attempt) alone: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), and Box-Muller for normal ones.
     """
 
-    def __init__(self, runs: int, active: Indices, attempt: int) -> None:
-        self._late = attempt >= ATTEMPTS_IN_STEP
-        self._drawn, self._place = runs, active if active[-1] < runs else active % runs
-        self._all = active.size == runs and active[-1] < runs
-        if self._late:
-            counts = np.bincount(active // runs)
-            self._place = np.arange(active.size) - np.repeat(np.cumsum(counts) - counts, counts)
-            self._drawn = int(counts.max())
+    def __init__(self, runs: int, seed: np.random.SeedSequence) -> None:
+        self.runs, self.unknown = runs, Draws(runs, seed)
+        self._rng = rng = np.random.default_rng(seed)
+        self.hazard, self.wait = rng.standard_normal(runs), rng.standard_normal(runs)
+        self.there, self.since = rng.random((2, runs))
+        # Of its own: the other luck stays what it is for an even hazard.
+        self._uneven, late = rng.spawn(2)
+        self._late = late.integers(2**63, dtype=np.uint64)
+        self._in_step: list[NodeLuck] = []
 
-    def exponential(self, rng: np.random.Generator) -> Floats:
-        """(active,)."""
-        return self._one(rng, np.random.Generator.standard_exponential)
+    def draw(self, active: Indices, attempt: int) -> NodeLuck:
+        """The numbers of the runs `active`, which counts through the runs of several exposures."""
+        run = active if active[-1] < self.runs else active % self.runs
+        if attempt >= ATTEMPTS_IN_STEP:
+            return self._later(run, attempt)
+        while len(self._in_step) <= attempt:
+            self._in_step.append(self._draw_in_step())
+        luck = self._in_step[attempt]
+        if active.size == self.runs and run is active:
+            return luck
+        return NodeLuck(luck.life[run], luck.wait[run], luck.node[run], luck.missed[run], luck.lost[run])
 
-    def normal(self, rng: np.random.Generator) -> Floats:
-        """(active,)."""
-        return self._one(rng, np.random.Generator.standard_normal)
+    def _draw_in_step(self) -> NodeLuck:
+        life, wait = self._rng.standard_exponential(self.runs), self._rng.standard_normal(self.runs)
+        missed, lost = self._rng.random((2, self.runs))
+        return NodeLuck(life, wait, self._uneven.standard_normal(self.runs), missed, lost)
 
-    def uniform(self, rng: np.random.Generator) -> Floats:
-        """(2, active)."""
-        if self._late:  # row by row, so that the first numbers do not depend on how many are drawn
-            return rng.spawn(1)[0].random((self._drawn, 2))[self._place].T
-        drawn = rng.random((2, self._drawn))
-        return drawn if self._all else drawn[:, self._place]
+    def _later(self, run: Indices, attempt: int) -> NodeLuck:
+        at = (np.arange(5)[:, None] + 5 * (run + self.runs * attempt)).astype(np.uint64)
+        mixed = self._late + at * _WEYL
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
+        life, far, turn, missed, lost = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+        radius, angle = np.sqrt(-2 * np.log1p(-far)), 2 * math.pi * turn
+        return NodeLuck(-np.log1p(-life), radius * np.cos(angle), radius * np.sin(angle), missed, lost)
 
-    def _one(self, rng: np.random.Generator, draw: Callable[[np.random.Generator, int], Floats]) -> Floats:
-        drawn = draw(rng.spawn(1)[0] if self._late else rng, self._drawn)
-        return drawn if self._all and not self._late else drawn[self._place]
+
+def _luck(seed: int, part: int, runs: int) -> Luck:
+    """That of the `part`-th runs simulated together; kept where there are no more of them than a bill has."""
+    return _kept_luck(seed, part, runs) if runs <= RUNS else _new_luck(seed, part, runs)
+
+
+def _new_luck(seed: int, part: int, runs: int) -> Luck:
+    return Luck(runs, np.random.SeedSequence(seed, spawn_key=(part,)))
+
+
+_kept_luck = lru_cache(maxsize=4)(_new_luck)  # of 10,000 runs: 13 MB

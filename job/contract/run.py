@@ -42,13 +42,16 @@ class InputData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BillLine:
-    """A line of the bill. `unit_price` and `quantity` are those of compute, in node-hours; 0 elsewhere."""
+    """A line of the bill. `unit_price` and `quantity` are those of compute, in node-hours, and of what does not depend
+    on hours, where `item` says what it is of; 0 elsewhere.
+    """
 
     name: str
     kind: str
     amount: Decimal
     unit_price: Decimal = Decimal(0)
     quantity: Decimal = Decimal(0)
+    item: str = ""  # of the catalog's services; empty: an earlier version's bill, or none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,7 @@ class BillEstimate:
     hours: Decimal  # p50
     interruptions: float | None = None  # expected
     lines: tuple[BillLine, ...] = ()
+    kept_days: int = 0  # for which the bill has objects stored; 0: they go with the stack
     phases: tuple[PhaseEstimate, ...] = ()
     notice: tuple[NoticeEstimate, ...] = ()
 
@@ -99,6 +103,7 @@ class BillEstimate:
             hours=hours.need("p50", reading.unsigned),
             interruptions=estimate.take("interruptions_expected", reading.number, None),
             lines=lines,
+            kept_days=estimate.section("kept").take("days", reading.whole_number, 0) if "kept" in estimate.tree else 0,
             phases=tuple(
                 PhaseEstimate(
                     phase=each.need("phase", reading.text),
@@ -287,13 +292,14 @@ def _typed(fields: Fields) -> RunFile:
 
 def _line(line: Fields, hourly: Mapping[str, Decimal]) -> BillLine:
     kind = line.need("kind", reading.choice(*LINE_KINDS))
-    is_compute = kind == "compute"
+    counted = kind in ("compute", "fixed")
     return BillLine(
         name=line.need("name", reading.choice(*hourly) if kind == "hourly" else reading.text),
         kind=kind,
         amount=line.need("amount", reading.amount),
-        unit_price=line.need("unit_price", reading.unsigned) if is_compute else Decimal(0),
-        quantity=line.need("quantity", reading.unsigned) if is_compute else Decimal(0),
+        unit_price=line.need("unit_price", reading.unsigned) if counted else Decimal(0),
+        quantity=line.need("quantity", reading.unsigned) if counted else Decimal(0),
+        item=line.take("item", reading.text, ""),
     )
 
 

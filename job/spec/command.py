@@ -452,6 +452,9 @@ class CommandConfig(JobConfig):
         for path, several in (("checkpoint.also", self.checkpoint.also), ("outputs", self.outputs)):
             yield from ((f"{path}[{index}]", text) for index, text in enumerate(several))
 
+    def says_which_node(self) -> bool:
+        return any("{node_rank}" in text for _, text in self.texts())
+
     def inputs_named(self) -> Iterator[tuple[str, str]]:
         for path, text in self.texts():
             yield from ((path, found[1]) for found in INPUT.finditer(text))

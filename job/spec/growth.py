@@ -117,6 +117,7 @@ class GrowthConfig(JobConfig):
     """tinystories-growth: train dense, upcycle to experts, grow width and depth; verified at each boundary."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.growth.run:TinystoriesGrowth"
+    one_node: ClassVar[str] = "it trains in one process"
     dataset_kind: ClassVar[str] = "windows"
     leaves_speed: ClassVar[tuple[str, ...]] = (
         "steps_per_phase",

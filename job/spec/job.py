@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
@@ -35,11 +35,25 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="JobConfig")
 F = TypeVar("F", bound=Callable[..., Any])
+_KEPT = 4096  # answers
 
 
 def remembered(function: F) -> F:
-    """The function with its answers kept, for frozen parameters, which a comparison asks thousands of times."""
-    return cast(F, lru_cache(maxsize=4096)(function))
+    """The function with its answers kept, for frozen parameters, which a comparison asks thousands of times: the same
+    object by its identity, as hashing parameters takes longer than finding the answer.
+    """
+    of_equal, kept = lru_cache(maxsize=_KEPT)(function), dict[tuple[Any, ...], tuple[Any, Any]]()
+
+    @wraps(function)
+    def answer(config: Any, *rest: Any, **named: Any) -> Any:
+        key = (id(config), *rest, *named.items())
+        if key not in kept:
+            if len(kept) >= _KEPT:
+                kept.clear()
+            kept[key] = config, of_equal(config, *rest, **named)  # while it stands here its identity is no other's
+        return kept[key][1]
+
+    return cast(F, answer)
 
 
 class Beating(Protocol):
@@ -80,6 +94,7 @@ class JobConfig(ABC):
     container_options: ClassVar[str] = ""  # words for `docker run`; {app}: the job archive's folder
     may_stop_early: ClassVar[bool] = False
     leaves_results: ClassVar[bool] = True  # results.json, at the end of a finished run
+    one_node: ClassVar[str] = ""  # why several do not help it; empty: they do
     resumes_everywhere: ClassVar[bool] = False  # each of several nodes needs the checkpoint on its own disk
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
 
@@ -127,6 +142,10 @@ class JobConfig(ABC):
     def shipped(self) -> Code | None:
         """The user's code that a node gets beside gpufleet's own; None: there is none."""
         return None
+
+    def says_which_node(self) -> bool:
+        """Whether each of several nodes is told which one it is: a ready-made job's always."""
+        return True
 
     @property
     def login(self) -> str | None:

@@ -101,6 +101,7 @@ class KernelConfig(TuningConfig):
     """kernel-sft: all weights of a 7-8 B code model, 20 tasks x 10 candidates, judged on the node's GPUs and CPUs."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.kernel.run:Kernel"
+    one_node: ClassVar[str] = "its candidates are judged on one node, while the others would wait and be billed"
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
     # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest of that.
     container_options: ClassVar[str] = "--security-opt seccomp={app}/gpufleet/job/node/namespaces.json"

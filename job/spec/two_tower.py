@@ -112,6 +112,7 @@ class TwoTowerConfig(JobConfig):
     """two-tower: rank models for a query; cross-validation that never looks at its own test fold."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.two_tower.run:TwoTower"
+    one_node: ClassVar[str] = "it trains in one process"
     dataset_kind: ClassVar[str] = "ranking"
     file_arguments: ClassVar[dict[str, str]] = {"million-llms": "FOLDER"}
     takes_tokenizer: ClassVar[bool] = False

@@ -595,9 +595,10 @@ class Supervisor:
             own = attempts.attempt_from_record(run, replace(record, instance=self.node.instance), self.heartbeat())
             every = sorted([*self.others.attempts, own], key=lambda each: each.launched_at)
             measurement = receipt.measure(run, every, self.workdir, record, at=done.at)
-            made = receipt.build(run, every, done, measurement=measurement)
+            objects = {entry.key: entry.bytes for entry in self.store.entries("")}
+            made = receipt.build(run, every, done, objects=objects, measurement=measurement)
             text = receipt.text(made)
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        except (StoreError, KeyError, TypeError, ValueError, ArithmeticError) as error:
             self.say(f"no receipt: {type(error).__name__}: {error}")
             return
         self.store.put_bytes(atomic.json_bytes(made.to_json()), RECEIPT)

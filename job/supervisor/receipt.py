@@ -1,13 +1,14 @@
 """The receipt: what the run cost, line by line against its bill, and why the two differ.
 
-Actual money is metered time at the hour's prices; S3, logs and transfer are as in the bill, because AWS reports them a
-day later. A first hour that AWS interrupted is not charged for compute; the receipt credits it and says so. One that
-the owner ended, by a change of the fleet, is charged; where nobody knows whose hand it was, it is counted too.
+Actual money is metered time at the hour's prices, and what lies in the run's prefix at its end: stored as long as the
+bill says, brought home once, its logs sent once. Requests are as in the bill; AWS reports them a day later. A first
+hour that AWS interrupted is not charged for compute; the receipt credits it and says so. One that the owner ended, by a
+change of the fleet, is charged; where nobody knows whose hand it was, it is counted too.
 
 Causes, which add up to the difference exactly: *price*, the hours used at another price than estimated;
 *interruptions*, restarts, repeated steps, idling for AWS and the minute that each start costs at least, less what was
-free, against the bill's line; *runtime*, all other hours against the estimated ones; *other*, the rest, to the last
-digit.
+free, against the bill's line; *runtime*, all other hours against the estimated ones; *other*, the rest, storage and
+transfer among it, to the last digit.
 
 A receipt also keeps what the run measured of its own speed, so that the next bill of this job can stand on it.
 """
@@ -21,15 +22,18 @@ from statistics import median
 from typing import Any
 
 from gpufleet.job import measured
-from gpufleet.job.contract import metrics
+from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract.attempt import AttemptRecord, Hardware
 from gpufleet.job.contract.aws import FREE_S
 from gpufleet.job.contract.cost import CENT_100, MINIMUM_S, hours
 from gpufleet.job.contract.done import Done
 from gpufleet.job.contract.receipt import CAUSES, AttemptCost, Receipt, ReceiptLine, money, seconds, start_up
 from gpufleet.job.contract.run import RunFile
-from gpufleet.job.contract.workdir import METRICS
+from gpufleet.job.contract.workdir import LOG, METRICS
 from gpufleet.job.supervisor.attempts import Attempt
+
+GB, MONTH_H = Decimal(10**9), 730  # a month's hours, as the bill has them
+UNKEPT_DAYS = 1  # of a bucket that goes with the stack
 
 
 def build(
@@ -37,12 +41,14 @@ def build(
     attempts: Sequence[Attempt],
     done: Done,
     *,
+    objects: Mapping[str, int] | None = None,
     measurement: Mapping[str, Any] | None = None,
 ) -> Receipt:
     """What receipt.json says. `attempts` oldest first, the one that ends the run last.
-    `done` says how and until when it is counted; `measurement` as `measure` gives it.
+    `done` says how and until when it is counted; `objects`: bytes of what the run has left, by key, None where
+    that is not known; `measurement` as `measure` gives it.
     """
-    estimate, lines = run.estimate, _lines(run, attempts)
+    estimate, lines = run.estimate, _lines(run, attempts, objects)
     actual = _total(line.actual for line in lines)
     return Receipt(
         run=run.run,
@@ -153,7 +159,7 @@ def text(receipt: Receipt) -> str:
     return "\n".join(said)
 
 
-def _lines(run: RunFile, attempts: Sequence[Attempt]) -> tuple[ReceiptLine, ...]:
+def _lines(run: RunFile, attempts: Sequence[Attempt], objects: Mapping[str, int] | None) -> tuple[ReceiptLine, ...]:
     """Every line of the bill with what became of it."""
     used = _total(hours(attempt.seconds) for attempt in attempts)
     at_ceiling = _total(hours(attempt.ceiling_s) for attempt in attempts)
@@ -166,7 +172,14 @@ def _lines(run: RunFile, attempts: Sequence[Attempt]) -> tuple[ReceiptLine, ...]
         first = hourly[0].name
         actual[first] += _total(each.usd - each.compute_usd for each in attempts) - _total(actual.values())
     found += [_line(line.name, line.amount, actual[line.name]) for line in hourly]
-    found += [_line(line.name, line.amount, line.amount, "as in the bill") for line in run.estimate.of_kind("fixed")]
+    seen = {} if objects is None else _quantities(run, objects)
+    for line in run.estimate.of_kind("fixed"):
+        quantity = seen.get(line.item)
+        if quantity is None:
+            found.append(_line(line.name, line.amount, line.amount, "as in the bill"))
+        else:
+            usd, note = (quantity * line.unit_price).quantize(CENT_100), f"{quantity:.4f} of {line.quantity:.4f}"
+            found.append(_line(line.name, line.amount, usd, note))
     note = "first hours that AWS does not charge; the rest is in compute"
     doubtful = sum(attempt.noticed and attempt.reclaimed is None and attempt.seconds < FREE_S for attempt in attempts)
     if doubtful:
@@ -174,6 +187,22 @@ def _lines(run: RunFile, attempts: Sequence[Attempt]) -> tuple[ReceiptLine, ...]
     free = _total(attempt.free_usd for attempt in attempts)
     estimated = _total(line.amount for line in run.estimate.of_kind("interruptions"))
     return (*found, _line("interruptions", estimated, -free, note))
+
+
+def _quantities(run: RunFile, objects: Mapping[str, int]) -> dict[str, Decimal]:
+    """What was measured of what the bill counts without hours, by its item: GB-months of all that is stored, GB of what
+    `gpufleet results` brings, GB of logs.
+    """
+    given = (run.dataset, run.weights, run.code, *run.folders.values())
+    own = sum(file.bytes for each in given if each is not None and each.uri is None for file in each.files)
+    brought = sum(size for key, size in objects.items() if not key.startswith((bucket.CHECKPOINTS, bucket.EXPORTS)))
+    logs = sum(size for key, size in objects.items() if key == LOG or key.startswith(bucket.BOOT_LOGS))
+    months = Decimal(max(run.estimate.kept_days, UNKEPT_DAYS) * 24) / MONTH_H
+    return {
+        "s3_storage": (own + sum(objects.values())) / GB * months,
+        "transfer_out": brought / GB,
+        "logs_ingestion": logs / GB,
+    }
 
 
 def _line(name: str, estimate: Decimal, actual: Decimal, note: str = "") -> ReceiptLine:

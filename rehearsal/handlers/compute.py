@@ -30,8 +30,8 @@ _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
 _NOT_FOUND = ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound")
 # Inputs that are part of the template's data.
 _DATA = fields(
-    "imageId userData iamInstanceProfile vpcSecurityGroupIds instanceInitiatedShutdownBehavior metadataOptions "
-    "blockDeviceMappings tagSpecifications"
+    "imageId userData iamInstanceProfile vpcSecurityGroupIds networkInterfaces instanceInitiatedShutdownBehavior "
+    "metadataOptions blockDeviceMappings tagSpecifications"
 )
 
 

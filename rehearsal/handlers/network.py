@@ -45,6 +45,13 @@ _GROUP = described(
 )  # fmt: skip
 
 
+_RULE = described(
+    "describe_security_group_rules", "SecurityGroupRuleIds", "SecurityGroupRules",
+    "InvalidSecurityGroupRuleId.NotFound", "InvalidGroup.NotFound", arn="security-group-rule", securityGroupId="groupId",
+)  # fmt: skip
+_NAT = described("describe_nat_gateways", "NatGatewayIds", "NatGateways", "NatGatewayNotFound", arn="natgateway")
+
+
 def _create_vpc(aws: Aws, inputs: Properties) -> str:
     vpc = aws.ec2.create_vpc(CidrBlock=inputs["cidrBlock"], TagSpecifications=tag_specification("vpc", inputs))["Vpc"]
     _update_vpc(aws, vpc["VpcId"], {"tags": inputs.get("tags")}, inputs)
@@ -140,8 +147,8 @@ def _table(aws: Aws, table: str) -> dict[str, Any] | None:
 
 
 def _target(inputs: Properties) -> dict[str, Any]:
-    keys = ("routeTableId", "destinationCidrBlock", "gatewayId")
-    return {api(key): inputs[key] for key in keys}
+    keys = ("routeTableId", "destinationCidrBlock", "gatewayId", "natGatewayId")
+    return {api(key): inputs[key] for key in keys if key in inputs}
 
 
 def _create_route(aws: Aws, inputs: Properties) -> str:
@@ -157,6 +164,7 @@ def _read_route(aws: Aws, resource_id: str, like: Properties) -> Properties | No
                 "routeTableId": like["routeTableId"],
                 "destinationCidrBlock": route["DestinationCidrBlock"],
                 "gatewayId": route.get("GatewayId"),
+                "natGatewayId": route.get("NatGatewayId"),
                 "state": route.get("State", "active"),
                 "origin": route.get("Origin", "CreateRoute"),
             }
@@ -205,30 +213,78 @@ def _permission(rule: dict[str, Any]) -> Properties:
 
 
 def _rule(inputs: Properties) -> dict[str, Any]:
-    return {
-        "IpProtocol": inputs["ipProtocol"],
-        "FromPort": inputs["fromPort"],
-        "ToPort": inputs["toPort"],
-        "IpRanges": [{"CidrIp": inputs["cidrIpv4"], "Description": inputs.get("description", "")}],
-    }
+    said = {"Description": inputs.get("description", "")}
+    ports = {api(key): inputs[key] for key in ("fromPort", "toPort") if key in inputs}
+    if "cidrIpv4" in inputs:
+        peers: dict[str, Any] = {"IpRanges": [{"CidrIp": inputs["cidrIpv4"], **said}]}
+    else:
+        peers = {"UserIdGroupPairs": [{"GroupId": inputs["referencedSecurityGroupId"], **said}]}
+    return {"IpProtocol": inputs["ipProtocol"], **ports, **peers}
 
 
-def _create_egress(aws: Aws, inputs: Properties) -> str:
-    answer = aws.ec2.authorize_security_group_egress(
-        GroupId=inputs["securityGroupId"],
-        IpPermissions=[_rule(inputs)],
-        TagSpecifications=tag_specification("security-group-rule", inputs),
-    )
-    return str(answer["SecurityGroupRules"][0]["SecurityGroupRuleId"])
+def _read_rule(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    live = _RULE(aws, resource_id, like)
+    if live is None:
+        return None
+    group = (live.get("referencedGroupInfo") or {}).get("groupId")
+    said = live.get("description") or (like.get("description") if group else None)  # moto drops it beside a group
+    return {**live, "referencedSecurityGroupId": group, "description": said}
 
 
-def _update_egress(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     keys = ("ipProtocol", "fromPort", "toPort", "cidrIpv4", "description")
     if any(old.get(key) != new.get(key) for key in keys):
         rule = {api(key): new[key] for key in keys if key in new}
         change = {"SecurityGroupRuleId": resource_id, "SecurityGroupRule": rule}
         aws.ec2.modify_security_group_rules(GroupId=new["securityGroupId"], SecurityGroupRules=[change])
     retag(aws, resource_id, old, new)
+
+
+def _rules(way: str) -> ResourceHandler:
+    """The handler of rules `ingress` or `egress`."""
+
+    def create(aws: Aws, inputs: Properties) -> str:
+        answer = getattr(aws.ec2, f"authorize_security_group_{way}")(
+            GroupId=inputs["securityGroupId"],
+            IpPermissions=[_rule(inputs)],
+            TagSpecifications=tag_specification("security-group-rule", inputs),
+        )
+        return str(answer["SecurityGroupRules"][0]["SecurityGroupRuleId"])
+
+    def delete(aws: Aws, resource_id: str, state: Properties) -> None:
+        revoke = getattr(aws.ec2, f"revoke_security_group_{way}")
+        revoke(GroupId=state["securityGroupId"], SecurityGroupRuleIds=[resource_id])
+
+    return ResourceHandler(
+        source=f"ec2/vpc_security_group_{way}_rule",
+        required=fields("securityGroupId ipProtocol"),
+        optional=fields("fromPort toPort cidrIpv4 referencedSecurityGroupId description tags"),
+        replaces=fields("securityGroupId"),
+        computed=fields("arn securityGroupRuleId tagsAll"),
+        create=create,
+        read=_read_rule,
+        update=_update_rule,
+        delete=delete,
+    )
+
+
+def _create_address(aws: Aws, inputs: Properties) -> str:
+    specification = tag_specification("elastic-ip", inputs)
+    return str(aws.ec2.allocate_address(Domain=inputs["domain"], TagSpecifications=specification)["AllocationId"])
+
+
+def _create_nat(aws: Aws, inputs: Properties) -> str:
+    answer = aws.ec2.create_nat_gateway(
+        AllocationId=inputs["allocationId"],
+        SubnetId=inputs["subnetId"],
+        TagSpecifications=tag_specification("natgateway", inputs),
+    )
+    return str(answer["NatGateway"]["NatGatewayId"])
+
+
+def _read_nat(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    live = _NAT(aws, resource_id, like)
+    return live and {**live, "allocationId": live["natGatewayAddresses"][0]["allocationId"]}
 
 
 HANDLERS = {
@@ -299,7 +355,8 @@ HANDLERS = {
     ),
     "aws:ec2/route:Route": ResourceHandler(
         source="ec2/vpc_route",
-        required=fields("routeTableId destinationCidrBlock gatewayId"),
+        required=fields("routeTableId destinationCidrBlock"),
+        optional=fields("gatewayId natGatewayId"),
         replaces=fields("routeTableId destinationCidrBlock"),
         computed=fields("state origin"),
         create=_create_route,
@@ -329,25 +386,30 @@ HANDLERS = {
         update=retag,
         delete=lambda aws, resource_id, state: aws.ec2.delete_security_group(GroupId=resource_id),
     ),
-    "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": ResourceHandler(
-        source="ec2/vpc_security_group_egress_rule",
-        required=fields("securityGroupId ipProtocol fromPort toPort cidrIpv4"),
-        optional=fields("description tags"),
-        replaces=fields("securityGroupId"),
-        computed=fields("arn securityGroupRuleId tagsAll"),
-        create=_create_egress,
+    "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": _rules("egress"),
+    "aws:vpc/securityGroupIngressRule:SecurityGroupIngressRule": _rules("ingress"),
+    "aws:ec2/eip:Eip": ResourceHandler(
+        source="ec2/ec2_eip",
+        required=fields("domain"),
+        optional=fields("tags"),
+        replaces=fields("domain"),
+        computed=fields("arn allocationId publicIp tagsAll"),
+        create=_create_address,
         read=described(
-            "describe_security_group_rules",
-            "SecurityGroupRuleIds",
-            "SecurityGroupRules",
-            "InvalidSecurityGroupRuleId.NotFound",
-            "InvalidGroup.NotFound",
-            arn="security-group-rule",
-            securityGroupId="groupId",
+            "describe_addresses", "AllocationIds", "Addresses", "InvalidAllocationID.NotFound", arn="elastic-ip"
         ),
-        update=_update_egress,
-        delete=lambda aws, resource_id, state: aws.ec2.revoke_security_group_egress(
-            GroupId=state["securityGroupId"], SecurityGroupRuleIds=[resource_id]
-        ),
+        update=retag,
+        delete=lambda aws, resource_id, state: aws.ec2.release_address(AllocationId=resource_id),
+    ),
+    "aws:ec2/natGateway:NatGateway": ResourceHandler(
+        source="ec2/vpc_nat_gateway",
+        required=fields("allocationId subnetId"),
+        optional=fields("tags"),
+        replaces=fields("allocationId subnetId"),
+        computed=fields("arn publicIp tagsAll"),
+        create=_create_nat,
+        read=_read_nat,
+        update=retag,
+        delete=lambda aws, resource_id, state: aws.ec2.delete_nat_gateway(NatGatewayId=resource_id),
     ),
 }

@@ -23,9 +23,14 @@ SPELLED = {  # otherwise than with a capital first
     "sseAlgorithm": "SSEAlgorithm",
     "kmsMasterKeyId": "KMSMasterKeyID",
     "vpcSecurityGroupIds": "SecurityGroupIds",
+    "securityGroups": "Groups",  # of a template's network interface
 }
 _BACK = {theirs: ours for ours, theirs in SPELLED.items()}
-BOOLEANS = ("encrypted", "deleteOnTermination")  # strings in the provider, so that unset differs from false
+BOOLEANS = (
+    "encrypted",
+    "deleteOnTermination",
+    "associatePublicIpAddress",
+)  # strings in the provider, so that unset differs from false
 
 
 class UnsupportedError(Exception):

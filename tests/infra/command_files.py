@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from repository import ROOT
+
 IMAGE = "docker.io/pytorch/pytorch:2.5.1"
 JOB: dict[str, Any] = {
     "image": IMAGE,
@@ -35,3 +37,11 @@ def command_file(project: Path, *, name: str = "mine", more: str = "", **job: An
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*lines, more, ""]))
     return path
+
+
+def several_nodes(cards: str) -> str:
+    """pretrain-d64 on two nodes."""
+    text = (ROOT / "stacks" / "pretrain-d64.yaml").read_text()
+    zones = "  zones: [us-east-2a, us-east-2b, us-east-2c]\n"
+    assert text.count(zones) == 1
+    return text.replace(zones, f"  zones: [us-east-2a]\n  nodes: 2\n  cards: {cards}\n")

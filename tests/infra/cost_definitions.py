@@ -41,6 +41,13 @@ def definition(
     )
 
 
+def on_nodes(of: StackDefinition, count: int, cards: Any = "one") -> StackDefinition:
+    """The definition on several nodes, in one zone as they must be."""
+    return replace(
+        of, fleet=replace(of.fleet, nodes=count, cards=cards, zones=of.fleet.zones[: 1 if count > 1 else None])
+    )
+
+
 def decimals(value: Any) -> Any:
     """A number, or a tuple of numbers, as a file's loader gives it."""
     return tuple(map(Decimal, value)) if isinstance(value, tuple) else Decimal(value)

@@ -1,4 +1,4 @@
-"""The launch template and the fleet of one node: every option that could leave a GPU running is stated here.
+"""The launch template and the fleet of a run's nodes: every option that could leave a GPU running is stated here.
 
 An object of the bucket says that a state knows of the fleet. The engine writes it after the fleet and deletes it before
 it; a node that looks for its own in vain ends its fleet (job/node). All that a node needs for that goes after the
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import pulumi
 import pulumi_aws as aws
 
+from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Disk, StackDefinition
 from gpufleet.infra.program.boot.user_data import DATA_DEVICE, ROOT_DEVICE
 from gpufleet.infra.program.resources.tags import named, tags
@@ -25,7 +26,7 @@ DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted
 
 
 class FleetComponent(pulumi.ComponentResource):
-    """One node, kept alive until the run is over. `fleet` is None for a run that is over."""
+    """One node, or several, kept alive until the run is over. `fleet` is None for a run that is over."""
 
     template: aws.ec2.LaunchTemplate
     fleet: aws.ec2.Fleet | None
@@ -55,7 +56,9 @@ class FleetComponent(pulumi.ComponentResource):
             user_data=user_data_base64,
             update_default_version=True,
             iam_instance_profile=aws.ec2.LaunchTemplateIamInstanceProfileArgs(arn=profile_arn),
-            vpc_security_group_ids=[security_group_id],
+            # One or the other: they exclude each other.
+            vpc_security_group_ids=[security_group_id] if definition.nodes == 1 else None,
+            network_interfaces=interfaces(definition, security_group_id) if definition.nodes > 1 else None,
             instance_initiated_shutdown_behavior="terminate",  # `stop` would leave the disks billed
             metadata_options=aws.ec2.LaunchTemplateMetadataOptionsArgs(
                 http_endpoint="enabled",
@@ -95,7 +98,7 @@ class FleetComponent(pulumi.ComponentResource):
                     default_target_capacity_type=definition.fleet.capacity,
                     # Ignored on a fleet that exists. One that has to be made again for a run that has begun already
                     # (the run deleted it, and a refresh has just found out) starts nothing.
-                    total_target_capacity=0 if frozen else 1,
+                    total_target_capacity=0 if frozen else definition.nodes,
                 ),
                 spot_options=spot_options(definition),
                 excess_capacity_termination_policy="termination",
@@ -132,6 +135,30 @@ class FleetComponent(pulumi.ComponentResource):
                 opts=pulumi.ResourceOptions(parent=self),
             )
         self.register_outputs({})
+
+
+def interfaces(
+    definition: StackDefinition, group: pulumi.Input[str]
+) -> list[aws.ec2.LaunchTemplateNetworkInterfaceArgs]:
+    """What each of several nodes has: its first network card, with a public address, or all of them without. The subnet
+    is the override's.
+    """
+    kind = load_catalog().instances[definition.fleet.instance_types[0]]
+    every = definition.fleet.cards == "all"
+    found = []
+    for card in range(kind.network_cards if every else 1):
+        efa = kind.efa_cards == kind.network_cards or (card > 0 and kind.efa_cards > 0)
+        found.append(
+            aws.ec2.LaunchTemplateNetworkInterfaceArgs(
+                network_card_index=card,
+                device_index=min(card, 1),  # the first device of each further card is its second
+                interface_type=("efa-only" if card else "efa") if efa else None,
+                security_groups=[group],
+                associate_public_ip_address=None if every else "true",
+                delete_on_termination="true",
+            )
+        )
+    return found
 
 
 def disks(definition: StackDefinition) -> list[aws.ec2.LaunchTemplateBlockDeviceMappingArgs]:

@@ -2,7 +2,8 @@
 in the VPC that the file names, whose subnets and routes stay as they are; the nodes' security group is the stack's.
 
 Public subnets because a NAT gateway costs more than a small GPU's disk; nothing listens, and the security group has no
-ingress rule at all.
+ingress rule at all, but where several nodes of one run talk to each other. Over all of their network cards they do it
+from a private subnet behind a NAT gateway: AWS gives no public address to a node with several interfaces.
 """
 
 from __future__ import annotations
@@ -75,7 +76,28 @@ class Network(pulumi.ComponentResource):
             opts=child,
         )
         self.ready.append(egress)
+        if definition.nodes > 1:
+            self.ready += self._between_nodes(name, label, child)
         self.register_outputs({"vpc_id": vpc_id})
+
+    def _between_nodes(self, name: str, label: dict[str, str], child: pulumi.ResourceOptions) -> list[pulumi.Resource]:
+        """All traffic within the group. EFA asks for both rules: without the one outwards nodes do not reach each other
+        within a subnet either.
+        """
+        group = self.security_group.id
+        found: list[pulumi.Resource] = []
+        for way, rule in (("in", aws.vpc.SecurityGroupIngressRule), ("out", aws.vpc.SecurityGroupEgressRule)):
+            made = rule(
+                f"{name}-node-{way}",
+                security_group_id=group,
+                referenced_security_group_id=group,
+                ip_protocol="-1",
+                description="the nodes of one run, among themselves",
+                tags=label,
+                opts=child,
+            )
+            found.append(made)
+        return found
 
     def _own_vpc(self, name: str, definition: StackDefinition, child: pulumi.ResourceOptions) -> pulumi.Output[str]:
         """Its id. Fills in `subnets` and `ready`."""
@@ -91,12 +113,15 @@ class Network(pulumi.ComponentResource):
             gateway_id=gateway.id,
             opts=child,
         )
+        tables = [table]
+        if definition.fleet.cards == "all":
+            tables.append(aws.ec2.RouteTable(f"{name}-routes-inner", vpc_id=vpc.id, tags=label, opts=child))
         endpoint = aws.ec2.VpcEndpoint(
             f"{name}-s3",
             vpc_id=vpc.id,
             service_name=f"com.amazonaws.{definition.fleet.region}.s3",
             vpc_endpoint_type="Gateway",
-            route_table_ids=[table.id],
+            route_table_ids=[each.id for each in tables],
             policy=OPEN_POLICY,
             tags=label,
             opts=child,
@@ -121,10 +146,59 @@ class Network(pulumi.ComponentResource):
                 )
             )
             self.subnets[zone] = subnet.id
+            if len(tables) > 1:  # several nodes are in one zone
+                associations += self._behind_nat(name, definition, zone, vpc, subnet, tables[1], outward, child)
         self.ready = [outward, endpoint, *associations]
         return vpc.id
 
+    def _behind_nat(
+        self,
+        name: str,
+        definition: StackDefinition,
+        zone: str,
+        vpc: aws.ec2.Vpc,
+        public: aws.ec2.Subnet,
+        table: aws.ec2.RouteTable,
+        outward: aws.ec2.Route,
+        child: pulumi.ResourceOptions,
+    ) -> list[pulumi.Resource]:
+        """The zone's nodes in a private subnet, and what must exist before one boots. A destroy takes the NAT gateway
+        before its address and the route outwards: AWS would refuse these.
+        """
+        label = named(tags(definition), f"gpufleet-{definition.name}-{zone}-inner")
+        inner = aws.ec2.Subnet(
+            f"{name}-{zone}-inner",
+            vpc_id=vpc.id,
+            availability_zone=zone,
+            cidr_block=subnet_cidr(zone, inner=True),
+            tags=label,
+            opts=child,
+        )
+        address = aws.ec2.Eip(f"{name}-nat-address", domain="vpc", tags=label, opts=child)
+        nat = aws.ec2.NatGateway(
+            f"{name}-nat",
+            allocation_id=address.id,
+            subnet_id=public.id,
+            tags=label,
+            opts=pulumi.ResourceOptions.merge(child, pulumi.ResourceOptions(depends_on=[outward])),
+        )
+        route = aws.ec2.Route(
+            f"{name}-route-nat",
+            route_table_id=table.id,
+            destination_cidr_block="0.0.0.0/0",
+            nat_gateway_id=nat.id,
+            opts=child,
+        )
+        routes = aws.ec2.RouteTableAssociation(
+            f"{name}-{zone}-routes-inner", subnet_id=inner.id, route_table_id=table.id, opts=child
+        )
+        self.subnets[zone] = inner.id
+        return [route, routes]
 
-def subnet_cidr(zone: str) -> str:
-    """A /20 by the zone's letter, so that adding a zone never moves the others: us-east-2b is always 10.0.16.0/20."""
-    return str(list(VPC_CIDR.subnets(new_prefix=20))[(ord(zone[-1]) - ord("a")) % 16])
+
+def subnet_cidr(zone: str, *, inner: bool = False) -> str:
+    """A /20 by the zone's letter, so that adding a zone never moves the others: us-east-2b is always 10.0.16.0/20, and
+    10.0.144.0/20 for its private one.
+    """
+    place = (ord(zone[-1]) - ord("a")) % 8
+    return str(list(VPC_CIDR.subnets(new_prefix=20))[place + 8 if inner else place])

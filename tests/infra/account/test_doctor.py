@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,8 @@ def test_a_fleet_needs_its_largest_type_and_better_two_of_it() -> None:
     (need,), unknown = quotas.needs(fleet)
     assert (need.least, need.vcpu, need.recommended) == (4, 16, 32)
     assert unknown == ["p6-b200.48xlarge"]
+    (need,), _ = quotas.needs(replace(fleet, nodes=3))
+    assert (need.least, need.vcpu, need.recommended) == (12, 48, 64)
 
 
 @pytest.mark.parametrize(

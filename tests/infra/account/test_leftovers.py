@@ -237,3 +237,27 @@ def test_instance_profiles_and_endpoints_are_found_until_they_are_deleted(cloud:
     ec2.delete_vpc_endpoints(VpcEndpointIds=[endpoint])  # stays listed as deleted for a while
     iam.delete_instance_profile(InstanceProfileName="gpufleet-small-growth-0a1b2c3")
     assert leftovers_by_kind(stack) == {}
+
+
+def test_a_nat_gateway_and_its_address_are_billed_and_a_stranger_s_is_not_ours(
+    cloud: Cloud, stack: StackDefinition
+) -> None:
+    ec2 = cloud.client("ec2")
+    subnet = ec2.describe_subnets()["Subnets"][0]["SubnetId"]
+    tags = [{"Key": key, "Value": value} for key, value in TAGS.items()]
+    found = []
+    for own in (tags, []):
+        address = ec2.allocate_address(
+            Domain="vpc", **({"TagSpecifications": [{"ResourceType": "elastic-ip", "Tags": own}]} if own else {})
+        )["AllocationId"]
+        given = {"TagSpecifications": [{"ResourceType": "natgateway", "Tags": own}]} if own else {}
+        made = ec2.create_nat_gateway(SubnetId=subnet, AllocationId=address, **given)["NatGateway"]
+        found.append((made["NatGatewayId"], address))
+    left = leftovers_by_kind(stack)
+    assert left["NAT gateway"].id == found[0][0]
+    assert left["NAT gateway"].usd_per_month == Decimal("0.045") * 730
+    assert left["elastic address"].id == found[0][1]
+    for step in left["NAT gateway"].steps:
+        assert found[0][0] in str(step)
+    ec2.delete_nat_gateway(NatGatewayId=found[0][0])
+    assert "NAT gateway" not in leftovers_by_kind(stack)

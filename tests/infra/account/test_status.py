@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -222,3 +223,27 @@ def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys
     assert (
         capsys.readouterr().err == "gpufleet: there is no run r1 of small-growth in us-east-2: run `pulumi up` first.\n"
     )
+
+
+def test_status_of_several_nodes_says_who_waits_for_whom_and_then_who_trains(
+    cloud: Cloud, stack: StackDefinition
+) -> None:
+    two = replace(stack, fleet=replace(stack.fleet, nodes=2))
+    declare_fleet(cloud)
+    folder = declare_bucket(cloud)
+    here = {"instance": "i-1", "address": "10.0.0.1", "launched_at": 1_795_262_400.0, "state": "ready"}
+    put(cloud, folder, "gang/nodes/i-1.json", here)
+    put(cloud, folder, "gang/nodes/i-0.json", {**here, "instance": "i-0", "state": "gone"})
+    put(cloud, folder, "gang/nodes/i-9.json", {"instance": "i-9"})
+    told = stated(two)
+    assert told["together"] == (
+        "none: 1 of 2 nodes are there, since 2026-11-21 12:00:00 UTC, and wait, billed, at most 1.21 USD an hour"
+    )
+    assert told[""].startswith("gang/nodes/i-9.json: set aside")
+    for name in ("i-1", "i-2"):
+        put(cloud, folder, f"gang/nodes/{name}.json", {**here, "instance": name, "state": "busy"})
+    for number in (1, 2):
+        members = {"members": ["i-2", "i-1"], "addresses": ["10.0.0.2", "10.0.0.1"]}
+        put(cloud, folder, f"gang/{number:06d}.json", {"number": number, **members})
+    assert stated(two)["together"] == "i-2, i-1, generation 2, led by i-2"
+    assert "together" not in stated(stack)

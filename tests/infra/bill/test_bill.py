@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth
+from cost_definitions import definition, growth, on_nodes
 
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.bill import Bill
@@ -111,14 +111,14 @@ def test_each_of_a_bills_figures_is_its_own() -> None:
 
 
 def test_what_is_only_priced_is_stopped_by_no_limit() -> None:
-    plan = replace(definition(max_usd="0.10"), variant=Variant(nodes=2))
+    plan = on_nodes(replace(definition(max_usd="0.10"), variant=Variant(buffer=Decimal("0.1"))), 2)
     found = price(plan, CATALOG, runs=200)
     assert found.cap is None
     assert found.usd == found.chosen.needed_usd
     assert found.usd.p50 > Decimal("0.10")
     assert record.to_json(found)["needed"]["hours"]["p50"] == str(2 * found.chosen.needed_hours.p50)
     long = definition(capacity="on-demand", config=growth(steps_per_phase=10**7))
-    assert price(replace(long, variant=Variant(nodes=2)), CATALOG).usd.p50 > 1000
+    assert price(replace(long, variant=Variant(buffer=Decimal("0.1"))), CATALOG).usd.p50 > 1000
 
 
 def test_on_demand_stands_beside_spot() -> None:

@@ -13,13 +13,13 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from cost_definitions import definition
+from cost_definitions import definition, on_nodes
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.model import Disk, Estimate, Keep, Limits, StackDefinition, Variant
+from gpufleet.infra.definition.model import Disk, Estimate, Keep, Limits, StackDefinition
 from gpufleet.job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
@@ -81,14 +81,14 @@ def plan(
     found = definition(
         types=(type_,), region=region, capacity=capacity, root=Disk(size_gib=root_gib), keep=Keep(days=7)
     )
-    return replace(
+    found = replace(
         found,
         job=replace(found.job, parameters=config),
         storage=replace(found.storage, base_weights=weights),
         limits=Limits(max_usd=Decimal(100_000), max_hours=Decimal(10_000)),
         estimate=Estimate(efficiency=None if efficiency is None else Decimal(efficiency)),
-        variant=Variant(nodes=nodes),
     )
+    return on_nodes(found, nodes)
 
 
 def bill(asked: StackDefinition) -> Bill:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth
+from cost_definitions import definition, growth, on_nodes
 from receipt_tree import node, place, receipt
 
 from gpufleet.infra.bill import record
@@ -46,7 +46,7 @@ def in_zones(*zones: str) -> StackDefinition:
 
 
 def nodes(count: int, **changes: Any) -> StackDefinition:
-    return replace(definition(**changes), variant=Variant(nodes=count))
+    return on_nodes(definition(**changes), count)
 
 
 def flat(found: Bill) -> str:
@@ -112,10 +112,14 @@ def test_receipts_of_real_runs_are_history_and_a_rehearsals_never_is(tmp_path: P
 
 
 def test_the_break_even_hazard_of_two_nodes_is_per_node_and_these_are_lost_together() -> None:
-    one, two = bill(nodes(1)).break_even_hazard, bill(nodes(2)).break_even_hazard
+    one, two, patient = (
+        bill(each).break_even_hazard for each in (nodes(1), nodes(2, capacity_wait_minutes="0"), nodes(2))
+    )
     assert one is not None
     assert two is not None
+    assert patient is not None
     assert two == pytest.approx(one / 2**0.4, rel=0.1)
+    assert patient < two  # who is left waits for the other, billed
 
 
 def test_two_nodes_are_at_risk_of_twice_the_dollars() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost_definitions import definition
+from cost_definitions import definition, on_nodes
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +19,10 @@ from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.bill.side import Prepared, prepare
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.model import Disk, Keep, Limits, StackDefinition, Variant
+from gpufleet.infra.definition.model import Disk, Keep, Limits, StackDefinition
 from gpufleet.infra.errors import PriceMissing
 from gpufleet.infra.risk.hazard import Hazard
-from gpufleet.infra.risk.simulation import ATTEMPTS_IN_STEP, Exposure, simulate, simulate_each
+from gpufleet.infra.risk.simulation import MAX_ATTEMPTS, Exposure, simulate, simulate_each, within_limits
 from gpufleet.job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
@@ -213,7 +213,7 @@ def test_with_the_same_luck_a_longer_run_takes_no_fewer_hours(run: Exposure, lon
     even = replace(run, saves_fit=(True, True, True), max_usd=None)
     long = replace(even, phase_ends_h=tuple(end * longer for end in even.phase_ends_h))
     one, other = simulate_each([even, long], runs=200)
-    met = other.interruptions < ATTEMPTS_IN_STEP  # beyond, luck belongs to those still going
+    met = other.interruptions < MAX_ATTEMPTS  # beyond, a run is carried on as it went
     assert (one.hours <= other.hours + 1e-9)[met].all()
     assert (one.wall_hours <= other.wall_hours + 1e-9)[met].all()
     assert (one.interruptions <= other.interruptions)[met].all()
@@ -226,6 +226,17 @@ def test_simulated_together_each_run_is_what_it_is_alone(runs: list[Exposure]) -
         alone = simulate(run, runs=60)
         for name in ("usd", "hours", "wall_hours", "interruptions", "stopped", "done_h"):
             assert np.array_equal(getattr(found, name), getattr(alone, name))
+
+
+@every
+@given(run=EXPOSURES, max_hours=st.none() | st.floats(0.01, 10))
+def test_limits_laid_on_runs_without_them_give_what_a_simulation_with_them_does(
+    run: Exposure, max_hours: float | None
+) -> None:
+    run = replace(run, max_hours=max_hours)
+    found, whole = within_limits(run, simulate(run.unlimited, runs=60)), simulate(run, runs=60)
+    for name in ("usd", "metered_usd", "hours", "wall_hours", "interruptions", "stopped", "done_h"):
+        assert np.array_equal(getattr(found, name), getattr(whole, name))
 
 
 @every
@@ -268,7 +279,7 @@ def test_every_line_is_in_the_unit_of_its_price(plan: StackDefinition) -> None:
 def test_two_nodes_are_twice_the_node_lines_and_no_more_of_the_others(plan: StackDefinition, hours: float) -> None:
     hourly = options.type_costs(plan, CATALOG)[0].hourly(plan.fleet.capacity)
     assert hourly is not None
-    two = replace(plan, variant=Variant(nodes=2))
+    two = on_nodes(plan, 2)
     for one, both in zip(
         lines.node_lines(plan, CATALOG, hours, hourly), lines.node_lines(two, CATALOG, hours, hourly), strict=True
     ):

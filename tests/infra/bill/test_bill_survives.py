@@ -9,14 +9,14 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth
+from cost_definitions import definition, growth, on_nodes
 
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.model import StackDefinition, Variant
+from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.risk.closed_form import expected_hours
 from gpufleet.job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
@@ -110,6 +110,6 @@ def test_spot_at_the_price_of_on_demand_is_said() -> None:
 
 
 def test_every_hours_figure_of_two_nodes_counts_node_hours_alike() -> None:
-    tree = record.to_json(bill(replace(definition(hazard_per_hour="0"), variant=Variant(nodes=2))))
+    tree = record.to_json(bill(on_nodes(definition(hazard_per_hour="0"), 2)))
     for hours in (tree["hours"], tree["needed"]["hours"], tree["spot"]["hours"], tree["on_demand"]["hours"]):
         assert float(hours["p50"]) == pytest.approx(float(tree["uninterrupted"]["hours"]), abs=2e-4)

@@ -9,14 +9,14 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth
+from cost_definitions import definition, growth, on_nodes
 
 from gpufleet.infra.bill import doubts, fit, record
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.bill.limits import enough
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.model import Disk, Keep, Variant
+from gpufleet.infra.definition.model import Disk, Keep
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence.speeds import Expected, Speeds
 from gpufleet.infra.risk.unknown import P90
@@ -237,7 +237,7 @@ def test_gpus_that_a_steps_rows_leave_without_work_are_said(rows: int, nodes: in
     config = SftConfig()
     config = replace(config, batch=replace(config.batch, tokens=rows * config.data.row))
     plan = definition(types=("p4d.24xlarge",))
-    plan = replace(plan, job=replace(plan.job, parameters=config), variant=Variant(nodes=nodes))
+    plan = on_nodes(replace(plan, job=replace(plan.job, parameters=config)), nodes)
     assert [warning for warning in price(plan, CATALOG, runs=10).warnings if "GPUs" in warning] == said
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth
+from cost_definitions import definition, growth, on_nodes
 
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.model import Disk, Keep, Variant
+from gpufleet.infra.definition.model import Disk, Keep
 
 GOLDEN = Path(__file__).parent / "golden" / "bill.txt"
 
@@ -124,7 +123,7 @@ def test_one_listed_type_needs_no_table_of_types_and_two_do() -> None:
 
 
 def test_each_listed_type_shows_the_compute_of_all_nodes() -> None:
-    two = replace(definition(types=("g5.2xlarge", "g6e.2xlarge")), variant=Variant(nodes=2))
+    two = on_nodes(definition(types=("g5.2xlarge", "g6e.2xlarge")), 2)
     bill = price(two, load_catalog(), runs=200)
     listed = next(line for line in render(bill).splitlines() if line.startswith(bill.chosen.type))
     assert listed.split()[-2] == f"{bill.lines[0].amount}"

@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from cost_definitions import definition
+from cost_definitions import definition, on_nodes
 from repository import ROOT
 
 from gpufleet.infra.bill.bill import Bill
@@ -19,7 +19,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare.cheaper import LEAST, SHOWN, Cheaper, bill_and_cheaper, cheaper
 from gpufleet.infra.definition.loader import load
-from gpufleet.infra.definition.model import Limits, StackDefinition, Variant
+from gpufleet.infra.definition.model import Limits, StackDefinition
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.review.policy import Policy
 from gpufleet.job.spec import EXPERIMENTS
@@ -121,7 +121,7 @@ def test_a_listed_type_is_one_with_the_other_capacity() -> None:
 
 
 def test_several_nodes_are_compared_with_nothing() -> None:
-    asked = replace(definition(max_usd="20"), variant=Variant(nodes=2))
+    asked = on_nodes(definition(max_usd="20"), 2)
     assert cheaper(asked, price(asked, CATALOG), CATALOG) is None
 
 

@@ -163,10 +163,9 @@ def test_what_ran_elsewhere_is_shown_as_claimed_and_never_priced() -> None:
     assert not row.ranked
 
 
-def test_two_nodes_are_priced_twice_and_are_not_launchable() -> None:
+def test_two_nodes_are_priced_twice_and_can_be_launched() -> None:
     two, one = rows("sft-h100")["fsdp-2xh100"], rows("sft-h100")["h100-optimized"]
-    assert not two.launchable
-    assert two.why == "2 nodes: priced only, a run is one node"
+    assert (two.launchable, two.place) == (True, "p5.4xlarge x2")
     assert two.side is not None
     assert one.side is not None
     assert two.side.lines[0].quantity == pytest.approx(
@@ -199,7 +198,7 @@ def test_a_sweep_is_priced_by_its_work_within_the_hour_that_was_meant_for_it() -
 def test_a_type_whose_gpu_the_image_cannot_use_is_marked_with_its_price() -> None:
     definition, _ = stack("two-tower")
     option = type_cost(definition, load_catalog(), "p3dn.24xlarge")
-    assert "compute capability 7.0" in compare_rows._unlaunchable(option, "us-east-1", 1)
+    assert "compute capability 7.0" in compare_rows._unlaunchable(option, "us-east-1")
 
 
 def test_a_type_with_fewer_gpus_than_the_job_asks_for_is_no_option_as_its_file_would_be_refused() -> None:
@@ -276,8 +275,8 @@ def test_a_type_that_is_not_offered_in_the_region_is_marked() -> None:
     option = type_cost(stack("tinystories-growth")[0], load_catalog(), "g5.2xlarge")
     assert option.instance is not None
     elsewhere = replace(option, instance=replace(option.instance, regions=(E1,)))
-    assert compare_rows._unlaunchable(elsewhere, W2, 1) == f"not offered in {W2}"
-    assert compare_rows._unlaunchable(elsewhere, E1, 1) == ""
+    assert compare_rows._unlaunchable(elsewhere, W2) == f"not offered in {W2}"
+    assert compare_rows._unlaunchable(elsewhere, E1) == ""
 
 
 def test_a_held_node_is_billed_for_its_hours_and_not_for_its_work() -> None:
@@ -467,10 +466,9 @@ def test_the_matrix_has_a_line_for_every_scenario_with_measured_criteria() -> No
 
 
 def test_the_scenario_table_says_what_does_not_launch_or_is_over_its_limit() -> None:
-    text = compare_table.scenarios(list(rows("sft-h100").values()))
-    line = next(line for line in text.splitlines() if line.startswith("fsdp-2xh100"))
+    text = compare_table.scenarios(list(rows("two-tower").values()))
+    line = next(line for line in text.splitlines() if line.startswith("o-p3.8x"))
     assert "NOT LAUNCHABLE" in line
-    assert "100.00" in line
 
 
 def test_no_dollars_are_shown_as_none() -> None:
@@ -518,3 +516,27 @@ def test_what_was_learned_of_a_type_moves_its_spot_rows_alone() -> None:
     moved = {key for key in plain if plain[key].usd != learned[key].usd}
     assert moved == {("g5.2xlarge", "spot")}
     assert (learned["g5.2xlarge", "spot"].interruptions or 0) > (plain["g5.2xlarge", "spot"].interruptions or 0)
+
+
+def test_a_work_s_own_types_are_ranked_on_several_nodes_too_and_others_are_not() -> None:
+    definition, _ = stack("pretrain-d64")
+    found = ranking.every_option(definition, [], load_catalog())
+    places = {(row.type, row.nodes) for row in found}
+    assert {("p5.48xlarge", count) for count in (1, 2, 4, 8)} <= places
+    assert {nodes for type_, nodes in places if type_ != "p5.48xlarge"} == {1}
+    one, two = (
+        next(row for row in found if (row.place, row.capacity) == (place, "on-demand"))
+        for place in ("p5.48xlarge", "p5.48xlarge x2")
+    )
+    assert one.side is not None
+    assert two.side is not None
+    assert two.wall_hours is not None
+    assert two.usd is not None
+    assert one.usd is not None
+    assert two.usd.p50 > one.usd.p50
+    assert one.side.runtime.phases[0].step_ms / two.side.runtime.phases[0].step_ms == pytest.approx(1.11, abs=0.01)
+
+
+def test_a_job_for_one_node_is_not_ranked_on_more() -> None:
+    definition, _ = stack("two-tower")
+    assert ranking.node_counts(definition, definition.fleet.instance_types[0], load_catalog()) == [1]

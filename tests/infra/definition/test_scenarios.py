@@ -41,7 +41,6 @@ def test_a_scenario_to_run_is_the_file_with_its_keys_laid_over() -> None:
     ("stack", "scenario", "said"),
     [
         ("tinystories-growth", "mac-100-b8", "ran elsewhere"),
-        ("sft-h100", "fsdp-2xh100", "several nodes"),
         ("kernel-sft", "plan-8.5h", "holds its node"),
         ("kernel-sft", "conservatve", "Nearest: conservative"),
     ],
@@ -49,6 +48,16 @@ def test_a_scenario_to_run_is_the_file_with_its_keys_laid_over() -> None:
 def test_what_is_there_only_to_be_priced_is_not_run(stack: str, scenario: str, said: str) -> None:
     with pytest.raises(GpufleetError, match=said):
         one(ROOT / "stacks" / f"{stack}.yaml", scenario, now=NOW)
+
+
+def test_scenarios_name_nodes_as_the_file_does_or_as_in_0_1_0(tmp_path: Path) -> None:
+    assert one(ROOT / "stacks" / "sft-h100.yaml", "fsdp-2xh100", now=NOW).nodes == 2
+    file = tmp_path / "sft-h100.yaml"
+    text = (ROOT / "stacks" / "sft-h100.yaml").read_text()
+    file.write_text(
+        text.replace("fleet: {nodes: 2, zones: [us-east-1a]}", "fleet: {zones: [us-east-1a]}\n    nodes: 2")
+    )
+    assert one(file, "fsdp-2xh100", now=NOW).nodes == 2
 
 
 def test_every_configuration_of_two_tower_can_be_run() -> None:
@@ -68,7 +77,7 @@ SECTIONS = {
     "scenarios:\n  a: 3": "scenarios.a",
     "scenarios:\n  Upper: {}": "a name of 1 to 40",
     "scenarios:\n  a: {nodse: 2}": "Nearest: nodes",
-    "scenarios:\n  a: {nodes: 0}": "from 1 to 64",
+    "scenarios:\n  a: {nodes: 0}": "from 1 to 16",
     "scenarios:\n  a: {hold_hours: -1}": "hold_hours",
     "scenarios:\n  a: {claim: {hours: many}}": "claim.hours",
     "scenarios:\n  a: {run: {id: r2}}": "note, claim",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from command_files import several_nodes
 from declared_world import Declared, declare
 from pulumi._types import input_type_py_to_pulumi_names
 from repository import ROOT
@@ -95,10 +96,15 @@ def declared(tmp_path_factory: pytest.TempPathFactory) -> Declared:
 
 
 @pytest.fixture(scope="module")
-def passed(declared: Declared) -> list[Argument]:
+def over_all_cards(tmp_path_factory: pytest.TempPathFactory) -> Declared:
+    return declare(tmp_path_factory.mktemp("nodes") / "project", "pretrain-d64", several_nodes("all"))
+
+
+@pytest.fixture(scope="module")
+def passed(declared: Declared, over_all_cards: Declared) -> list[Argument]:
     return [
         argument
-        for each in declared.resources
+        for each in (*declared.resources, *over_all_cards.resources)
         for argument in arguments(resource_class(each["type"]), each["inputs"], each["type"].split(":")[-1])
     ]
 
@@ -160,5 +166,7 @@ def test_the_embedded_aws_replaces_on_documented_properties_only() -> None:
         assert {path.split(".")[0] for path in handler.replaces} <= known, token
 
 
-def test_the_embedded_aws_has_what_the_program_declares_and_nothing_else(declared: Declared) -> None:
-    assert declared.kinds | {"aws:s3/bucketObjectv2:BucketObjectv2"} == set(HANDLERS)
+def test_the_embedded_aws_has_what_the_program_declares_and_nothing_else(
+    declared: Declared, over_all_cards: Declared
+) -> None:
+    assert declared.kinds | over_all_cards.kinds | {"aws:s3/bucketObjectv2:BucketObjectv2"} == set(HANDLERS)

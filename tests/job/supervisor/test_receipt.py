@@ -212,6 +212,34 @@ def test_a_bill_of_one_figure_has_no_range_to_be_inside_of(run: RunFile) -> None
     assert "no range to be inside of ($0.2000 to $0.2000)" in shown(made)
 
 
+def test_storage_transfer_and_logs_are_what_the_run_has_left(tmp_path: Path) -> None:
+    tree = runs.tree()
+    lines = [*tree["estimate"]["lines"]]
+    for name, item, quantity, price in (
+        ("S3 storage", "s3_storage", "3.0", "0.023"),
+        ("transfer of results", "transfer_out", "10", "0.09"),
+        ("logs", "logs_ingestion", "0.01", "0.5"),
+    ):
+        line = {"name": name, "kind": "fixed", "item": item, "quantity": quantity, "unit_price": price}
+        lines.append({**line, "amount": str(Decimal(quantity) * Decimal(price))})
+    tree["estimate"] = {**tree["estimate"], "lines": lines, "kept": {"days": 73}}
+    made = receipt.build(
+        load(runs.place(tmp_path, tree)),
+        [attempt(1800)],
+        DONE,
+        objects={"ckpt/step_00000100/model.pt": 6 * 10**9, "final/model.pt": 4 * 10**9, "job.log": 10**8},
+    )
+    found = {line.name: line for line in made.lines if line.note != "as in the bill"}
+    inputs = sum(file["bytes"] for file in tree["inputs"]["dataset"]["files"]) / 10**9
+    stored = Decimal(f"{(10.1 + inputs) * 73 * 24 / 730:.4f}")  # GB-months
+    assert found["S3 storage"].actual == pytest.approx(stored * Decimal("0.023"), abs=Decimal("0.0001"))
+    assert found["S3 storage"].note == f"{stored} of 3.0000"
+    assert found["transfer of results"].actual == Decimal("0.3690")  # 4.1 GB
+    assert found["logs"].actual == Decimal("0.0500")
+    assert sum(line.actual for line in made.lines) == made.actual
+    assert sum(made.causes.values()) == made.difference
+
+
 def test_what_aws_reports_later_is_said_to_be_as_in_the_bill(run: RunFile) -> None:
     lines = {line["name"]: line for line in build(run, attempt(1800))["lines"]}
     assert lines["S3 storage"] == {

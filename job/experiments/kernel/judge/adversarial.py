@@ -45,7 +45,8 @@ def _then_honest(acts: str) -> str:
 def _with_new_memory(body: str, more: str = "") -> str:
     """A kernel that also gets memory of one element which nobody has written to."""
     text = source(BY_NAME["sigmoid"], body=body).replace("out_ptr, n,", "out_ptr, new_ptr, n,")
-    return text.replace("x, out, n,", "x, out, torch.empty(1), n,").replace("\n\n\ndef", f"{more}\n\n\ndef")
+    text = text.replace("x, out, n,", "x, out, torch.empty(1, device=x.device), n,")
+    return text.replace("\n\n\ndef", f"{more}\n\n\ndef")
 
 
 _SPLIT = BY_NAME["silu"]

@@ -41,6 +41,8 @@ BROADCASTS = "torch.fx.experimental.symbolic_shapes"  # of torch.broadcast_shape
 FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # more than a core's own caches; more than an H100's 50 MB L2, 5 times
 _clock, _cpu, _usage = time.perf_counter, time.process_time, resource.getrusage  # as they are before a candidate comes
 _Event: Any = torch.cuda.Event
+_hold: Any = torch.cuda._sleep
+HOLD_CYCLES = 2_000_000  # about a millisecond: many times what a call's launches take in Python
 # A launch that costs what those of candidates cost in Python, of a kernel that does nothing.
 NOTHING = f"""
 import triton
@@ -139,8 +141,9 @@ class Harness:
         return [tensor.roll(shift) if shift else tensor for tensor, shift in zip(self.given, self.shifts, strict=True)]
 
     def _trial(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """One timed call, or an `empty` launch. Seconds by events on the stream, or by the clock on a CPU. With `ops`
-        the torch functions that it calls are listed, which takes time.
+        """One timed call, or an `empty` launch. Seconds by the clock on a CPU, on a GPU by events on a stream held back
+        until the call has launched its kernels: else the time between them, which is Python's, would be theirs. With
+        `ops` the torch functions that it calls are listed, which takes time.
         """
         call = self._nothing(head["empty"]) if head.get("empty") else self.entry
         Harness.turn += not head.get("empty")
@@ -150,6 +153,7 @@ class Harness:
         with self.ops or nullcontext():
             if self.device.type == "cuda":
                 start, end = (_Event(enable_timing=True) for _ in range(2))
+                _hold(HOLD_CYCLES)
                 start.record()
                 self.output = call(*self.inputs)
                 end.record()

@@ -5,9 +5,11 @@ timed before and after the candidate; where its two medians differ by more than 
 and after TRIES there is no speed-up rather than a wrong one. Slow programs get fewer trials, so that the tries fit into
 the stage's time.
 
-An empty launch is what the program's own launches cost besides their work: of a Triton kernel that does nothing for a
-candidate, which pays for Triton's launcher in Python, and of an eager operation on one element for the reference. So it
-is kernels that are compared, and not a launcher with a dispatcher. What else a program does in Python is its own.
+On a GPU the stream is held while a call launches its kernels, so that it is kernels that are compared, and not a
+launcher with a dispatcher (without, 18 of 20 right kernels got no speed-up on an H100). What takes Python longer than
+that is the program's own. On a CPU, where kernels are interpreted, an empty launch is what the program's launches cost
+besides their work: of a Triton kernel that does nothing for a candidate, and of an eager operation on one element for
+the reference.
 
 No call gets what one before it got: the inputs are moved on within the same memory by numbers that the judge draws, so
 a remembered result is a wrong one, however it is remembered, and finding that out is part of the time. Between the

@@ -194,8 +194,8 @@ def said(process: Process, names: str, way: str) -> str:
 
 @contextmanager
 def contained(workers: Workers, *, compiles: bool = False) -> Iterator[Process]:
-    """A candidate's process, beside another's."""
-    with workers.start(memory_bytes=1e9, compiles=compiles) as process:
+    """A candidate's process, beside another's. One that has started CUDA takes a gigabyte."""
+    with workers.start(memory_bytes=4e9, compiles=compiles) as process:
         if not process.isolated:
             pytest.skip("this kernel allows no namespaces here")
         with workers.start(memory_bytes=1e9, compiles=True):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kernel_judge import SEED, honest
+from kernel_judge import SEED, honest, judged, scratch
 
-from gpufleet.job.experiments.kernel.judge import ablation, catalog, tasks, timing, wire
+from gpufleet.job.experiments.kernel.judge import ablation, catalog, child, tasks, timing, wire
 from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.worker import Workers
 
 RELU = catalog.BY_NAME["relu"]
 
@@ -319,3 +321,32 @@ def test_every_call_that_is_timed_gets_other_inputs_and_which_are_checked_is_not
     assert course("a") == (shifts, checked)
     assert course("b")[0] != shifts
     assert course("b")[1] != checked
+
+
+def test_a_gpu_is_held_until_the_call_has_launched_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    acts: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            acts.append("event")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 2.0
+
+    monkeypatch.setattr(child, "_Event", Event)
+    monkeypatch.setattr(child, "_hold", lambda cycles: acts.append("hold"))
+    monkeypatch.setattr(child.Harness, "_sync", lambda harness: acts.append("wait"))
+    harness = child.Harness(torch.device("cuda"))
+    harness.entry = lambda: acts.append("call")
+    assert harness._trial({"do": "trial"}, [])[0] == {"seconds": 0.002}
+    assert acts == ["hold", "event", "call", "event", "wait"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels are fast on a GPU alone")
+def test_a_right_kernel_gets_its_speed_up_on_a_gpu(tmp_path: Path) -> None:
+    with Workers(scratch(tmp_path), gpus=True) as workers:
+        found = judged(workers, honest("relu"), memory_gb=8.0, trials=20)
+    assert found.passed
+    assert found.speedup is not None, found.reason

@@ -1,0 +1,93 @@
+"""What a definition of several nodes may not say, all of it at once; and what its limits mean then."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from command_files import command_file, several_nodes
+from repository import ROOT
+
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import DefinitionError
+from gpufleet.infra.program.run_guard import creation_digest, timer_seconds
+
+NOW = datetime(2026, 11, 26, tzinfo=UTC)
+FLEET = "  nodes: 2\n  cards: one\n"
+
+
+def read(folder: Path, text: str, name: str = "pretrain-d64") -> StackDefinition:
+    file = folder / f"{name}.yaml"
+    file.write_text(text)
+    return load(file, now=NOW)
+
+
+def problems(folder: Path, text: str, name: str = "pretrain-d64") -> dict[str, str]:
+    with pytest.raises(DefinitionError) as refused:
+        read(folder, text, name)
+    return {each.path: each.allowed for each in refused.value.problems}
+
+
+def test_two_nodes_of_one_type_in_one_zone_are_accepted(tmp_path: Path) -> None:
+    found = read(tmp_path, several_nodes("all"))
+    assert (found.nodes, found.fleet.cards) == (2, "all")
+
+
+def test_zones_types_and_gpus_are_told_together(tmp_path: Path) -> None:
+    text = several_nodes("one").replace("[us-east-2a]", "[us-east-2a, us-east-2b]")
+    text = text.replace("[p5.48xlarge]", "[p5.48xlarge, p5en.48xlarge]")
+    text = text.replace("    steps: 5000", "    gpus: 4\n    steps: 5000")
+    found = problems(tmp_path, text)
+    assert set(found) == {"fleet.zones", "fleet.instance_types", "job.parameters.gpus"}
+    assert found["job.parameters.gpus"] == "all 8 of p5.48xlarge, where fleet.nodes is 2"
+
+
+@pytest.mark.parametrize("name", ["tinystories-growth", "two-tower", "kernel-sft"])
+def test_a_job_that_several_nodes_do_not_help_has_one(tmp_path: Path, name: str) -> None:
+    text = (ROOT / "stacks" / f"{name}.yaml").read_text()
+    text = text.replace("  capacity: spot\n", "  capacity: spot\n  nodes: 2\n", 1)
+    found = problems(tmp_path, text, name)
+    assert found["fleet.nodes"].startswith("1 for this job: it")
+
+
+def test_more_gpus_than_a_step_has_rows_are_refused(tmp_path: Path) -> None:
+    text = (
+        several_nodes("one")
+        .replace("nodes: 2", "nodes: 16")
+        .replace("    steps: 5000", "    batch: {rows: 64}\n    steps: 5000")
+    )
+    assert problems(tmp_path, text)["fleet.nodes"] == "at most 8: a step has 64 rows"
+
+
+@pytest.mark.parametrize(("old", "new", "said"), [
+    ("p5.48xlarge", "p5.4xlarge", "no further network card"),
+    ("nodes: 2", "nodes: 1", "where fleet.nodes is 1"),
+])  # fmt: skip
+def test_all_cards_want_several_nodes_and_several_cards(tmp_path: Path, old: str, new: str, said: str) -> None:
+    text = several_nodes("all").replace(old, new).replace("layers: 44", "layers: 20")
+    assert said in problems(tmp_path, text)["fleet.cards"]
+
+
+def test_hours_count_all_nodes_so_timer_and_expiry_are_a_share_of_them(tmp_path: Path) -> None:
+    two = read(tmp_path, several_nodes("one"))
+    one = read(tmp_path, several_nodes("one").replace(FLEET, ""))
+    hours = float(two.limits.max_hours)
+    margin = timer_seconds(one) - hours * 3600
+    assert timer_seconds(two) == 1.5 * hours / 2 * 3600 + margin
+    assert two.limits.expiry(NOW, 2) - NOW == timedelta(hours=hours / 2 + 24)
+
+
+def test_a_file_without_the_keys_is_the_run_that_it_was_before_them(tmp_path: Path) -> None:
+    one = read(tmp_path, several_nodes("one").replace(FLEET, ""))
+    said = read(tmp_path, several_nodes("one").replace("nodes: 2", "nodes: 1"))
+    assert creation_digest(one) == creation_digest(said)
+    assert creation_digest(one) != creation_digest(read(tmp_path, several_nodes("one")))
+
+
+def test_a_command_says_which_node_it_is(tmp_path: Path) -> None:
+    told = load(command_file(tmp_path, command="torchrun --node-rank {node_rank} train.py"), now=NOW)
+    alone = load(command_file(tmp_path, name="alone"), now=NOW)
+    assert told.job.parameters.says_which_node()
+    assert not alone.job.parameters.says_which_node()

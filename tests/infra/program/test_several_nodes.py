@@ -1,0 +1,112 @@
+"""What several nodes of one run need beside what one does, argument by argument; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_files import several_nodes
+from declared_world import Declared, declare
+
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.rehearsal.handlers.table import UNKNOWN
+
+TEMPLATE, FLEET = "aws:ec2/launchTemplate:LaunchTemplate", "aws:ec2/fleet:Fleet"
+INGRESS, EGRESS = (f"aws:vpc/securityGroup{way}Rule:SecurityGroup{way}Rule" for way in ("Ingress", "Egress"))
+NAT, ADDRESS, SUBNET = "aws:ec2/natGateway:NatGateway", "aws:ec2/eip:Eip", "aws:ec2/subnet:Subnet"
+TABLE, ROUTE = "aws:ec2/routeTable:RouteTable", "aws:ec2/route:Route"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Declared:
+    found = declare(tmp_path_factory.mktemp("two") / "project", "pretrain-d64", several_nodes("one"))
+    assert found.result.ok, found.result.text
+    return found
+
+
+@pytest.fixture(scope="module")
+def over_all(tmp_path_factory: pytest.TempPathFactory) -> Declared:
+    found = declare(tmp_path_factory.mktemp("all") / "project", "pretrain-d64", several_nodes("all"))
+    assert found.result.ok, found.result.text
+    return found
+
+
+def test_the_fleet_keeps_both_nodes_in_one_zone_of_one_type(two: Declared) -> None:
+    fleet = two.one(FLEET)
+    assert fleet["targetCapacitySpecification"]["totalTargetCapacity"] == 2
+    assert len(fleet["launchTemplateConfigs"][0]["overrides"]) == 1
+    assert (fleet["type"], fleet["terminateInstances"]) == ("maintain", True)
+    assert fleet["excessCapacityTerminationPolicy"] == "termination"
+
+
+def test_nodes_reach_each_other_and_nobody_else_reaches_them(two: Declared) -> None:
+    (ingress,) = two.inputs(INGRESS)
+    inner, outward = sorted(two.inputs(EGRESS), key=lambda each: each["ipProtocol"])
+    for rule in (ingress, inner):
+        assert rule["ipProtocol"] == "-1"
+        assert rule["referencedSecurityGroupId"] == rule["securityGroupId"] == UNKNOWN
+        assert not {"fromPort", "toPort", "cidrIpv4"} & set(rule)
+    assert (outward["ipProtocol"], outward["fromPort"], outward["toPort"]) == ("tcp", 443, 443)
+
+
+def test_over_one_card_a_node_has_efa_a_public_address_and_no_subnet_of_its_own(two: Declared) -> None:
+    template = two.one(TEMPLATE)
+    assert "vpcSecurityGroupIds" not in template  # the two exclude each other
+    assert template["networkInterfaces"] == [
+        {
+            "deviceIndex": 0,
+            "networkCardIndex": 0,
+            "interfaceType": "efa",
+            "securityGroups": [UNKNOWN],
+            "associatePublicIpAddress": "true",
+            "deleteOnTermination": "true",
+        }
+    ]
+    assert not two.kinds & {NAT, ADDRESS}
+
+
+def test_a_type_without_efa_has_a_plain_interface(tmp_path: Path) -> None:
+    text = several_nodes("one").replace("[p5.48xlarge]", "[g6e.4xlarge]").replace("layers: 44", "layers: 8")
+    found = declare(tmp_path / "project", "pretrain-d64", text)
+    assert found.result.ok, found.result.text
+    (interface,) = found.one(TEMPLATE)["networkInterfaces"]
+    assert "interfaceType" not in interface
+
+
+def test_over_all_cards_each_has_one_interface_and_the_node_no_public_address(over_all: Declared) -> None:
+    interfaces = over_all.one(TEMPLATE)["networkInterfaces"]
+    assert len(interfaces) == load_catalog().instances["p5.48xlarge"].network_cards == 32
+    assert [each["networkCardIndex"] for each in interfaces] == list(range(32))
+    assert [(each["deviceIndex"], each["interfaceType"]) for each in interfaces[:3]] == [
+        (0, "efa"), (1, "efa-only"), (1, "efa-only"),
+    ]  # fmt: skip
+    assert not any("associatePublicIpAddress" in each for each in interfaces)
+
+
+def test_a_first_card_without_efa_is_a_plain_interface(tmp_path: Path) -> None:
+    text = several_nodes("all").replace("p5.48xlarge", "p6-b300.48xlarge").replace("us-east-2", "us-west-2")
+    found = declare(tmp_path / "project", "pretrain-d64", text)
+    assert found.result.ok, found.result.text
+    interfaces = found.one(TEMPLATE)["networkInterfaces"]
+    assert len(interfaces) == 17
+    assert "interfaceType" not in interfaces[0]
+    assert {each["interfaceType"] for each in interfaces[1:]} == {"efa-only"}
+
+
+def test_over_all_cards_nodes_are_in_a_private_subnet_behind_a_nat_gateway(over_all: Declared) -> None:
+    public, inner = sorted(over_all.inputs(SUBNET), key=lambda each: not each.get("mapPublicIpOnLaunch"))
+    assert (public["cidrBlock"], inner["cidrBlock"]) == ("10.0.0.0/20", "10.0.128.0/20")
+    assert "mapPublicIpOnLaunch" not in inner
+    assert over_all.one(ADDRESS)["domain"] == "vpc"
+    assert set(over_all.one(NAT)) >= {"allocationId", "subnetId"}
+    out, nat = sorted(over_all.inputs(ROUTE), key=lambda each: "natGatewayId" in each)
+    assert ("gatewayId" in out, "gatewayId" in nat) == (True, False)
+    assert len(over_all.inputs(TABLE)) == len(over_all.one("aws:ec2/vpcEndpoint:VpcEndpoint")["routeTableIds"]) == 2
+
+
+def test_in_a_given_vpc_the_ways_out_of_its_subnets_are_its_owner_s(tmp_path: Path) -> None:
+    given = "account: {vpc: {id: vpc-0123456789abcdef0, subnets: {us-east-2a: subnet-0123456789abcdef0}}}\n"
+    found = declare(tmp_path / "project", "pretrain-d64", f"{several_nodes('all')}\n{given}")
+    assert found.result.ok, found.result.text
+    assert not found.kinds & {NAT, ADDRESS, SUBNET, TABLE}
+    assert found.kinds >= {INGRESS, EGRESS}
