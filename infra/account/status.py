@@ -23,7 +23,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import attempt, bucket, reading
 from gpufleet.job.contract.commit import BEST, Best
-from gpufleet.job.contract.gang import Generation, Presence
+from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.contract.reading import DoubtError, epoch
 from gpufleet.job.contract.receipt import start_up
 from gpufleet.job.supervisor.gang import LOST_S
@@ -139,7 +139,7 @@ def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Iter
                 if presence.state != "gone" and (now - each.written).total_seconds() <= LOST_S:
                     there[presence.instance] = presence
             elif bucket.GENERATION_KEY.fullmatch(each.name):
-                found = Generation.from_json(tree)
+                found = GangGeneration.from_json(tree)
                 newest = found if newest is None or found.number > newest.number else newest
         except DoubtError as why:
             odd.append(f"            {each.name}: set aside: {why}")
