@@ -478,7 +478,7 @@ class Luck:
         """The numbers of the runs `active`, which counts through the runs of several exposures."""
         run = active if active[-1] < self.runs else active % self.runs
         if attempt >= ATTEMPTS_IN_STEP:
-            return self._late_draws(run, attempt)
+            return self._draw_attempt(run, attempt)
         while len(self._in_step) <= attempt:
             self._in_step.append(self._draw_in_step())
         luck = self._in_step[attempt]
@@ -491,7 +491,7 @@ class Luck:
         missed, lost = self._rng.random((2, self.runs))
         return NodeLuck(life, wait, self._uneven.standard_normal(self.runs), missed, lost)
 
-    def _late_draws(self, run: Indices, attempt: int) -> NodeLuck:
+    def _draw_attempt(self, run: Indices, attempt: int) -> NodeLuck:
         at = (np.arange(5)[:, None] + 5 * (run + self.runs * attempt)).astype(np.uint64)
         mixed = self._late + at * _WEYL
         mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1

@@ -10,6 +10,7 @@ ZONE = "GPUFLEET_ZONE"
 LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # seconds since the machine booted, when the node's program began
 PULLED_S = "GPUFLEET_PULLED_S"  # how long the node took to pull the images
+GBPS = "GPUFLEET_GBPS"  # of the cards by which they meet
 ADDRESS = "GPUFLEET_ADDRESS"  # of a run on several nodes: where the others reach this one
 JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for what trains when it is asked to
 USER_PATH = "GPUFLEET_USER_PATH"  # without containers: where a command's own programs are, its Python first of all

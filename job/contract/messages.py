@@ -185,6 +185,12 @@ class Preflight(Message):
     FILE = workdir.PREFLIGHT
     ranks: tuple[Any, ...] = ()
     problems: tuple[str, ...] = ()
+    between_gb_s: float | None = None  # of a node to the others; None: there are none, or it was not measured
+
+    def write(self, folder: Path) -> None:
+        """As any, without what there is only between several nodes."""
+        tree = asdict(self)
+        atomic.write_json(folder / self.FILE, {key: tree[key] for key in tree if tree[key] is not None})
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:

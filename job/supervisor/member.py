@@ -164,7 +164,9 @@ class GangMember(Supervisor):
         self._tell_spent(self.clock())
         now = self.clock()
         self._stepped, self._seen_save, self.progress.grew_at = (0, now), (self.resumed_step, now), now
-        self._child = self.world.start(self.rung, Rendezvous.of_member(generation, rank))
+        listed = self.run_file.prices.get(self.node.type)
+        meeting = Rendezvous.of_member(generation, rank, listed.gbps if listed else 0.0)
+        self._child = self.world.start(self.rung, meeting)
         while (code := self._child.poll()) is None:
             self._tick()
             if self._child is not None and (why := self._why_over(generation)) is not None:

@@ -21,9 +21,10 @@ class Rendezvous:
     master: str
     port: int
     number: int = 1
+    gbps: float = 0.0  # of the cards by which they meet; 0: not known
 
     @classmethod
-    def of_member(cls, generation: GangGeneration, rank: int) -> Rendezvous:
+    def of_member(cls, generation: GangGeneration, rank: int, gbps: float = 0.0) -> Rendezvous:
         """That of the member with this rank."""
         return cls(
             nodes=len(generation.members),
@@ -31,6 +32,7 @@ class Rendezvous:
             master=generation.addresses[0],
             port=FIRST_PORT + generation.number % PORTS,
             number=generation.number,
+            gbps=gbps,
         )
 
     @property
@@ -44,7 +46,8 @@ class Rendezvous:
         """What a command is told, and which interface gloo takes: of several it takes any."""
         told = {"nodes": self.nodes, "node_rank": self.rank, "master": self.master, "port": self.port}
         named = {environment.COMMAND[name]: str(value) for name, value in told.items()}
-        return {**named, "GLOO_SOCKET_IFNAME": interface(self.master), "FI_EFA_USE_HUGE_PAGE": "0"}
+        cards = {environment.GBPS: f"{self.gbps:g}"} if self.gbps else {}
+        return {**named, **cards, "GLOO_SOCKET_IFNAME": interface(self.master), "FI_EFA_USE_HUGE_PAGE": "0"}
 
 
 def interface(master: str, routes: Path = ROUTES) -> str:

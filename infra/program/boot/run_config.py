@@ -29,11 +29,21 @@ def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any
         deadline=None if limits.deadline is None else expires,
         expires=expires,
         capacity=definition.fleet.capacity,
-        rates=record.rates(bill),
+        rates=_rates(definition, bill),
         extras=record.extras(bill),
         estimate=record.to_json(bill),
         predicted=record.predicted(bill),
         inputs=inputs,
         nodes=definition.nodes,
         image=definition.job.image if definition.job.parameters.code_may_change else None,
+        nodes=definition.fleet.nodes,
     )
+
+
+def _rates(definition: StackDefinition, bill: Bill) -> dict[str, Any]:
+    """With what several nodes find out by whether EFA is in use."""
+    rates, fleet = record.rates(bill), definition.fleet
+    for option in bill.types if fleet.nodes > 1 else ():
+        if option.type in rates and option.instance.has_efa(fleet.cards):
+            rates[option.type]["gbps"] = option.instance.between_nodes_gbps(fleet.cards)
+    return rates

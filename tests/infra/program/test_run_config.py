@@ -86,6 +86,17 @@ def test_run_estimate_and_inputs_are_there(definition: StackDefinition, bill: Bi
     assert read["inputs"] == INPUTS
 
 
+def test_several_nodes_are_told_how_many_they_are_and_how_fast_their_cards(
+    definition: StackDefinition, bill: Bill
+) -> None:
+    assert "nodes" not in written(definition, bill)
+    pair = load(ROOT / "stacks/sft-h100.yaml", now=datetime(2026, 11, 21, tzinfo=UTC))
+    pair = replace(pair, fleet=replace(pair.fleet, nodes=2, zones=pair.fleet.zones[:1]))
+    read = written(pair, price(pair, load_catalog(), dataset_bytes=DATASET_BYTES, runs=50))
+    assert read["nodes"] == 2
+    assert {name: row.get("gbps") for name, row in read["rates"].items()} == {"p5.4xlarge": 100.0}
+
+
 def test_the_same_run_is_the_same_bytes(definition: StackDefinition, bill: Bill) -> None:
     again = price(definition, load_catalog(), dataset_bytes=DATASET_BYTES, runs=200)
     reordered = {"dataset": INPUTS["dataset"], "archive": INPUTS["archive"]}

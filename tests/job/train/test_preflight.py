@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_world
 import runs
 import torch
 import train_world as world
@@ -23,7 +24,7 @@ from gpufleet.job import atomic, gpus
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.spec import from_json
 from gpufleet.job.supervisor.machine import DriverGpu
-from gpufleet.job.train import preflight
+from gpufleet.job.train import parallel, preflight
 from gpufleet.job.train.device import Device, NodeRefusedError, PeerRefusedError, choose
 from gpufleet.job.train.parallel import World
 from gpufleet.job.train.preflight import Measured, judge, parse_clocks
@@ -172,6 +173,26 @@ def test_a_run_that_may_refuse_no_more_goes_on_with_a_warning(tmp_path: Path, mo
     assert "warning: this node would be refused, as others were before it" in said[-1]
     preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append, hung=said.append)
     assert len(calls) == 2  # a restart within the attempt does not measure again
+
+
+@pytest.mark.parametrize(("gb_s", "gbps", "refused"), [(5.0, 100.0, False), (4.9, 100.0, True), (4.9, 0.0, False)])
+def test_nodes_that_meet_without_efa_are_refused_with_the_figures(gb_s: float, gbps: float, refused: bool) -> None:
+    said = preflight.judge_between(gb_s, gbps)
+    assert bool(said) is refused
+    if said:
+        assert said[0].startswith("EFA is not in use: 4.9 GB/s from a node to the others, 39% of its cards' 100 Gb/s")
+
+
+def summed(number: int, size: int, port: int) -> None:
+    """A rank's process on a node of its own."""
+    rank_world.environment(number, size, port, nodes=2)
+    world = parallel.join("cpu")
+    assert preflight.between_gb_s(CPU, world) > 0
+    world.close()
+
+
+def test_what_nodes_send_each_other_is_measured_by_a_sum() -> None:
+    assert rank_world.launched(summed, 2, limit_s=60) == [0, 0]
 
 
 class SecondOfTwo(World):
