@@ -34,7 +34,6 @@ def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any
         estimate=record.to_json(bill),
         predicted=record.predicted(bill),
         inputs=inputs,
-        nodes=definition.nodes,
         image=definition.job.image if definition.job.parameters.code_may_change else None,
         nodes=definition.fleet.nodes,
     )
