@@ -48,6 +48,7 @@ class Job:
 
 Capacity = Literal["spot", "on-demand"]
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
+Fallback = Literal["none", "on-demand"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,13 @@ class Fleet:
     zones: tuple[str, ...]
     instance_types: tuple[str, ...]
     capacity: Capacity = "spot"
+    fallback: Fallback = field(default="none", metadata={"later": True})  # once spot would miss the deadline
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether a second fleet stands by, on demand."""
+        return self.fallback == "on-demand"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -200,7 +200,7 @@ def creation_digest(definition: StackDefinition) -> str:
     taken = {
         "run": asdict(definition.run),
         "job": {key: value for key, value in _digested(definition.job).items() if value is not None},
-        "fleet": {**asdict(definition.fleet), "instance_types": sorted(kinds), "zones": sorted(zones)},  # sets
+        "fleet": {**_digested(definition.fleet), "instance_types": sorted(kinds), "zones": sorted(zones)},  # sets
         "disks": [
             asdict(definition.storage.root),
             asdict(definition.storage.data) if definition.storage.data else None,
