@@ -46,6 +46,7 @@ class Fallback:
     on_time: float
     switched: float
     missing: float  # switched, and found no on-demand capacity
+    paid_from_start: bool  # max_usd pays for all of the work on demand
     unpaid: float  # wanted to switch when max_usd no longer paid for the rest
 
     @property
@@ -117,6 +118,7 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
         on_time=float((in_time * (1 - missing)).mean()),
         switched=float((begun.stopped & ~unpaid).mean()),
         missing=float(missing.mean()),
+        paid_from_start=sure.metered(start_h + work_h + stop_h) <= most_usd,
         unpaid=float(unpaid.mean()),
     )
 

@@ -191,7 +191,7 @@ def make(
         code=packed,
         inputs=found,
         run_config=run_file.encode(
-            run_config.run_config(definition, bill, given, expires=verdict.run.valid_until)
+            run_config.run_config(definition, bill, given, expires=verdict.run.valid_until, fallback=fallback)
         ).decode(),
         warnings=(*missing, *map(str, wrong), *late, *filter(None, [*far, unshown]), *verdict.warnings),
     )

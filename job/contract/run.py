@@ -186,6 +186,7 @@ def document(
     deadline: str | None,
     expires: str,
     capacity: str,
+    fallback: Mapping[str, float] | None = None,
     rates: Mapping[str, Any],
     extras: Mapping[str, Any],
     estimate: Mapping[str, Any],
@@ -199,7 +200,8 @@ def document(
     `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
     where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket. A
     command has "code" like `dataset` (and "commit", "changed") and "folders": {name: like `dataset`} in their place.
-    `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own.
+    `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own. `fallback`: as
+    contract/terms.py reads it.
     """
     return {
         "schema": SCHEMA,
@@ -213,6 +215,7 @@ def document(
             "expires": expires,
         },
         "capacity": capacity,
+        **({"fallback": dict(fallback)} if fallback else {}),
         "rates": dict(rates),
         "extras": dict(extras),
         "estimate": dict(estimate),

@@ -53,6 +53,17 @@ class TypePrices:
 
 
 @dataclass(frozen=True)
+class FallbackTerms:
+    """What a run knows that goes on on demand once spot would be late, in seconds: all of its work on demand, a
+    node's start, and how long before the last moment it switches.
+    """
+
+    work_s: float
+    start_s: float
+    margin_s: float
+
+
+@dataclass(frozen=True)
 class Terms:
     """Limits, and prices by type, at least one."""
 
@@ -61,9 +72,12 @@ class Terms:
     prices: Mapping[str, TypePrices]
     hourly: Mapping[str, Decimal]  # USD per node-hour beside compute, by line of the bill
     fixed_usd: Decimal
+    fallback: FallbackTerms | None = None
 
-    def rates(self, instance_type: str, zone: str) -> Rates:
-        """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed."""
+    def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
+        """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed.
+        `capacity`: the node's own market, empty: the run's.
+        """
         listed = self.prices.get(instance_type)
         spot = None
         if listed is None:
@@ -71,12 +85,13 @@ class Terms:
         else:
             on_demand = listed.on_demand
             spot = listed.spot.get(zone, max(listed.spot.values(), default=None))
-        return Rates(capacity=self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
+        return Rates(capacity=capacity or self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
 
 
 def read(run: Fields) -> Terms:
     """Those of run.json. Raises DoubtError."""
     limits, extras = run.section("limits"), run.section("extras")
+    fallback = run.section("fallback") if "fallback" in run.tree else None
     return Terms(
         limits=RunLimits(
             max_usd=limits.need("max_usd", reading.unsigned),
@@ -88,6 +103,13 @@ def read(run: Fields) -> Terms:
         prices=_prices(run.table("rates")),
         hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
+        fallback=None
+        if fallback is None
+        else FallbackTerms(
+            work_s=fallback.need("work_s", reading.seconds),
+            start_s=fallback.need("start_s", reading.seconds),
+            margin_s=fallback.need("margin_s", reading.seconds),
+        ),
     )
 
 
