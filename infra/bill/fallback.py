@@ -39,6 +39,7 @@ class Fallback:
     start_h: float  # a node's, on demand
     margin_h: float
     work_h: float  # on demand, all of it
+    train_h: float  # of it, training
     switch_h: float  # with nothing done; later by what is done
     usd: Quantiles
     metered_usd: Quantiles  # as limits.max_usd counts it, a clean stop included
@@ -81,6 +82,7 @@ class Fallback:
         """What a node has to know to push the hour, in seconds: run.json's `fallback`."""
         return {
             "work_s": round(3600 * self.work_h, 1),
+            "train_s": round(3600 * self.train_h, 1),
             "start_s": round(3600 * self.start_h, 1),
             "margin_s": round(3600 * self.margin_h, 1),
         }
@@ -111,6 +113,7 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
         start_h=start_h,
         margin_h=margin_h,
         work_h=work_h,
+        train_h=sum(phase.seconds for phase in on_demand.runtime.phases if phase.steps) / 3600,
         switch_h=switch_h,
         usd=_quantiles(usd + beyond),
         metered_usd=_quantiles(metered + beyond),

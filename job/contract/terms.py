@@ -54,11 +54,12 @@ class TypePrices:
 
 @dataclass(frozen=True)
 class FallbackTerms:
-    """What a run knows that goes on on demand once spot would be late, in seconds: all of its work on demand, a
-    node's start, and how long before the last moment it switches.
+    """What a run knows that goes on on demand once spot would be late, in seconds: all of its work on demand, the
+    training in it, a node's start, and how long before the last moment it switches.
     """
 
     work_s: float
+    train_s: float
     start_s: float
     margin_s: float
 
@@ -107,6 +108,7 @@ def read(run: Fields) -> Terms:
         if fallback is None
         else FallbackTerms(
             work_s=fallback.need("work_s", reading.seconds),
+            train_s=fallback.need("train_s", reading.seconds),
             start_s=fallback.need("start_s", reading.seconds),
             margin_s=fallback.need("margin_s", reading.seconds),
         ),

@@ -112,8 +112,12 @@ def give(settings: Settings, folder: Path) -> None:
                 os.chown(path, USER, USER)
 
 
-def command(settings: Settings, machine: InstanceIdentity, scratch: Path, pulled_s: float) -> list[str]:
-    """The command that runs the job; `scratch` holds its work folder, `pulled_s` is what its images took."""
+def command(
+    settings: Settings, machine: InstanceIdentity, scratch: Path, pulled_s: float, capacity: str = ""
+) -> list[str]:
+    """The command that runs the job; `scratch` holds its work folder, `pulled_s` is what its images took. `capacity`:
+    the node's market, where the run may use both.
+    """
     app = settings.folder / "app"
     options = [word.replace("{app}", str(app)) for word in settings.container_options.split()]
     if settings.job_image:  # it watches another container's processes, and has the role that one has not
@@ -142,6 +146,7 @@ def command(settings: Settings, machine: InstanceIdentity, scratch: Path, pulled
         environment.LAUNCHED_AT: machine.launched_at,
         environment.NODE_UPTIME: f"{machine.uptime:.3f}",
         environment.PULLED_S: f"{pulled_s:.3f}",
+        **({environment.CAPACITY: capacity} if capacity else {}),
     }
     return [
         *("docker", "run", "--name", name(machine.instance), "--stop-timeout", str(STOP_S)),
