@@ -47,8 +47,8 @@ class Fallback:
     on_time: float
     switched: float
     missing: float  # switched, and found no on-demand capacity
-    paid_from_start: bool  # max_usd pays for all of the work on demand
-    unpaid: float  # wanted to switch when max_usd no longer paid for the rest
+    paid_from_start: bool  # the limits pay for all of the work on demand
+    unpaid: float  # wanted to switch when the limits no longer paid for the rest
 
     @property
     def needed_h(self) -> float:
@@ -61,7 +61,7 @@ class Fallback:
 
     def sentence(self) -> str:
         """For people."""
-        unpaid = f"; limits.max_usd forbids the switch in {_share(self.unpaid)}" if self.unpaid else ""
+        unpaid = f"; limits forbid the switch in {_share(self.unpaid)}" if self.unpaid else ""
         return (
             f"fleet.fallback: on demand from {hours(self.switch_h)} h after the start if nothing is done by then, later"
             f" by the hours of work that are done: {_share(self.switched)} of runs switch{unpaid};"
@@ -97,13 +97,13 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
     by_h, work_h = left_h - stop_h, sure.phase_ends_h[-1]
     start_h, margin_h = max(sure.setup_h, sure.restart_h), sure.interval_h + SWITCH_MARGIN_S / 3600
     switch_h = max(0.0, by_h - start_h - work_h - margin_h)
-    most_usd = float(definition.limits.max_usd)
+    most_usd, most_h = float(definition.limits.max_usd), float(definition.limits.max_hours)
     leave = simulation.PlannedEnd(by_h=switch_h + work_h, work_h=work_h)
     begun = simulation.simulate(replace(spot.exposure.unlimited, leave=leave), runs=min(FEW, spot.runs))
     usd, wall = finished(begun, spot.exposure, sure)
     metered = begun.metered_usd + (usd - begun.usd) + stop_h * sure.usd_h
-    unpaid = begun.stopped & (metered > most_usd)
-    in_time = (wall <= by_h + 1e-6) & (metered <= most_usd)
+    paid = (metered <= most_usd) & (begun.hours + (wall - begun.wall_hours) + stop_h <= most_h)
+    unpaid, in_time = begun.stopped & ~paid, (wall <= by_h + 1e-6) & paid
     missing = ON_DEMAND_MISSING * (begun.stopped & ~unpaid)
     beyond = float(spot.total) - spot.exposure.uninterrupted_usd
     return Fallback(
@@ -121,7 +121,7 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
         on_time=float((in_time * (1 - missing)).mean()),
         switched=float((begun.stopped & ~unpaid).mean()),
         missing=float(missing.mean()),
-        paid_from_start=sure.metered(start_h + work_h + stop_h) <= most_usd,
+        paid_from_start=sure.metered(whole_h := start_h + work_h + stop_h) <= most_usd and whole_h <= most_h,
         unpaid=float(unpaid.mean()),
     )
 
