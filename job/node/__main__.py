@@ -168,6 +168,8 @@ class NodeRun:
             self._crash(str(error))
         if not trains:
             self._stand_down()
+        if self.fallback.took_over:
+            self.notices.tell("on spot it would miss its deadline: it goes on on demand")
         self._leave_if_over()  # what the others have left by now counts
 
     def _list(self) -> bool:

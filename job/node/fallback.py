@@ -29,7 +29,9 @@ GONE_S = 120  # for nodes that were ended to have gone
 
 
 class HandOver:
-    """Without a fallback all of it does nothing. `market`: spot or on-demand, once the node has `met` the others."""
+    """Without a fallback all of it does nothing. Once the node has met the others: `market`, spot or on-demand, and
+    `took_over`, whether it is the first on demand.
+    """
 
     def __init__(
         self, settings: Settings, metadata: MetadataService, objects: Objects, clock: Callable[[], float]
@@ -37,7 +39,7 @@ class HandOver:
         group = settings.schedule.partition("/")[0] if settings.fallback else ""
         self._settings, self._metadata, self._objects, self._clock = settings, metadata, objects, clock
         self._schedule = Schedule(f"{group}/{SWITCH}" if group else "", settings.folder)
-        self.market = ""
+        self.market, self.took_over = "", False
         self._workdir = Path()
         self._trained_at, self._again_at, self._ended = 0.0, float("-inf"), False
         self._changing = threading.Lock()
@@ -71,6 +73,7 @@ class HandOver:
             atomic.write_json(file, {"at": iso(self._clock())})
             if not retry(4, lambda: self._objects.put(file, FALLBACK)):
                 raise OSError(f"{FALLBACK} cannot be written: a node on spot would train as well")
+            self.took_over = True
         spot = next((found for _ in tries(4) if (found := self.others(own))), [])
         for fleet in spot:
             delete_fleet(fleet)  # refused where it is deleted already: the nodes are what counts

@@ -50,9 +50,12 @@ def test_a_node_on_demand_ends_the_fleet_on_spot_and_trains_once_its_nodes_are_g
     there = 'cat "$WORLD/there"'
     aws.write_text(aws.read_text().replace(f"{there} 2>/dev/null", f'{there}; : >"$WORLD/there"', 1))
 
+    on_demand.notify = {"topic": "arn:aws:sns:us-east-2:111122223333:x", "webhook": "", "silent_s": 3600}
+
     outcome = on_demand.boot()
 
     assert on_demand.has(FALLBACK)
+    assert "on spot it would miss its deadline: it goes on on demand" in (on_demand.world / "told").read_text()
     assert on_demand.stored(f"attempts/{INSTANCE}.json")["capacity"] == "on-demand"
     assert deleted(outcome.calls)[0] == OTHER
     told = [call for call in outcome.calls if call.startswith((DELETE, RUN)) or "--filters" in call]
