@@ -31,6 +31,7 @@ from pathlib import Path
 
 from gpufleet.job.clock import SteadyClock, uptime
 from gpufleet.job.contract.attempt import Node
+from gpufleet.job.contract.bucket import FLEETS
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.environment import JOB_CONTAINER, NODE_UPTIME, RUN_URI
 from gpufleet.job.contract.run import RunFile, load
@@ -132,8 +133,13 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=clock, say=log.say
     )
     with MetadataThread(metadata), ThreadPoolExecutor(1) as uploads, ThreadPoolExecutor(1) as pulse:
+        store = open_store(environment.get(RUN_URI) or f"{parent(str(workdir))}/store/{run.run}")
+
+        def known_fleets() -> list[str]:  # of a run that may use both markets
+            return [each.key.removeprefix(FLEETS) for each in store.entries(FLEETS)] if node.capacity else []
+
         world = Outside(
-            store=open_store(environment.get(RUN_URI) or f"{parent(str(workdir))}/store/{run.run}"),
+            store=store,
             metadata=metadata,
             start=start if run.nodes == 1 else join,
             terminated=lambda: terminated[0] if terminated else None,
@@ -142,7 +148,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
             log=log,
             spot_price=spot_history(node.type, node.zone, say=log.say),
             ranks=ranks,
-            fleet_history=fleet.of_node(node.instance),
+            fleet_history=fleet.of_node(node.instance, others=known_fleets, on_demand=node.capacity == "on-demand"),
             gpus=lambda: gpus,
             sampler=sampler,
             clock=clock,

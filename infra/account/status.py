@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
-from gpufleet.infra.account import aws
+from botocore.exceptions import ClientError
+
+from gpufleet.infra.account import aws, refusals
 from gpufleet.infra.account.fleet import (
     ENDED,
     end_command,
     fleets_of,
     has_expired,
     is_over,
+    market,
     may_launch,
     nodes_of,
     wants,
     why_needless,
 )
-from gpufleet.infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
+from gpufleet.infra.account.run_folder import RunFolder, StoredObject, find_folder, name_prefix, no_run
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.tags import STACK_TAG
 from gpufleet.job.contract import attempt, bucket, reading
+from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.commit import BEST, Best
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.contract.reading import epoch, iso
@@ -34,8 +39,10 @@ STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
 GONE = ("shutting-down", "terminated")  # states of an instance
 
 
-def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Iterator[str]:
-    """The lines. Raises AwsRefused when neither a fleet nor a folder of the run exists."""
+def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
+    """The lines; without `scheduler` none of when the run goes on on demand. Raises AwsRefused when neither a fleet nor
+    a folder of the run exists.
+    """
     name, run_id = definition.name, definition.run.id
     fleets = fleets_of(ec2, definition)
     folder = find_folder(s3, definition)
@@ -44,12 +51,19 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     yield f"{name}, run {run_id}, {definition.fleet.region}"
     yield from _fleet(fleets, definition.run.owner, now)
     for other in fleets[1:]:
-        if other["FleetState"] not in ENDED:
+        own = aws.owner_of(other) == definition.run.owner
+        if own and definition.fleet.falls_back and market(other) != market(fleets[0]):
+            if not is_over(other, now):
+                does = "looks for a node too" if wants(other) else "stands by"
+                yield f"            and {other['FleetId']}, {market(other)}, {does}"
+        elif other["FleetState"] not in ENDED:
             theirs = f"{other['FleetId']}, {other['FleetState']}, owner {aws.owner_of(other) or 'unknown'}"
             shown = f"shown is the one of run.owner, {definition.run.owner}"
-            if aws.owner_of(other) == definition.run.owner and may_launch(other, now):
+            if own and may_launch(other, now):
                 shown = f"a run has one: gpufleet wait {definition.argument} says how to end the other"
             yield f"            also {theirs}; {shown}"
+    if definition.fleet.falls_back and scheduler is not None:
+        yield from _switch(scheduler, definition, now)
     nodes = [node for node in nodes_of(ec2, definition) if node["State"]["Name"] not in GONE]
     yield from _nodes(nodes, definition.run.owner)
     if folder is None:
@@ -96,6 +110,28 @@ def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[
     yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}, wants {counted(wants(fleet), 'node')}{expiry}"
 
 
+def _switch(scheduler: Any, definition: StackDefinition, now: datetime) -> Iterator[str]:
+    """When AWS begins on demand, as the schedule stands."""
+    try:
+        for group in aws.pages(
+            scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=name_prefix(definition.name)
+        ):
+            tagged = scheduler.list_tags_for_resource(ResourceArn=group["Arn"])
+            if aws.tags_of(tagged).get(STACK_TAG) != definition.name or aws.owner_of(tagged) != definition.run.owner:
+                continue
+            found = scheduler.get_schedule(GroupName=group["Name"], Name=SWITCH)
+            at = epoch(found["ScheduleExpression"][3:-1] + "Z") or 0.0
+            hour = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
+            if found["State"] == "DISABLED":
+                yield "switch      to on demand: off, as the run is over or its limits do not pay for it"
+            elif at <= now.timestamp():
+                yield f"switch      to on demand: since {hour}, unless it has no capacity"
+            else:
+                yield f"switch      to on demand: at {hour}, unless a node that trains moves it"
+    except ClientError as error:
+        yield f"switch      to on demand: not seen, {refusals.refusal(error)}"
+
+
 def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:
     for node in nodes:
         kind = f"{node['InstanceType']} {node.get('InstanceLifecycle', 'on-demand')}"
@@ -118,7 +154,8 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
             how = f"ended: {record.exit.reason} at {record.exit.at}"
         took = start_up(record.started_s, record.pulled_s)
         how += f", {took}" if took else ""
-        yield f"attempt     {name}, {record.type} in {record.zone}, booted {record.booted_at}, {how}"
+        kind = f"{record.type} {record.capacity}".rstrip()
+        yield f"attempt     {name}, {kind} in {record.zone}, booted {record.booted_at}, {how}"
     yield from odd
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 RUN_URI = "GPUFLEET_RUN_URI"  # s3://BUCKET/RUN, or a folder: what is kept lies there
 INSTANCE_ID, INSTANCE_TYPE = "GPUFLEET_INSTANCE_ID", "GPUFLEET_INSTANCE_TYPE"
 ZONE = "GPUFLEET_ZONE"
+CAPACITY = "GPUFLEET_CAPACITY"  # spot or on-demand, of this node, where the run may use both
 LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # seconds since the machine booted, when the node's program began
 PULLED_S = "GPUFLEET_PULLED_S"  # how long the node took to pull the images

@@ -131,11 +131,11 @@ def give(settings: Settings, folder: Path) -> None:
 
 
 def command(
-    settings: Settings, machine: InstanceIdentity, scratch: Path, pulled_s: float, address: str = ""
+    settings: Settings, machine: InstanceIdentity, scratch: Path, pulled_s: float, address: str = "", capacity: str = ""
 ) -> list[str]:
     """The command that runs the supervisor; `scratch` holds its work folder, `pulled_s` is what its images took.
-    `address`: where the others of several nodes reach this one. The machine's network: the metadata service, and so the
-    role, answers no hop further (launch template).
+    `address`: where the others of several nodes reach this one; `capacity`: the node's market, where the run may use
+    both. The machine's network: the metadata service, and so the role, answers no hop further (launch template).
     """
     options = ["--network", "host", *own_code(settings, scratch)]
     options += ["--pid", "host", *capabilities(*OVER_ANOTHER)] if settings.job_image else capabilities()
@@ -161,6 +161,7 @@ def command(
         environment.NODE_UPTIME: f"{machine.uptime:.3f}",
         environment.PULLED_S: f"{pulled_s:.3f}",
         **({environment.ADDRESS: address} if address else {}),
+        **({environment.CAPACITY: capacity} if capacity else {}),
     }
     return [
         *("docker", "run", "--name", name(machine.instance), "--stop-timeout", str(STOP_S)),

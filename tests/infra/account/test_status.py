@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from commands_world import EXPIRES, declare_bucket, declare_fleet, put
+from commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, put
 
 from gpufleet.infra.account import aws, status
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.job.contract.aws import SWITCH
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 
@@ -49,6 +51,30 @@ def test_status_tells_fleet_node_progress_and_money(cloud: Cloud, stack: StackDe
     assert "no spot price" not in " ".join(told.values())
     assert told["checkpoint"] == "steps 90, 100, best 90"
     assert "done" not in told
+
+
+def test_status_tells_of_the_fallback_and_its_hour(cloud: Cloud, stack: StackDefinition) -> None:
+    late = replace(stack, fleet=replace(stack.fleet, fallback="on-demand"))
+    declare_fleet(cloud)
+    other = declare_fleet(cloud, capacity="on-demand", target=0)
+    scheduler, group = cloud.client("scheduler"), "gpufleet-small-growth-1"
+    owned = [{"Key": key, "Value": value} for key, value in TAGS.items()]
+    scheduler.create_schedule_group(Name=group, Tags=owned)
+    target = {"Arn": "arn:aws:states:us-east-2:1:stateMachine:x", "RoleArn": "arn:aws:iam::1:role/r"}
+    asked = {"Name": SWITCH, "GroupName": group, "FlexibleTimeWindow": {"Mode": "OFF"}, "Target": target}
+    scheduler.create_schedule(**asked, ScheduleExpression="at(2026-11-22T09:00:00)")
+
+    def said(now: datetime) -> str:
+        ec2, s3 = cloud.client("ec2"), cloud.client("s3")
+        return "\n".join(status.report(late, ec2, s3, now, aws.client("scheduler", "us-east-2")))
+
+    assert f"and {other}, on-demand, stands by" in said(NOW)
+    assert "to on demand: at 2026-11-22 09:00 UTC, unless a node that trains moves it" in said(NOW)
+    assert "to on demand: since 2026-11-22 09:00 UTC, unless it has no capacity" in said(NOW + timedelta(days=1))
+    scheduler.update_schedule(**asked, ScheduleExpression="at(2026-11-22T09:00:00)", State="DISABLED")
+    assert "to on demand: off, as the run is over or its limits do not pay for it" in said(NOW)
+    cloud.client("ec2").modify_fleet(FleetId=other, TargetCapacitySpecification={"TotalTargetCapacity": 1})
+    assert "looks for a node too" in said(NOW)
 
 
 def test_status_says_how_much_of_the_dollars_is_at_the_ceiling_of_an_untold_spot_price(
