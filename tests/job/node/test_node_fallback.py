@@ -152,7 +152,7 @@ def trains(node: StubNode, switch_at: float, *, paid: bool = True, trained: bool
     node.job_ends_with(
         0,
         f"find {node.root} -path '*/run/run.json' -printf '%h\\n' >$WORLD/folder\n"
-        f"echo '{json.dumps(told)}' >$(cat $WORLD/folder)/spent.json\n"
+        f"echo '{json.dumps(told)}' >$(cat $WORLD/folder)/control/spent.json\n"
         f"for _ in {{1..100}}; do {until} && break; /bin/sleep 0.05; done",
     )
 

@@ -92,7 +92,7 @@ def with_fallback(tmp_path: Path) -> Bench:
 
 
 def spent(bench: Bench, instance: str = "i-1") -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads((bench.folder / instance / "spent.json").read_text())
+    tree: dict[str, Any] = json.loads((bench.folder / instance / "control/spent.json").read_text())
     return tree
 
 
