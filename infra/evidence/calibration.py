@@ -24,7 +24,6 @@ from gpufleet.infra.inputs import code
 from gpufleet.job import atomic, measured
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import Fields
-from gpufleet.job.contract.receipt import parse as parse_receipt
 from gpufleet.job.spec import JobConfig
 
 FOLDER = "calibrations"
@@ -215,6 +214,8 @@ def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | Non
         yield _sound(atomic.read_object(path)), path
     for path in sorted((root / receipts.FOLDER / stack).glob("[!.]*.json")):
         with suppress(ValueError):
+            from gpufleet.job.contract.receipt import parse as parse_receipt  # here: as in receipts.py
+
             tree = parse_receipt(path.read_bytes()).measured
             if tree is not None and (sound := _sound(dict(tree))) is not None:
                 yield sound, path

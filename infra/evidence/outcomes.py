@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job.contract import metrics, reading
-from gpufleet.job.contract.done import FINISHED
 from gpufleet.job.contract.reading import Fields
-from gpufleet.job.contract.receipt import parse
 from gpufleet.job.contract.workdir import METRICS, RECEIPT, RUN
 from gpufleet.job.spec import from_json
 
@@ -59,6 +57,9 @@ def dotted(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
 
 
 def _finished_run(folder: Path) -> FinishedRun | None:
+    from gpufleet.job.contract.done import FINISHED  # here: as in receipts.py
+    from gpufleet.job.contract.receipt import parse
+
     try:
         run = Fields(reading.parse((folder / RUN).read_bytes()))
         receipt = parse((folder / RECEIPT).read_bytes())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -220,6 +219,8 @@ def _walk(folder: Path) -> Iterator[str]:
 
 def git(folder: Path, *words: str) -> str | None:
     """What git says of the folder; None: it is in no repository, or there is no git."""
+    import subprocess  # here: every bill imports this module, and few ask git
+
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # `status` would write the index
     try:
         said = subprocess.run(
