@@ -78,9 +78,10 @@ class Fallback:
             for key, value in tree.items()
         }
 
-    def node_terms(self) -> dict[str, float]:
-        """What a node has to know to push the hour, in seconds: run.json's `fallback`."""
+    def run_json(self) -> dict[str, Any]:
+        """run.json's `fallback`: what a node has to know to push the hour, in seconds, and what a policy asks."""
         return {
+            "usd_p90": str(self.usd.p90),
             "work_s": round(3600 * self.work_h, 1),
             "train_s": round(3600 * self.train_h, 1),
             "start_s": round(3600 * self.start_h, 1),

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             )
         )
     sys.stdout.flush()
-    broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill))
+    broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill, fallback))
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
     late = [*limits.deadline_problems(definition, bill, now), *fallback_problems(definition, bill, fallback)]

@@ -22,6 +22,7 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError
 
 if TYPE_CHECKING:
     from gpufleet.infra.bill.bill import Bill
+    from gpufleet.infra.bill.fallback import Fallback
     from gpufleet.infra.definition.model import StackDefinition
 
 OBJECT = "aws:s3/bucketObjectv2:BucketObjectv2"
@@ -67,14 +68,15 @@ RULES = {  # rule -> what it demands, for people; the policy pack shows it
 }
 
 
-def facts(definition: StackDefinition, bill: Bill | None) -> Facts:
-    """What the rules of a policy look at: the facts of a definition file and its bill."""
+def facts(definition: StackDefinition, bill: Bill | None, fallback: Fallback | None = None) -> Facts:
+    """What the rules of a policy look at: the facts of a definition file and its bill, with what a fallback costs."""
+    p90 = [*([bill.usd.p90] if bill else []), *([fallback.usd.p90] if fallback else [])]
     return Facts(
         region=definition.fleet.region,
         instance_types=definition.fleet.instance_types,
-        capacity=definition.fleet.capacity,
+        capacity=_markets(definition.fleet.capacity, definition.fleet.falls_back),
         owner=definition.run.owner,
-        usd_p90=bill.usd.p90 if bill else None,
+        usd_p90=max(p90, default=None),
     )
 
 
@@ -88,13 +90,19 @@ def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts |
     if type_ != OBJECT or not f"-{name}".endswith(f"-{RUN_CONFIG}"):
         return None
     run = json.loads(properties["content"])
+    fallback = run.get("fallback")
+    p90 = [run["estimate"]["usd"]["p90"], *([fallback["usd_p90"]] if fallback else [])]
     return Facts(
         region=run["region"],
         instance_types=tuple(option["type"] for option in run["estimate"]["types"]),
-        capacity=run["capacity"],
+        capacity=_markets(run["capacity"], bool(fallback)),
         owner=run["run"]["owner"],
-        usd_p90=Decimal(run["estimate"]["usd"]["p90"]),
+        usd_p90=max(map(Decimal, p90)),
     )
+
+
+def _markets(capacity: str, falls_back: bool) -> str:
+    return f"{capacity}, then on-demand" if falls_back else capacity
 
 
 def broken(policy: Policy, found: Facts) -> tuple[Broken, ...]:

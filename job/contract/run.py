@@ -191,7 +191,7 @@ def document(
     deadline: str | None,
     expires: str,
     capacity: str,
-    fallback: Mapping[str, float] | None = None,
+    fallback: Mapping[str, Any] | None = None,
     rates: Mapping[str, Any],
     extras: Mapping[str, Any],
     estimate: Mapping[str, Any],

@@ -21,6 +21,7 @@ from gpufleet.job.contract.aws import SWITCH
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess
+from gpufleet.rehearsal.schedules import moment
 
 HOURS = 6.0
 
@@ -161,9 +162,13 @@ def test_a_stolen_node_gains_nothing(run: FallbackRun, theft: Callable[[Fallback
 
 def test_the_fallback_is_begun_at_its_hour_and_twice_is_once(run: FallbackRun) -> None:
     declared, before = run.schedule(), len(run.refused)
-    run.passes(0.1)
+    at = moment(declared["ScheduleExpression"])
+    assert at is not None
+    left_h = (at - run.clock.now()).total_seconds() / 3600
+    assert HOURS - 1 < left_h < HOURS  # of a small job
+    run.passes(left_h - 0.01)
     assert run.wanted() == (1, 0)
-    run.passes(HOURS - 0.4)
+    run.passes(0.02)
     assert run.wanted() == (1, 1)
     assert {node.spot for node in run.cloud.instances() if not node.ended_at} == {True, False}
     run.cloud.client("scheduler").update_schedule(**{**declared, "ScheduleExpression": run.hour(0.02)})

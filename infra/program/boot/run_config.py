@@ -37,7 +37,7 @@ def run_config(
         deadline=None if limits.deadline is None else expires,
         expires=expires,
         capacity=definition.fleet.capacity,
-        fallback=None if fallback is None else fallback.node_terms(),
+        fallback=None if fallback is None else fallback.run_json(),
         rates=_rates(definition, bill),
         extras=record.extras(bill),
         estimate=record.to_json(bill),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from cost_definitions import definition
 
 from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.fallback import price_fallback
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.review import policy
@@ -116,3 +119,28 @@ def test_all_problems_of_a_file_come_together() -> None:
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(GpufleetError, match="cannot be read: No such file"):
         policy.load(tmp_path / "policy.yaml")
+
+
+def test_a_fallback_is_on_demand_too_and_costs_what_it_costs() -> None:
+    stack = definition(max_usd="30", max_hours="20", hazard_per_hour="1")
+    limits = dataclasses.replace(stack.limits, deadline=timedelta(hours=2.5))
+    late = dataclasses.replace(stack, limits=limits, fleet=dataclasses.replace(stack.fleet, fallback="on-demand"))
+    bill = price(late, load_catalog(), dataset_bytes=1, runs=200)
+    found = facts(late, bill, price_fallback(late, bill, datetime(2026, 11, 21, tzinfo=UTC)))
+    assert found.usd_p90 is not None
+    assert found.usd_p90 > bill.usd.p90
+    (broke,) = broken(rules("spot_only: true"), found)
+    assert broke.message == "capacity is spot, then on-demand, allowed is spot"
+
+
+def test_run_json_says_the_same_of_a_fallback() -> None:
+    run = {
+        "region": "us-east-2",
+        "estimate": {"types": [], "usd": {"p90": "4.00"}},
+        "capacity": "spot",
+        "run": {"owner": "me"},
+        "fallback": {"usd_p90": "9.00"},
+    }
+    found = policy.declared(policy.OBJECT, policy.RUN_CONFIG, {"content": json.dumps(run)})
+    assert found is not None
+    assert (found.capacity, found.usd_p90) == ("spot, then on-demand", Decimal("9.00"))
