@@ -75,15 +75,12 @@ def supervise(run_json: Path) -> int:
 def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
-    from gpufleet.job.contract.gang import Presence
     from gpufleet.job.gpus import Sampler
     from gpufleet.job.supervisor import fleet, machine
     from gpufleet.job.supervisor.attempt import Supervisor
     from gpufleet.job.supervisor.child import Child, JobLog, trainer
-    from gpufleet.job.supervisor.member import GangMember
     from gpufleet.job.supervisor.metadata import Metadata, MetadataThread, http_fetch
     from gpufleet.job.supervisor.meter import spot_history
-    from gpufleet.job.supervisor.presence import Lookout, LookoutThread
     from gpufleet.job.supervisor.rendezvous import Rendezvous
     from gpufleet.job.supervisor.store import open_store, parent
     from gpufleet.job.supervisor.world import Outside
@@ -145,6 +142,10 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         try:
             if run.nodes == 1:
                 return Supervisor(run, node, workdir, world).run()
+            from gpufleet.job.contract.gang import Presence
+            from gpufleet.job.supervisor.member import GangMember
+            from gpufleet.job.supervisor.presence import Lookout, LookoutThread
+
             own = Presence(instance=node.instance, address=node.address, launched_at=node.launched_at, since=clock())
             with LookoutThread(Lookout(world.store, own, clock, log.say)) as watch:
                 return GangMember(run, node, workdir, world, watch).run()
