@@ -32,7 +32,7 @@ from gpufleet.infra.inputs.prepare import prepared
 from gpufleet.job import atomic, measured, probe
 from gpufleet.job.spec import GrowthConfig, JobConfig
 from gpufleet.job.supervisor import machine
-from gpufleet.job.supervisor.child import Child, JobLog, trainer
+from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, trainer
 
 ROOT = Path(__file__).parents[1]
 TICK_S = 0.005
@@ -119,9 +119,9 @@ def train(definition: StackDefinition, steps: int | None) -> MeasuredRun:
         watch = ProcessorClock(workdir)
 
         def start(rung: int) -> Child:
-            child = Child(trainer(workdir, rung), {**os.environ, "PYTHONUNBUFFERED": "1"}, log, time.time)
-            watch.begin(child._process.pid)
-            return child
+            process = GroupedProcess(trainer(workdir, rung), {**os.environ, "PYTHONUNBUFFERED": "1"})
+            watch.begin(process.pid)
+            return Child(lambda: process, log, time.time)
 
         outcome = probe.run(workdir, save_at=plan.save_at, start=start)
         cpu_s, records = watch.end()

@@ -6,6 +6,9 @@ environment, set by the node script; without it a run of this machine alone:
   GPUFLEET_RUN_URI         s3://BUCKET/RUN or a folder, for what is kept (default: store/RUN beside WORKDIR)
   GPUFLEET_INSTANCE_ID, GPUFLEET_INSTANCE_TYPE, GPUFLEET_ZONE, GPUFLEET_LAUNCHED_AT, GPUFLEET_NODE_UPTIME,
   GPUFLEET_PULLED_S        the machine, for its price and its record (default: one called local, started now)
+  GPUFLEET_ADDRESS         where the other nodes of the run reach this one (of one node: none)
+  GPUFLEET_CAPACITY        spot or on-demand, of a run that may use both
+  GPUFLEET_JOB_CONTAINER   1: the node starts another container for what trains
   AWS_ENDPOINT_URL, AWS_EC2_METADATA_SERVICE_ENDPOINT
                            where AWS is, when it is the embedded one
 
@@ -31,8 +34,9 @@ from pathlib import Path
 
 from gpufleet.job.clock import SteadyClock, uptime
 from gpufleet.job.contract.attempt import Node
+from gpufleet.job.contract.bucket import FLEETS
 from gpufleet.job.contract.codes import AttemptExit
-from gpufleet.job.contract.environment import NODE_UPTIME, RUN_URI
+from gpufleet.job.contract.environment import JOB_CONTAINER, NODE_UPTIME, RUN_URI
 from gpufleet.job.contract.run import RunFile, load
 from gpufleet.job.contract.workdir import ENDED, LOG, PACKAGES, START
 from gpufleet.job.supervisor import bootstrap
@@ -76,9 +80,10 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
     from gpufleet.job.gpus import Sampler
-    from gpufleet.job.supervisor import fleet, machine
+    from gpufleet.job.supervisor import fleet, leash, machine
     from gpufleet.job.supervisor.attempt import Supervisor
-    from gpufleet.job.supervisor.child import Child, JobLog, trainer
+    from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, TrainerProcess, trainer
+    from gpufleet.job.supervisor.contained import ContainedProcess
     from gpufleet.job.supervisor.metadata import Metadata, MetadataThread, http_fetch
     from gpufleet.job.supervisor.meter import spot_history
     from gpufleet.job.supervisor.rendezvous import Rendezvous
@@ -93,21 +98,25 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     ranks = run.config.ranks(len(gpus), run.nodes)
     launched = run.config.launched(ranks // run.nodes)
     ended = workdir / ENDED if launched > 1 or (run.nodes > 1 and run.config.several_ranks) else None
-    child_environment = {**environment, "PYTHONUNBUFFERED": "1"}
+    # A command has a container too, without gpufleet's Python: its host, here, asks for that.
+    contained = JOB_CONTAINER in environment and not run.config.is_users_own
+    above = leash.ABOVE if contained else ""
+
+    def process(words: list[str], more: dict[str, str]) -> TrainerProcess:
+        told = {"PYTHONUNBUFFERED": "1", **more}
+        if contained:
+            path = environment.get("PYTHONPATH", "")  # with what the image lacked
+            return ContainedProcess(workdir, words, {**told, "PYTHONPATH": path})
+        return GroupedProcess(words, {**environment, **told})
 
     def begin() -> Child:
-        return Child(
-            trainer(workdir, None, launched, run.config.module),
-            child_environment,
-            log,
-            clock,
-            ended,
-            workdir / START,
-        )
+        words = trainer(workdir, None, launched, run.config.module, parent=above)
+        return Child(lambda: process(words, {}), log, clock, ended, workdir / START)
 
     def join(rung: int, place: Rendezvous) -> Child:
-        words = trainer(workdir, rung, launched, run.config.module, place if run.config.several_ranks else None)
-        return Child(words, {**child_environment, **place.environment}, log, clock, ended)
+        met = place if run.config.several_ranks else None
+        words = trainer(workdir, rung, launched, run.config.module, met, parent=above)
+        return Child(lambda: process(words, place.environment), log, clock, ended)
 
     def start(rung: int) -> Child:
         child = early.pop() if early else begin()
@@ -117,15 +126,19 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         return child
 
     sampler = Sampler(gpus=len(gpus)) if gpus else None
-    early = (
-        [begin()] if run.nodes == 1 else []
-    )  # importing torch takes seconds: meanwhile this process stages what it trains on
+    # Importing torch takes seconds: meanwhile this process stages what it trains on.
+    early = [begin()] if run.nodes == 1 else []
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=clock, say=log.say
     )
     with MetadataThread(metadata), ThreadPoolExecutor(1) as uploads, ThreadPoolExecutor(1) as pulse:
+        store = open_store(environment.get(RUN_URI) or f"{parent(str(workdir))}/store/{run.run}")
+
+        def known_fleets() -> list[str]:  # of a run that may use both markets
+            return [each.key.removeprefix(FLEETS) for each in store.entries(FLEETS)] if node.capacity else []
+
         world = Outside(
-            store=open_store(environment.get(RUN_URI) or f"{parent(str(workdir))}/store/{run.run}"),
+            store=store,
             metadata=metadata,
             start=start if run.nodes == 1 else join,
             terminated=lambda: terminated[0] if terminated else None,
@@ -134,7 +147,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
             log=log,
             spot_price=spot_history(node.type, node.zone, say=log.say),
             ranks=ranks,
-            fleet_history=fleet.of_node(node.instance),
+            fleet_history=fleet.of_node(node.instance, others=known_fleets, on_demand=node.capacity == "on-demand"),
             gpus=lambda: gpus,
             sampler=sampler,
             clock=clock,

@@ -20,7 +20,7 @@ from gpufleet.job.contract.commit import COMMIT
 from gpufleet.job.contract.messages import Fatal, SaveRequest, Stop, UsedRung
 from gpufleet.job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STEPS, step_of
 from gpufleet.job.spec import JobConfig
-from gpufleet.job.supervisor.child import FIRST_SIGN_S, Child, JobLog, trainer
+from gpufleet.job.supervisor.child import FIRST_SIGN_S, Child, GroupedProcess, JobLog, trainer
 from gpufleet.job.supervisor.world import Trainer
 
 TICK_S = 0.02  # a save's duration is known to within this
@@ -154,7 +154,12 @@ def _starter(
     # Not this folder's modules first: it is a user's, who may have a gpufleet/ of their own.
     environment = {**environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     ended = workdir / ENDED if ranks > 1 else None
-    return lambda rung: Child(trainer(workdir, rung, ranks, module), environment, log, time.time, ended)
+
+    def start(rung: int) -> Trainer:
+        words = trainer(workdir, rung, ranks, module)
+        return Child(lambda: GroupedProcess(words, environment), log, time.time, ended)
+
+    return start
 
 
 def _look(plan: _Plan, seen: _Seen, now: float, advance: progress.Advance) -> None:

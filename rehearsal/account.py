@@ -22,6 +22,7 @@ from moto.s3.models import s3_backends
 from moto.scheduler.models import scheduler_backends
 from moto.sns.models import sns_backends
 from moto.ssm.models import Parameter, ssm_backends
+from moto.stepfunctions.models import stepfunctions_backends
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Account, Vpc
@@ -201,6 +202,9 @@ def inventory(
             if schedules.name != "default":  # every region has it
                 tags = {tag["Key"]: tag["Value"] for tag in scheduler.list_tags_for_resource(schedules.arn)["Tags"]}
                 found[("schedule-group", schedules.name)] = tags
+    for states in list(stepfunctions_backends[account].values()):
+        for machine in states.state_machines:
+            found[("state-machine", machine.name)] = states.tagger.get_tag_dict_for_resource(machine.arn)
     for sns in list(sns_backends[account].values()):
         for topic in sns.topics.values():
             found[("topic", topic.name)] = {key: str(value) for key, value in topic._tags.items()}

@@ -18,6 +18,7 @@ from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.job import ledger
 from gpufleet.job.command.endings import REACHED
 from gpufleet.job.contract import bucket
+from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.done import FINISHED, Done
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
@@ -202,9 +203,26 @@ def _checks(evidence: Evidence) -> Iterator[Promise]:
     silent = [view.name for view in views if f"{definition.run.id}/{view.node.instance.id}" not in logged]
     if definition.notify.email:
         yield _messages(rehearsal)
+    if definition.fleet.falls_back and nodes > 1:
+        yield _fallback(evidence)
     yield Promise(
         name="container logs in CloudWatch", figure=f"{len(views) - len(silent)} of {len(views)} nodes", held=not silent
     )
+
+
+def _fallback(evidence: Evidence) -> Promise:
+    """That the last node alone was on demand, and that nothing begins another: no fleet, and no schedule."""
+    cloud, markets = evidence.rehearsal.cloud, [each.capacity for each in evidence.receipt.attempts]
+    fleets = [each.state for each in cloud.fleets.fleets.values() if each.state != "deleted" and each.target]
+    fired = [each.refused for each in cloud.schedules.fired if each.name.endswith(f"/{SWITCH}")]
+    states = [
+        cloud.client("scheduler").get_schedule(GroupName=each["GroupName"], Name=SWITCH)["State"]
+        for each in cloud.client("scheduler").list_schedules()["Schedules"]
+        if each["Name"] == SWITCH
+    ]
+    figure = f"nodes {', '.join(markets)}; schedule {', '.join(states).lower()}; {len(fleets)} fleets want a node"
+    held = markets == [*["spot"] * (len(markets) - 1), "on-demand"] and fired == [""] and states == ["DISABLED"]
+    return Promise(name="goes on on demand", figure=figure, held=held and not fleets)
 
 
 def _messages(rehearsal: Rehearsal) -> Promise:

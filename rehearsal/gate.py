@@ -155,7 +155,7 @@ USER_KEY = "AKIAREHEARSALUSER000"
 NODE_KEY = "ASIAREHEARSALNODE000"
 SECRET = "rehearsal-only-no-account-has-this"  # not a secret: the fake checks no signature
 
-_JSON = ("logs", "scheduler", "ssm", "secretsmanager")  # services whose errors are JSON
+_JSON = ("logs", "scheduler", "ssm", "secretsmanager", "states")  # services whose errors are JSON
 _CREDENTIAL = re.compile(r"Credential=([^/,\s]+)/[^/]*/([^/]*)/([^/]*)/")
 
 

@@ -72,6 +72,7 @@ class Launcher:
     def __init__(self, account: str) -> None:
         self.account = account
         self.quotas = dict.fromkeys(QUOTAS, 384.0)  # vCPUs, by quota code
+        self.no_spot = False  # capacity, of any type anywhere
         self.no_capacity: set[tuple[str, str]] = set()  # (instance type or *, zone or *)
 
     def pools(self, region: str, configs: list[dict[str, Any]]) -> list[Pool]:
@@ -163,7 +164,8 @@ class Launcher:
             if spot:
                 raise LaunchFailedError("spotInstanceCountLimitExceeded", "Max spot instance count exceeded")
             return "You have requested more vCPU capacity than your current vCPU limit allows (VcpuLimitExceeded)"
-        if self.no_capacity & {(pool.type, pool.zone), (pool.type, "*"), ("*", pool.zone), ("*", "*")}:
+        places = {(pool.type, pool.zone), (pool.type, "*"), ("*", pool.zone), ("*", "*")}
+        if (spot and self.no_spot) or self.no_capacity & places:
             return "There is no Spot capacity available that matches your request (InsufficientInstanceCapacity)"
         profile = _profile_name(pool.spec)
         if profile is not None and profile not in {

@@ -331,6 +331,7 @@ def _follow(rehearsal: Rehearsal) -> None:
         str(outputs["bucket"]),
         definition.run.id,
         stage_lines=definition.interruptions.stage_results,
+        falls_back=definition.fleet.falls_back,
     )
     words, times_torch = ("wait", rehearsal.name), not definition.job.parameters.is_users_own
     with _started(rehearsal, *words) as waiting:

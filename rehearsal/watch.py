@@ -19,6 +19,7 @@ from gpufleet.infra.definition.model import Interruptions, Place, StackDefinitio
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
+from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.workdir import CHECKPOINTS, METRICS, STAGES, STEPS
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.imds import NOTICE_PATHS
@@ -135,14 +136,17 @@ class Watch:
         run_id: str,
         *,
         stage_lines: int = 1,
+        falls_back: bool = False,
     ) -> None:
-        """`stage_lines`: results of a stage after which a node is taken away in it."""
+        """`stage_lines`: results of a stage after which a node is taken away in it. `falls_back`: after the last
+        interruption spot never comes back, and the run has to go on on demand.
+        """
         self.cloud = cloud
         self.runner = runner
         self.timeline = timeline
         self.planned = list(planned)
         self.bucket, self.run_id = bucket, run_id
-        self.stage_lines = stage_lines
+        self.stage_lines, self.falls_back = stage_lines, falls_back
         self.views: dict[str, NodeView] = {}
         self.manifests: dict[int, str] = {}  # by step: why that checkpoint was made
         self._s3 = cloud.client("s3")
@@ -235,6 +239,7 @@ class Watch:
     def _interrupt(self, view: NodeView, planned: Planned) -> None:
         view.interrupted = planned
         instance = view.node.instance
+        self.cloud.launcher.no_spot = self.falls_back and not self.planned
         where = {
             "step": f"at step {view.last_step}",
             "first": f"in the first phase, at step {view.last_step}",
@@ -280,6 +285,9 @@ class Watch:
             view.interrupted.kind if view.interrupted else "", "shut itself down"
         )
         self._tell("ended", f"{view.name}: {why}, last step {view.last_step}", at=instance.ended_at, node=instance.id)
+        if self.cloud.launcher.no_spot and view.interrupted:
+            self._tell("switch", "spot has no capacity any more, and the hour to go on on demand comes")
+            self.cloud.schedules.bring_forward(SWITCH)
 
     def _boot_log(self, view: NodeView) -> None:
         for line in _new(view.node.log, view.boot_lines):

@@ -19,6 +19,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 forget_account()
 for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
     del os.environ[name]
+LONG = {
+    "test_engine_real.py",
+    "test_killed_calls.py",
+    "test_training_run.py",
+    "test_states.py",
+    "test_component_package.py",
+    "test_command_endings.py",
+    "test_command_attempts.py",
+    "test_frozen.py",
+}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -30,6 +40,11 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of half a minute and more begin first, so that no worker has one left when the others are done."""
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
@@ -38,6 +39,19 @@ def may_launch(fleet: dict[str, Any], now: datetime) -> bool:
 
 def _wants_nodes(fleet: dict[str, Any]) -> bool:
     return fleet["FleetState"] in ("submitted", "active", "modifying") and wants(fleet) > 0
+
+
+def market(fleet: dict[str, Any]) -> str:
+    """spot or on-demand."""
+    return str(fleet["TargetCapacitySpecification"]["DefaultTargetCapacityType"])
+
+
+def too_many(fleets: list[dict[str, Any]], definition: StackDefinition) -> list[dict[str, Any]]:
+    """Those of a run's fleets that may launch of which it needs no second: it has one, with a fallback one of each
+    market.
+    """
+    kinds = Counter(market(each) if definition.fleet.falls_back else "" for each in fleets)
+    return [each for each in fleets if kinds[market(each) if definition.fleet.falls_back else ""] > 1]
 
 
 def wants(fleet: dict[str, Any]) -> int:

@@ -90,6 +90,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
         ("buckets", lambda: _buckets(client("s3", region), definition)),
         ("log groups", lambda: _log_groups(client("logs", region), definition)),
         ("schedules", lambda: _schedules(client("scheduler", region), definition)),
+        ("state machines", lambda: _machines(client("stepfunctions", region), definition)),
         ("network", lambda: _network(ec2, definition, vpcs, {node["InstanceId"] for node in nodes})),
         ("instance profiles", lambda: _profiles(client("iam", region), definition)),
         ("roles", lambda: _roles(client("iam", region), definition)),
@@ -277,6 +278,19 @@ def _schedules(scheduler: Any, definition: StackDefinition) -> Iterator[Left]:
         end = removal.Call(service="scheduler", operation="delete_schedule_group", arguments={"Name": name})
         owner = _other_owner(tagged, definition)
         yield Left(kind="schedule group", id=name, steps=() if going else (end,), owner=owner)
+
+
+def _machines(states: Any, definition: StackDefinition) -> Iterator[Left]:
+    for machine in aws.pages(states, "list_state_machines", "stateMachines"):
+        if not machine["name"].startswith(name_prefix(definition.name)):
+            continue
+        arn = machine["stateMachineArn"]
+        tags = states.list_tags_for_resource(resourceArn=arn)["tags"]
+        tagged = {"Tags": [{"Key": tag["key"], "Value": tag["value"]} for tag in tags]}
+        if aws.tags_of(tagged).get(STACK_TAG) == definition.name:
+            of = {"stateMachineArn": arn}
+            end = removal.Call(service="stepfunctions", operation="delete_state_machine", arguments=of)
+            yield Left(kind="state machine", id=machine["name"], steps=(end,), owner=_other_owner(tagged, definition))
 
 
 class _Part(NamedTuple):

@@ -87,6 +87,7 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     if (arn := definition.account.permissions_boundary) is None:
         return
     # Here: the provider's SDK takes a second to import.
+    from gpufleet.infra.program.resources.fallback import may_begin, may_modify
     from gpufleet.infra.program.resources.identity import node_statements
     from gpufleet.infra.program.resources.stop import schedule_arn, stop_statements
 
@@ -106,11 +107,16 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     role = f"arn:aws:iam::{_ANY_ACCOUNT}:role/{made}"
     log_group = f"arn:aws:logs:{definition.fleet.region}:{_ANY_ACCOUNT}:log-group:{made}"
     topic = f"arn:aws:sns:{definition.fleet.region}:{_ANY_ACCOUNT}:{made}" if definition.notify.email else ""
+    fallback = [
+        *may_begin(f"arn:aws:states:{definition.fleet.region}:{_ANY_ACCOUNT}:stateMachine:{made}")["Statement"],
+        *may_modify(f"arn:aws:ec2:{definition.fleet.region}:{_ANY_ACCOUNT}:fleet/fleet-0")["Statement"],
+    ]
     answers = {
         (wish.action, iam_policy.allowed(limits, wish))
         for each in [
             *node_statements(definition, f"arn:aws:s3:::{made}", log_group, schedule, role, topic),
             *stop_statements(definition),
+            *(fallback if definition.fleet.falls_back else []),
         ]
         if each["Effect"] == "Allow"
         for wish in _wishes(each)

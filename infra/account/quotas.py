@@ -51,12 +51,12 @@ def quota_code(instance_type: str, capacity: str) -> str | None:
     return None
 
 
-def needs(fleet: Fleet) -> tuple[list[Need], list[str]]:
-    """The quotas a fleet is counted against, and the types whose quota is not known."""
+def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
+    """The quotas a fleet is counted against in a market, and the types whose quota is not known."""
     by_code: dict[str, list[str]] = {}
     unknown = []
     for name in fleet.instance_types:
-        code = quota_code(name, fleet.capacity)
+        code = quota_code(name, capacity)
         if code is None:
             unknown.append(name)
         else:
@@ -81,14 +81,16 @@ def needs(fleet: Fleet) -> tuple[list[Need], list[str]]:
 
 def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = None) -> Iterator[Check]:
     """vCPUs of one node, better two, of what other machines leave free. `ec2`: made here unless given."""
-    found, unknown = needs(definition.fleet)
     others = _others(definition, ec2 or aws.client("ec2", definition.fleet.region))
-    checks = [_quota(definition, need, others.get(need.code, {}), service_quotas) for need in found]
-    if all(check.state == "problem" for check in checks):
-        yield from checks
-    else:  # one type that can launch is enough for a fleet
-        for check in checks:
-            yield replace(check, state="warning") if check.state == "problem" else check
+    unknown = list[str]()
+    for capacity in (definition.fleet.capacity, *(["on-demand"] if definition.fleet.falls_back else [])):
+        found, unknown = needs(definition.fleet, capacity)
+        checks = [_quota(definition, need, others.get(need.code, {}), service_quotas) for need in found]
+        if all(check.state == "problem" for check in checks):
+            yield from checks
+        else:  # one type that can launch is enough for a fleet
+            for check in checks:
+                yield replace(check, state="warning") if check.state == "problem" else check
     for name in unknown:
         yield Check(
             name="quota", state="warning", found=f"which quota counts {name} is not known: look it up in the console"

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from botocore.exceptions import BotoCoreError, ClientError
 
 from gpufleet.infra.account import aws
-from gpufleet.infra.account.fleet import fleets_of, is_over, nodes_of
+from gpufleet.infra.account.fleet import fleets_of, is_over, market, nodes_of
 from gpufleet.infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
@@ -274,11 +274,12 @@ def _history(definition: StackDefinition, ec2: Any) -> fleet.Ask:
     def ask(since: float) -> fleet.History | None:
         try:
             found = fleets_of(ec2, definition)
-            ids = [each["FleetId"] for each in found if aws.owner_of(each) == aws.owner_of(found[0])]
-            told = [fleet.history(ec2, each, since) for each in ids]
+            own = [each for each in found if aws.owner_of(each) == aws.owner_of(found[0])]
+            told = [fleet.history(ec2, each["FleetId"], since) for each in own]
         except (BotoCoreError, ClientError):
             return None
-        changes = tuple(at for each in told for at in each.changes)
+        noticed = [each for each, of in zip(told, own, strict=True) if len(own) == 1 or market(of) == "spot"]
+        changes = tuple(at for each in noticed for at in each.changes)
         return fleet.History(changes=changes, ended=dict(ChainMap(*(each.ended for each in told)))) if told else None
 
     return ask

@@ -23,7 +23,7 @@ DOCUMENT = "AWS-StartInteractiveCommand"
 INSTALL = (
     "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
 )
-# The newest container of gpufleet's is the job's: a command's own, else the supervisor's, which trains itself.
+# The newest container of gpufleet's is the one that trains, where that has begun.
 INSIDE = 'sudo docker exec -it "$(sudo docker ps -q --filter name=gpufleet- | head -1)" sh -c "bash || sh"'
 Start = Callable[[Sequence[str], Mapping[str, str]], int]  # a program with this environment; its exit code
 

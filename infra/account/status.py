@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from gpufleet.infra.account import aws
+from botocore.exceptions import ClientError
+
+from gpufleet.infra.account import aws, refusals
 from gpufleet.infra.account.fleet import (
     ENDED,
     end_command,
     fleets_of,
     has_expired,
     is_over,
+    market,
     may_launch,
     nodes_of,
     wants,
     why_needless,
 )
-from gpufleet.infra.account.run_folder import RunFolder, StoredObject, find_folder, no_run
+from gpufleet.infra.account.run_folder import RunFolder, StoredObject, find_folder, name_prefix, no_run
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.tags import STACK_TAG
 from gpufleet.job.contract import attempt, bucket, reading
+from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.commit import BEST, Best
 from gpufleet.job.contract.gang import GangGeneration, Presence
-from gpufleet.job.contract.reading import DoubtError, epoch
+from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.receipt import start_up
-from gpufleet.job.supervisor.gang import LOST_S
 from gpufleet.job.text import counted
 
+AWAY_S = 120.0  # a node of several that has not told of itself for so long is not there
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
 GONE = ("shutting-down", "terminated")  # states of an instance
 
 
-def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Iterator[str]:
-    """The lines. Raises AwsRefused when neither a fleet nor a folder of the run exists."""
+def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
+    """The lines; without `scheduler` none of when the run goes on on demand. Raises AwsRefused when neither a fleet nor
+    a folder of the run exists.
+    """
     name, run_id = definition.name, definition.run.id
     fleets = fleets_of(ec2, definition)
     folder = find_folder(s3, definition)
@@ -43,12 +51,19 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     yield f"{name}, run {run_id}, {definition.fleet.region}"
     yield from _fleet(fleets, definition.run.owner, now)
     for other in fleets[1:]:
-        if other["FleetState"] not in ENDED:
+        own = aws.owner_of(other) == definition.run.owner
+        if own and definition.fleet.falls_back and market(other) != market(fleets[0]):
+            if not is_over(other, now):
+                does = "looks for a node too" if wants(other) else "stands by"
+                yield f"            and {other['FleetId']}, {market(other)}, {does}"
+        elif other["FleetState"] not in ENDED:
             theirs = f"{other['FleetId']}, {other['FleetState']}, owner {aws.owner_of(other) or 'unknown'}"
             shown = f"shown is the one of run.owner, {definition.run.owner}"
-            if aws.owner_of(other) == definition.run.owner and may_launch(other, now):
+            if own and may_launch(other, now):
                 shown = f"a run has one: gpufleet wait {definition.argument} says how to end the other"
             yield f"            also {theirs}; {shown}"
+    if definition.fleet.falls_back and scheduler is not None:
+        yield from _switch(scheduler, definition, now)
     nodes = [node for node in nodes_of(ec2, definition) if node["State"]["Name"] not in GONE]
     yield from _nodes(nodes, definition.run.owner)
     if folder is None:
@@ -59,10 +74,9 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     if folder.others:
         yield f"            also {folder.others}, {definition.run.owner}"
     yield from _attempts(folder, {node["InstanceId"] for node in nodes})
+    leader = yield from _gang(folder, definition, now)
     ended = not fleets or is_over(fleets[0], now)
-    if definition.nodes > 1 and not ended:
-        yield from _gang(folder, definition, now)
-    yield from _progress(folder, definition, now, ended)
+    yield from _progress(folder, definition, now, ended, leader)
     yield from _checkpoints(folder)
     done, asked = folder.read_done(), folder.asked()
     if asked and not done:
@@ -96,6 +110,28 @@ def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[
     yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}, wants {counted(wants(fleet), 'node')}{expiry}"
 
 
+def _switch(scheduler: Any, definition: StackDefinition, now: datetime) -> Iterator[str]:
+    """When AWS begins on demand, as the schedule stands."""
+    try:
+        for group in aws.pages(
+            scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=name_prefix(definition.name)
+        ):
+            tagged = scheduler.list_tags_for_resource(ResourceArn=group["Arn"])
+            if aws.tags_of(tagged).get(STACK_TAG) != definition.name or aws.owner_of(tagged) != definition.run.owner:
+                continue
+            found = scheduler.get_schedule(GroupName=group["Name"], Name=SWITCH)
+            at = epoch(found["ScheduleExpression"][3:-1] + "Z") or 0.0
+            hour = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
+            if found["State"] == "DISABLED":
+                yield "switch      to on demand: off, as the run is over or its limits do not pay for it"
+            elif at <= now.timestamp():
+                yield f"switch      to on demand: since {hour}, unless it has no capacity"
+            else:
+                yield f"switch      to on demand: at {hour}, unless a node that trains moves it"
+    except ClientError as error:
+        yield f"switch      to on demand: not seen, {refusals.refusal(error)}"
+
+
 def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:
     for node in nodes:
         kind = f"{node['InstanceType']} {node.get('InstanceLifecycle', 'on-demand')}"
@@ -118,8 +154,35 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
             how = f"ended: {record.exit.reason} at {record.exit.at}"
         took = start_up(record.started_s, record.pulled_s)
         how += f", {took}" if took else ""
-        yield f"attempt     {name}, {record.type} in {record.zone}, booted {record.booted_at}, {how}"
+        kind = f"{record.type} {record.capacity}".rstrip()
+        yield f"attempt     {name}, {kind} in {record.zone}, booted {record.booted_at}, {how}"
     yield from odd
+
+
+def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Generator[str, None, str]:
+    """Which of several nodes train together, who waits, and since when. Gives the instance that leads; empty: none."""
+    made, waiting = dict[int, GangGeneration](), list[Presence]()
+    for each in folder.objects(bucket.GANG):
+        content = folder.read(each.name) or b""
+        with suppress(reading.DoubtError):
+            if bucket.GENERATION_KEY.fullmatch(each.name):
+                generation = GangGeneration.from_json(reading.parse(content))
+                made[generation.number] = generation
+            elif (now - each.written).total_seconds() <= AWAY_S:
+                presence = Presence.from_json(reading.parse(content))
+                waiting += [presence] if presence.state == "ready" else []
+    newest = made[max(made)] if made else None
+    if newest is not None:
+        others = ", ".join(newest.members[1:])
+        yield f"gang        generation {newest.number}: {newest.leader} leads, with {others}"
+    for one in sorted(waiting, key=lambda one: one.since):
+        yield f"            {one.instance} waits for the others since {iso(one.since)}, billed"
+    if waiting:
+        fleet = definition.fleet
+        price = load_catalog().on_demand_prices.get((fleet.instance_types[0], fleet.region))
+        cost = f", at most {price.amount * len(waiting):.2f} USD an hour" if price else ""
+        yield f"            {len(waiting)} of {fleet.nodes} wait{cost}"
+    return newest.leader if newest is not None else ""
 
 
 def _set_aside(each: StoredObject, odd: list[str]) -> attempt.Aside:
@@ -127,47 +190,21 @@ def _set_aside(each: StoredObject, odd: list[str]) -> attempt.Aside:
     return lambda why: odd.append(f"            {each.name}: set aside: {why}")
 
 
-def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Iterator[str]:
-    """Who of several nodes trains, or who is there and waits, billed, for the others."""
-    odd: list[str] = []
-    there, newest = dict[str, Presence](), None
-    for each in folder.objects(bucket.GANG):
-        try:
-            tree = reading.parse(folder.read(each.name) or b"")
-            if bucket.PRESENCE_KEY.fullmatch(each.name):
-                presence = Presence.from_json(tree)
-                if presence.state != "gone" and (now - each.written).total_seconds() <= LOST_S:
-                    there[presence.instance] = presence
-            elif bucket.GENERATION_KEY.fullmatch(each.name):
-                found = GangGeneration.from_json(tree)
-                newest = found if newest is None or found.number > newest.number else newest
-        except DoubtError as why:
-            odd.append(f"            {each.name}: set aside: {why}")
-    yield from odd
-    busy = [each for each in there.values() if each.state == "busy"]
-    if newest is not None and busy:
-        yield f"together    {', '.join(newest.members)}, generation {newest.number}, led by {newest.leader}"
-        return
-    said = f"together    none: {len(there)} of {definition.nodes} nodes are there"
-    if there:
-        since = datetime.fromtimestamp(min(each.launched_at for each in there.values()), UTC)
-        price = load_catalog().on_demand_prices.get((definition.fleet.instance_types[0], definition.fleet.region))
-        cost = f", at most {price.amount * len(there):.2f} USD an hour" if price else ""
-        said += f", since {since:%Y-%m-%d %H:%M:%S} UTC, and wait, billed{cost}"
-    yield said
-
-
-def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, ended: bool) -> Iterator[str]:
+def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, ended: bool, leader: str) -> Iterator[str]:
     odd: list[str] = []
     beating = folder.objects(bucket.HEARTBEATS)  # files that grow
     ends = [(each, folder.read(each.name, last_bytes=4096)) for each in beating]
     found = [attempt.last_beat(end, _set_aside(each, odd)) for each, end in ends]
     yield from odd
+    leads = [bucket.node_of(each.name) == leader for each in beating]
     beats = [beat for beat in found if beat is not None]
     if not beats:
         yield f"heartbeat   none{'' if ended else ' yet: the node boots, pulls the image and stages its data first'}"
         return
     beat = max(beats, key=lambda beat: beat.ts)
+    own = next((each for each, is_leader in zip(found, leads, strict=True) if is_leader and each is not None), beat)
+    if (epoch(beat.ts) or 0) - (epoch(own.ts) or 0) <= AWAY_S:  # of several nodes it knows how training goes
+        beat = own
     written = epoch(beat.ts)
     age = None if written is None else now.timestamp() - written
     yield f"heartbeat   {beat.ts}{f', {age:.0f} s ago' if age is not None else ''}"

@@ -25,6 +25,7 @@ from gpufleet.infra.account.fleet import (
     fleets_of,
     has_expired,
     may_launch,
+    too_many,
     wants,
     why_needless,
 )
@@ -63,7 +64,8 @@ class WaitLoop:
                 if done := self._read_done(self.definition.run.owner):
                     return self._report_end(done)
                 raise self._no_fleet()
-            if len(twice := [each for each in fleets if self._ours(each)]) > 1:
+            launching = [each for each in fleets if self._ours(each)]
+            if twice := too_many(launching, self.definition):
                 self._report_second_fleet(twice)
                 return 1
             fleet = fleets[0]
@@ -78,18 +80,22 @@ class WaitLoop:
             if stopped and not expired:
                 self._resting(fleet)
                 return 1
-            if self._node(fleet):
-                return self._for_nothing(fleet)
+            looking = launching if fleet in launching else [fleet]
+            if node_of := next((each for each in looking if self._node(each)), None):
+                return self._for_nothing(node_of)
             if expired:
                 return self._no_more(fleet, "expired")
-            self._history(fleet)
+            if len(looking) > 1:
+                self._say("The hour has come to go on on demand (fleet.fallback): both fleets look for a node.")
+            for each in looking:
+                self._history(each)
             final = next((reason for reason in self.reasons if reason.final), None)
             if final:
                 self._keeps_away([])  # they were said a moment ago
                 self.say(f"Waiting cannot help: {final.cause}. `pulumi destroy` ends the fleet, which keeps trying.")
                 return 1
             if self.clock() >= give_up:
-                return self._timed_out(timeout_s)
+                return self._timed_out(timeout_s, both=len(looking) > 1)
             self._say(f"waiting for fleet {fleet['FleetId']} to find a node ...")
             self.sleep(min(POLL_S, max(give_up - self.clock(), 0.0)))
 
@@ -207,8 +213,9 @@ class WaitLoop:
             "--target-capacity-specification TotalTargetCapacity=1"
         )
 
-    def _timed_out(self, timeout_s: float) -> int:
-        self.say(f"No node after {timeout_s:g} s.")
+    def _timed_out(self, timeout_s: float, *, both: bool) -> int:
+        neither = " Neither on spot nor on demand: limits.deadline may be missed." if both else ""
+        self.say(f"No node after {timeout_s:g} s.{neither}")
         self._keeps_away(self.reasons)
         if not (self.reasons or self.unexplained or self.ended):
             self.say(

@@ -102,11 +102,11 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
     if bill.only_priced or left_h is None:
         return
     late = float((bill.chosen.needed.wall_hours + exposure.reserve_h > left_h).mean())
-    if late >= 0.01:
+    if late >= 0.01 and not definition.fleet.falls_back:  # its own share is on the bill
         yield (
             f"{late:.0%} of runs miss limits.deadline, {left_h:.1f} h from now: p50 is"
             f" {bill.chosen.wall_hours.p50:.2f} h, waits for capacity included; `gpufleet compare"
-            f" {definition.argument}` says when to switch to on demand"
+            f" {definition.argument}` says when to switch to on demand, fleet.fallback: on-demand does it"
         )
     by_h = left_h - exposure.reserve_h
     if by_h < min(exposure.hours_at_cap()) and (slow := too_slow(bill, by_h, "limits.deadline")):

@@ -10,6 +10,7 @@ from datetime import date
 from decimal import Decimal
 
 from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.fallback import Fallback
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
@@ -22,14 +23,21 @@ from gpufleet.job.text import counted
 
 
 def render(
-    bill: Bill, *, today: date | None = None, accuracy: object = None, cheaper: Iterable[str] | None = None
+    bill: Bill,
+    *,
+    today: date | None = None,
+    accuracy: object = None,
+    cheaper: Iterable[str] | None = None,
+    fallback: Fallback | None = None,
 ) -> str:
     """The whole bill. With `today` it also says how old the prices are; with `accuracy`, a Score of
-    infra.evidence.receipts, how right earlier bills were; with `cheaper` the lines of infra.compare.cheaper.
+    infra.evidence.receipts, how right earlier bills were; with `cheaper` the lines of infra.compare.cheaper; with
+    `fallback` what the run costs with it.
     """
     types = [_types(bill)] if len(bill.types) > 1 else []
     options = [] if cheaper is None else [cheaper]
-    blocks = [_head(bill), _lines(bill), _totals(bill), *options, *types, _phases(bill), _rest(bill, today, accuracy)]
+    rest = _rest(bill, today, accuracy, fallback)
+    blocks = [_head(bill), _lines(bill), _totals(bill, fallback), *options, *types, _phases(bill), rest]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
@@ -80,7 +88,7 @@ def _interruptions_usd(bill: Bill) -> Decimal:
     return bill.chosen.alone_usd.p50 - bill.chosen.total
 
 
-def _totals(bill: Bill) -> Iterator[str]:
+def _totals(bill: Bill, fallback: Fallback | None) -> Iterator[str]:
     chosen = bill.chosen
     if bill.buys is not None and bill.cap is not None:
         rows = [figures("USD", bill.usd), figures("node-hours", bill.hours), figures("hours of training", bill.buys)]
@@ -101,6 +109,8 @@ def _totals(bill: Bill) -> Iterator[str]:
     if beside:
         rows.append(counted_usd)
     rows.append(_other(bill, bill.on_demand if bill.capacity == "spot" else bill.spot))
+    if fallback is not None:
+        rows.append(figures(*fallback.row()))
     hours = "hours of each node" if chosen.exposure.nodes > 1 else "node-hours"
     rows.append(figures(hours, bill.hours))
     if bill.capacity == "spot":
@@ -230,14 +240,14 @@ def _setup_and_idle(bill: Bill) -> str:
     return f"{bill.chosen.type}: {', '.join(parts)}; {used} in use."
 
 
-def _rest(bill: Bill, today: date | None, accuracy: object) -> Iterator[str]:
+def _rest(bill: Bill, today: date | None, accuracy: object, fallback: Fallback | None) -> Iterator[str]:
     if bill.against_one is not None:
         yield from wrap(bill.against_one.sentence())
     yield from wrap(_interruptions(bill))
     if bill.cadence is not None:
         said = bill.cadence.sentence()
         yield from wrap(f"{said[0].upper()}{said[1:]}.")
-    yield from wrap(_limits(bill))
+    yield from wrap(_limits(bill, fallback))
     kept = bill.kept
     left = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
     yield from wrap(f"Kept after destroy: {left if kept.days else 'nothing'}.")
@@ -312,7 +322,7 @@ def _hazard(bill: Bill) -> str:
     )
 
 
-def _limits(bill: Bill) -> str:
+def _limits(bill: Bill, fallback: Fallback | None) -> str:
     cap = bill.cap
     if cap is None:
         return f"Cannot be launched: it {bill.only_priced}. Only priced, so no limit of the file is held against it."
@@ -325,6 +335,8 @@ def _limits(bill: Bill) -> str:
         return f"Limits: {money}, {hours}. The first one ends the run."
     chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
     said = f"Limits: {money}, {hours}; chance that one stops the run: {chance}."
+    if fallback is not None:
+        return f"{said} {fallback.sentence()}"
     if cap.deadline is None:
         return said
     return (

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gpufleet.infra.bill import limits, record
 from gpufleet.infra.bill.estimate import problems
+from gpufleet.infra.bill.fallback import fallback_problems, price_fallback
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.commands import stack
@@ -61,18 +62,27 @@ def run(args: argparse.Namespace) -> int:
     catalog = load_catalog()
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
     bill = replace(bill, warnings=(*bill.warnings, *limits.deadline_warnings(definition, bill, now)))
+    fallback = price_fallback(definition, bill, now)
     if args.json:
         tree = record.to_json(bill) | {"cheaper": options and options.to_json()}
+        tree |= {"fallback": fallback.to_json()} if fallback else {}
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
     else:
         sys.stdout.write(
-            render(bill, today=now.date(), accuracy=score(root), cheaper=options.lines() if options else None)
+            render(
+                bill,
+                today=now.date(),
+                accuracy=score(root),
+                cheaper=options.lines() if options else None,
+                fallback=fallback,
+            )
         )
     sys.stdout.flush()
     broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill))
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
-    if found := [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]:
+    late = [*limits.deadline_problems(definition, bill, now), *fallback_problems(definition, bill, fallback)]
+    if found := [*problems(definition, bill), *late]:
         raise DefinitionError(str(definition.source), found)
     return 1 if broken else 0
 

@@ -1,4 +1,4 @@
-"""`gpufleet shell STACK`: a shell in the job's container, by Session Manager."""
+"""`gpufleet shell STACK`: a shell in the container that trains, by Session Manager."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
     region = definition.fleet.region
-    for line in report(definition, aws.client("ec2", region), aws.client("s3", region), datetime.now(UTC)):
+    ec2, s3, scheduler = (aws.client(name, region) for name in ("ec2", "s3", "scheduler"))
+    for line in report(definition, ec2, s3, datetime.now(UTC), scheduler):
         print(line)
     return 0

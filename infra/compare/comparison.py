@@ -9,7 +9,7 @@ from pathlib import Path
 from gpufleet.infra.bill.options import BillBasis
 from gpufleet.infra.bill.project import bill_basis
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.compare import deadline, ranking
+from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition, deadline_text
@@ -17,6 +17,7 @@ from gpufleet.infra.definition.scenarios import chosen, scenarios
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import outcomes
 from gpufleet.infra.evidence.observations import observations
+from gpufleet.infra.risk import deadline
 from gpufleet.infra.risk.hazard import learn
 
 

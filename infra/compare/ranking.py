@@ -20,11 +20,10 @@ from gpufleet.infra.bill import fit, options
 from gpufleet.infra.bill.options import BillBasis
 from gpufleet.infra.bill.side import Hazards, Side
 from gpufleet.infra.catalog import Catalog
-from gpufleet.infra.compare import deadline
 from gpufleet.infra.compare.rows import Row, draft, filled, rate
 from gpufleet.infra.definition.model import CAPACITIES, Fleet, StackDefinition
 from gpufleet.infra.evidence.outcomes import dotted
-from gpufleet.infra.risk import simulation
+from gpufleet.infra.risk import deadline, simulation
 
 RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
 RUNS_SHOWN = 2_000  # with risk.RUNS, as its bill is, those after it with these

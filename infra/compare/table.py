@@ -16,11 +16,11 @@ from typing import Any, Literal
 from gpufleet.infra.bill.record import quantiles
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.catalog.regions import known_regions
-from gpufleet.infra.compare import deadline
-from gpufleet.infra.compare.deadline import DeadlinePlan
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.outcomes import FinishedRun
+from gpufleet.infra.risk import deadline
+from gpufleet.infra.risk.deadline import DeadlinePlan
 from gpufleet.infra.text import hours, table, wrap
 from gpufleet.job.text import counted
 

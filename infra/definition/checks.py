@@ -71,6 +71,7 @@ def check(
         _base_weights(s, findings)
         _saves(s, findings)
         _estimate(s, findings)
+    _fallback(s, findings, unknown=unknown)
 
 
 def _model(config: JobConfig, findings: Findings) -> bool:
@@ -170,6 +171,23 @@ def _saves(s: StackDefinition, findings: Findings) -> None:
             "how often the command saves by itself, {steps: N} or {minutes: N}",
             "On spot a loss repeats what came after the last save: the bill prices it by this.",
         )
+
+
+def _fallback(s: StackDefinition, findings: Findings, *, unknown: bool) -> None:
+    """What decides when to fall back is the deadline, and the work that is left."""
+    if not s.fleet.falls_back:
+        return
+    if s.fleet.capacity == "on-demand":
+        hint = "Write fallback: none beside that capacity."
+        findings.add("fleet.fallback", "none where fleet.capacity is on-demand", hint)
+    if s.nodes > 1:
+        findings.add("fleet.fallback", f"none where fleet.nodes is {s.nodes}", "A single node falls back.")
+    if s.limits.deadline is None and "limits.deadline" not in findings.bad:
+        hint = "The fallback begins when spot alone would miss it: write a time, or `in 10 h`."
+        findings.add("limits.deadline", "a deadline, with fleet.fallback: on-demand", hint)
+    if not unknown and s.job.parameters.is_endless:
+        hint = f"Say how long the run is, in {s.job.parameters.path}.work."
+        findings.add("fleet.fallback", "none for a run of which nobody says how much work it is", hint)
 
 
 def check_account(account: Account, fleet: Fleet, findings: Findings) -> None:

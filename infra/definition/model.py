@@ -50,6 +50,7 @@ class Job:
 Capacity = Literal["spot", "on-demand"]
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
 Cards = Literal["one", "all"]
+Fallback = Literal["none", "on-demand"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +63,13 @@ class Fleet:
     capacity: Capacity = "spot"
     nodes: int = added_later(1)  # that train together; more than one are of one type, in one zone
     cards: Cards = added_later("one")  # of each of several nodes: which of its network cards carry their traffic
+    fallback: Fallback = added_later("none")  # once spot would miss the deadline
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether a second fleet stands by, on demand."""
+        return self.fallback == "on-demand"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,8 +35,9 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
     for receipt in receipts.read(root)[0]:
         if receipts.is_rehearsal(receipt) or receipt.capacity != "spot":
             continue
-        for place in dict.fromkeys((node.type, node.zone) for node in receipt.attempts):
-            own = [node for node in receipt.attempts if (node.type, node.zone) == place]
+        on_spot = [node for node in receipt.attempts if node.capacity != "on-demand"]
+        for place in dict.fromkeys((node.type, node.zone) for node in on_spot):
+            own = [node for node in on_spot if (node.type, node.zone) == place]
             hours = sum(float(node.lived_s) / 3600 for node in own)
             if hours > 0:
                 found.append(

@@ -66,7 +66,9 @@ def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:
 def say(plan: Plan, root: Path, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
     """The bill and what is to be warned of."""
     cheaper = plan.cheaper.lines() if plan.cheaper else None
-    text = render(plan.bill, today=datetime.now(UTC).date(), accuracy=score(root), cheaper=cheaper)
+    text = render(
+        plan.bill, today=datetime.now(UTC).date(), accuracy=score(root), cheaper=cheaper, fallback=plan.fallback
+    )
     pulumi.log.info(printable(text), resource)
     for warning in (*plan.warnings, *also):
         pulumi.log.warn(printable(warning), resource)

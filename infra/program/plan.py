@@ -17,6 +17,7 @@ from gpufleet import job
 from gpufleet.infra.bill import limits, record
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import problems
+from gpufleet.infra.bill.fallback import Fallback, fallback_problems, price_fallback
 from gpufleet.infra.bill.project import bill_of
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare.cheaper import Cheaper, bill_and_cheaper
@@ -45,6 +46,7 @@ class Plan:
     now: datetime
     definition: StackDefinition
     bill: Bill
+    fallback: Fallback | None  # what it costs with one
     cheaper: Cheaper | None  # what would do the same for less; None for a run that has begun
     verdict: RunDecision
     archive: archive.Archive
@@ -163,8 +165,10 @@ def make(
     wrong, late = problems(definition, bill), list[str]()
     far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
     unshown = rehearsed.saves_doubt(definition, root)
+    fallback = price_fallback(definition, bill, now)
     if not verdict.continues:  # how much work is left of a run that has begun is not known here
         wrong += limits.deadline_problems(definition, bill, now)
+        wrong += fallback_problems(definition, bill, fallback)
         late += limits.deadline_warnings(definition, bill, now)
         if definition.notify.email:
             late.append(
@@ -176,6 +180,7 @@ def make(
         now=now,
         definition=definition,
         bill=bill,
+        fallback=fallback,
         cheaper=options,
         verdict=verdict,
         archive=own,
@@ -186,7 +191,7 @@ def make(
         code=packed,
         inputs=found,
         run_config=run_file.encode(
-            run_config.run_config(definition, bill, given, expires=verdict.run.valid_until)
+            run_config.run_config(definition, bill, given, expires=verdict.run.valid_until, fallback=fallback)
         ).decode(),
         warnings=(*missing, *map(str, wrong), *late, *filter(None, [*far, unshown]), *verdict.warnings),
     )

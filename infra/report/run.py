@@ -222,7 +222,7 @@ def _attempts_table(receipt: Receipt) -> str:
         (
             str(number),
             each.instance,
-            each.type,
+            f"{each.type} {each.capacity}".rstrip(),
             each.zone,
             f"{each.usd:.4f}",
             f"{each.lived_s / 3600:.3f}",

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gpufleet.infra.risk.closed_form import expected_hours
-from gpufleet.infra.risk.simulation import MAX_ATTEMPTS, Exposure, simulate_each
+from gpufleet.infra.risk.simulation import Exposure, simulate_each
 
 SHORTEST_S = 1.0
 LONGEST_S = 86_400.0  # as a run config allows
 _SHARES = 16  # quantiles of the hazard that stand for its distribution
-_RUNS, _ATTEMPTS = 1_000, 64  # simulated runs behind what it is worth, and nodes of each
+_RUNS, _ATTEMPTS = 1_000, 64  # simulated runs behind what it is worth, and nodes of each at least
 _CARRIED_ON = 0.01  # share of runs not done with so many from which dollars carried on as they went are no dollars
 _NARROWINGS = 24  # each leaves 62 % of the bracket
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -61,10 +61,7 @@ def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
         return None
     alone = exposure.unlimited.interruptions_alone
     both = [_with_interval(alone, each, save_cost_s) for each in (present_s, best_s)]
-    for attempts in (_ATTEMPTS, MAX_ATTEMPTS):
-        present, best = simulate_each(both, runs=_RUNS, attempts=attempts)
-        if (present.interruptions >= attempts).mean() < _CARRIED_ON:
-            break
+    present, best = simulate_each(both, runs=_RUNS, attempts=_ATTEMPTS, unfinished=_CARRIED_ON)
     saved_usd = float(present.usd.mean() - best.usd.mean())
     if saved_usd <= 0:  # as good to the last digit, or nothing to gain at all
         best_s, saved_usd, best = present_s, 0.0, present

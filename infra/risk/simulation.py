@@ -204,9 +204,16 @@ def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts
 
 
 def simulate_each(
-    exposures: Sequence[Exposure], *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS
+    exposures: Sequence[Exposure],
+    *,
+    runs: int = RUNS,
+    seed: int = SEED,
+    attempts: int = MAX_ATTEMPTS,
+    unfinished: float = 1.0,
 ) -> list[SimulatedRuns]:
-    """What `simulate` gives for each, many at once. Raises ValueError for an owner who ends one of several."""
+    """What `simulate` gives for each, many at once. `unfinished`: while more runs than this share of them are not done
+    after `attempts` nodes, they get more, up to MAX_ATTEMPTS. Raises ValueError for an owner who ends one of several.
+    """
     if len(exposures) > 1 and any(exposure.leave for exposure in exposures):
         raise ValueError("a run that its owner ends is simulated alone")
     sizes = [min(_CHUNK, runs - start) for start in range(0, runs, _CHUNK)]
@@ -214,7 +221,7 @@ def simulate_each(
     found: list[SimulatedRuns] = []
     for start in range(0, len(exposures), together):
         some = exposures[start : start + together]
-        parts = [_chunk(some, _luck(seed, at, size), attempts) for at, size in enumerate(sizes)]
+        parts = [_chunk(some, _luck(seed, at, size), attempts, unfinished=unfinished) for at, size in enumerate(sizes)]
         found += [_joined(of_one) for of_one in zip(*parts, strict=True)]
     return found
 
@@ -247,7 +254,7 @@ def _joined(parts: Sequence[SimulatedRuns]) -> SimulatedRuns:
 
 
 def _chunk(
-    exposures: Sequence[Exposure], luck: Luck, attempts: int, only: Indices | None = None
+    exposures: Sequence[Exposure], luck: Luck, attempts: int, only: Indices | None = None, unfinished: float = 1.0
 ) -> list[SimulatedRuns]:
     """Runs of all exposures, one exposure after the other; the first run of each meets the same luck, and so on.
     `only`: these runs; the others' figures mean nothing.
@@ -273,7 +280,7 @@ def _chunk(
         return NextNode(life_h=life, wait_h=wait, missed=drawn.missed, lost=drawn.lost)
 
     with np.errstate(divide="ignore"):  # a life without hazard; entered once, not for each node
-        return _account(exposures, runs, first_wait_h, next_node, attempts, factors, only)
+        return _account(exposures, runs, first_wait_h, next_node, attempts, factors, only, unfinished)
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
@@ -289,6 +296,7 @@ def _account(
     attempts: int,
     factors: Factors = KNOWN,
     only: Indices | None = None,
+    unfinished: float = 1.0,
 ) -> list[SimulatedRuns]:
     count = len(first_wait_h)
     single = exposures[0] if len(exposures) == 1 else None
@@ -323,6 +331,7 @@ def _account(
     hours, billed, wall = np.zeros(count), np.zeros(count), np.zeros(count)
     interruptions = np.zeros(count, dtype=np.int64)
     stopped = np.zeros(count, dtype=bool)
+    is_limited = bool(np.isfinite(cap_h).any()) or (single is not None and single.leave is not None)
     active = np.arange(count) if only is None else only
     wall += _patient(single, first_wait_h, wall, done, work_h)
     idle, waits_billed = np.zeros(count), bool(np.any(stay))
@@ -330,31 +339,30 @@ def _account(
         idle = np.minimum(wall * stay, cap_h)
         hours, billed = hours + idle, billed + idle
 
-    for attempt in range(attempts):
-        if not active.size:
+    for attempt in range(max(attempts, MAX_ATTEMPTS)):
+        if not active.size or (attempt >= attempts and active.size <= unfinished * count):
             break
         begun_h, done_h, before_h = wall[active], done[active], hours[active]
         node = fate(active, attempt, begun_h)
         start_h = _select(restart_h if attempt else setup_h, active)
         whole_h = _select(work_h, active)
         need = start_h + whole_h - done_h
-        left = _hours_left(single, begun_h, done_h, start_h, whole_h)
-        room = np.maximum(np.minimum(_select(cap_h, active) - before_h, left), 0.0)
-        ends_h = np.minimum(node.life_h, need)
-        node_h = np.minimum(ends_h, room)
-        at_limit = room < ends_h
-        interrupted = ~at_limit & (node.life_h < need)
-
-        allowed = np.maximum(_select(allowed_h, active) - before_h, 0.0)
-        stops = at_limit & np.isfinite(allowed)  # an owner who leaves has no limits
-        spent_h = np.where(stops, np.minimum(node_h + _select(reserve_h, active), allowed), node_h)
-        span = np.where(left > _EDGE_H, np.maximum(spent_h, MINIMUM_H), 0.0)
+        node_h, interrupted = np.minimum(node.life_h, need), node.life_h < need
+        spent_h, span = node_h, np.maximum(node_h, MINIMUM_H)
+        if is_limited:
+            left = _hours_left(single, begun_h, done_h, start_h, whole_h)
+            room = np.maximum(np.minimum(_select(cap_h, active) - before_h, left), 0.0)
+            at_limit = room < node_h
+            node_h, interrupted = np.minimum(node_h, room), interrupted & ~at_limit
+            allowed = np.maximum(_select(allowed_h, active) - before_h, 0.0)
+            stops = at_limit & np.isfinite(allowed)  # an owner who leaves has no limits
+            spent_h = np.where(stops, np.minimum(node_h + _select(reserve_h, active), allowed), node_h)
+            span = np.where(left > _EDGE_H, np.maximum(spent_h, MINIMUM_H), 0.0)
+            stopped[active] |= at_limit
         hours[active] = before_h + span
         free = interrupted & (node_h < _select(free_h, active))
         billed[active] += np.where(free, span * _select(stay, active), span)
         wall_h = begun_h + spent_h
-        interruptions[active] += interrupted
-        stopped[active] |= at_limit
 
         trained = np.maximum(node_h - start_h, 0.0)
         saved = np.maximum(node_h - start_h - NOTICE_H, 0.0)
@@ -378,6 +386,7 @@ def _account(
             hours[active] += more
             billed[active] += more
         active = active[interrupted]
+        interruptions[active] = attempt + 1
 
     if active.size:  # the same again, to the end of the work or to the limit
         work, cap = _select(work_h, active), _select(cap_h, active)

@@ -14,7 +14,7 @@ from gpufleet.job.command import processes
 from gpufleet.job.command.checkpoints import CommandCheckpoints, copy
 from gpufleet.job.command.endings import End, Verdict, judge
 from gpufleet.job.command.given import Folders, blanked, progress_file, secrets, variables
-from gpufleet.job.command.places import CommandNode, GoneError, GuardedProcesses, Place, Scripts, give_to_everybody
+from gpufleet.job.command.places import GoneError, GuardedProcesses, NodeContainer, Place, Scripts, give_to_everybody
 from gpufleet.job.command.reader import Metrics, Output, StepReader
 from gpufleet.job.command.stopping import Leaving
 from gpufleet.job.command.watchdogs import StartWatch
@@ -187,7 +187,7 @@ class Host:
             for folder in (self.folders.code, *self.folders.written):
                 give_to_everybody(folder)
             contained = os.environ.get(environment.JOB_CONTAINER)
-            self.place = CommandNode(self.workdir) if contained else GuardedProcesses(self.workdir)
+            self.place = NodeContainer(self.workdir) if contained else GuardedProcesses(self.workdir)
         self.scripts.run(name, start.command, self._environment(start.restored))
         watch = self._watch()
         code, why, left_at, calm_at = None, "", None, 0.0

@@ -62,7 +62,7 @@ class Scripts:
         for left in self.folder.iterdir():
             left.unlink()
         for name in (OUT, NEXT):
-            self._pipe(name)
+            make_pipe(self.folder / name)
         (self.folder / FIRST).write_text(FIRST_TEXT.format(folder=shlex.quote(str(self.folder))))
         # Never at its end: who opens it to write closes it again, and others come. Never waited for.
         self.out = os.open(self.folder / OUT, os.O_RDWR | os.O_NONBLOCK)
@@ -79,7 +79,7 @@ class Scripts:
         exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in environment.items())
         self._waiting = [
             (self.folder / NEXT, f"{name}\n".encode()),
-            (self._pipe(f"{name}.env"), exports.encode()),
+            (make_pipe(self.folder / f"{name}.env"), exports.encode()),
         ]
 
     def offer(self) -> None:
@@ -107,15 +107,16 @@ class Scripts:
         """Nothing is read any more."""
         os.close(self.out)
 
-    def _pipe(self, name: str) -> Path:
-        path = self.folder / name
-        path.unlink(missing_ok=True)
-        os.mkfifo(path)
-        path.chmod(0o666)
-        return path
+
+def make_pipe(path: Path) -> Path:
+    """A new one, for whoever a container runs as."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    path.chmod(0o666)
+    return path
 
 
-class CommandNode:
+class NodeContainer:
     """A container, which job/node/jobs.py starts and removes when it is asked to."""
 
     def __init__(self, workdir: Path) -> None:
@@ -123,13 +124,16 @@ class CommandNode:
         self._number = int(time.time() * 1000)
         Container(number=self._number).write(self._folder)
 
-    def poll(self) -> int | None:
+    def answer(self) -> Contained | None:
+        """What the node says of it; None: nothing yet."""
         answer = Contained.read(self._folder)
-        if answer is None or answer.number != self._number:
-            return None
-        if answer.problem:
+        return answer if answer is not None and answer.number == self._number else None
+
+    def poll(self) -> int | None:
+        answer = self.answer()
+        if answer is not None and answer.problem:
             raise GoneError(answer.problem)
-        return answer.pid
+        return None if answer is None else answer.pid
 
     def close(self) -> None:
         Container(number=self._number, wanted=False).write(self._folder)

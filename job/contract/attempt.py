@@ -17,6 +17,7 @@ from typing import Any
 from gpufleet.job.contract import environment, reading
 from gpufleet.job.contract.reading import DoubtError, Fields, epoch, iso
 
+SUPERSEDED = "fallback"  # the exit's reason of a node on spot whose run goes on on demand
 Aside = Callable[[str], None]  # is told what is set aside
 
 
@@ -30,6 +31,7 @@ class Node:
     launched_at: float
     pulled_s: str = ""  # how long its images took; empty: not known
     address: str = ""  # where other nodes of the run reach it; empty: there are none
+    capacity: str = ""  # spot or on-demand; empty: the run's
 
     @classmethod
     def from_environment(cls, given: Mapping[str, str], now: float) -> Node:
@@ -42,6 +44,7 @@ class Node:
             launched_at=now if launched is None else launched,
             pulled_s=given.get(environment.PULLED_S, ""),
             address=given.get(environment.ADDRESS, ""),
+            capacity=given.get(environment.CAPACITY, ""),
         )
 
 
@@ -146,6 +149,7 @@ class AttemptRecord:
     instance: str = ""
     type: str = ""
     zone: str = ""
+    capacity: str = ""  # spot or on-demand; empty: the run's
     launched_at: str = ""  # UTC, ISO
     booted_at: str = ""
     manifest_at_boot: str | None = None  # key of the newest checkpoint's then
@@ -197,6 +201,7 @@ class AttemptRecord:
             instance=fields.take("instance", reading.text, ""),
             type=fields.take("type", reading.text, ""),
             zone=fields.take("zone", reading.text, ""),
+            capacity=fields.take("capacity", reading.choice("spot", "on-demand"), ""),
             launched_at=fields.take("launched_at", _time, ""),
             booted_at=fields.take("booted_at", reading.text, ""),
             manifest_at_boot=fields.take("manifest_at_boot", reading.text, None) or None,

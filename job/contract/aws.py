@@ -9,4 +9,8 @@ NOTICE_PATH = "meta-data/spot/instance-action"  # of the metadata service
 FLEET_TAG = "aws:ec2:fleet-id"  # that AWS gives a fleet's instances
 THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance that has not ended
 LAUNCHED, ENDED = "launched", "terminated"  # in a fleet's history, of a node (EC2 API, EventInformation)
+# The switch to on demand comes before the last moment for it by one interval between checkpoints and by the margin: the
+# hand-over of a spot node that still trains, and the five minutes by which a push of its hour may lag.
+HANDOVER_S, SWITCH_MARGIN_S = 600, 900
+SWITCH = "switch"  # the schedule that begins on demand, beside it
 SILENCE = "silence"  # the schedule beside the one that ends the fleet: it tells that nothing has trained for long

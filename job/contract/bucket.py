@@ -12,6 +12,7 @@ from gpufleet.job.contract import workdir
 # Below the run's prefix.
 DONE = workdir.DONE  # written last of all: the run is over
 ASKED = workdir.STOP  # `gpufleet stop` asks the run to end
+FALLBACK = "fallback.json"  # the first node on demand takes the run over: nodes on spot save and leave
 MANIFEST, REJECTED = "manifest.json", "rejected.txt"  # of a published checkpoint, and of one that does not verify
 ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"
 GANG = "gang/"  # of a run on several nodes: who is there, and who trains together

@@ -85,6 +85,7 @@ class SaveRequest(Message):
 class Spent(Message):
     """What the run has cost by `at`, for the log and the node's timer; and for a command which attempt this is, and the
     newest step that is in the bucket, -1 before the first. `trained_at`: when it last told of a step, 0 before that.
+    `switch_at`: when the run has to begin on demand, 0 without a fallback; `switch_is_paid`: whether its limits allow.
     """
 
     FILE = workdir.SPENT
@@ -94,6 +95,8 @@ class Spent(Message):
     attempt: int = 1
     published: int = -1
     trained_at: float = 0.0
+    switch_at: float = 0.0
+    switch_is_paid: bool = True
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
@@ -104,6 +107,8 @@ class Spent(Message):
             attempt=fields.take("attempt", reading.whole_number, 1),
             published=int(fields.take("published", reading.number, -1)),
             trained_at=fields.take("trained_at", reading.number, 0.0),
+            switch_at=fields.take("switch_at", reading.number, 0.0),
+            switch_is_paid=fields.take("switch_is_paid", reading.flag, True),
         )
 
 
@@ -223,7 +228,7 @@ class CommandEnd(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Container(Message):
-    """The host wants a container for the command, another one for each number; or not `wanted`: none any more."""
+    """What trains wants a container, another one for each number; or not `wanted`: none any more."""
 
     FILE = workdir.CONTAINER
     number: int
@@ -236,12 +241,13 @@ class Container(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Contained(Message):
-    """The node's answer to a number: the first process of its container, or why there is none."""
+    """The node's answer to a number: the first process of its container, or why there is none, and how it ended."""
 
     FILE = workdir.CONTAINED
     number: int
     pid: int | None = None
     problem: str = ""
+    code: int = 0
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
@@ -249,4 +255,5 @@ class Contained(Message):
             number=fields.need("number", reading.whole_number),
             pid=fields.take("pid", reading.whole_number, None),
             problem=fields.take("problem", reading.text, ""),
+            code=fields.take("code", reading.whole_number, 0),
         )

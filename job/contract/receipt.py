@@ -55,6 +55,7 @@ class AttemptCost:
     instance: str
     type: str
     zone: str
+    capacity: str = ""  # spot or on-demand; empty: the run's
     seconds: Decimal  # as billed
     lived_s: Decimal
     started_s: Decimal | None = None  # from launch to the trainer's first step; None: never got there
@@ -86,6 +87,7 @@ class AttemptCost:
             "last_step": self.last_step,
             "rung": self.rung,
             "exit": self.exit and self.exit.to_json(),
+            **({"capacity": self.capacity} if self.capacity else {}),
             **({} if self.pulled_s is None else {"pulled_s": seconds(self.pulled_s)}),
         }
 
@@ -96,6 +98,7 @@ class AttemptCost:
             instance=fields.need("instance", reading.text),
             type=fields.need("type", reading.text),
             zone=fields.need("zone", reading.text),
+            capacity=fields.take("capacity", reading.text, ""),
             lived_s=fields.need("lived_s" if "lived_s" in fields.tree else "seconds", reading.unsigned),
             seconds=fields.need("seconds", reading.unsigned),
             started_s=fields.take("started_s", reading.unsigned, None),

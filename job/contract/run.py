@@ -191,6 +191,7 @@ def document(
     deadline: str | None,
     expires: str,
     capacity: str,
+    fallback: Mapping[str, float] | None = None,
     rates: Mapping[str, Any],
     extras: Mapping[str, Any],
     estimate: Mapping[str, Any],
@@ -207,7 +208,7 @@ def document(
     where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket. A
     command has "code" like `dataset` (and "commit", "changed") and "folders": {name: like `dataset`} in their place.
     `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own. `nodes` of
-    1 is not written.
+    1 is not written. `fallback`: as contract/terms.py reads it.
     """
     return {
         "schema": SCHEMA,
@@ -222,6 +223,7 @@ def document(
         },
         "capacity": capacity,
         **({"nodes": nodes} if nodes > 1 else {}),
+        **({"fallback": dict(fallback)} if fallback else {}),
         "rates": dict(rates),
         "extras": dict(extras),
         "estimate": dict(estimate),

@@ -58,6 +58,18 @@ class TypePrices:
 
 
 @dataclass(frozen=True)
+class FallbackTerms:
+    """What a run knows that goes on on demand once spot would be late, in seconds: all of its work on demand, the
+    training in it, a node's start, and how long before the last moment it switches.
+    """
+
+    work_s: float
+    train_s: float
+    start_s: float
+    margin_s: float
+
+
+@dataclass(frozen=True)
 class Terms:
     """Limits, and prices by type, at least one."""
 
@@ -67,9 +79,12 @@ class Terms:
     hourly: Mapping[str, Decimal]  # USD per node-hour beside compute, by line of the bill
     fixed_usd: Decimal
     nodes: int = 1  # that train together
+    fallback: FallbackTerms | None = None
 
-    def rates(self, instance_type: str, zone: str) -> Rates:
-        """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed."""
+    def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
+        """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed.
+        `capacity`: the node's own market, empty: the run's.
+        """
         listed = self.prices.get(instance_type)
         spot = None
         if listed is None:
@@ -77,12 +92,13 @@ class Terms:
         else:
             on_demand = listed.on_demand
             spot = listed.spot.get(zone, max(listed.spot.values(), default=None))
-        return Rates(capacity=self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
+        return Rates(capacity=capacity or self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
 
 
 def read(run: Fields) -> Terms:
     """Those of run.json. Raises DoubtError."""
     limits, extras = run.section("limits"), run.section("extras")
+    fallback = run.section("fallback") if "fallback" in run.tree else None
     return Terms(
         limits=RunLimits(
             max_usd=limits.need("max_usd", reading.unsigned),
@@ -95,6 +111,14 @@ def read(run: Fields) -> Terms:
         hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
         nodes=run.take("nodes", reading.choice(*range(1, MOST_NODES + 1)), 1),
+        fallback=None
+        if fallback is None
+        else FallbackTerms(
+            work_s=fallback.need("work_s", reading.seconds),
+            train_s=fallback.need("train_s", reading.seconds),
+            start_s=fallback.need("start_s", reading.seconds),
+            margin_s=fallback.need("margin_s", reading.seconds),
+        ),
     )
 
 

@@ -13,7 +13,6 @@ RUN = "run.json"
 START = "start.json"  # the rung at which a trainer that waits begins
 STOP = "stop.json"
 SAVE = "save.json"
-SPENT = "spent.json"  # for the log
 ACCEPT = "accept.json"  # enough nodes were refused: this one trains
 
 # From the trainer to the supervisor.
@@ -45,14 +44,15 @@ GRAPHS = "compile_cache"
 PACKAGES = "packages"  # what the image lacks
 USER = "user"  # of a command: all that its container sees, and CODE, KEPT, OUTPUTS, STATE, NAMED below it
 CODE, KEPT, OUTPUTS, STATE, NAMED = "code", "checkpoints", "outputs", "state", "inputs"
-CONTROL = "control"  # of a command: what job/command asks the node for, and its answers
-CONTAINER, CONTAINED = "container.json", "contained.json"  # these
+CONTROL = "control"  # what the supervisor's container tells and asks the node, and its answers; what trains reads it
+SPENT = "control/spent.json"  # for the log, the node's timer and its messages
+CONTAINER, CONTAINED = "container.json", "contained.json"  # below it
 SCRIPTS, FIRST = "job", "first.sh"  # below it, and seen by the command's container: scripts and pipes
 
 STEPS = "step_*"  # folders of checkpoints, as step_folder names them
 
 # Files at the top of the folder that are no results of the run.
-OWN = frozenset({RUN, START, STOP, SAVE, SPENT, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT, DONE})
+OWN = frozenset({RUN, START, STOP, SAVE, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT, DONE})
 
 
 def step_folder(step: int) -> str:

@@ -23,7 +23,7 @@ from gpufleet.job import atomic
 from gpufleet.job.clock import SteadyClock
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract import terms
-from gpufleet.job.contract.attempt import AttemptRecord, Exit
+from gpufleet.job.contract.attempt import SUPERSEDED, AttemptRecord, Exit
 from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
 from gpufleet.job.contract.bucket import ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key
 from gpufleet.job.contract.codes import AttemptExit
@@ -31,6 +31,7 @@ from gpufleet.job.contract.reading import Fields, iso
 from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node import attempts, container, disks, means
 from gpufleet.job.node.allowance import LEAST_S, LOOK_S, Allowance
+from gpufleet.job.node.fallback import HandOver, delete_fleet
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.notices import Notices
 from gpufleet.job.node.others import OtherNodes
@@ -71,6 +72,7 @@ class NodeRun:
         self.allowance = Allowance(Schedule(settings.schedule, settings.folder), self.clock, settings.timer_s)
         self.metadata = MetadataService(settings.metadata)
         self.objects = Objects(settings.bucket, settings.run)
+        self.fallback = HandOver(settings, self.metadata, self.objects, self.clock)
         self.notices = Notices(settings, machine, self.objects, self.clock)
         self.record = AttemptRecord(
             instance=machine.instance,
@@ -114,13 +116,9 @@ class NodeRun:
 
     def _attempt(self) -> int:
         """Everything up to the end of the job: its exit code."""
-        if not self._list():
-            self._crash("the bucket cannot be listed")
-        if DONE in self.keys:
-            self._ended = True
-            self._upload_log()
-            self._stop_fleet()
-            self._leave("the run was over before this boot")
+        self._leave_if_over()
+        if self.settings.fallback:
+            self._meet()
         if (self.folder / "booted").exists():
             self._crash("the machine was rebooted")
         (self.folder / "booted").touch()
@@ -148,16 +146,16 @@ class NodeRun:
         self._yield()
         say("starting the container")
         self.notices.watch(self.workdir, self.keys)
+        self.fallback.watch(self.workdir)
         self._job_looks = True
         nodes = self._nodes()
         told = (self.metadata.get("meta-data/local-ipv4") for _ in tries(3))
         address = next(filter(None, told), None) if nodes > 1 else ""
         if address is None:
             self._crash("the metadata service does not tell this machine's address")
-        with Jobs(self.settings, self.machine, scratch, nodes) as self.command:
-            return self._run_job(
-                container.command(self.settings, self.machine, scratch, pulled_s, nodes, address.strip())
-            )
+        here = (self.settings, self.machine, scratch)
+        with Jobs(*here, nodes) as self.command:
+            return self._run_job(container.command(*here, pulled_s, address.strip(), self.fallback.market))
 
     def _nodes(self) -> int:
         """How many train together, as far as run.json is here."""
@@ -169,6 +167,27 @@ class NodeRun:
     def _is_futile(self, boots: int) -> bool:
         """So many boots in a row led nowhere that the run ends. Several nodes boot at once."""
         return boots >= attempts.MOST_FUTILE and boots >= attempts.MOST_FUTILE * self._nodes()
+
+    def _leave_if_over(self) -> None:
+        if not self._list():
+            self._crash("the bucket cannot be listed")
+        if DONE in self.keys:
+            self._ended = True
+            self._upload_log()
+            self._stop_fleet()
+            self._leave("the run was over before this boot")
+
+    def _meet(self) -> None:
+        """Those of the other market: one node trains at a time."""
+        try:
+            trains = self.fallback.meet(self._find_fleet(), self.keys)
+        except OSError as error:
+            self._crash(str(error))
+        if not trains:
+            self._stand_down()
+        if self.fallback.took_over:
+            self.notices.tell("on spot it would miss its deadline: it goes on on demand")
+        self._leave_if_over()  # what the others have left by now counts
 
     def _list(self) -> bool:
         """One listing answers: is the run over, which manifest is the newest, were there attempts."""
@@ -192,7 +211,7 @@ class NodeRun:
             beats = self.folder / HEARTBEATS
             told = ((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
             self.others = OtherNodes(self.machine.instance, told)
-        self.record = replace(self.record, manifest_at_boot=self.manifest)
+        self.record = replace(self.record, manifest_at_boot=self.manifest, capacity=self.fallback.market)
         self._ask_others()
         if not self._record(self.record):
             self._crash("the attempt cannot be recorded")
@@ -208,20 +227,22 @@ class NodeRun:
         """Whether AWS was asked when other nodes ended, which this one's record then tells to later ones."""
         fleet = self._find_fleet() if self.others.doubtful else None
         if fleet is not None:
-            self.others.ask(fleet, self.clock())
+            self.others.ask([fleet, *self.fallback.others(fleet)], self.clock())
         self.record = replace(self.record, ended=dict(self.others.ended), untold=self.others.untold)
         return fleet is not None
 
-    def _means(self, workdir: Path) -> means.Means:
-        money, here = terms.read(Fields(atomic.read_object(workdir / RUN))), self.machine
-        return means.of_node(money, here.type, here.zone, here.launched, self.others.nodes, self.others.lives)
+    def _means(self) -> means.Means:
+        """By the run config as it came: who trains may change the other copy."""
+        money, here = terms.read(Fields(atomic.read_object(self.folder / RUN))), self.machine
+        others, lives = self.others.nodes, self.others.lives
+        return means.of_node(money, here.type, here.zone, here.launched, others, lives, self.fallback.market)
 
     def _limit(self, workdir: Path) -> None:
         """Sets timer and schedule by what the run may still spend. Where that is too little, it ends here."""
-        over, limit = self.allowance.begin(self._means(workdir), workdir)
+        over, limit = self.allowance.begin(self._means(), workdir)
 
         def recount() -> means.Means | None:
-            return self._means(workdir) if self._ask_others() else None
+            return self._means() if self._ask_others() else None
 
         watch = (self._noticed, recount)
         threading.Thread(target=self.allowance.watch, args=watch, name="allowance", daemon=True).start()
@@ -309,8 +330,17 @@ class NodeRun:
             say("the done marker cannot be written")
         if self._speaks():  # AWS may end this machine in what follows
             self.notices.end(f"it is over: {reason}{detail and ', '}{detail}")
+        self.fallback.end()
         self._stop_fleet()
         self._leave(reason)
+
+    def _stand_down(self) -> NoReturn:
+        """The run goes on on demand, and the fleet of this node is ended, if it is not yet."""
+        self._ended = True
+        self._upload_log()
+        if (fleet := self._find_fleet()) is not None:
+            delete_fleet(fleet)
+        self._leave("the run goes on on demand")
 
     def _crash(self, reason: str, code: int = AttemptExit.CRASHED, *, why: str = "") -> NoReturn:
         """The fleet makes the next node, unless three in a row led nowhere."""
@@ -334,10 +364,12 @@ class NodeRun:
     def _interrupted(self) -> NoReturn:
         self._ended = True
         self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
+        ending = AttemptRecord.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
+        if ending is not None and ending.reason == SUPERSEDED:
+            self._stand_down()
         self.allowance.open()
         self._upload_log()
         self.notices.tell("AWS takes the node, and the run waits for another")
-        ending = AttemptRecord.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
         age = self.clock() - self.machine.launched
         if ending is not None and ending.notice and age < FREE_S:
             say(f"interrupted {age:.0f} s after launch: waiting for AWS to end this machine")
@@ -382,7 +414,7 @@ class NodeRun:
         say(f"{why}: docs/real-aws.md, A command that was killed")
         self._record_exit(AttemptExit.TERMINATED, why)
         self._upload_log()
-        self._stop_fleet()
+        self._stop_fleet(alone=True)
         self._leave(why)
 
     def _take_over(self, end: Callable[[], NoReturn]) -> None:
@@ -451,14 +483,17 @@ class NodeRun:
 
     # The fleet ------------------------------------------------------------------------------------------------------
 
-    def _stop_fleet(self) -> None:
+    def _stop_fleet(self, *, alone: bool = False) -> None:
         """A deleted fleet has no expiry that would end a machine which hangs while it shuts down: AWS ends this one
-        from outside.
+        from outside. `alone`: not the run's other fleet.
         """
         fleet = next((found for _ in tries(3) if (found := self._find_fleet())), None)
+        for other in [] if alone else self.fallback.others(fleet):
+            if not delete_fleet(other):
+                say(f"fleet {other} cannot be deleted, or is already")
         if fleet is None:
             say("no fleet id: nothing to delete")
-        elif retry(3, lambda: self._delete(fleet)):
+        elif retry(3, lambda: delete_fleet(fleet)):
             say(f"fleet {fleet} is deleted")
             if not call(
                 "aws", "ec2", "terminate-instances", "--instance-ids", self.machine.instance, "--output", "text"
@@ -474,14 +509,6 @@ class NodeRun:
         described = ("ec2", "describe-instances", "--instance-ids", self.machine.instance, "--output", "text")
         found = self.metadata.get(f"meta-data/tags/instance/{FLEET_TAG}") or aws(*described, "--query", tag)
         return found if found is not None and found.startswith("fleet-") else None
-
-    def _delete(self, fleet: str) -> bool:
-        """Keeps this machine. A refusal is in the answer, not in the status."""
-        refused = aws(
-            *("ec2", "delete-fleets", "--fleet-ids", fleet, "--no-terminate-instances", "--output", "text"),
-            *("--query", "UnsuccessfulFleetDeletions[].Error.Message"),
-        )
-        return refused in ("", "None")
 
 
 def _set_aside(why: str) -> None:

@@ -1,4 +1,4 @@
-"""The job's container: its image, and how docker is told to run it."""
+"""The supervisor's container: its image, and how docker is told to run it. What trains has another (jobs.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from gpufleet.job.node.outside import NOT_REACHED, ask, complaint
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 USER = 1000  # of a container of gpufleet's own job, whatever the image calls it
+# A command's files and processes are of whatever user its image has, and its supervisor watches them.
+OVER_ANOTHER = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SYS_PTRACE")
 PROCESSES = 30_000  # threads count; fewer than a machine has, so that one that forks leaves the node its own
 STOP_S = 115  # for the job to save and upload; EC2 gives 120
 PULL_S = 1800
@@ -87,12 +90,12 @@ def devices(settings: Settings) -> list[str]:
     return options
 
 
-def network(nodes: int, devices: Path = Path("/dev/infiniband")) -> list[str]:
+def network(nodes: int, alone: Sequence[str], devices: Path = Path("/dev/infiniband")) -> list[str]:
     """The options by which a container that trains meets those of the run's other nodes: the machine's own address, and
-    its network cards as EFA devices where it has such. Of one node: its own network.
+    its network cards as EFA devices where it has such. Of one node: those of one `alone`.
     """
     if nodes == 1:
-        return ["--network", "bridge"]
+        return list(alone)
     cards = (word for card in sorted(devices.glob("uverbs*")) for word in ("--device", str(card)))
     return ["--network", "host", *cards]
 
@@ -105,40 +108,39 @@ def capabilities(*kept: str) -> list[str]:
     return [*dropped, "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)]
 
 
-def rights(settings: Settings) -> tuple[str, ...]:
-    """The capabilities of the supervisor's container. A command's files and processes are of whatever user its image
-    has, and those of a data volume of whoever wrote them; there root also makes candidates another user's.
-    """
-    if settings.job_image:
-        return ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SYS_PTRACE")
-    return ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID") if settings.data_volume else ()
+def own_code(settings: Settings, scratch: Path) -> list[str]:
+    """The options of a container in which gpufleet's own code runs: that, the run's folder, and its user."""
+    options = ["-v", f"{settings.folder / 'app'}:/gpufleet/app:ro", "-v", f"{scratch / 'run'}:/gpufleet/run"]
+    options += ["-w", "/gpufleet/app", "-e", "PYTHONPATH=/gpufleet/app"]
+    if not _has_files_of_others(settings):
+        options += ["--user", f"{USER}:{USER}", "-e", "HOME=/tmp", "-e", "USER=gpufleet"]
+    return options
+
+
+def _has_files_of_others(settings: Settings) -> bool:
+    """Whether a user of a command's image, or of a data volume, has files here: root alone can serve those."""
+    return bool(settings.job_image or settings.data_volume)
 
 
 def give(settings: Settings, folder: Path) -> None:
-    """The work folder becomes the user's that the container runs as. In a rehearsal it is that already."""
-    if not (settings.job_image or settings.data_volume):
+    """The folder becomes the user's that the containers run as. In a rehearsal it is that already."""
+    if not _has_files_of_others(settings):
         with suppress(PermissionError):
             for path in (folder, *folder.iterdir()):
                 os.chown(path, USER, USER)
 
 
 def command(
-    settings: Settings, machine: InstanceIdentity, scratch: Path, pulled_s: float, nodes: int = 1, address: str = ""
+    settings: Settings, machine: InstanceIdentity, scratch: Path, pulled_s: float, address: str = "", capacity: str = ""
 ) -> list[str]:
-    """The command that runs the job; `scratch` holds its work folder, `pulled_s` is what its images took. `address`:
-    where the others of several nodes reach this one.
+    """The command that runs the supervisor; `scratch` holds its work folder, `pulled_s` is what its images took.
+    `address`: where the others of several nodes reach this one; `capacity`: the node's market, where the run may use
+    both. The machine's network: the metadata service, and so the role, answers no hop further (launch template).
     """
-    app = settings.folder / "app"
-    options = [word.replace("{app}", str(app)) for word in settings.container_options.split()]
-    if settings.job_image:  # it watches another container's processes, and has the role that one has not
-        options += ["--pid", "host", "--network", "host", "-e", f"{environment.JOB_CONTAINER}=1"]
-        options += ["-e", "NVIDIA_DRIVER_CAPABILITIES=utility"] if settings.device != "cpu" else []
-    elif not settings.data_volume:
-        options += ["--user", f"{USER}:{USER}", "-e", "HOME=/tmp", "-e", "USER=gpufleet"]
-    if nodes > 1 and not settings.job_image:
-        options += network(nodes)
-    options += capabilities(*rights(settings))
+    options = ["--network", "host", *own_code(settings, scratch)]
+    options += ["--pid", "host", *capabilities(*OVER_ANOTHER)] if settings.job_image else capabilities()
     options += devices(settings)
+    options += ["-e", "NVIDIA_DRIVER_CAPABILITIES=utility"] if settings.device != "cpu" else []
     for passed in _PASSED_ON:
         if os.environ.get(passed):
             options += ["-e", passed]
@@ -150,7 +152,7 @@ def command(
         "awslogs-stream": f"{settings.run}/{machine.instance}",
     }
     told = {
-        "PYTHONPATH": "/gpufleet/app",
+        environment.JOB_CONTAINER: "1",
         environment.RUN_URI: f"s3://{settings.bucket}/{settings.run}",
         environment.INSTANCE_ID: machine.instance,
         environment.INSTANCE_TYPE: machine.type,
@@ -159,13 +161,12 @@ def command(
         environment.NODE_UPTIME: f"{machine.uptime:.3f}",
         environment.PULLED_S: f"{pulled_s:.3f}",
         **({environment.ADDRESS: address} if address else {}),
+        **({environment.CAPACITY: capacity} if capacity else {}),
     }
     return [
         *("docker", "run", "--name", name(machine.instance), "--stop-timeout", str(STOP_S)),
-        *("--ipc", "host", "--ulimit", "memlock=-1", "--log-driver", "awslogs"),
+        *("--log-driver", "awslogs"),
         *(word for key, value in logs.items() for word in ("--log-opt", f"{key}={value}")),
-        *("-v", f"{app}:/gpufleet/app:ro", "-v", f"{scratch / 'run'}:/gpufleet/run"),
-        *("-w", "/gpufleet/app"),
         *(word for key, value in told.items() for word in ("-e", f"{key}={value}")),
         *("-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION", "-e", "AWS_METADATA_SERVICE_NUM_ATTEMPTS"),
         *options,

@@ -1,4 +1,4 @@
-"""The container of a command of the user's own: started and removed as its host asks by a file (job/command/places.py).
+"""The container that trains: started and removed as the supervisor's asks by a file (job/command/places.py).
 
 No container has docker's socket. What is asked is a number: image, mounts and rights are decided here.
 """
@@ -11,29 +11,32 @@ from pathlib import Path
 from types import TracebackType
 
 from gpufleet.job import atomic
-from gpufleet.job.contract.workdir import CONTAINED, CONTAINER, CONTROL, FIRST, SCRIPTS, USER
+from gpufleet.job.contract.workdir import CONTAINED, CONTAINER, CONTROL, FIRST, PACKAGES, SCRIPTS, USER
 from gpufleet.job.node import container
 from gpufleet.job.node.outside import ask, bounded, last_line, say
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S = 0.2
 REMOVE_S = 60
+# What serving files of a data volume as root takes, and making candidates another user's.
+OVER_FILES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 # What installing packages as root takes. Docker's others, of raw packets and devices, are for nothing here.
 RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
 
 
 def name(instance: str) -> str:
-    """The name of a command's container."""
+    """The container's name."""
     return f"{container.name(instance)}-job"
 
 
 class Jobs:
-    """One machine's. Within `with` it does what is asked; afterwards nothing of the command runs."""
+    """One machine's. Within `with` it does what is asked; afterwards nothing that trains runs."""
 
     def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path, nodes: int = 1) -> None:
         self._settings, self._scratch, self._nodes = settings, scratch, nodes
         self._control = scratch / "run" / CONTROL
         self._control.mkdir(parents=True, exist_ok=True)  # answers are written there, by whoever this process runs as
+        container.give(settings, self._control)
         self._name = name(machine.instance)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="jobs", daemon=True)
@@ -70,10 +73,11 @@ class Jobs:
             if self._running is None:
                 continue
             if (code := self._running.poll()) is not None:
+                code = code if code >= 0 else 128 - code
                 printed = (self._settings.folder / "command.log").read_text(errors="replace")
                 why = last_line(printed) or f"it ended with {code}"
-                say(f"the command's container is gone: {why}")
-                self._answer({"number": number, "problem": why})
+                say(f"the job's container is gone: {why}")
+                self._answer({"number": number, "problem": why, "code": code})
                 ask(*bounded(REMOVE_S, "docker", "rm", "-f", self._name))
                 self._running = None
             elif not pid:
@@ -83,7 +87,7 @@ class Jobs:
                     self._answer({"number": number, "pid": pid})
 
     def _start(self) -> None:
-        say("starting the command's container")
+        say("starting the job's container")
         with (self._settings.folder / "command.log").open("wb") as printed:
             self._running = subprocess.Popen(
                 self.command(), stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT
@@ -93,18 +97,35 @@ class Jobs:
         atomic.write_json(self._control / CONTAINED, told)
 
     def command(self) -> list[str]:
-        """Bridge network, and so no role: the metadata service answers one hop away (launch template). One that trains
-        with other nodes has the machine's network, and its role. It sees the user's folders under the paths that the
-        supervisor has for them, and of gpufleet's scripts and pipes alone.
+        """As docker is told to run it."""
+        return [
+            *("docker", "run", "--name", self._name, "--stop-timeout", str(container.STOP_S)),
+            *("--ipc", "host", "--ulimit", "memlock=-1", "--log-driver", "none"),
+            *container.devices(self._settings),
+            *(self._users_own() if self._settings.job_image else self._ready_made()),
+            f"/gpufleet/run/{CONTROL}/{SCRIPTS}/{FIRST}",
+        ]
+
+    def _users_own(self) -> list[str]:
+        """Bridge network, and so no role: the metadata service answers one hop away (launch template). With other nodes
+        it has the machine's, and the role. It sees the user's folders under the paths that the supervisor has for them,
+        and of gpufleet's scripts and pipes alone.
         """
-        options = container.devices(self._settings)
+        options = container.network(self._nodes, ["--network", "bridge"])
+        options += ["-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"]
         for part in (USER, f"{CONTROL}/{SCRIPTS}"):
             options += ["-v", f"{self._scratch / 'run' / part}:/gpufleet/run/{part}"]
-        return [
-            *("docker", "run", "--name", self._name, *container.network(self._nodes), "--ipc", "host"),
-            *("--ulimit", "memlock=-1", "--log-driver", "none"),
-            *container.capabilities(*RIGHTS),
-            *("-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"),
-            *options,
-            *("--entrypoint", "sh", self._settings.job_image, f"/gpufleet/run/{CONTROL}/{SCRIPTS}/{FIRST}"),
-        ]
+        return [*options, *container.capabilities(*RIGHTS), "--entrypoint", "sh", self._settings.job_image]
+
+    def _ready_made(self) -> list[str]:
+        """No network, but with other nodes, and so no role: all that it reads is staged. Ranks look up its name to find
+        each other. It cannot change what the supervisor runs, or asks.
+        """
+        settings = self._settings
+        options = container.network(self._nodes, ["--network", "none", "--hostname", "localhost"])
+        options += container.own_code(settings, self._scratch)
+        for part in (CONTROL, PACKAGES):
+            options += ["-v", f"{self._scratch / 'run' / part}:/gpufleet/run/{part}:ro"]
+        options += container.capabilities(*(OVER_FILES if settings.data_volume else ()))
+        options += settings.container_options.replace("{app}", str(settings.folder / "app")).split()
+        return [*options, settings.image, "sh"]

@@ -28,6 +28,8 @@ class SpentByNow:
     at: float
     trained_at: float = 0.0  # when the job last told of a step; 0: not yet
     attempt: int = 1  # the number of this node's
+    switch_at: float = 0.0  # when the run has to begin on demand; 0: no fallback
+    switch_is_paid: bool = True  # the limits allow it
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> SpentByNow | None:
@@ -40,6 +42,8 @@ class SpentByNow:
                 at=fields.need("at", reading.number),
                 trained_at=fields.take("trained_at", reading.number, 0.0),
                 attempt=fields.take("attempt", reading.whole_number, 1),
+                switch_at=fields.take("switch_at", reading.number, 0.0),
+                switch_is_paid=fields.take("switch_is_paid", reading.flag, True),
             )
         except DoubtError:
             return None
@@ -72,8 +76,9 @@ def of_node(
     launched: float,
     others: Iterable[tuple[AttemptRecord, Beat | None]],
     lives: Lives,
+    capacity: str = "",
 ) -> Means:
-    """Those of a node of this type, launched then, beside `others` of the run."""
+    """Those of a node of this type, launched then, beside `others` of the run. `capacity`: as Terms.rates has it."""
     listed = list(others)
     launches = [launched, *(node.launched for node, _ in listed)]
 
@@ -82,9 +87,10 @@ def of_node(
         return None if terms.nodes > 1 else cost.next_launch(node.launched, launches)
 
     paid = [
-        cost.of_node(terms.rates(node.type, node.zone), node, beat, lives, next_launch(node)) for node, beat in listed
+        cost.of_node(terms.rates(node.type, node.zone, node.capacity), node, beat, lives, next_launch(node))
+        for node, beat in listed
     ]
-    rates = terms.rates(kind, zone)
+    rates = terms.rates(kind, zone, capacity)
     return Means(
         limits=terms.limits,
         usd_per_hour=terms.nodes * (rates.ceiling + rates.extras),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from gpufleet.job.contract import cost
 from gpufleet.job.contract.attempt import AttemptRecord, Beat
@@ -44,8 +44,12 @@ class OtherNodes:
         """Whether AWS may have more to say."""
         return not self._sightings.is_asked or bool(self._sightings.doubtful(self._names))
 
-    def ask(self, fleet: str, now: float) -> None:
-        """Asks it."""
-        told = fleet_nodes(fleet, now - KEPT_S)
-        if told is not None:
-            self._sightings.take(self._names, told[LAUNCHED], told[ENDED], nodes_there(fleet), now)
+    def ask(self, fleets: Sequence[str], now: float) -> None:
+        """Asks it, of all the run's fleets."""
+        told = [fleet_nodes(each, now - KEPT_S) for each in fleets]
+        launched, ended = (
+            {name: at for each in told if each is not None for name, at in each[what].items()}
+            for what in (LAUNCHED, ENDED)
+        )
+        if None not in told:
+            self._sightings.take(self._names, launched, ended, nodes_there(*fleets), now)

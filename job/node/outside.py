@@ -138,11 +138,15 @@ def fleet_nodes(fleet: str, since: float) -> dict[str, dict[str, float]] | None:
     return found
 
 
-def nodes_there(fleet: str) -> set[str] | None:
-    """The fleet's nodes that have not ended; None where AWS does not say."""
+def nodes_there(*fleets: str) -> set[str] | None:
+    """The fleets' nodes that have not ended; None where AWS does not say."""
     told = aws(
         *("ec2", "describe-instances", "--output", "text", "--query", "Reservations[].Instances[].[InstanceId]"),
-        *("--filters", f"Name=tag:{FLEET_TAG},Values={fleet}", f"Name=instance-state-name,Values={','.join(THERE)}"),
+        *(
+            "--filters",
+            f"Name=tag:{FLEET_TAG},Values={','.join(fleets)}",
+            f"Name=instance-state-name,Values={','.join(THERE)}",
+        ),
     )
     return None if told is None else set(told.split()) - {"None"}
 

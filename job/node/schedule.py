@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from gpufleet.job.contract.reading import epoch
 from gpufleet.job.node.outside import aws
 
 # What UpdateSchedule takes of GetSchedule's answer. It replaces all of them: one that is left out gets its default.
@@ -34,25 +35,46 @@ class Schedule:
 
     def move(self, at: float) -> bool:
         """Whether it now fires at this moment (epoch seconds)."""
-        hour = datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
-        return self._update(ScheduleExpression=f"at({hour})")
+        return self._update(ScheduleExpression=f"at({_hour(at)})")
+
+    def stands(self) -> tuple[float, bool] | None:
+        """When it fires, and whether it is enabled; None: AWS does not say."""
+        if not self._ask():
+            return None
+        assert self._known is not None
+        at = epoch(self._known["ScheduleExpression"][3:-1] + "Z")
+        return (at or 0.0), self._known.get("State") != "DISABLED"
+
+    def change(self, at: float, *, enabled: bool) -> bool:
+        """Whether it now fires at this moment (epoch seconds), or never."""
+        return self._update(ScheduleExpression=f"at({_hour(at)})", State="ENABLED" if enabled else "DISABLED")
 
     def disable(self) -> bool:
         """Whether it fires no more."""
         return self._update(State="DISABLED")
 
-    def _update(self, **changed: str) -> bool:
-        if not self._name:
-            return False
-        if self._known is None:
+    def _ask(self) -> bool:
+        """Whether it is known."""
+        if self._name and self._known is None:
             said = aws(
                 "scheduler", "get-schedule", "--group-name", self._group, "--name", self._name, "--output", "json"
             )
-            if said is None:
-                return False
-            answer = json.loads(said)
-            self._known = {key: answer[key] for key in KEPT if answer.get(key) is not None}
-        self._known |= changed
+            if said is not None:
+                answer = json.loads(said)
+                self._known = {key: answer[key] for key in KEPT if answer.get(key) is not None}
+        return self._known is not None
+
+    def _update(self, **changed: str) -> bool:
+        if not self._ask():
+            return False
+        asked = {**(self._known or {}), **changed}
         file = self._folder / f"schedule-{self._name}.json"
-        file.write_text(json.dumps(self._known))
-        return aws("scheduler", "update-schedule", "--cli-input-json", f"file://{file}") is not None
+        file.write_text(json.dumps(asked))
+        if aws("scheduler", "update-schedule", "--cli-input-json", f"file://{file}") is None:
+            return False
+        self._known = asked
+        return True
+
+
+def _hour(at: float) -> str:
+    return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")

@@ -31,6 +31,7 @@ class Settings:
     data_device: str
     root: Path  # / on EC2
     metadata: str  # where the metadata service is, when it is the embedded one
+    fallback: str = ""  # 1: a second fleet stands by, on demand
     notify: str = ""  # JSON of whom the node tells; empty: nobody
 
     @property
@@ -52,6 +53,7 @@ class Settings:
             run_config_sha256=environment["RUN_CONFIG_SHA256"],
             timer_s=int(environment["TIMER_SECONDS"]),
             schedule=environment.get("SCHEDULE", ""),
+            fallback=environment.get("FALLBACK", ""),
             notify=environment.get("NOTIFY", ""),
             device=environment["DEVICE"],
             container_options=environment["CONTAINER_OPTIONS"],

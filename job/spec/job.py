@@ -162,7 +162,7 @@ class JobConfig(ABC):
     @property
     def has_node_role(self) -> bool:
         """Whether the job itself may do what its node may."""
-        return True
+        return False
 
     def inputs_named(self) -> Iterator[tuple[str, str]]:
         """The entries of storage.inputs that the parameters use, as (path of the key, name)."""

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract import done as ends
-from gpufleet.job.contract.attempt import Beat, Exit, Node
+from gpufleet.job.contract.attempt import SUPERSEDED, Beat, Exit, Node
+from gpufleet.job.contract.aws import HANDOVER_S
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.commit import BEST, Published
 from gpufleet.job.contract.messages import (
@@ -37,7 +38,7 @@ from gpufleet.job.contract.messages import (
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import CHECKPOINTS, COMPILED, LOG, METRICS, PREFLIGHT, RECEIPT, RUNG, STAGES
-from gpufleet.job.supervisor import attempts, machine, receipt, staging
+from gpufleet.job.supervisor import attempts, machine, receipt, staging, switch
 from gpufleet.job.supervisor.child import FIRST_SIGN_S, MetricsFollower
 from gpufleet.job.supervisor.compile_cache import GraphMirror
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
@@ -111,6 +112,7 @@ class Supervisor:
         self.resumed_step = 0
         self.rung = 0
         self.asked = False  # to end the run
+        self.superseded_at: float | None = None  # when a node on demand was seen to take the run over
         self._beat_at = float("-inf")
         self._metered = False
         self.killed = ""  # why
@@ -119,6 +121,7 @@ class Supervisor:
         self._kill_at: float | None = None
         self._advised: str | None = None
         self._spent_at = float("-inf")
+        self._switch_is_paid = True
         self._seen_save = (0, 0.0)  # the newest checkpoint of a job that saves by itself, and when it came
 
     def run(self) -> int:
@@ -181,7 +184,7 @@ class Supervisor:
         earlier = self.others.attempts
         self.number = len(earlier) + 1
         self.meter = Meter(
-            rates=self.run_file.rates(self.node.type, self.node.zone),
+            rates=self.run_file.rates(self.node.type, self.node.zone, self.node.capacity),
             launched_at=self.node.launched_at,
             fixed_usd=self.run_file.fixed_usd,
             others=self.others.spent,
@@ -195,6 +198,7 @@ class Supervisor:
         self.record.update(
             type=self.node.type,
             zone=self.node.zone,
+            capacity=self.node.capacity,
             launched_at=iso(self.node.launched_at),
             attempt=self.number,
             supervised_at=iso(self.clock()),
@@ -348,7 +352,19 @@ class Supervisor:
         self._spent_at, spent = now, self.meter.spent(now)
         usd, seconds = str(spent.usd), str(spent.seconds)
         trained_at = 0.0 if self.progress.first_at is None else self.progress.grew_at
-        published = self.publisher.newest
+        published, step, step_s = self.publisher.newest, self.progress.step, self.progress.step_s
+        found = switch.find_switch(
+            self.run_file,
+            done_share=self.forecast.done_share(step),
+            slower=self.forecast.slower(step, step_s),
+            stop_s=self.forecast.end_s(step, step_s) + RESERVE_S,
+            spent_usd=spent.usd,
+            spent_s=spent.seconds,
+        )
+        if found.is_paid != self._switch_is_paid:
+            self._switch_is_paid = found.is_paid
+            pay = "pay again" if found.is_paid else "do not pay"
+            self.say(f"fallback: the limits {pay} for the rest on demand{'' if found.is_paid else ': no switch'}")
         self._tell(
             Spent(
                 spent_usd=usd,
@@ -357,6 +373,8 @@ class Supervisor:
                 attempt=self.number,
                 published=published,
                 trained_at=trained_at,
+                switch_at=found.at,
+                switch_is_paid=found.is_paid,
             )
         )
 
@@ -366,6 +384,8 @@ class Supervisor:
             return Cause(reason="notice", deadline=notice)
         if (terminated := self.world.terminated()) is not None:
             return Cause(reason="sigterm", deadline=terminated + SIGTERM_S)
+        if self.superseded_at is not None:
+            return Cause(reason=SUPERSEDED, deadline=self.superseded_at + HANDOVER_S - LATE_S)
         return None
 
     def _look(self) -> None:
@@ -674,6 +694,9 @@ class Supervisor:
         self.others.look(self.clock())
         self.meter.others = self.others.spent
         self.asked = self.asked or self.store.get_bytes(bucket.ASKED) is not None
+        waits = self.run_file.fallback and self.node.capacity == "spot" and self.superseded_at is None
+        if waits and self.store.get_bytes(bucket.FALLBACK) is not None:
+            self.superseded_at = self.clock()
 
     def _ask_price(self) -> None:
         if news := self.meter.news(self.clock()):

@@ -57,6 +57,7 @@ class Attempt:
     exit: Exit | None
     ceiling_s: Decimal = Decimal(0)  # counted at the ceiling of a spot price, which AWS did not tell
     pulled_s: Decimal | None = None  # how long its images took
+    capacity: str = ""  # spot or on-demand; empty: the run's
     reclaimed: bool | None = None
 
     @property
@@ -176,13 +177,14 @@ def attempt_from_record(
     run: RunFile, record: AttemptRecord, beat: Beat | None, lives: Lives = UNTOLD, until: float | None = None
 ) -> Attempt:
     """What a node's record and its last heartbeat say; `lives` and `until` as contract/cost.py has them."""
-    paid = cost.of_node(run.rates(record.type, record.zone), record, beat, lives, until)
+    paid = cost.of_node(run.rates(record.type, record.zone, record.capacity), record, beat, lives, until)
     last = beat or Beat()
     told, gone = (epoch(at) for at in ((record.exit.at, record.exit.ends_at) if record.exit else (None, None)))
     return Attempt(
         instance=record.instance,
         type=record.type,
         zone=record.zone,
+        capacity=record.capacity,
         launched_at=record.launched,
         seconds=paid.seconds,
         lived_s=paid.lived_s,

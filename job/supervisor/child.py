@@ -1,4 +1,4 @@
-"""The trainer as the supervisor sees it: a process group, its output, its progress in metrics.jsonl."""
+"""The trainer as the supervisor sees it: a process, its output, its progress in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.messages import Ended, Start
 from gpufleet.job.spec import JobConfig
+from gpufleet.job.supervisor.leash import ABOVE
 from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.text import printable
 
@@ -48,12 +49,49 @@ class JobLog:
             with suppress(OSError, ValueError):
                 self._stream.write(line)
                 self._stream.flush()
-            with suppress(OSError), self.path.open("ab") as file:
+            with suppress(OSError), open(self.path, "ab", opener=_open_no_link) as file:
                 file.write(line)
 
 
+def _open_no_link(path: str, flags: int) -> int:
+    """Who trains could lead its words to other files of this process's."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+
+
+class TrainerProcess(Protocol):
+    """Where the trainer is. `kill` ends it and all that it has started, and never waits long."""
+
+    @property
+    def stdout(self) -> IO[bytes]: ...
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
+class GroupedProcess:
+    """A child of this process, in a group of its own."""
+
+    def __init__(self, argv: list[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            argv,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        assert self._process.stdout is not None
+        self.stdout = self._process.stdout
+        self.poll, self.pid = self._process.poll, self._process.pid
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # who waits for a GPU that fell off the bus cannot be killed
+            self._process.wait(timeout=KILL_S)
+
+
 class Child:
-    """A running trainer, its own process group. Its output goes to the log, line by line.
+    """A running trainer, which `begin` starts. Its output goes to the log, line by line.
 
     `ended`: the file in which several ranks leave the exit code that torchrun cannot pass on. `waits`: the file that it
     waits for, having imported what it needs; `go` writes it, and takes in what was printed until then.
@@ -61,8 +99,7 @@ class Child:
 
     def __init__(
         self,
-        argv: list[str],
-        environment: Mapping[str, str],
+        begin: Callable[[], TrainerProcess],
         log: JobLog,
         clock: Callable[[], float],
         ended: Path | None = None,
@@ -76,14 +113,7 @@ class Child:
         self._killed = False
         self._clock = clock
         self._log = log
-        self._process = subprocess.Popen(
-            argv,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
+        self._process = begin()
         self._reader = threading.Thread(target=self._read, name="trainer output", daemon=True)
         if waits is None:
             self._reader.start()
@@ -96,7 +126,7 @@ class Child:
         Start(rung=rung).write(self._waits.parent)
 
     def poll(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs. Nothing of its group is left when it has one."""
+        """Exit code, negative for a signal; None while it runs. Nothing of it is left when it has one."""
         code = self._process.poll()
         if code is None and self._killed:
             return -signal.SIGKILL
@@ -108,21 +138,17 @@ class Child:
         return code
 
     def kill(self) -> None:
-        """Ends the whole group now, and never waits long. Safe to call again."""
+        """Ends all of it now, and never waits long. Safe to call again."""
         if self._killed:
             return
         self._killed = True
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # who waits for a GPU that fell off the bus cannot be killed
-            self._process.wait(timeout=KILL_S)
+        self._process.kill()
         if self._reader.ident is not None:  # it has been let go
             self._reader.join(timeout=KILL_S)
-        if self._process.stdout is not None and not self._reader.is_alive():  # else closing waits for whoever holds it
+        if not self._reader.is_alive():  # else closing waits for whoever holds it
             self._process.stdout.close()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         with suppress(ValueError):  # closed under us after a kill
             for line in self._process.stdout:
                 self.output_at = self._clock()
@@ -130,19 +156,25 @@ class Child:
 
 
 def trainer(
-    workdir: Path, rung: int | None, ranks: int = 1, module: str = JobConfig.module, place: Rendezvous | None = None
+    workdir: Path,
+    rung: int | None,
+    ranks: int = 1,
+    module: str = JobConfig.module,
+    place: Rendezvous | None = None,
+    parent: str = "",
 ) -> list[str]:
     """The command line of a job's `module`: one process, or torchrun with one for each of this node's `ranks`. Without
-    a rung it waits for one. `place`: where several nodes train.
+    a rung it waits for one. `place`: where several nodes train. `parent`: as the leash has it; without one, this
+    process.
     """
     leash = ["-m", "gpufleet.job.supervisor.leash"]
     train = ["-m", module, str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
-    alone = [sys.executable, *leash, str(os.getpid())]
+    alone = [sys.executable, *leash, parent or str(os.getpid())]
     if ranks == 1 and place is None:
         return [*alone, *train]
     meeting = ["--standalone"] if place is None else place.torchrun
     several = [*meeting, "--nproc-per-node", str(ranks), *_patience()]
-    return [*alone, "-m", "torch.distributed.run", *several, *leash, "-", *train]
+    return [*alone, "-m", "torch.distributed.run", *several, *leash, ABOVE, *train]
 
 
 def _patience() -> list[str]:

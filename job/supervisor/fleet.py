@@ -7,7 +7,7 @@ letting it expire, is an event of the fleet's history. That AWS takes a node bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -49,9 +49,12 @@ def history(ec2: Any, fleet: str, since: float) -> History:
         asked["NextToken"] = answer["NextToken"]
 
 
-def of_node(instance: str, client: Any = None) -> Ask:
+def of_node(
+    instance: str, client: Any = None, *, others: Callable[[], Iterable[str]] = lambda: (), on_demand: bool = False
+) -> Ask:
     """The history of the fleet that the node belongs to, and which of its nodes are there. None whenever AWS does not
-    answer as it should.
+    answer as it should. `others`: the run's other fleets; `on_demand`: the node's own takes over from them, so that who
+    changed it tells nothing of a notice.
     """
 
     def ask(since: float) -> History | None:
@@ -61,12 +64,20 @@ def of_node(instance: str, client: Any = None) -> Ask:
             ec2 = client or store.ec2()
             (node,) = ec2.describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"]
             fleet = {tag["Key"]: tag["Value"] for tag in node["Tags"]}[FLEET_TAG]
+            more = sorted(set(others()) - {fleet})
             filters = [
-                {"Name": f"tag:{FLEET_TAG}", "Values": [fleet]},
+                {"Name": f"tag:{FLEET_TAG}", "Values": [fleet, *more]},
                 {"Name": "instance-state-name", "Values": list(THERE)},
             ]
             found = ec2.describe_instances(Filters=filters)["Reservations"]
             told = history(ec2, fleet, since)
+            for each in more:
+                other = history(ec2, each, since)
+                told = History(
+                    changes=other.changes if on_demand else told.changes,
+                    launched={**other.launched, **told.launched},
+                    ended={**other.ended, **told.ended},
+                )
             there = frozenset(str(each["InstanceId"]) for group in found for each in group["Instances"])
             return replace(told, there=there)
         except (BotoCoreError, ClientError, OSError, LookupError, ValueError):

@@ -59,6 +59,20 @@ class Forecast:
         """The phase that optimizer step `step` belongs to."""
         return next((index for index, last in enumerate(self._last) if step < last), len(self._phases) - 1)
 
+    def done_share(self, step: int) -> float:
+        """The share of the training that is done at `step`, at the bill's pace of each phase."""
+        paces = [self._step_s.get(phase.name, 0.0) for phase in self._phases]
+        paces = paces if all(paces) else [1.0] * len(paces)
+        spans = list(zip([0, *self._last[:-1]], self._last, paces, strict=True))
+        whole = sum((last - first) * pace for first, last, pace in spans)
+        done = sum((min(max(step, first), last) - first) * pace for first, last, pace in spans)
+        return done / whole if whole else 0.0
+
+    def slower(self, step: int, step_s: float | None) -> float:
+        """How many times as long as the bill says a step takes, 1 at least."""
+        predicted_s = self._step_s.get(self._phases[self.phase(step)].name, 0.0)
+        return max(1.0, (step_s or 0.0) / predicted_s) if predicted_s else 1.0
+
     def stop_s(self, step: int, step_s: float | None) -> float:
         """From the request to the published manifest, at `step`, with steps of `step_s` (None: the bill's)."""
         index = self.phase(step)

@@ -2,8 +2,8 @@
 
 The trainer is in a process group of its own, so a SIGKILL that ends the supervisor would leave it running; and torchrun
 gives each rank a session of its own, out of reach of a kill of the group. So torchrun runs on a leash, and each rank on
-one held by torchrun: PARENT `-` is the process that the leash before this one became. Linux only; elsewhere the module
-just starts.
+one held by torchrun: PARENT `-` is the process that the leash before this one became, or the shell that a container
+begins with. Linux only; elsewhere the module just starts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept across execve
+ABOVE = "-"
 HOLDER = "GPUFLEET_LEASH"  # process id of what this leash starts, for a leash further down
 
 
 def main(words: list[str]) -> None:
     parent, *rest = words
-    if parent == "-":
+    if parent == ABOVE:
         parent = os.environ[HOLDER]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

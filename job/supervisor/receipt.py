@@ -155,7 +155,8 @@ def text(receipt: Receipt) -> str:
             end += ", as the fleet was changed, deleted or expired"
         paid = f"{seconds(attempt.seconds)} s ${money(attempt.usd)}"
         paid = ", ".join(filter(None, (paid, start_up(attempt.started_s, attempt.pulled_s))))
-        said.append(f"  {attempt.instance} {attempt.type} {paid}: {end}")
+        kind = f"{attempt.type} {attempt.capacity}".rstrip()
+        said.append(f"  {attempt.instance} {kind} {paid}: {end}")
     return "\n".join(said)
 
 
@@ -230,6 +231,7 @@ def _cost(attempt: Attempt, *, last: bool) -> AttemptCost:
         instance=attempt.instance,
         type=attempt.type,
         zone=attempt.zone,
+        capacity=attempt.capacity,
         seconds=attempt.seconds,
         lived_s=attempt.lived_s,
         started_s=attempt.started_s,

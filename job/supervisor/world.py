@@ -50,7 +50,7 @@ class Outside:
 class Cause:
     """Why training stops. With a deadline (epoch seconds) the machine goes away; without one the run is over."""
 
-    reason: str  # notice, sigterm, max_usd, max_hours, deadline, expiry, stopped
+    reason: str  # notice, sigterm, fallback, max_usd, max_hours, deadline, expiry, stopped
     deadline: float | None = None
 
     @property

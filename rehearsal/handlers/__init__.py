@@ -1,6 +1,6 @@
 """Every resource type our program declares, over boto3. A type that is not in this table is an error, not a success."""
 
-from gpufleet.rehearsal.handlers import compute, identity, network, notices, scheduler, storage
+from gpufleet.rehearsal.handlers import compute, identity, network, notices, scheduler, states, storage
 from gpufleet.rehearsal.handlers.table import ResourceHandler, UnsupportedError
 
 HANDLERS: dict[str, ResourceHandler] = {
@@ -9,6 +9,7 @@ HANDLERS: dict[str, ResourceHandler] = {
     **identity.HANDLERS,
     **compute.HANDLERS,
     **scheduler.HANDLERS,
+    **states.HANDLERS,
     **notices.HANDLERS,
 }
 

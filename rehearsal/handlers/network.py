@@ -47,7 +47,8 @@ _GROUP = described(
 
 _RULE = described(
     "describe_security_group_rules", "SecurityGroupRuleIds", "SecurityGroupRules",
-    "InvalidSecurityGroupRuleId.NotFound", "InvalidGroup.NotFound", arn="security-group-rule", securityGroupId="groupId",
+    "InvalidSecurityGroupRuleId.NotFound", "InvalidGroup.NotFound",
+    arn="security-group-rule", securityGroupId="groupId",
 )  # fmt: skip
 _NAT = described("describe_nat_gateways", "NatGatewayIds", "NatGateways", "NatGatewayNotFound", arn="natgateway")
 

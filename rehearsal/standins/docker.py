@@ -2,8 +2,9 @@
 
 The command runs with the project's Python in the node's process group. Host folders stand in for mounts: a container
 path at the start of an argument or of an environment value becomes the host's. The environment is the container's own,
-so that nothing leaks in from the laptop. A container with an entry point is of a command of the user's own: it has the
-user's programs first on its PATH and none of gpufleet's, and what loses its parent there stays below its first process.
+so that nothing leaks in from the laptop. A container off the machine's network is one that trains: what loses its
+parent there stays below its first process. One with an entry point is of a command of the user's own: it has the user's
+programs first on its PATH and none of gpufleet's.
 
 With GPUFLEET_DOCKER (`gpufleet rehearse --image`) the machine's own docker does all of it but the log driver.
 
@@ -67,7 +68,7 @@ def run(words: list[str]) -> int:
         if name == "seccomp" and not Path(profile).is_file():
             print(f"docker: opening seccomp profile ({profile}) failed: no such file or directory.", file=sys.stderr)
             return DAEMON_ERROR
-    mounts = _mounts(options.volume)
+    mounts, trains = _mounts(options.volume), options.network in ("none", "bridge")
     environment = {
         "PATH": _users_path() if options.entrypoint else os.environ["PATH"],
         "HOME": str(ROOT / "root"),
@@ -76,12 +77,13 @@ def run(words: list[str]) -> int:
         # One thread: the model is tiny, and two that wait for each other on a busy laptop are 100 times slower.
         "OMP_NUM_THREADS": "1",
         "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # by which the runner finds what it must kill
-        **({} if options.entrypoint else {name: os.environ[name] for name in os.environ if name.startswith(SECRET)}),
+        **({} if trains else {name: os.environ[name] for name in os.environ if name.startswith(SECRET)}),
         **_environment(options.env, mounts),
     }
     argv = [_to_host_path(word, mounts) for word in options.command]
-    if options.entrypoint:
-        argv = [os.environ["GPUFLEET_PYTHON"], "-I", processes.__file__, str(os.getpid()), options.entrypoint, *argv]
+    if trains:
+        guard = [os.environ["GPUFLEET_PYTHON"], "-I", processes.__file__, str(os.getpid())]
+        argv = [*guard, *filter(None, [options.entrypoint]), *argv]
     elif argv[0] in ("python", "python3"):
         argv[0] = os.environ["GPUFLEET_PYTHON"]
     CONTAINERS.mkdir(parents=True, exist_ok=True)
@@ -241,8 +243,8 @@ def _run_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="docker run", allow_abbrev=False)
     for option in ("--name", "--stop-timeout", "--ipc", "--log-driver", "--gpus", "--pid", "--network", "--entrypoint"):
         parser.add_argument(option)
-    parser.add_argument("--pids-limit")
-    parser.add_argument("--user")
+    for option in ("--pids-limit", "--user", "--hostname"):
+        parser.add_argument(option)
     for option in ("--ulimit", "--log-opt", "--security-opt", "--cap-add", "--cap-drop"):
         parser.add_argument(option, action="append", default=[])
     parser.add_argument("-v", "--volume", action="append", default=[])

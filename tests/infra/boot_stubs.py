@@ -123,7 +123,7 @@ case $1 in
   inspect) cat "$WORLD/pid" ;;
   rm) echo removed ;;
   run)
-    if [[ $* == *"--entrypoint sh"* ]]; then exec /usr/bin/env -i /bin/sleep 30; fi
+    if [[ $* == *first.sh ]]; then exec /usr/bin/env -i /bin/sleep 30; fi
     touch "$WORLD/running"
     echo "a line from the job"
     [[ ! -e $WORLD/job ]] || . "$WORLD/job"
@@ -218,6 +218,7 @@ class StubNode:
         self.device = "cuda"
         self.container_options = ""
         self.notify: dict[str, Any] = {}
+        self.fallback = False
         self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
         self.job_image = ""
         self.parameters: dict[str, Any] = {}
@@ -322,6 +323,7 @@ class StubNode:
             log_group="gpufleet-logs",
             schedule=SCHEDULE,
             notify=json.dumps(self.notify) if self.notify else "",
+            fallback=self.fallback,
             archive_sha256=packed.sha256,
             run_config_sha256=hashlib.sha256(run_config.encode()).hexdigest(),
             timer_seconds=TIMER_S,

@@ -75,7 +75,7 @@ def advance(cloud: Cloud, seconds: float) -> None:
     cloud.clock.advance(seconds)
 
 
-def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you") -> str:
+def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you", capacity: str = "spot", target: int = 1) -> str:
     """VPC, template and fleet with the stack's tags; nothing launches before the next tick."""
     ec2 = cloud.client("ec2")
     tags = [
@@ -97,13 +97,13 @@ def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you") -> str:
         ],
     }
     template = ec2.create_launch_template(
-        LaunchTemplateName=f"gpufleet-{NAME}-{run}-{owner}",
+        LaunchTemplateName=f"gpufleet-{NAME}-{run}-{owner}{capacity.removeprefix('spot')}",
         LaunchTemplateData=data,
         TagSpecifications=[{"ResourceType": "launch-template", "Tags": tags}],
     )["LaunchTemplate"]["LaunchTemplateId"]
     made = ec2.create_fleet(
         Type="maintain",
-        TargetCapacitySpecification={"TotalTargetCapacity": 1, "DefaultTargetCapacityType": "spot"},
+        TargetCapacitySpecification={"TotalTargetCapacity": target, "DefaultTargetCapacityType": capacity},
         SpotOptions={"AllocationStrategy": "price-capacity-optimized"},
         ExcessCapacityTerminationPolicy="termination",
         ValidUntil=EXPIRES,

@@ -223,6 +223,7 @@ class Bench:
         instance: str = "i-1",
         store: Any = None,
         launched_at: float | None = None,
+        capacity: str = "",
         **trainer: Any,
     ) -> Supervisor:
         """A supervisor on a fresh node, ready to run."""
@@ -252,7 +253,7 @@ class Bench:
             sleep=self._sleep,
         )
         launched = self.clock.now - 120 if launched_at is None else launched_at
-        node = Node(instance=instance, type="g5.2xlarge", zone="us-east-2a", launched_at=launched)
+        node = Node(instance=instance, type="g5.2xlarge", zone="us-east-2a", launched_at=launched, capacity=capacity)
         return Supervisor(run, node, workdir, world)
 
     def notice(self, seconds: float) -> None:

@@ -38,6 +38,7 @@ def test_an_up_killed_after_it_has_made_its_fleet_leaves_a_node_that_ends_itself
     assert (found.running, found.known, found.destroyed) == (1, 0, False)
 
 
+@pytest.mark.slow  # of each CI's chaos one such cut comes, at any call of either command
 def test_a_destroy_that_hears_nothing_of_its_fleet_s_deletion_leaves_nothing(account: SharedAccount) -> None:
     found = account.kill("destroy", "no answer", "DeleteFleets")
     assert found.fired

@@ -286,6 +286,6 @@ def test_a_full_bucket_goes_with_more_objects_than_one_listing_names(aws: Aws, c
 
 def test_every_handler_names_the_source_of_its_replacement_table() -> None:
     assert all(
-        each.source.startswith(("ec2/", "events/", "iam/", "logs/", "s3/", "scheduler/", "sns/"))
+        each.source.startswith(("ec2/", "events/", "iam/", "logs/", "s3/", "scheduler/", "sfn/", "sns/"))
         for each in HANDLERS.values()
     )

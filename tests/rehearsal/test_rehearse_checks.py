@@ -15,6 +15,7 @@ from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.contract.aws import SWITCH
 from gpufleet.rehearsal import evidence
 from gpufleet.rehearsal.evidence import Evidence
 from gpufleet.rehearsal.watch import Planned
@@ -141,3 +142,48 @@ def test_what_is_left_must_be_what_was_asked_for(tmp_path: Path) -> None:
     world.left = {}
     with pytest.raises(GpufleetError, match="the bucket was to be kept, and it is gone"):
         evidence.leftovers(rehearsal)
+
+
+class Fallen:
+    """A rehearsal whose last node was on demand, as far as its promise looks."""
+
+    def __init__(self) -> None:
+        self.markets, self.states, self.refused, self.target = ["spot", "spot", "on-demand"], ["DISABLED"], [""], 0
+
+    def promise(self) -> evidence.Promise:
+        schedules = [{"Name": SWITCH, "GroupName": f"g{number}"} for number, _ in enumerate(self.states)]
+        scheduler = SimpleNamespace(
+            list_schedules=lambda: {"Schedules": [*schedules, {"Name": "stop", "GroupName": "g0"}]},
+            get_schedule=lambda GroupName, Name: {"State": self.states[int(GroupName[1:])]},
+        )
+        cloud = SimpleNamespace(
+            fleets=SimpleNamespace(fleets={"f": SimpleNamespace(state="active", target=self.target)}),
+            schedules=SimpleNamespace(
+                fired=[SimpleNamespace(name=f"g/{SWITCH}", refused=each) for each in self.refused]
+            ),
+            client=lambda service: scheduler,
+        )
+        receipt = SimpleNamespace(attempts=[SimpleNamespace(capacity=each) for each in self.markets])
+        found: Any = SimpleNamespace(rehearsal=SimpleNamespace(cloud=cloud), receipt=receipt)
+        return evidence._fallback(found)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"markets": ["spot", "spot", "spot"]},
+        {"markets": ["spot", "on-demand", "on-demand"]},
+        {"states": ["ENABLED"]},
+        {"states": []},
+        {"refused": []},
+        {"refused": ["not allowed"]},
+        {"target": 1},
+    ],
+)
+def test_a_fallback_holds_where_the_last_node_alone_was_on_demand_and_nothing_begins_another(
+    broken: dict[str, Any],
+) -> None:
+    world = Fallen()
+    assert world.promise().held
+    vars(world).update(broken)
+    assert not world.promise().held

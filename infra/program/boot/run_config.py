@@ -8,11 +8,19 @@ from typing import Any
 
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.fallback import Fallback
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import run
 
 
-def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any], *, expires: str) -> dict[str, Any]:
+def run_config(
+    definition: StackDefinition,
+    bill: Bill,
+    inputs: Mapping[str, Any],
+    *,
+    expires: str,
+    fallback: Fallback | None = None,
+) -> dict[str, Any]:
     """The object of run.json; `inputs` and `expires` as job.contract.run.document has them. The fleet ends at the
     deadline, where there is one.
     """
@@ -29,6 +37,7 @@ def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any
         deadline=None if limits.deadline is None else expires,
         expires=expires,
         capacity=definition.fleet.capacity,
+        fallback=None if fallback is None else fallback.node_terms(),
         rates=_rates(definition, bill),
         extras=record.extras(bill),
         estimate=record.to_json(bill),

@@ -27,6 +27,7 @@ def known(definition: StackDefinition) -> dict[str, Any]:
         "region": definition.fleet.region,
         "image": definition.job.supervisor_image or definition.job.image,
         "job_image": definition.job.image if definition.job.supervisor_image else "",
+        "fallback": definition.fleet.falls_back,
         "timer_seconds": timer_seconds(definition),
         "device": definition.job.parameters.device,
         "container_options": definition.job.parameters.container_options,
@@ -45,6 +46,7 @@ def render(
     log_group: str,
     schedule: str,
     notify: str = "",
+    fallback: bool = False,
     archive_sha256: str,
     run_config_sha256: str,
     timer_seconds: int,
@@ -54,7 +56,8 @@ def render(
 ) -> str:
     """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do, and sooner once it
     knows what the run has spent. `schedule`: GROUP/NAME of what ends the fleet by itself, which the node moves.
-    `notify`: JSON of whom the node tells (resources/notices.py), empty: nobody.
+    `notify`: JSON of whom the node tells (resources/notices.py), empty: nobody. `fallback`: whether a second fleet
+    stands by, on demand.
 
     `image`: the supervisor's; `job_image`: of a command of the user's own, which has a container to itself, else empty.
     `device`: "cuda" or "cpu". `container_options`: words for `docker run`. `data_volume`: None, "blank" (formatted when
@@ -72,6 +75,7 @@ def render(
         "LOG_GROUP": log_group,
         "SCHEDULE": schedule,
         **({"NOTIFY": notify} if notify else {}),
+        **({"FALLBACK": "1"} if fallback else {}),
         "ARCHIVE_SHA256": archive_sha256,
         "RUN_CONFIG_SHA256": run_config_sha256,
         "TIMER_SECONDS": str(timer_seconds),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 import pulumi
 import pulumi_aws as aws
 
+from gpufleet.infra.bill.fallback import switch_at
 from gpufleet.infra.program.plan import Plan
+from gpufleet.infra.program.resources.fallback import FallbackSwitch
 from gpufleet.infra.program.resources.fleet import FleetComponent
 from gpufleet.infra.program.resources.identity import Identity
 from gpufleet.infra.program.resources.network import GivenVpc, Network
@@ -91,9 +94,22 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         opts=options,
     )
     if fleet.fleet:
-        stop.declare_for(fleet.fleet, verdict.run.valid_until)
+        both = [fleet.fleet, *([fleet.fallback] if fleet.fallback else [])]
+        stop.declare_for(both, verdict.run.valid_until)
+        if fleet.fallback:
+            due, priced = datetime.fromisoformat(verdict.run.valid_until), plan.fallback  # None: prices are gone
+            FallbackSwitch(
+                f"{prefix}fallback",
+                definition,
+                fleet=fleet.fallback,
+                stop=stop,
+                at=switch_at(priced, due, plan.now) if priced else due,
+                enabled=priced is None or priced.paid_from_start,
+                permissions_boundary=around.permissions_boundary,
+                opts=options,
+            )
         if notices:
-            notices.declare_for(fleet.fleet)
+            notices.declare_for(both)
     return DeclaredRun(
         bucket=storage.bucket.bucket,
         log_group=identity.log_group.name,

@@ -11,13 +11,13 @@ provider turns the block into settings that only instant fleets take (docs/decis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pulumi
 import pulumi_aws as aws
 
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.model import Disk, StackDefinition
+from gpufleet.infra.definition.model import Capacity, Disk, StackDefinition
 from gpufleet.infra.program.boot.user_data import DATA_DEVICE, ROOT_DEVICE
 from gpufleet.infra.program.resources.tags import named, tags
 from gpufleet.job.contract.bucket import fleet_key
@@ -26,10 +26,13 @@ DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted
 
 
 class FleetComponent(pulumi.ComponentResource):
-    """One node, or several, kept alive until the run is over. `fleet` is None for a run that is over."""
+    """One node, or several, kept alive until the run is over. Both are None for a run that is over, `fallback` without
+    one.
+    """
 
     template: aws.ec2.LaunchTemplate
     fleet: aws.ec2.Fleet | None
+    fallback: aws.ec2.Fleet | None
 
     def __init__(
         self,
@@ -72,69 +75,94 @@ class FleetComponent(pulumi.ComponentResource):
             # launch fail, and volumes of spot nodes in a maintain fleet cannot be tagged from a template.
             tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
+            # A run that goes on keeps its code, and the hops that this code needs.
             opts=pulumi.ResourceOptions(
-                parent=self, depends_on=list(depends_on), ignore_changes=["userData"] if frozen else None
+                parent=self,
+                depends_on=list(depends_on),
+                ignore_changes=["userData", "metadataOptions"] if frozen else None,
             ),
         )
-        self.fleet = None
+        self.fleet = self.fallback = None
         if not over:
-            self.fleet = aws.ec2.Fleet(
-                f"{name}-fleet",
-                type="maintain",
-                launch_template_configs=[
-                    aws.ec2.FleetLaunchTemplateConfigArgs(
-                        launch_template_specification=aws.ec2.FleetLaunchTemplateConfigLaunchTemplateSpecificationArgs(
-                            launch_template_id=self.template.id,
-                            version=self.template.latest_version.apply(str),
-                        ),
-                        overrides=[
-                            aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnets[zone])
-                            for kind in sorted(definition.fleet.instance_types)
-                            for zone in sorted(definition.fleet.zones)
-                        ],
-                    )
-                ],
-                target_capacity_specification=aws.ec2.FleetTargetCapacitySpecificationArgs(
-                    default_target_capacity_type=definition.fleet.capacity,
-                    # Ignored on a fleet that exists. One that has to be made again for a run that has begun already
-                    # (the run deleted it, and a refresh has just found out) starts nothing.
-                    total_target_capacity=0 if frozen else definition.nodes,
-                ),
-                spot_options=spot_options(definition),
-                excess_capacity_termination_policy="termination",
-                terminate_instances=True,  # the default leaves GPUs running after a destroy
-                terminate_instances_with_expiration=True,
-                replace_unhealthy_instances=False,
-                valid_until=valid_until,
-                tags=label,
-                opts=pulumi.ResourceOptions(
-                    parent=self,
-                    replacement_trigger=definition.run.id,
-                    delete_before_replace=True,  # the other order runs two GPUs on one run
-                    ignore_changes=[
-                        "validUntil",
-                        "targetCapacitySpecification.totalTargetCapacity",
-                        "launchTemplateConfigs",
-                        "tags",
-                        # What AWS answers may be spelled otherwise, and a difference here would replace a fleet.
-                        "targetCapacitySpecification",
-                        "spotOptions",
-                        "onDemandOptions",
-                        "excessCapacityTerminationPolicy",
-                        "validFrom",  # as onDemandOptions: not declared, but the provider takes it from AWS's answer
-                    ],
-                    custom_timeouts=pulumi.CustomTimeouts(delete=DELETE_TIMEOUT),
-                ),
-            )
-            aws.s3.BucketObjectv2(
-                f"{name}-known",
-                bucket=bucket,
-                key=self.fleet.id.apply(lambda fleet: f"{definition.run.id}/{fleet_key(fleet)}"),
-                content="The stack's state knows of this fleet.\n",
-                tags=tags(definition),
-                opts=pulumi.ResourceOptions(parent=self),
-            )
+
+            def made(part: str, capacity: Capacity, target: int) -> aws.ec2.Fleet:
+                spec = (definition, self.template, subnets, capacity, target, valid_until, label)
+                fleet = _fleet(f"{part}-fleet", *spec, parent=self)
+                aws.s3.BucketObjectv2(
+                    f"{part}-known",
+                    bucket=bucket,
+                    key=fleet.id.apply(lambda each: f"{definition.run.id}/{fleet_key(each)}"),
+                    content="The stack's state knows of this fleet.\n",
+                    tags=tags(definition),
+                    opts=pulumi.ResourceOptions(parent=self),
+                )
+                return fleet
+
+            # Ignored on a fleet that exists. One that has to be made again for a run that has begun already (the run
+            # deleted it, and a refresh has just found out) starts nothing.
+            self.fleet = made(name, definition.fleet.capacity, 0 if frozen else definition.nodes)
+            if definition.fleet.falls_back:
+                self.fallback = made(f"{name}-fallback", "on-demand", 0)
         self.register_outputs({})
+
+
+def _fleet(
+    name: str,
+    definition: StackDefinition,
+    template: aws.ec2.LaunchTemplate,
+    subnets: Mapping[str, pulumi.Input[str]],
+    capacity: Capacity,
+    target: int,
+    valid_until: str,
+    label: Mapping[str, str],
+    *,
+    parent: pulumi.Resource,
+) -> aws.ec2.Fleet:
+    return aws.ec2.Fleet(
+        name,
+        type="maintain",
+        launch_template_configs=[
+            aws.ec2.FleetLaunchTemplateConfigArgs(
+                launch_template_specification=aws.ec2.FleetLaunchTemplateConfigLaunchTemplateSpecificationArgs(
+                    launch_template_id=template.id,
+                    version=template.latest_version.apply(str),
+                ),
+                overrides=[
+                    aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnets[zone])
+                    for kind in sorted(definition.fleet.instance_types)
+                    for zone in sorted(definition.fleet.zones)
+                ],
+            )
+        ],
+        target_capacity_specification=aws.ec2.FleetTargetCapacitySpecificationArgs(
+            default_target_capacity_type=capacity, total_target_capacity=target
+        ),
+        spot_options=spot_options(capacity),
+        excess_capacity_termination_policy="termination",
+        terminate_instances=True,  # the default leaves GPUs running after a destroy
+        terminate_instances_with_expiration=True,
+        replace_unhealthy_instances=False,
+        valid_until=valid_until,
+        tags=label,
+        opts=pulumi.ResourceOptions(
+            parent=parent,
+            replacement_trigger=definition.run.id,
+            delete_before_replace=True,  # the other order runs two GPUs on one run
+            ignore_changes=[
+                "validUntil",
+                "targetCapacitySpecification.totalTargetCapacity",
+                "launchTemplateConfigs",
+                "tags",
+                # What AWS answers may be spelled otherwise, and a difference here would replace a fleet.
+                "targetCapacitySpecification",
+                "spotOptions",
+                "onDemandOptions",
+                "excessCapacityTerminationPolicy",
+                "validFrom",  # as onDemandOptions: not declared, but the provider takes it from AWS's answer
+            ],
+            custom_timeouts=pulumi.CustomTimeouts(delete=DELETE_TIMEOUT),
+        ),
+    )
 
 
 def interfaces(
@@ -169,9 +197,9 @@ def disks(definition: StackDefinition) -> list[aws.ec2.LaunchTemplateBlockDevice
     return mappings
 
 
-def spot_options(definition: StackDefinition) -> aws.ec2.FleetSpotOptionsArgs | None:
+def spot_options(capacity: Capacity) -> aws.ec2.FleetSpotOptionsArgs | None:
     """Stated: the provider's default strategy is lowestPrice. No maintenance strategy: rebalancing runs two nodes."""
-    if definition.fleet.capacity == "on-demand":
+    if capacity == "on-demand":
         return None
     return aws.ec2.FleetSpotOptionsArgs(
         allocation_strategy="price-capacity-optimized", instance_interruption_behavior="terminate"

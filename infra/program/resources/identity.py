@@ -23,7 +23,7 @@ from gpufleet.infra.program import ecr
 from gpufleet.infra.program.resources.stop import SERVICE
 from gpufleet.infra.program.resources.tags import own_tags, tags
 from gpufleet.job.contract import bucket
-from gpufleet.job.contract.aws import SILENCE
+from gpufleet.job.contract.aws import SILENCE, SWITCH
 from gpufleet.job.contract.workdir import RUN
 
 EC2_MAY_ASSUME = json.dumps(
@@ -103,6 +103,7 @@ def node_statements(
     of the run, empty: nowhere.
     """
     run, group = definition.run.id, schedule_arn.rpartition("/")[0]
+    others = [*([SILENCE] if topic_arn else []), *([SWITCH] if definition.fleet.falls_back else [])]
     return [
         {
             "Sid": "OwnObjects",
@@ -164,7 +165,7 @@ def node_statements(
             "Sid": "MoveTheHour",
             "Effect": "Allow",
             "Action": ["scheduler:GetSchedule", "scheduler:UpdateSchedule"],
-            "Resource": [schedule_arn, f"{group}/{SILENCE}"] if topic_arn else schedule_arn,
+            "Resource": [schedule_arn, *(f"{group}/{each}" for each in others)] if others else schedule_arn,
         },
         *([{"Sid": "Tell", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}] if topic_arn else []),
         {

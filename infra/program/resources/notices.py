@@ -7,6 +7,7 @@ A subscription holds once the person has confirmed it, by a link in AWS's first 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -75,8 +76,8 @@ class NoticesComponent(pulumi.ComponentResource):
         told = {"silent_s": int(notify.silent_hours * 3600), "webhook": notify.webhook or ""}
         return pulumi.Output.json_dumps({"topic": self.topic.arn, **told})
 
-    def declare_for(self, fleet: aws.ec2.Fleet) -> None:
-        """The rule on the fleet's events."""
+    def declare_for(self, fleets: Sequence[aws.ec2.Fleet]) -> None:
+        """The rule on the fleets' events."""
         definition = self._definition
         aws.sns.TopicPolicy(
             f"{self._name}-policy",
@@ -87,9 +88,9 @@ class NoticesComponent(pulumi.ComponentResource):
         rule = aws.cloudwatch.EventRule(
             f"gpufleet-{definition.name}",
             description="what AWS says of a gpufleet run's fleet",
-            event_pattern=fleet.arn.apply(
-                lambda arn: json.dumps(
-                    {"source": ["aws.ec2fleet"], "resources": [arn], "detail": {"sub-type": list(TOLD_OF_FLEET)}}
+            event_pattern=pulumi.Output.all(*(each.arn for each in fleets)).apply(
+                lambda arns: json.dumps(
+                    {"source": ["aws.ec2fleet"], "resources": arns, "detail": {"sub-type": list(TOLD_OF_FLEET)}}
                 )
             ),
             tags=tags(definition),

@@ -60,8 +60,9 @@ class FleetStop(pulumi.ComponentResource):
         self.schedule_name = self.group.name.apply(lambda group: f"{group}/{SCHEDULE}")
         self.register_outputs({})
 
-    def declare_for(self, fleet: aws.ec2.Fleet, valid_until: str) -> aws.scheduler.Schedule:
-        """The schedule that ends this fleet. Its hour is a node's to move, so no later `up` puts it back."""
+    def declare_for(self, fleets: Sequence[aws.ec2.Fleet], valid_until: str) -> aws.scheduler.Schedule:
+        """The schedule that ends these fleets. Its hour is a node's to move, so no later `up` puts it back."""
+        ids = pulumi.Output.all(*(each.id for each in fleets))
         return one_time(
             f"{self._name}-schedule",
             name=SCHEDULE,
@@ -69,10 +70,10 @@ class FleetStop(pulumi.ComponentResource):
             description="ends the fleet when the run's means are used up; its node moves the hour",
             at=datetime.fromisoformat(valid_until),
             target=END_FLEET,
-            input=fleet.id.apply(lambda each: json.dumps({"FleetIds": [each], "TerminateInstances": True})),
+            input=ids.apply(lambda each: json.dumps({"FleetIds": each, "TerminateInstances": True})),
             depends_on=[self._rights],
-            # With the fleet: another run's, and one that was made again, whose hour may have passed.
-            trigger=pulumi.Output.concat(self._definition.run.id, " ", fleet.id),
+            # With the fleets: another run's, and one that was made again, whose hour may have passed.
+            trigger=ids.apply(lambda each: " ".join([self._definition.run.id, *each])),
             parent=self,
         )
 
@@ -84,11 +85,12 @@ def one_time(
     stop: FleetStop,
     description: str,
     at: datetime,
-    target: str,
+    target: pulumi.Input[str],
     input: pulumi.Input[str],
     depends_on: Sequence[pulumi.Resource],
     trigger: pulumi.Input[str],
     parent: pulumi.Resource,
+    enabled: bool = True,
 ) -> aws.scheduler.Schedule:
     """A schedule of `stop`'s group and role that fires once. Its hour is a node's to move: no later `up` puts it back,
     unless `trigger` has another value.
@@ -101,7 +103,7 @@ def one_time(
         schedule_expression=f"at({at:%Y-%m-%dT%H:%M:%S})",
         schedule_expression_timezone="UTC",
         flexible_time_window=aws.scheduler.ScheduleFlexibleTimeWindowArgs(mode="OFF"),
-        state="ENABLED",
+        state="ENABLED" if enabled else "DISABLED",
         action_after_completion="NONE",
         target=aws.scheduler.ScheduleTargetArgs(
             arn=target,

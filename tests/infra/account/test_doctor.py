@@ -247,11 +247,20 @@ def test_a_fleet_needs_its_largest_type_and_better_two_of_it() -> None:
     fleet = Fleet(
         region="us-east-2", zones=("us-east-2a",), instance_types=("g5.xlarge", "g6.4xlarge", "p6-b200.48xlarge")
     )
-    (need,), unknown = quotas.needs(fleet)
+    (need,), unknown = quotas.needs(fleet, "spot")
     assert (need.least, need.vcpu, need.recommended) == (4, 16, 32)
     assert unknown == ["p6-b200.48xlarge"]
-    (need,), _ = quotas.needs(replace(fleet, nodes=3))
+    (need,), _ = quotas.needs(replace(fleet, nodes=3), "spot")
     assert (need.least, need.vcpu, need.recommended) == (12, 48, 64)
+
+
+def test_a_fallback_is_held_against_the_quotas_of_both_markets(cloud: Cloud, stack: Path) -> None:
+    late = definition(stack)
+    late = replace(late, fleet=replace(late.fleet, fallback="on-demand"))
+    cloud.quotas["L-DB2E81BA"] = 0
+    spot, other = quotas.vcpu_quotas(late, cloud.client("service-quotas"), cloud.client("ec2"))
+    assert (spot.state, other.state) == ("ok", "problem")
+    assert "L-DB2E81BA" in other.found
 
 
 @pytest.mark.parametrize(

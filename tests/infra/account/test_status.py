@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from commands_world import EXPIRES, declare_bucket, declare_fleet, put
+from commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, put
 
 from gpufleet.infra.account import aws, status
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.job.contract.aws import SWITCH
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 
@@ -52,12 +53,56 @@ def test_status_tells_fleet_node_progress_and_money(cloud: Cloud, stack: StackDe
     assert "done" not in told
 
 
+def test_status_tells_of_the_fallback_and_its_hour(cloud: Cloud, stack: StackDefinition) -> None:
+    late = replace(stack, fleet=replace(stack.fleet, fallback="on-demand"))
+    declare_fleet(cloud)
+    other = declare_fleet(cloud, capacity="on-demand", target=0)
+    scheduler, group = cloud.client("scheduler"), "gpufleet-small-growth-1"
+    owned = [{"Key": key, "Value": value} for key, value in TAGS.items()]
+    scheduler.create_schedule_group(Name=group, Tags=owned)
+    target = {"Arn": "arn:aws:states:us-east-2:1:stateMachine:x", "RoleArn": "arn:aws:iam::1:role/r"}
+    asked = {"Name": SWITCH, "GroupName": group, "FlexibleTimeWindow": {"Mode": "OFF"}, "Target": target}
+    scheduler.create_schedule(**asked, ScheduleExpression="at(2026-11-22T09:00:00)")
+
+    def said(now: datetime) -> str:
+        ec2, s3 = cloud.client("ec2"), cloud.client("s3")
+        return "\n".join(status.report(late, ec2, s3, now, aws.client("scheduler", "us-east-2")))
+
+    assert f"and {other}, on-demand, stands by" in said(NOW)
+    assert "to on demand: at 2026-11-22 09:00 UTC, unless a node that trains moves it" in said(NOW)
+    assert "to on demand: since 2026-11-22 09:00 UTC, unless it has no capacity" in said(NOW + timedelta(days=1))
+    scheduler.update_schedule(**asked, ScheduleExpression="at(2026-11-22T09:00:00)", State="DISABLED")
+    assert "to on demand: off, as the run is over or its limits do not pay for it" in said(NOW)
+    cloud.client("ec2").modify_fleet(FleetId=other, TargetCapacitySpecification={"TotalTargetCapacity": 1})
+    assert "looks for a node too" in said(NOW)
+
+
 def test_status_says_how_much_of_the_dollars_is_at_the_ceiling_of_an_untold_spot_price(
     cloud: Cloud, stack: StackDefinition
 ) -> None:
     declare_fleet(cloud)
     put(cloud, declare_bucket(cloud), "heartbeat/i-1.jsonl", {"ts": "2026-11-21T12:08:00Z", "ceiling_s": "900.000"})
     assert stated(stack)[""] == "0.25 h of it at the on-demand price: AWS tells no spot price"
+
+
+def test_status_tells_who_trains_together_who_waits_and_what_the_leader_says(
+    cloud: Cloud, stack: StackDefinition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.NOW", datetime.now(UTC))
+    bucket = declare_bucket(cloud)
+    made = {"number": 3, "members": ["i-1", "i-2"], "addresses": ["10.0.0.1", "10.0.0.2"]}
+    put(cloud, bucket, "gang/000003.json", made)
+    put(cloud, bucket, "gang/000002.json", {**made, "number": 2, "members": ["i-0", "i-2"]})
+    there = {"address": "10.0.0.1", "launched_at": 1.0, "since": 1_800_000_000.0}
+    put(cloud, bucket, "gang/nodes/i-1.json", {**there, "instance": "i-1", "state": "busy"})
+    put(cloud, bucket, "gang/nodes/i-2.json", {**there, "instance": "i-2", "state": "ready"})
+    put(cloud, bucket, "heartbeat/i-1.jsonl", {"ts": "2026-11-21T12:08:00Z", "step": 120, "phase": "moe"})
+    put(cloud, bucket, "heartbeat/i-2.jsonl", {"ts": "2026-11-21T12:08:30Z", "step": 119})
+    lines = list(status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW))
+    assert "gang        generation 3: i-1 leads, with i-2" in lines
+    assert "            1 of 1 wait, at most 1.21 USD an hour" in lines
+    assert "            i-2 waits for the others since 2027-01-15T08:00:00.000Z, billed" in lines
+    assert "progress    phase moe, step 120" in lines
 
 
 def test_status_tells_how_long_a_node_took_to_its_first_step(cloud: Cloud, stack: StackDefinition) -> None:
@@ -223,27 +268,3 @@ def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys
     assert (
         capsys.readouterr().err == "gpufleet: there is no run r1 of small-growth in us-east-2: run `pulumi up` first.\n"
     )
-
-
-def test_status_of_several_nodes_says_who_waits_for_whom_and_then_who_trains(
-    cloud: Cloud, stack: StackDefinition
-) -> None:
-    two = replace(stack, fleet=replace(stack.fleet, nodes=2))
-    declare_fleet(cloud)
-    folder = declare_bucket(cloud)
-    here = {"instance": "i-1", "address": "10.0.0.1", "launched_at": 1_795_262_400.0, "state": "ready"}
-    put(cloud, folder, "gang/nodes/i-1.json", here)
-    put(cloud, folder, "gang/nodes/i-0.json", {**here, "instance": "i-0", "state": "gone"})
-    put(cloud, folder, "gang/nodes/i-9.json", {"instance": "i-9"})
-    told = stated(two)
-    assert told["together"] == (
-        "none: 1 of 2 nodes are there, since 2026-11-21 12:00:00 UTC, and wait, billed, at most 1.21 USD an hour"
-    )
-    assert told[""].startswith("gang/nodes/i-9.json: set aside")
-    for name in ("i-1", "i-2"):
-        put(cloud, folder, f"gang/nodes/{name}.json", {**here, "instance": name, "state": "busy"})
-    for number in (1, 2):
-        members = {"members": ["i-2", "i-1"], "addresses": ["10.0.0.2", "10.0.0.1"]}
-        put(cloud, folder, f"gang/{number:06d}.json", {"number": number, **members})
-    assert stated(two)["together"] == "i-2, i-1, generation 2, led by i-2"
-    assert "together" not in stated(stack)

@@ -92,6 +92,15 @@ def test_nothing_is_deleted_before_the_stack_s_name_is_typed(
     assert cloud.leftovers() == {}
 
 
+def test_a_fallback_s_state_machine_goes_and_no_other(cloud: Cloud, path: Path) -> None:
+    states, role = cloud.client("stepfunctions"), f"arn:aws:iam::{cloud.account}:role/r"
+    owned = [{"key": key, "value": value} for key, value in TAGS.items()]
+    for name, tags in (("gpufleet-small-growth-1", owned), ("gpufleet-small-growth-2", []), ("other", owned)):
+        states.create_state_machine(name=name, definition="{}", roleArn=role, tags=tags)
+    assert main(["sweep", "small-growth", "--delete", "--yes"]) == 0
+    assert sorted(name for _, name in cloud.leftovers()) == ["gpufleet-small-growth-2", "other"]
+
+
 def test_with_nothing_to_delete_nothing_is_asked(cloud: Cloud, path: Path) -> None:
     declare_bucket(cloud)  # kept
     assert main(["sweep", "small-growth", "--delete"]) == 0

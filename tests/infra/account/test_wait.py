@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,34 @@ def test_a_second_fleet_of_the_run_that_no_stack_knows_is_named_with_how_to_end_
     cloud.client("ec2").modify_fleet(FleetId=kept, TargetCapacitySpecification={"TotalTargetCapacity": 1})
     cloud.client("ec2").delete_fleets(FleetIds=[lost], TerminateInstances=True)
     assert waited(cloud, stack)[0] == 0
+
+
+def test_a_fallback_is_no_second_fleet_and_its_node_is_the_run_s(cloud: Cloud, stack: StackDefinition) -> None:
+    late = replace(stack, fleet=replace(stack.fleet, fallback="on-demand"))
+    declare_fleet(cloud)
+    other = declare_fleet(cloud, capacity="on-demand", target=0)
+    assert waited(cloud, late)[0] == 0
+    cloud.launcher.no_spot = True
+    cloud.kill(cloud.instances()[0].id)
+    code, said = waited(cloud, late)
+    assert code == 1
+    assert "limits.deadline" not in said
+    cloud.client("ec2").modify_fleet(FleetId=other, TargetCapacitySpecification={"TotalTargetCapacity": 1})
+    code, said = waited(cloud, late)
+    assert code == 0
+    assert f"node {cloud.instances()[-1].id}, g5.2xlarge" in said
+    assert waited(cloud, stack)[0] == 1  # without a fallback it is a second one
+
+
+def test_a_run_without_a_node_in_either_market_says_so(cloud: Cloud, stack: StackDefinition) -> None:
+    late = replace(stack, fleet=replace(stack.fleet, fallback="on-demand"))
+    cloud.no_capacity()
+    declare_fleet(cloud)
+    declare_fleet(cloud, capacity="on-demand")
+    code, said = waited(cloud, late)
+    assert code == 1
+    assert "The hour has come to go on on demand (fleet.fallback): both fleets look for a node." in said
+    assert "Neither on spot nor on demand: limits.deadline may be missed." in said
 
 
 def no_quota(cloud: Cloud) -> None:

@@ -10,9 +10,10 @@ from repository import ROOT
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.compare import deadline, ranking
+from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare.cheaper import cheaper
 from gpufleet.infra.compare.table import record_row
+from gpufleet.infra.risk import deadline
 from gpufleet.job.contract.metrics import KEYS
 
 CATALOG = load_catalog()

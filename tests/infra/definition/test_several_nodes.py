@@ -70,6 +70,12 @@ def test_all_cards_want_several_nodes_and_several_cards(tmp_path: Path, old: str
     assert said in problems(tmp_path, text)["fleet.cards"]
 
 
+def test_several_nodes_do_not_fall_back(tmp_path: Path) -> None:
+    text = several_nodes("one").replace("nodes: 2", "nodes: 2\n  fallback: on-demand")
+    found = problems(tmp_path, text)
+    assert found["fleet.fallback"] == "none where fleet.nodes is 2"
+
+
 def test_hours_count_all_nodes_so_timer_and_expiry_are_a_share_of_them(tmp_path: Path) -> None:
     two = read(tmp_path, several_nodes("one"))
     one = read(tmp_path, several_nodes("one").replace(FLEET, ""))

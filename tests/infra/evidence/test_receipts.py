@@ -145,7 +145,8 @@ def test_spot_runs_teach_the_hazard_by_type_and_zone(tmp_path: Path) -> None:
     brief = node("i-4", seconds="60.000", zone="us-east-2c") | {"lived_s": "36.000"}  # a minute is billed
     gone = node("i-5", seconds="0", zone="us-east-2d", interrupted=True)  # says nothing of an hour
     nowhere = node("i-6", seconds="7200", zone="")
-    place(tmp_path, receipt(attempts=[*receipt()["attempts"], brief, gone, nowhere]))
+    fallback = node("i-7", seconds="7200") | {"capacity": "on-demand"}  # of a run that went on on demand
+    place(tmp_path, receipt(attempts=[*receipt()["attempts"], brief, gone, nowhere, fallback]))
     place(tmp_path, receipt(run="r2", capacity="on-demand"), "r2")
     place(tmp_path, receipt(run="r3", device="cpu"), "r3")
     first, second, third, last = observations(tmp_path)

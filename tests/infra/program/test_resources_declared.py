@@ -94,11 +94,13 @@ def test_only_https_goes_out(declared: Declared) -> None:
     assert "egress" not in declared.one("aws:ec2/securityGroup:SecurityGroup")
 
 
-def test_the_metadata_service_asks_for_a_token_and_reaches_containers(declared: Declared) -> None:
+def test_the_metadata_service_asks_for_a_token_and_is_no_container_s_on_a_network_of_its_own(
+    declared: Declared,
+) -> None:
     assert declared.one(TEMPLATE)["metadataOptions"] == {
         "httpEndpoint": "enabled",
         "httpTokens": "required",
-        "httpPutResponseHopLimit": 2,
+        "httpPutResponseHopLimit": 1,
         "instanceMetadataTags": "enabled",
     }
 

@@ -92,7 +92,11 @@ def declared(tmp_path_factory: pytest.TempPathFactory) -> Declared:
     with_data = text.replace("  root:\n    size_gib: 100", "  root: {size_gib: 100}\n  data: {size_gib: 50}")
     assert with_data != text
     told = f"{with_data}\nnotify: {{email: me@example.org}}\n"
-    return declare(tmp_path_factory.mktemp("official") / "project", "tinystories-growth", told)
+    told = told.replace("{capacity: on-demand}", "{capacity: on-demand, fallback: none}")
+    late = told.replace("\nlimits:\n", "\nlimits:\n  deadline: in 6 h\n", 1).replace(
+        "  capacity: spot\n", "  capacity: spot\n  fallback: on-demand\n", 1
+    )
+    return declare(tmp_path_factory.mktemp("official") / "project", "tinystories-growth", late)
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +122,15 @@ def test_every_argument_has_its_name_and_none_that_is_required_is_missing(passed
 
 
 def test_every_enum_value_is_one_the_provider_documents(passed: list[Argument]) -> None:
-    checked = {}
+    checked = set()
     for argument in passed:
         if argument.path == "TopicSubscription.protocol":  # its list is of those that confirm by themselves
             assert "`email`" in argument.doc
         elif argument.allowed and isinstance(argument.value, str):
             assert argument.value in argument.allowed, f"{argument.path}={argument.value}: {argument.allowed}"
-            checked[argument.path] = argument.value
+            checked.add((argument.path, argument.value))
     assert (
-        checked.items()
+        checked
         >= {
             "Fleet.type": "maintain",
             "Fleet.excess_capacity_termination_policy": "termination",

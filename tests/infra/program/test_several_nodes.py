@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,9 @@ def test_in_a_given_vpc_the_ways_out_of_its_subnets_are_its_owner_s(tmp_path: Pa
     assert found.result.ok, found.result.text
     assert not found.kinds & {NAT, ADDRESS, SUBNET, TABLE}
     assert found.kinds >= {INGRESS, EGRESS}
+
+
+def test_a_node_reads_how_many_it_trains_with(two: Declared) -> None:
+    texts = [each.get("content", "") for each in two.inputs("aws:s3/bucketObjectv2:BucketObjectv2")]
+    (run,) = (json.loads(text) for text in texts if '"experiment"' in text)
+    assert run["nodes"] == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,35 +9,19 @@ from typing import Any
 
 import pytest
 from command_world import PYTHON, CommandJob, of_format, parameters
+from jobs_world import serving
 
 from gpufleet.job.contract.environment import JOB_CONTAINER
 from gpufleet.job.node.jobs import Jobs
-from gpufleet.job.node.settings import InstanceIdentity, Settings
-from gpufleet.rehearsal.node import STANDINS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what a container keeps together, Linux alone can show")
-IDENTITY = InstanceIdentity(instance="i-1", type="g5.2xlarge", zone="us-east-2a", launched_at="")
 
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of gpufleet on a rehearsed machine, whose loop serves what is asked."""
-    monkeypatch.setenv("GPUFLEET_ROOT", str(tmp_path))
-    monkeypatch.setenv("GPUFLEET_PYTHON", sys.executable)
-    monkeypatch.setenv("PATH", f"{STANDINS}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}/usr/bin:/bin")
-    folder = tmp_path / "opt" / "gpufleet"
-    folder.mkdir(parents=True)
-    settings = Settings(
-        **dict.fromkeys(["stack", "run", "region", "image", "bucket", "log_group", "run_config_sha256"], "x"),
-        **dict.fromkeys(["container_options", "data_volume", "data_device", "metadata"], ""),
-        job_image="me/train:1",
-        timer_s=1,
-        schedule="",
-        device="cpu",
-        root=tmp_path,
-    )
-    with Jobs(settings, IDENTITY, folder):
-        yield folder / "run"
+    """The run's folder on a rehearsed machine, whose loop serves what is asked."""
+    with serving(tmp_path, monkeypatch, job_image="me/train:1") as workdir:
+        yield workdir
 
 
 def contained(node: Path, parameters: dict[str, Any]) -> CommandJob:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gpufleet.job import atomic
 from gpufleet.job.contract import messages
 from gpufleet.job.contract.messages import Message
 
@@ -44,5 +45,5 @@ def test_what_says_nothing_counts_as_not_there(tmp_path: Path, content: bytes) -
         messages.Ended,
         messages.Unreadable,
     ):
-        (tmp_path / kind.FILE).write_bytes(content)
+        atomic.write_bytes(tmp_path / kind.FILE, content)
         assert kind.read(tmp_path) is None

@@ -83,6 +83,7 @@ class MeansWorld:
     def __init__(self, folder: Path, limits: RunLimits = LIMITS) -> None:
         self.now, self.hours, self.refuses = T0 + 120, list[float](), False
         self.folder = folder
+        (folder / "control").mkdir(exist_ok=True)
         self.allowance = Allowance(self, self, 72_000)  # type: ignore[arg-type]
         self.found = self.allowance.begin(of_node(terms=replace(TERMS, limits=limits)), folder)
 
@@ -96,7 +97,7 @@ class MeansWorld:
 
     def tell(self, usd: str, hours: float, **more: float) -> None:
         told = {"spent_usd": usd, "spent_s": str(hours * 3600), "at": self.now, **more}
-        (self.folder / "spent.json").write_text(json.dumps(told))
+        (self.folder / "control/spent.json").write_text(json.dumps(told))
 
     def passes(self, hours: float, usd_per_hour: Decimal | None = None) -> None:
         """So many hours; the meter tells what they cost, or has fallen silent."""
@@ -147,7 +148,7 @@ def test_a_meter_whose_clock_is_another_gives_no_more_time(world: MeansWorld) ->
     world.tell("0.60", 1, at=T0 + 30 * 3600)
     world.allowance.look()
     assert world.allowance.timer_at == pytest.approx(T0 + 120 + 9.5 * 3600 + TIMER_S)
-    (world.folder / "spent.json").write_text("{torn")
+    (world.folder / "control/spent.json").write_text("{torn")
     world.allowance.look()
     assert world.allowance.timer_at == pytest.approx(T0 + 120 + 9.5 * 3600 + TIMER_S)
 

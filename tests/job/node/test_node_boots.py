@@ -88,9 +88,8 @@ def test_a_node_of_several_that_has_no_address_runs_nothing(node: StubNode) -> N
     assert "does not tell this machine's address" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
 
 
-def test_a_node_alone_is_given_no_network_and_no_address(node: StubNode) -> None:
+def test_a_node_alone_is_given_no_address(node: StubNode) -> None:
     (call,) = [call for call in node.boot().calls if call.startswith(RUN)]
-    assert "--network" not in call
     assert "GPUFLEET_ADDRESS" not in call
 
 

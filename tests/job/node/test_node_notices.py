@@ -36,7 +36,7 @@ def spends(node: StubNode, usd: float, *, trained: bool = True, attempt: int = 1
     node.job_ends_with(
         0,
         f"find {node.root} -path '*/run/run.json' -printf '%h\\n' >$WORLD/folder\n"
-        f"echo '{json.dumps(told)}' >$(cat $WORLD/folder)/spent.json\n"
+        f"echo '{json.dumps(told)}' >$(cat $WORLD/folder)/control/spent.json\n"
         f"for _ in {{1..200}}; do {until} && break; /bin/sleep 0.05; done",
     )
 

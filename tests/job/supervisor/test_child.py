@@ -13,29 +13,17 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+from jobs_world import alive, wait_until
 from repository import ROOT
 
 from gpufleet.job import gpus
+from gpufleet.job.contract.messages import Stop
 from gpufleet.job.supervisor import bootstrap, machine
-from gpufleet.job.supervisor.child import Child, JobLog, MetricsFollower, trainer
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: object, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
+from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, MetricsFollower, trainer
 
 
 def start(log: JobLog, code: str) -> Child:
-    return Child([sys.executable, "-c", code], os.environ, log, time.time)
+    return Child(lambda: GroupedProcess([sys.executable, "-c", code], os.environ), log, time.time)
 
 
 def test_nothing_that_a_terminal_would_obey_is_logged(tmp_path: Path) -> None:
@@ -71,7 +59,7 @@ def test_ranks_end_with_what_one_of_them_has_left_and_an_earlier_start_has_not(
     path = tmp_path / "ended.json"
     path.write_text('{"code": 0}')
     words = [sys.executable, "-c", code.format(path=str(path))]
-    child = Child(words, os.environ, JobLog(tmp_path / "job.log", BytesIO()), time.time, path)
+    child = Child(lambda: GroupedProcess(words, os.environ), JobLog(tmp_path / "job.log", BytesIO()), time.time, path)
     wait_until(lambda: child.poll() is not None)
     assert child.poll() == ends
 
@@ -82,6 +70,18 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     wait_until(lambda: child.poll() is not None)
     assert child.poll() == 0
     assert stream.getvalue() == b"out\n"
+
+
+def test_no_link_that_the_trainer_leaves_leads_its_words_or_a_message_elsewhere(tmp_path: Path) -> None:
+    other = tmp_path / "packages.py"
+    other.write_text("")
+    (tmp_path / "job.log").symlink_to(other)
+    (tmp_path / f".stop.json.{os.getpid()}").symlink_to(other)
+    child = start(JobLog(tmp_path / "job.log", BytesIO()), "print('import os')")
+    wait_until(lambda: child.poll() is not None)
+    Stop().write(tmp_path)
+    assert not other.read_text()
+    assert Stop.read(tmp_path) == Stop()
 
 
 def test_a_kill_ends_the_whole_group(tmp_path: Path) -> None:
@@ -114,8 +114,7 @@ def waiting(tmp_path: Path, stream: BytesIO) -> Child:
     file = tmp_path / "start.json"
     file.write_text('{"rung": 9}')  # an earlier start's
     return Child(
-        [sys.executable, "-c", WAITS, str(file)],
-        os.environ,
+        lambda: GroupedProcess([sys.executable, "-c", WAITS, str(file)], os.environ),
         JobLog(tmp_path / "job.log", stream),
         time.time,
         waits=file,

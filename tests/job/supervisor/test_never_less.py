@@ -41,10 +41,15 @@ class LongBench(Bench):
         trainer.step = min(trainer.step, 9)
 
     def attempt(
-        self, instance: str = "i-1", store: Any = None, launched_at: float | None = None, **trainer: Any
+        self,
+        instance: str = "i-1",
+        store: Any = None,
+        launched_at: float | None = None,
+        capacity: str = "",
+        **trainer: Any,
     ) -> Supervisor:
         script = {"script": dict.fromkeys(range(1, STEPS), self.slow)}
-        return super().attempt(instance, store, launched_at, **{**script, **trainer})
+        return super().attempt(instance, store, launched_at, capacity, **{**script, **trainer})
 
 
 def test_a_price_that_rises_while_aws_does_not_answer_passes_no_cap(tmp_path: Path) -> None:

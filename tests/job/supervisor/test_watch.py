@@ -193,7 +193,7 @@ def test_the_trainer_can_read_what_was_spent(tmp_path: Path) -> None:
 
     def look(trainer: FakeTrainer) -> None:
         bench.clock.sleep(6)
-        spent = atomic.read_object(trainer.workdir / "spent.json")
+        spent = atomic.read_object(trainer.workdir / "control/spent.json")
         seen.append(float(spent["spent_usd"]) if spent else 0.0)
 
     bench.attempt(script=dict.fromkeys(range(3, 9), look)).run()

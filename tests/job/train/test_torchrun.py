@@ -16,7 +16,7 @@ import rank_world as world
 from repository import ROOT
 from train_world import committed, records
 
-from gpufleet.job.supervisor.child import Child, JobLog, trainer
+from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, trainer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 
@@ -25,7 +25,8 @@ def launch(workdir: Path) -> Child:
     words = trainer(workdir, 0, ranks=2)
     words[words.index("gpufleet.job.train")] = "rank_world"  # the same trainer, the toy among its experiments
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'job'}", "PYTHONUNBUFFERED": "1"}
-    return Child(words, environment, JobLog(workdir / "job.log", BytesIO()), time.time, workdir / "ended.json")
+    log = JobLog(workdir / "job.log", BytesIO())
+    return Child(lambda: GroupedProcess(words, environment), log, time.time, workdir / "ended.json")
 
 
 def wait_until(condition: object, child: Child, workdir: Path, seconds: float = 90.0) -> None:

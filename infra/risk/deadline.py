@@ -3,8 +3,8 @@
 Slack is the time left to the deadline beyond what the rest of the work takes on demand, restart included. It shrinks
 while the run waits for capacity, starts up, or repeats lost work; when it is down to a margin, the run is ended with a
 checkpoint and goes on on demand, where a node is taken to be there at once. The margin is the least with which enough
-runs are on time. On time is done before the job, whose own deadline it is, begins to stop. No fleet switches by itself,
-nor does gpufleet: this prices what the owner would do by hand.
+runs are on time. On time is done before the job, whose own deadline it is, begins to stop. With
+`fleet.fallback: on-demand` a second fleet does it, at a margin of its own (infra/bill/fallback.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DeadlinePlan:
         return (
             f"begin on spot and switch to on demand {hours(self.switch_h)} h after the start if nothing is done by"
             f" then, later by the hours of work that are done ({self.switched:.0%} of runs switch{typical}); "
-            f"no fleet switches by itself; {self.on_time:.0%} are done in {deadline}; {cost}"
+            f"fleet.fallback: on-demand does it by itself; {self.on_time:.0%} are done in {deadline}; {cost}"
         )
 
 
@@ -80,7 +80,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
         def leaving(at_h: float) -> tuple[SimulatedRuns, Floats, Floats]:
             leave = PlannedEnd(by_h=at_h + on_demand.phase_ends_h[-1], work_h=on_demand.phase_ends_h[-1])
             found = simulate(replace(spot, leave=leave), runs=RUNS)
-            return found, *_finished(found, spot, on_demand)
+            return found, *finished(found, spot, on_demand)
 
         sure = leaving(0.0)
         most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a speed that is not known may miss it anyway
@@ -109,7 +109,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
     )
 
 
-def _finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
+def finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
     """Dollars and hours by the wall of runs whose rest is done on demand where they left spot."""
     left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]  # of the work as the bill has it
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gpufleet.infra.compare.deadline import switch
+from gpufleet.infra.risk.deadline import switch
 from gpufleet.infra.risk.hazard import Floats
 from gpufleet.infra.risk.simulation import Exposure, PlannedEnd, simulate
 
@@ -172,7 +172,7 @@ def test_the_sentence_names_the_hour_and_that_nothing_switches_by_itself() -> No
     said = found.sentence()
     assert f"{found.switch_h:.2f} h after the start if nothing is done by then" in said
     assert f"% of runs switch, typically at {found.typical_switch_h:.2f} h);" in said
-    assert "no fleet switches by itself" in said
+    assert "fleet.fallback: on-demand does it by itself" in said
 
 
 def test_the_limits_of_the_definition_do_not_end_the_policy() -> None:

@@ -1,0 +1,154 @@
+"""A node's part in a run that may go on on demand: which market it is of, the hand-over, and the hour of the switch.
+
+The first node on demand takes the run over for good: it says so beside the run's objects, deletes the fleet on spot and
+waits until the nodes of that have saved and left. So one node trains at a time, and none has to change a fleet's size.
+The hour only moves on, while the run trains on spot, so that AWS begins on demand when nobody does and slack is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from gpufleet.job import atomic
+from gpufleet.job.contract.aws import HANDOVER_S, SWITCH
+from gpufleet.job.contract.bucket import FALLBACK
+from gpufleet.job.contract.reading import iso
+from gpufleet.job.contract.workdir import SPENT
+from gpufleet.job.node.means import SpentByNow
+from gpufleet.job.node.outside import MetadataService, Objects, aws, nodes_there, retry, say, tries
+from gpufleet.job.node.schedule import Schedule
+from gpufleet.job.node.settings import Settings
+
+LIFE_CYCLE = "meta-data/instance-life-cycle"
+LOOK_S, MOVE_S = 10, 300  # between two looks; from a move of the hour, or a refusal, to the next, and its least length
+SOON_S, DAY_S = 90, 86_400  # AWS takes no moment that has passed
+GONE_S = 120  # for nodes that were ended to have gone
+
+
+class HandOver:
+    """Without a fallback all of it does nothing. Once the node has met the others: `market`, spot or on-demand, and
+    `took_over`, whether it is the first on demand.
+    """
+
+    def __init__(
+        self, settings: Settings, metadata: MetadataService, objects: Objects, clock: Callable[[], float]
+    ) -> None:
+        group = settings.schedule.partition("/")[0] if settings.fallback else ""
+        self._settings, self._metadata, self._objects, self._clock = settings, metadata, objects, clock
+        self._schedule = Schedule(f"{group}/{SWITCH}" if group else "", settings.folder)
+        self.market, self.took_over = "", False
+        self._workdir = Path()
+        self._trained_at, self._again_at, self._ended = 0.0, float("-inf"), False
+        self._changing = threading.Lock()
+
+    def meet(self, own: str | None, keys: Collection[str]) -> bool:
+        """Whether this node, of the fleet `own`, is to train. One on demand waits until no other does. `keys`: of the
+        run's objects. Raises OSError where AWS does not say what has to be known.
+        """
+        if not self._settings.fallback:
+            return True
+        found = next((said for _ in tries(5) if (said := self._metadata.get(LIFE_CYCLE))), None)
+        if found is None:
+            raise OSError("the metadata service does not say whether this node is on spot")
+        if own is None:
+            raise OSError("AWS does not say which fleet this node is of")
+        self.market = "spot" if found == "spot" else "on-demand"
+        if self.market == "spot":
+            return FALLBACK not in keys
+        self._take_over(own, keys)
+        return True
+
+    def others(self, own: str | None) -> list[str]:
+        """The run's other fleets, as far as S3 says."""
+        known = self._objects.fleets() if self._settings.fallback else None
+        return [each for each in known or () if each != own]
+
+    def _take_over(self, own: str, keys: Collection[str]) -> None:
+        say("on demand: this node takes the run over")
+        if FALLBACK not in keys:
+            file = self._settings.folder / FALLBACK
+            atomic.write_json(file, {"at": iso(self._clock())})
+            if not retry(4, lambda: self._objects.put(file, FALLBACK)):
+                raise OSError(f"{FALLBACK} cannot be written: a node on spot would train as well")
+            self.took_over = True
+        spot = next((found for _ in tries(4) if (found := self.others(own))), [])
+        for fleet in spot:
+            delete_fleet(fleet)  # refused where it is deleted already: the nodes are what counts
+        left = self._wait(spot, HANDOVER_S)
+        if left:
+            say(f"still there after {HANDOVER_S} s, and ended now: {' '.join(sorted(left))}")
+            aws("ec2", "terminate-instances", "--instance-ids", *sorted(left), "--output", "text")
+            if self._wait(spot, GONE_S):
+                raise OSError("a node on spot cannot be ended, and two would train")
+
+    def _wait(self, fleets: Sequence[str], seconds: float) -> set[str]:
+        """The nodes of these that are there still, after so long at most."""
+        until, left = self._clock() + seconds, set[str]()
+        while fleets:
+            told = nodes_there(*fleets)
+            left = left if told is None else told
+            if told == set() or self._clock() >= until:
+                break
+            time.sleep(5)
+        return left
+
+    def watch(self, workdir: Path) -> None:
+        """In a thread, until the end, on spot: moves the hour while the run trains."""
+        if self.market == "spot":
+            self._workdir = workdir
+            threading.Thread(target=self._watch, name="switch", daemon=True).start()
+
+    def end(self) -> None:
+        """The run is over: the switch fires no more. Where it cannot be said, what it starts ends itself."""
+        if self._settings.fallback:
+            with self._changing:
+                self._ended = True
+                if not retry(2, lambda: self._schedule.change(self._clock() + DAY_S, enabled=False)):
+                    say("the switch to on demand cannot be disabled: a node that it starts finds the run over and ends")
+
+    def _watch(self) -> None:
+        while not self._ended:
+            time.sleep(LOOK_S)
+            tree = atomic.read_object(self._workdir / SPENT)
+            told = None if tree is None else SpentByNow.from_json(tree)
+            if told is not None:
+                with self._changing:
+                    self.look(told)
+
+    def look(self, told: SpentByNow) -> None:
+        """Moves the hour on where the run has trained since, and the switch off while its limits do not pay for it."""
+        now = self._clock()
+        if self._ended or told.switch_at <= 0 or told.trained_at <= self._trained_at or now < self._again_at:
+            return
+        self._trained_at = told.trained_at
+        stands = self._schedule.stands()
+        if stands is None:
+            self._refused(now)
+            return
+        at, enabled = stands
+        late = told.switch_at <= now or told.switch_at < at + MOVE_S
+        if late and enabled == told.switch_is_paid:
+            return
+        hour = max(told.switch_at, at, now + SOON_S)
+        if self._schedule.change(hour, enabled=told.switch_is_paid):
+            self._again_at = now + MOVE_S
+            begins = f"AWS begins on demand at {iso(hour)}, unless a node moves that hour"
+            say(begins if told.switch_is_paid else "no switch to on demand: the limits do not pay for the rest")
+        else:
+            self._refused(now)
+
+    def _refused(self, now: float) -> None:
+        self._again_at = now + MOVE_S
+        say("the hour at which AWS begins on demand cannot be moved: it stands, early rather than late")
+
+
+def delete_fleet(fleet: str) -> bool:
+    """Whether it launches nothing more; its nodes stay. A refusal is in the answer, not in the status."""
+    refused = aws(
+        *("ec2", "delete-fleets", "--fleet-ids", fleet, "--no-terminate-instances", "--output", "text"),
+        *("--query", "UnsuccessfulFleetDeletions[].Error.Message"),
+    )
+    return refused in ("", "None")

@@ -1,0 +1,38 @@
+"""When the run has to begin on demand to be done by its deadline, as the node that trains knows it. Pure.
+
+The node's own program pushes AWS's schedule to that hour (job/node/fallback.py). What is left is the bill's work on
+demand less the training that is done, slower where this node's steps are. What of a stage after training is done is not
+known: it counts as left, so the hour comes early there, never late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal
+
+from gpufleet.job.contract.cost import hours
+from gpufleet.job.contract.terms import Terms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switch:
+    """The switch of a run, at one moment."""
+
+    at: float = 0.0  # epoch seconds; 0: the run has no fallback
+    is_paid: bool = True  # the limits pay for the rest on demand
+
+
+def find_switch(
+    terms: Terms, *, done_share: float, slower: float, stop_s: float, spent_usd: Decimal, spent_s: Decimal
+) -> Switch:
+    """`done_share` of the training, `slower` times as long as the bill says; `stop_s`: what a stop at a limit takes;
+    `spent_usd` and `spent_s`: the whole run's by now.
+    """
+    found, limits = terms.fallback, terms.limits
+    if found is None or limits.deadline is None:
+        return Switch()
+    left_s = slower * (found.work_s - done_share * found.train_s)
+    node_s = Decimal(f"{found.start_s + left_s + stop_s:.3f}")
+    dearest = max(each.on_demand for each in terms.prices.values()) + sum(terms.hourly.values(), Decimal(0))
+    pays = spent_usd + hours(node_s) * dearest <= limits.max_usd and hours(spent_s + node_s) <= limits.max_hours
+    return Switch(at=limits.deadline - stop_s - found.start_s - left_s - found.margin_s, is_paid=pays)

@@ -1,0 +1,69 @@
+"""State machine of Step Functions, whose id is its ARN."""
+
+from __future__ import annotations
+
+from gpufleet.rehearsal.handlers.table import (
+    Aws,
+    Properties,
+    ResourceHandler,
+    absent,
+    fields,
+    tag_diff,
+    tagged,
+)
+
+_GONE = "StateMachineDoesNotExist"
+
+
+def _tags(tags: dict[str, str]) -> list[dict[str, str]]:
+    """As this API spells them."""
+    return [{"key": key, "value": value} for key, value in sorted(tags.items())]
+
+
+def _create(aws: Aws, inputs: Properties) -> str:
+    made = aws.client("stepfunctions").create_state_machine(
+        name=inputs["name"],
+        definition=inputs["definition"],
+        roleArn=inputs["roleArn"],
+        tags=_tags(inputs.get("tags") or {}),
+    )
+    return str(made["stateMachineArn"])
+
+
+def _read(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    states = aws.client("stepfunctions")
+    found = absent(lambda: states.describe_state_machine(stateMachineArn=resource_id), _GONE)
+    if found is None:
+        return None
+    tags = states.list_tags_for_resource(resourceArn=resource_id)["tags"]
+    kept = {key: found[key] for key in ("name", "definition", "roleArn")}
+    named = [{"Key": each["key"], "Value": each["value"]} for each in tags]
+    return {**kept, "arn": resource_id, "status": found["status"], **tagged(named)}
+
+
+def _update(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    states = aws.client("stepfunctions")
+    states.update_state_machine(stateMachineArn=resource_id, definition=new["definition"], roleArn=new["roleArn"])
+    gone, changed = tag_diff(old, new)
+    if gone:
+        states.untag_resource(resourceArn=resource_id, tagKeys=gone)
+    if changed:
+        states.tag_resource(resourceArn=resource_id, tags=_tags(changed))
+
+
+HANDLERS = {
+    "aws:sfn/stateMachine:StateMachine": ResourceHandler(
+        source="sfn/state_machine",
+        required=fields("definition roleArn"),
+        optional=fields("name tags"),
+        replaces=fields("name"),
+        computed=fields("arn status tagsAll"),
+        name="name",
+        create=_create,
+        read=_read,
+        update=_update,
+        delete=lambda aws, resource_id, state: aws.client("stepfunctions").delete_state_machine(
+            stateMachineArn=resource_id
+        ),
+    ),
+}

@@ -1,0 +1,55 @@
+"""The loop of a rehearsed node that starts the container that trains, with the stand-in for docker; and processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gpufleet.job.node.jobs import Jobs
+from gpufleet.job.node.settings import InstanceIdentity, Settings
+from gpufleet.rehearsal.node import STANDINS
+
+IDENTITY = InstanceIdentity(instance="i-1", type="g5.2xlarge", zone="us-east-2a", launched_at="")
+
+
+@contextmanager
+def serving(root: Path, monkeypatch: pytest.MonkeyPatch, *, job_image: str) -> Iterator[Path]:
+    """The run's folder on a machine with this root, whose loop serves what is asked."""
+    monkeypatch.setenv("GPUFLEET_ROOT", str(root))
+    monkeypatch.setenv("GPUFLEET_PYTHON", sys.executable)
+    monkeypatch.setenv("PATH", f"{STANDINS}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}/usr/bin:/bin")
+    folder = root / "opt" / "gpufleet"
+    folder.mkdir(parents=True)
+    settings = Settings(
+        **dict.fromkeys(["stack", "run", "region", "image", "bucket", "log_group", "run_config_sha256"], "x"),
+        **dict.fromkeys(["container_options", "data_volume", "data_device", "metadata"], ""),
+        job_image=job_image,
+        timer_s=1,
+        schedule="",
+        device="cpu",
+        root=root,
+    )
+    with Jobs(settings, IDENTITY, folder):
+        yield folder / "run"
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; not one that only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Fails where it takes longer."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
