@@ -6,6 +6,9 @@ environment, set by the node script; without it a run of this machine alone:
   GPUFLEET_RUN_URI         s3://BUCKET/RUN or a folder, for what is kept (default: store/RUN beside WORKDIR)
   GPUFLEET_INSTANCE_ID, GPUFLEET_INSTANCE_TYPE, GPUFLEET_ZONE, GPUFLEET_LAUNCHED_AT, GPUFLEET_NODE_UPTIME,
   GPUFLEET_PULLED_S        the machine, for its price and its record (default: one called local, started now)
+  GPUFLEET_ADDRESS         where the other nodes of the run reach this one (of one node: none)
+  GPUFLEET_CAPACITY        spot or on-demand, of a run that may use both
+  GPUFLEET_JOB_CONTAINER   1: the node starts another container for what trains
   AWS_ENDPOINT_URL, AWS_EC2_METADATA_SERVICE_ENDPOINT
                            where AWS is, when it is the embedded one
 
@@ -76,16 +79,13 @@ def supervise(run_json: Path) -> int:
 def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
-    from gpufleet.job.contract.gang import Presence
     from gpufleet.job.gpus import Sampler
     from gpufleet.job.supervisor import fleet, leash, machine
     from gpufleet.job.supervisor.attempt import Supervisor
     from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, TrainerProcess, trainer
     from gpufleet.job.supervisor.contained import ContainedProcess
-    from gpufleet.job.supervisor.member import GangMember
     from gpufleet.job.supervisor.metadata import Metadata, MetadataThread, http_fetch
     from gpufleet.job.supervisor.meter import spot_history
-    from gpufleet.job.supervisor.presence import Lookout, LookoutThread
     from gpufleet.job.supervisor.rendezvous import Rendezvous
     from gpufleet.job.supervisor.store import open_store, parent
     from gpufleet.job.supervisor.world import Outside
@@ -126,9 +126,8 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         return child
 
     sampler = Sampler(gpus=len(gpus)) if gpus else None
-    early = (
-        [begin()] if run.nodes == 1 else []
-    )  # importing torch takes seconds: meanwhile this process stages what it trains on
+    # Importing torch takes seconds: meanwhile this process stages what it trains on.
+    early = [begin()] if run.nodes == 1 else []
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=clock, say=log.say
     )
@@ -156,6 +155,10 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         try:
             if run.nodes == 1:
                 return Supervisor(run, node, workdir, world).run()
+            from gpufleet.job.contract.gang import Presence
+            from gpufleet.job.supervisor.member import GangMember
+            from gpufleet.job.supervisor.presence import Lookout, LookoutThread
+
             own = Presence(instance=node.instance, address=node.address, launched_at=node.launched_at, since=clock())
             with LookoutThread(Lookout(world.store, own, clock, log.say)) as watch:
                 return GangMember(run, node, workdir, world, watch).run()

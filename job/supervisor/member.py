@@ -11,6 +11,7 @@ from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
+from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.attempt import Exit, Node
@@ -19,7 +20,7 @@ from gpufleet.job.contract.gang import GangGeneration
 from gpufleet.job.contract.messages import Fatal, Preflight, Stop, UsedRung
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
-from gpufleet.job.contract.workdir import CHECKPOINTS, LEFT, PREFLIGHT, RUNG, STEPPED, STOP
+from gpufleet.job.contract.workdir import CHECKPOINTS, LEFT, LOG, METRICS, PREFLIGHT, RUNG, STEPPED, STOP
 from gpufleet.job.supervisor import gang
 from gpufleet.job.supervisor.attempt import (
     CRASH_S,
@@ -32,6 +33,7 @@ from gpufleet.job.supervisor.attempt import (
 from gpufleet.job.supervisor.presence import Fenced, Lookout
 from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.supervisor.rendezvous import Rendezvous
+from gpufleet.job.supervisor.store import StoreError
 from gpufleet.job.supervisor.world import Cause, Outside
 
 
@@ -46,6 +48,7 @@ class GangMember(Supervisor):
         self._left: gang.Leave | None = None
         self._over: ends.Done | None = None
         self.pulse.leads, self._waits_for = False, ""
+        self._own_log = 0  # where in job.log what no leader's has begins
         self._spare_since: float | None = None
         self._ready_since: float | None = None
         self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when it was seen
@@ -97,7 +100,8 @@ class GangMember(Supervisor):
         LimitReachedError, StoreError.
         """
         self.watch.tell(state="ready")
-        self.pulse.leads = False
+        if self.pulse.leads:
+            self.pulse.leads, self._own_log = False, self._log_bytes()
         while True:
             view = self.watch.view
             if view.is_over:
@@ -114,7 +118,8 @@ class GangMember(Supervisor):
                 self._left = action
                 return None
             if isinstance(action, gang.Propose):
-                self.watch.propose(replace(action.generation, step=self._newest_published()))
+                with suppress(StoreError):  # it is proposed later, by this node or another
+                    self.watch.propose(replace(action.generation, step=self._newest_published()))
             elif action.why != self._waits_for:
                 self._waits_for = action.why
                 self.say(f"waits: {action.why}")
@@ -152,7 +157,9 @@ class GangMember(Supervisor):
         """How this node's trainer ended."""
         self.generation, self.fence.generation = generation, generation.number
         self.watch.tell(state="busy", generation=generation.number, ended=None, said="")
-        self.pulse.leads, self._waits_for = self.leads, ""
+        if self.leads:
+            self._take_over()
+        self._waits_for = ""
         rank = generation.members.index(self.node.instance)
         role = "leads it" if self.leads else f"follows {generation.leader}"
         self.say(f"generation {generation.number}: {', '.join(generation.members)}; this node {role}")
@@ -177,6 +184,22 @@ class GangMember(Supervisor):
         self.progress.poll()
         self._take_notes()
         return code
+
+    def _take_over(self) -> None:
+        """The run's log goes on where the leader before has left it; what this one printed meanwhile follows."""
+        if not self.pulse.leads:
+            stored = self._patiently(lambda: self.store.get_bytes(LOG), LOG) or b""
+            with suppress(OSError):
+                atomic.write_bytes(self.world.log.path, stored + self.world.log.path.read_bytes()[self._own_log :])
+            self.pulse.leads = True
+
+    def _log_bytes(self) -> int:
+        path = self.world.log.path
+        return path.stat().st_size if path.exists() else 0
+
+    def _register(self) -> None:
+        super()._register()
+        self._own_log = self._log_bytes()
 
     def _forget(self) -> None:
         """What an earlier generation left says nothing of this one."""
@@ -326,6 +349,10 @@ class GangMember(Supervisor):
         newest = self.watch.view.newest
         if newest is not None and self.generation is None:  # nobody trains, and this node is the oldest
             self.fence.generation = newest.number
+            with suppress(OSError):
+                self._take_over()
+                if metrics := self._patiently(lambda: self.store.get_bytes(METRICS), METRICS):
+                    atomic.write_bytes(self.workdir / METRICS, metrics)
         elif newest is not None and newest.number > self.fence.generation:
             return self._crashed(f"generation {newest.number} has taken over")
         return super()._finish(reason, detail)

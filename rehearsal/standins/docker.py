@@ -2,9 +2,9 @@
 
 The command runs with the project's Python in the node's process group. Host folders stand in for mounts: a container
 path at the start of an argument or of an environment value becomes the host's. The environment is the container's own,
-so that nothing leaks in from the laptop. A container off the machine's network is one that trains: what loses its
-parent there stays below its first process. One with an entry point is of a command of the user's own: it has the user's
-programs first on its PATH and none of gpufleet's.
+so that nothing leaks in from the laptop. A container off the machine's network, or called so, is one that trains: what
+loses its parent there stays below its first process. One with an entry point is of a command of the user's own: it has
+the user's programs first on its PATH and none of gpufleet's.
 
 With GPUFLEET_DOCKER (`gpufleet rehearse --image`) the machine's own docker does all of it but the log driver.
 
@@ -34,6 +34,7 @@ from gpufleet.job.contract.environment import SECRET, USER_PATH
 DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own, which then does all of this
 ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"
+TRAINS = "-job"  # ends the name of the container that trains: job/node/jobs.py
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
 LOG_LINES = 50_000  # that wait to be sent, at most
 
@@ -68,7 +69,8 @@ def run(words: list[str]) -> int:
         if name == "seccomp" and not Path(profile).is_file():
             print(f"docker: opening seccomp profile ({profile}) failed: no such file or directory.", file=sys.stderr)
             return DAEMON_ERROR
-    mounts, trains = _mounts(options.volume), options.network in ("none", "bridge")
+    trains = options.network in ("none", "bridge") or (options.name or "").endswith(TRAINS)
+    mounts = _mounts(options.volume)
     environment = {
         "PATH": _users_path() if options.entrypoint else os.environ["PATH"],
         "HOME": str(ROOT / "root"),

@@ -37,7 +37,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_help_names_what_it_reads(said: str) -> None:
     given = set(re.findall(r"GPUFLEET_[A-Z_]+(?==)", " ".join(command(SETTINGS, MACHINE, Path("/scratch"), 1.0))))
-    assert len(given) == 7
+    assert len(given) == 8
     assert given <= set(re.findall(r"GPUFLEET_[A-Z_]+", said))
     assert said.startswith("usage: python -m gpufleet.job [-h] RUN_JSON\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,6 +185,20 @@ def test_where_not_all_come_those_that_wait_keep_the_limits(tmp_path: Path) -> N
     done = town.store.json(bucket.DONE) or {}
     assert done["reason"] == "max_usd"
     assert "waits: 1 of 2 nodes are ready" in town.said
+
+
+def test_who_ends_a_run_in_which_nobody_trains_keeps_what_the_leader_before_wrote(tmp_path: Path) -> None:
+    town = Town(tmp_path, last=10_000, limits={"max_usd": "0.50", "max_hours": "2", "deadline": None})
+    town.boot_s = None
+    town.boot(), town.boot()
+    after_step(town, 13, lambda: town.notice(town.machines[0]))
+    town.run(limit_s=7200.0)
+    assert (town.store.json(bucket.DONE) or {})["instance"] == "i-2"
+    lines = (town.store.get("metrics.jsonl") or b"").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, town.step + 1))
+    log = (town.store.get("job.log") or b"").decode()
+    assert log.count("generation 1: i-1, i-2; this node leads it") == 1
+    assert log.count("the run ends: max_usd") == 1
 
 
 def test_a_limit_stops_all_and_the_leader_says_so(tmp_path: Path) -> None:
