@@ -29,7 +29,7 @@ from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine
 from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.timeline import Timeline
-from gpufleet.rehearsal.watch import Watch
+from gpufleet.rehearsal.watch import NodeView, Watch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,6 +135,8 @@ class Evidence:
         """One per interruption, in order."""
         watch = self.rehearsal.watch
         assert watch is not None
+        if self.rehearsal.definition.nodes > 1:
+            return [self._of_several(view, before) for view, before in watch.taken]
         by_instance = {attempt.instance: attempt for attempt in self.receipt.attempts}
         found = []
         for before, after in pairwise(watch.views.values()):
@@ -153,6 +155,24 @@ class Evidence:
                 )
             )
         return found
+
+    def _of_several(self, view: NodeView, generation: int) -> Resumption:
+        """How the next generation went on. Raises GpufleetError where none did."""
+        watch = self.rehearsal.watch
+        assert watch is not None
+        assert view.interrupted is not None
+        begun = watch.generations.get(generation + 1)
+        if begun is None:
+            raise GpufleetError(f"nobody went on after {view.name} was gone")
+        return Resumption(
+            kind=view.interrupted.kind,
+            last_step=begun.reached,
+            resumed_step=max(begun.step, 0),
+            started_s=None,
+            told_step=None,
+            signalled=view.signalled,
+            reason=watch.manifests.get(begun.step, ""),
+        )
 
 
 def checks(evidence: Evidence) -> list[Promise]:
@@ -179,7 +199,7 @@ def _checks(evidence: Evidence) -> Iterator[Promise]:
         figure=f"{counted[0]} with notice, {counted[1]} without",
         held=counted == (planned.with_notice, planned.without_notice),
     )
-    nodes = planned.with_notice + planned.without_notice + 1
+    nodes = planned.with_notice + planned.without_notice + definition.nodes
     yield Promise(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)
     for moment in rehearsal.timeline.select("seen"):
         seconds = float(moment.facts["seconds"])

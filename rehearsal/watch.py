@@ -9,11 +9,11 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gpufleet.infra.definition.model import Interruptions, Place, StackDefinition
 from gpufleet.infra.errors import GpufleetError
@@ -123,6 +123,13 @@ class NodeView:
         return [line for path in _job_files(self, METRICS) for line in path.read_bytes().splitlines()]
 
 
+class Begun(NamedTuple):
+    """How a generation of several nodes began."""
+
+    step: int  # the newest published; -1: none
+    reached: int  # the last step that anybody had logged
+
+
 class Watch:
     """One run, from `up` to its end. `run` returns when the run has ended by itself."""
 
@@ -149,6 +156,8 @@ class Watch:
         self.stage_lines, self.falls_back = stage_lines, falls_back
         self.views: dict[str, NodeView] = {}
         self.manifests: dict[int, str] = {}  # by step: why that checkpoint was made
+        self.generations: dict[int, Begun] = {}  # of several nodes, by number
+        self.taken: list[tuple[NodeView, int]] = []  # and their interruptions, each with the generation that it ended
         self._s3 = cloud.client("s3")
         self._news = time.monotonic()
         self._bucket_at = 0.0
@@ -238,6 +247,7 @@ class Watch:
 
     def _interrupt(self, view: NodeView, planned: Planned) -> None:
         view.interrupted = planned
+        self.taken.append((view, max(self.generations, default=0)))
         instance = view.node.instance
         self.cloud.launcher.no_spot = self.falls_back and not self.planned
         where = {
@@ -331,17 +341,26 @@ class Watch:
         if not at_once and time.monotonic() - self._bucket_at < BUCKET_S:
             return
         self._bucket_at = time.monotonic()
-        listed = self._s3.list_objects_v2(Bucket=self.bucket, Prefix=f"{self.run_id}/{bucket.CHECKPOINTS}").get(
-            "Contents", []
-        )
+        for step, kept in self._new_objects(bucket.CHECKPOINTS, bucket.MANIFEST_KEY, self.manifests):
+            self.manifests[step] = str(kept.get("reason", ""))
+            self._tell("checkpoint", f"checkpoint of step {step} published", quiet=True, step=step)
+        for number, kept in self._new_objects(bucket.GANG, bucket.GENERATION_KEY, self.generations):
+            begun = Begun(step=int(kept["step"]), reached=max(view.last_step for view in self.views.values()))
+            self.generations[number] = begun
+            names = [self.views[each].name for each in kept["members"] if each in self.views]
+            after = f" from step {begun.step}" if begun.step >= 0 else ""
+            self._tell("together", f"{' and '.join(names)} train together{after}", number=number)
+
+    def _new_objects(
+        self, prefix: str, key: re.Pattern[str], known: Collection[int]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The run's objects there whose number is not known yet, with their content."""
+        listed = self._s3.list_objects_v2(Bucket=self.bucket, Prefix=f"{self.run_id}/{prefix}").get("Contents", [])
         for entry in listed:
-            match = bucket.MANIFEST_KEY.fullmatch(entry["Key"].removeprefix(f"{self.run_id}/"))
-            if match and int(match[1]) not in self.manifests:
+            match = key.fullmatch(entry["Key"].removeprefix(f"{self.run_id}/"))
+            if match and int(match[1]) not in known:
                 kept = self._s3.get_object(Bucket=self.bucket, Key=entry["Key"])["Body"].read()
-                self.manifests[int(match[1])] = str((atomic.parse_object(kept) or {}).get("reason", ""))
-                self._tell(
-                    "checkpoint", f"checkpoint of step {int(match[1])} published", quiet=True, step=int(match[1])
-                )
+                yield int(match[1]), atomic.parse_object(kept) or {}
 
     def _tell(self, what: str, text: str, **facts: Any) -> None:
         self._news = time.monotonic()

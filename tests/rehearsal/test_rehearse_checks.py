@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.rehearsal import evidence
 from gpufleet.rehearsal.evidence import Evidence
-from gpufleet.rehearsal.watch import Planned
+from gpufleet.rehearsal.watch import Begun, Planned
 
 STACK = ROOT / "stacks" / "tinystories-growth.yaml"
 NODES = ("i-1", "i-2", "i-3")
@@ -122,6 +123,39 @@ def test_a_broken_promise_fails_by_its_name(tmp_path: Path, said: str, break_it:
         evidence.checks(Evidence(world.rehearsal(tmp_path)))
     assert str(failed.value).startswith(said)
     assert ";" not in str(failed.value)  # and nothing else
+
+
+def several(folder: Path, *steps: tuple[int, int]) -> Any:
+    """That world on two nodes, whose generations began from a step when another was reached."""
+    world = CheckedWorld()
+    world.views["i-4"] = SimpleNamespace(**{**vars(world.views["i-3"]), "name": "i-4"})
+    found = world.rehearsal(folder)
+    found.definition = replace(found.definition, fleet=replace(found.definition.fleet, nodes=2))
+    found.watch.generations = {number: Begun(*each) for number, each in enumerate(steps, 1)}
+    found.watch.taken = [(world.views["i-1"], 1), (world.views["i-2"], 2)]
+    return found
+
+
+def test_several_nodes_go_on_together_from_what_was_published(tmp_path: Path) -> None:
+    told = {
+        each.name: each.figure for each in evidence.checks(Evidence(several(tmp_path, (-1, 0), (30, 30), (40, 50))))
+    }
+    assert told["nodes"] == "4 launched"
+    assert told["steps lost on a handled notice"] == "0 (last logged 30, resumed after step 30)"
+    assert told["steps repeated after a loss without notice"] == "10 (last logged 50, resumed after step 40)"
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([(-1, 0), (28, 30), (40, 50)], "steps lost on a handled notice: 2"),
+        ([(-1, 0), (30, 30)], "nobody went on after i-2 was gone"),
+        ([(-1, 0), (30, 30), (-1, 50)], "steps repeated after a loss without notice: 50"),
+    ],
+)
+def test_several_nodes_that_do_not_go_on_fail(tmp_path: Path, steps: list[tuple[int, int]], said: str) -> None:
+    with pytest.raises(GpufleetError, match=said):
+        evidence.checks(Evidence(several(tmp_path, *steps)))
 
 
 def test_a_slow_start_fails_nothing(tmp_path: Path) -> None:
