@@ -292,9 +292,9 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
         gpu_share=share,
         nvme_gb=float(row["nvme_gb"]),
         network_gbps=float(row["network_gbps"]),
-        network_cards=int(row["network_cards"]),
-        card_gbps=float(row["card_gbps"]),
-        efa_cards=int(row["efa_cards"]),
+        network_cards=int(row.get("network_cards") or 1),  # tables of before 2026-11-26 lack these three
+        card_gbps=float(row.get("card_gbps") or row["network_gbps"]),
+        efa_cards=int(row.get("efa_cards") or 0),
         ebs_gbps=float(row["ebs_gbps"]),
         regions=None if row["regions"] == "unknown" else tuple(row["regions"].split()),
         left_ec2=date.fromisoformat(row["left_ec2"]) if row["left_ec2"] else None,

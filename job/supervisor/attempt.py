@@ -615,16 +615,22 @@ class Supervisor:
             own = attempts.attempt_from_record(run, replace(record, instance=self.node.instance), self.heartbeat())
             every = sorted([*self.others.attempts, own], key=lambda each: each.launched_at)
             measurement = receipt.measure(run, every, self.workdir, record, at=done.at)
-            objects = {entry.key: entry.bytes for entry in self.store.entries("")}
-            made = receipt.build(run, every, done, objects=objects, measurement=measurement)
+            made = receipt.build(run, every, done, objects=self._objects(), measurement=measurement)
             text = receipt.text(made)
-        except (StoreError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             self.say(f"no receipt: {type(error).__name__}: {error}")
             return
         self.store.put_bytes(atomic.json_bytes(made.to_json()), RECEIPT)
         with suppress(OSError):
             atomic.write_json(self.workdir / RECEIPT, made.to_json())
         self.world.log.write((text + "\n").encode())
+
+    def _objects(self) -> dict[str, int] | None:
+        """Bytes of what the run has left, by key; None where the store does not say: a receipt does not wait for it."""
+        try:
+            return {entry.key: entry.bytes for entry in self.store.entries("")}
+        except StoreError:
+            return None
 
     # What it says of itself -------------------------------------------------------------------------------------------
 

@@ -150,6 +150,10 @@ class SeededStore(FaultyStore):
         self._count(key)
         return self.inner.size(key)
 
+    def create(self, content: bytes, key: str) -> bool:
+        self._count(key)
+        return bool(self.inner.create(content, key))
+
     def entries(self, prefix: str) -> list[Entry]:
         self._count(prefix)
         return self.inner.entries(prefix)

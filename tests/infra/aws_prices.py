@@ -23,6 +23,8 @@ ITEMS = {  # (service, usage type) -> (unit, USD), in the list's own units
     ("AWSDataTransfer", "DataTransfer-Out-Bytes"): ("GB", "0.09"),
     ("AWSDataTransfer", "DataTransfer-Regional-Bytes"): ("GB", "0.01"),
     ("AmazonVPC", "PublicIPv4:InUseAddress"): ("Hrs", "0.005"),
+    ("AmazonEC2", "NatGateway-Hours"): ("Hrs", "0.045"),
+    ("AmazonEC2", "NatGateway-Bytes"): ("GB", "0.045"),
 }
 
 

@@ -132,7 +132,7 @@ def test_a_type_that_only_head_knows_is_priced_at_head_and_unknown_at_base(
         {
             f"infra/catalog/{name}.csv": str(tables[f"infra/catalog/{name}.csv"]) + row
             for name, row in {
-                "instances": "g99.xlarge,8,32,A10G,1,1,450,5,1,4000,us-east-2,,a test,2026-11-21\n",
+                "instances": "g99.xlarge,8,32,A10G,1,1,450,5,1,5,0,1,4000,us-east-2,,a test,2026-11-21\n",
                 "on_demand": "g99.xlarge,us-east-2,1,a test,2026-11-21,verified\n",
             }.items()
         }

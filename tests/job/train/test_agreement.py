@@ -46,7 +46,7 @@ def test_nccl_meets_without_a_plugin_for_a_network_that_one_node_has_not(
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get("NCCL_NET_PLUGIN")))
     monkeypatch.setattr(parallel, "require_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(parallel, "meet", lambda kind, *, local_rank: World(local_rank=local_rank))
+    monkeypatch.setattr(parallel, "meet", lambda kind, *, local_rank, nodes: World(local_rank=local_rank))
     assert parallel.join("cuda").local_rank == 1
     assert seen == [plugin]
 
