@@ -15,7 +15,7 @@ from typing import Any
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.limits import AS_COUNTED, enough
-from gpufleet.infra.bill.side import FEW, Quantiles, exact
+from gpufleet.infra.bill.side import FEW, Quantiles, Side, exact
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.risk import simulation
@@ -94,7 +94,8 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
     left_h, spot, on_demand = definition.limits.hours_left(now), bill.spot, bill.on_demand
     if not definition.fleet.falls_back or bill.only_priced or left_h is None or spot is None or on_demand is None:
         return None
-    sure, stop_h = on_demand.exposure, max(spot.exposure.reserve_h, on_demand.exposure.reserve_h)
+    type_, sure, train_h = _launched(bill, on_demand)
+    stop_h = max(spot.exposure.reserve_h, sure.reserve_h)
     by_h, work_h = left_h - stop_h, sure.phase_ends_h[-1]
     start_h, margin_h = max(sure.setup_h, sure.restart_h), sure.interval_h + SWITCH_MARGIN_S / 3600
     switch_h = max(0.0, by_h - start_h - work_h - margin_h)
@@ -108,13 +109,13 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
     missing = ON_DEMAND_MISSING * (begun.stopped & ~unpaid)
     beyond = float(spot.total) - spot.exposure.uninterrupted_usd
     return Fallback(
-        type=on_demand.type,
+        type=type_,
         hours_left=left_h,
         stop_h=stop_h,
         start_h=start_h,
         margin_h=margin_h,
         work_h=work_h,
-        train_h=sum(phase.seconds for phase in on_demand.runtime.phases if phase.steps) / 3600,
+        train_h=train_h,
         switch_h=switch_h,
         usd=_quantiles(usd + beyond),
         metered_usd=_quantiles(metered + beyond),
@@ -125,6 +126,27 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
         paid_from_start=sure.metered(whole_h := start_h + work_h + stop_h) <= most_usd and whole_h <= most_h,
         unpaid=float(unpaid.mean()),
     )
+
+
+def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, float]:
+    """The type that EC2 launches on demand, the cheapest an hour of those listed (a fleet's default, which the provider
+    cannot change), with what a run on it puts at risk and its hours of training.
+    """
+    able = [each for each in bill.types if each.on_demand and each.runtime and each.holds_the_job]
+    found = min(able, key=lambda each: each.on_demand.amount if each.on_demand else Decimal(0), default=dearest.option)
+    runtime, price = found.runtime or dearest.runtime, found.on_demand or dearest.price
+    train_h = sum(phase.seconds for phase in runtime.phases if phase.steps) / 3600
+    if found.type == dearest.type:
+        return found.type, dearest.exposure, train_h
+    ends = [sum(phase.seconds for phase in runtime.phases[: at + 1]) / 3600 for at in range(len(runtime.phases))]
+    sure = replace(
+        dearest.exposure,
+        setup_h=runtime.setup_s / 3600,
+        restart_h=runtime.restart_s / 3600,
+        phase_ends_h=tuple(ends),
+        compute_usd_h=float(price.amount),
+    )
+    return found.type, sure, train_h
 
 
 def fallback_problems(definition: StackDefinition, bill: Bill, found: Fallback | None) -> Iterator[Problem]:

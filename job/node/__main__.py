@@ -180,11 +180,15 @@ class NodeRun:
     def _meet(self) -> None:
         """Those of the other market: one node trains at a time."""
         try:
-            trains = self.fallback.meet(self._find_fleet(), self.keys)
+            own = self._find_fleet()
+            trains = self.fallback.meet(own, self.keys)
         except OSError as error:
             self._crash(str(error))
         if not trains:
             self._stand_down()
+        if self.fallback.market and own:  # what is spent on spot must not end the fleet that waits on demand
+            self.allowance.fleets = [own]
+        self.record = replace(self.record, capacity=self.fallback.market)
         if self.fallback.took_over:
             self.notices.tell("on spot it would miss its deadline: it goes on on demand")
         self._leave_if_over()  # what the others have left by now counts
@@ -488,7 +492,8 @@ class NodeRun:
         from outside. `alone`: not the run's other fleet.
         """
         fleet = next((found for _ in tries(3) if (found := self._find_fleet())), None)
-        for other in [] if alone else self.fallback.others(fleet):
+        others = [] if alone else self.fallback.others(fleet)
+        for other in others:
             if not delete_fleet(other):
                 say(f"fleet {other} cannot be deleted, or is already")
         if fleet is None:
@@ -500,7 +505,11 @@ class NodeRun:
             ):
                 say("left to shutdown alone")
         else:
-            by = "AWS ends it by the schedule" if self.allowance.end_fleet() else "its schedule or its expiry ends it"
+            by = (
+                "AWS ends it by the schedule"
+                if self.allowance.end_fleets([fleet, *others])
+                else "its schedule or its expiry ends it"
+            )
             say(f"fleet {fleet} cannot be deleted: {by}")
             self._upload_log()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Allowance:
     def __init__(self, schedule: Schedule, clock: Callable[[], float], timer_s: float) -> None:
         self._schedule, self._clock = schedule, clock
         self.timer_at = clock() + timer_s
+        self.fleets: list[str] = []  # that the hour is of: with a fallback a node's own, else all that it names
         self._means: Means | None = None
         self._workdir = Path()
         self._began = 0.0
@@ -78,10 +79,11 @@ class Allowance:
             self._open_until, self._again_at = self._clock() + OPEN_S, float("-inf")
             self.look()
 
-    def end_fleet(self) -> bool:
+    def end_fleets(self, fleets: Sequence[str]) -> bool:
         """By the schedule, in a minute or two. Whether it could be moved."""
         with self._moving:
             self._ending = True
+            self.fleets = [*fleets] if self.fleets else []
             return self._move(self._clock() + SOON_S)
 
     def _look(self, means: Means, now: float) -> None:
@@ -99,7 +101,7 @@ class Allowance:
             self._again_at = now + (AGAIN_S if self._move(soonest) and not later else MOVE_S)
 
     def _move(self, hour: float) -> bool:
-        moved = self._schedule.move(hour)
+        moved = self._schedule.move(hour, self.fleets)
         if moved:
             self._stands = hour
             say(f"AWS ends the fleet at {iso(hour)}, unless a node moves that hour")

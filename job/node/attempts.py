@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from gpufleet.job.contract.attempt import AttemptRecord, Beat, last_beat, record
+from gpufleet.job.contract.attempt import SUPERSEDED, AttemptRecord, Beat, last_beat, record
 from gpufleet.job.contract.bucket import MANIFEST_KEY
 
 MOST_FUTILE = 3  # boots in a row that lead nowhere end the run
@@ -35,7 +35,7 @@ def futile_boots(records: Iterable[AttemptRecord], manifest: str | None) -> int:
     """
     count = 0
     for boot in sorted(records, key=lambda boot: boot.booted_at, reverse=True):
-        noticed = boot.exit is not None and boot.exit.notice
+        noticed = boot.exit is not None and (boot.exit.notice or boot.exit.reason == SUPERSEDED)
         if boot.manifest_at_boot != manifest or (boot.results and (noticed or boot.exit is None)):
             break
         count += not noticed

@@ -25,7 +25,7 @@ from gpufleet.job.node.settings import Settings
 LIFE_CYCLE = "meta-data/instance-life-cycle"
 LOOK_S, MOVE_S = 10, 300  # between two looks; from a move of the hour, or a refusal, to the next, and its least length
 SOON_S, DAY_S = 90, 86_400  # AWS takes no moment that has passed
-GONE_S = 120  # for nodes that were ended to have gone
+GONE_S = 900  # for nodes that were ended to have gone: large ones take minutes
 
 
 class HandOver:
@@ -63,8 +63,12 @@ class HandOver:
 
     def others(self, own: str | None) -> list[str]:
         """The run's other fleets, as far as S3 says."""
-        known = self._objects.fleets() if self._settings.fallback else None
-        return [each for each in known or () if each != own]
+        return self._others(own) or []
+
+    def _others(self, own: str | None) -> list[str] | None:
+        """None: S3 does not say."""
+        known = self._objects.fleets() if self._settings.fallback else []
+        return None if known is None else [each for each in known if each != own]
 
     def _take_over(self, own: str, keys: Collection[str]) -> None:
         say("on demand: this node takes the run over")
@@ -74,7 +78,9 @@ class HandOver:
             if not retry(4, lambda: self._objects.put(file, FALLBACK)):
                 raise OSError(f"{FALLBACK} cannot be written: a node on spot would train as well")
             self.took_over = True
-        spot = next((found for _ in tries(4) if (found := self.others(own))), [])
+        spot = next((found for _ in tries(4) if (found := self._others(own)) is not None), None)
+        if spot is None:
+            raise OSError("S3 does not say which fleet is on spot: a node of it would train as well")
         for fleet in spot:
             delete_fleet(fleet)  # refused where it is deleted already: the nodes are what counts
         left = self._wait(spot, HANDOVER_S)
@@ -85,15 +91,17 @@ class HandOver:
                 raise OSError("a node on spot cannot be ended, and two would train")
 
     def _wait(self, fleets: Sequence[str], seconds: float) -> set[str]:
-        """The nodes of these that are there still, after so long at most."""
-        until, left = self._clock() + seconds, set[str]()
+        """The nodes of these that are there still, after so long at most. Raises OSError where AWS never said."""
+        until, left = self._clock() + seconds, None
         while fleets:
             told = nodes_there(*fleets)
             left = left if told is None else told
             if told == set() or self._clock() >= until:
                 break
             time.sleep(5)
-        return left
+        if fleets and left is None:
+            raise OSError("AWS does not say whether a node on spot is there: two would train")
+        return left or set()
 
     def watch(self, workdir: Path) -> None:
         """In a thread, until the end, on spot: moves the hour while the run trains."""

@@ -38,6 +38,7 @@ class Jobs:
         self._control.mkdir(parents=True, exist_ok=True)  # answers are written there, by whoever this process runs as
         container.give(settings, self._control)
         self._name = name(machine.instance)
+        self._number, self._pid = 0, 0  # of the container that was asked for last
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="jobs", daemon=True)
         self._running: subprocess.Popen[bytes] | None = None
@@ -62,29 +63,40 @@ class Jobs:
             self._running = None
 
     def _serve(self) -> None:
-        number, pid = 0, 0
+        said = ""
         while not self._ended.wait(LOOK_S):
-            asked = atomic.read_object(self._control / CONTAINER) or {}
-            if asked.get("number", 0) != number or not asked.get("wanted"):
-                self.remove()
-                number, pid = asked.get("number", 0), 0
-                if asked.get("wanted"):
-                    self._start()
-            if self._running is None:
-                continue
-            if (code := self._running.poll()) is not None:
-                code = code if code >= 0 else 128 - code
-                printed = (self._settings.folder / "command.log").read_text(errors="replace")
-                why = last_line(printed) or f"it ended with {code}"
-                say(f"the job's container is gone: {why}")
-                self._answer({"number": number, "problem": why, "code": code})
-                ask(*bounded(REMOVE_S, "docker", "rm", "-f", self._name))
-                self._running = None
-            elif not pid:
-                said = ask("docker", "inspect", "-f", "{{.State.Pid}}", self._name)
-                pid = int(said.out) if said.out.isdigit() else 0
-                if pid:
-                    self._answer({"number": number, "pid": pid})
+            try:
+                self._look()
+            except OSError as error:  # a disk is full: what was to be said is said once there is room
+                if said != (said := str(error)):
+                    say(f"the job's container cannot be served: {error}")
+                if self._running is None:
+                    self._number = 0
+
+    def _look(self) -> None:
+        """Does what is asked by now, and says how the container fares."""
+        asked = atomic.read_object(self._control / CONTAINER) or {}
+        if asked.get("number", 0) != self._number or not asked.get("wanted"):
+            self.remove()
+            self._number, self._pid = asked.get("number", 0), 0
+            if asked.get("wanted"):
+                self._start()
+        if self._running is None:
+            return
+        if (code := self._running.poll()) is not None:
+            code = code if code >= 0 else 128 - code
+            printed = (self._settings.folder / "command.log").read_text(errors="replace")
+            why = last_line(printed) or f"it ended with {code}"
+            say(f"the job's container is gone: {why}")
+            self._answer({"number": self._number, "problem": why, "code": code})
+            ask(*bounded(REMOVE_S, "docker", "rm", "-f", self._name))
+            self._running = None
+        elif not self._pid:
+            said = ask("docker", "inspect", "-f", "{{.State.Pid}}", self._name)
+            pid = int(said.out) if said.out.isdigit() else 0
+            if pid:
+                self._answer({"number": self._number, "pid": pid})
+            self._pid = pid
 
     def _start(self) -> None:
         say("starting the job's container")

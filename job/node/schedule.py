@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,13 @@ class Schedule:
         self._folder = folder
         self._known: dict[str, Any] | None = None
 
-    def move(self, at: float) -> bool:
-        """Whether it now fires at this moment (epoch seconds)."""
-        return self._update(ScheduleExpression=f"at({_hour(at)})")
+    def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
+        """Whether it now fires at this moment (epoch seconds), for these `fleets` where any are named."""
+        changed: dict[str, Any] = {"ScheduleExpression": f"at({_hour(at)})"}
+        if fleets and self._ask():
+            told = json.dumps({"FleetIds": list(fleets), "TerminateInstances": True})
+            changed["Target"] = {**(self._known or {})["Target"], "Input": told}
+        return self._update(**changed)
 
     def stands(self) -> tuple[float, bool] | None:
         """When it fires, and whether it is enabled; None: AWS does not say."""
@@ -64,7 +69,7 @@ class Schedule:
                 self._known = {key: answer[key] for key in KEPT if answer.get(key) is not None}
         return self._known is not None
 
-    def _update(self, **changed: str) -> bool:
+    def _update(self, **changed: Any) -> bool:
         if not self._ask():
             return False
         asked = {**(self._known or {}), **changed}

@@ -356,7 +356,7 @@ class Supervisor:
         found = switch.find_switch(
             self.run_file,
             done_share=self.forecast.done_share(step),
-            slower=self.forecast.slower(step, step_s),
+            slower=self.forecast.slower(step, self.progress.usual_step_s),
             stop_s=self.forecast.end_s(step, step_s) + RESERVE_S,
             spent_usd=spent.usd,
             spent_s=spent.seconds,

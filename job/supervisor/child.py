@@ -242,6 +242,11 @@ class MetricsFollower:
         """Seconds of the slowest of the last 20 steps that were logged."""
         return max(self._step_s, default=None)
 
+    @property
+    def usual_step_s(self) -> float | None:
+        """The median of the newest: one that stalled says nothing of what is left."""
+        return median(self._step_s) if self._step_s else None
+
     def quiet_limit_s(self) -> float:
         """How long silence is normal: 20 times the median gap between records, from 15 minutes to 30 or 3 such gaps."""
         if not self._gaps:

@@ -137,6 +137,8 @@ def join(kind: str) -> World:
         if named.nodes == 1:
             # AWS's image brings NCCL a plugin for EFA, which one node has not: it fails, or tunes NCCL for it.
             os.environ.setdefault("NCCL_NET_PLUGIN", "none")
+            # Its container has no other interface, and that image's nccl.conf leaves this one out.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
     return meet(kind, local_rank=named.local_rank, nodes=named.nodes)
 

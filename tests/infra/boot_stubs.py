@@ -87,6 +87,7 @@ case "$1 $2" in
     fi ;;
   "s3api list-objects-v2")
     fails list && exit 254
+    [[ "$6" == *known_fleet* ]] && fails known_fleet && exit 254
     cd "$WORLD/s3/$4" && found=$(find "${6%/}" -type f 2>/dev/null | sort)
     echo "${found:-None}" ;;
   "ec2 delete-fleets") if fails delete-fleets; then echo "not authorized"; else echo None; fi ;;

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition
+from cost_definitions import definition, growth
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
@@ -103,3 +103,14 @@ def test_the_hour_is_never_past() -> None:
     due = NOW + timedelta(hours=4)
     assert timedelta() <= due - timedelta(hours=found.needed_h) - switch_at(found, due, NOW) < timedelta(seconds=1)
     assert switch_at(found, due, due) > due
+
+
+def test_of_several_types_the_hour_is_that_of_the_cheapest_which_a_fleet_launches_on_demand() -> None:
+    types = ("g5.2xlarge", "p4d.24xlarge")
+    _, bill, found = priced(40, types=types, max_usd="1000", max_hours="100", config=growth(steps_per_phase=50_000))
+    alone, _, slow = priced(40, types=types[:1], max_usd="1000", max_hours="100", config=growth(steps_per_phase=50_000))
+    assert bill.on_demand is not None
+    assert bill.on_demand.type == "p4d.24xlarge"
+    assert found.type == "g5.2xlarge"
+    assert (found.work_h, found.start_h) == pytest.approx((slow.work_h, slow.start_h))
+    assert alone.fleet.instance_types == ("g5.2xlarge",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -90,7 +91,7 @@ class MeansWorld:
     def __call__(self) -> float:
         return self.now
 
-    def move(self, at: float) -> bool:
+    def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
         if not self.refuses:
             self.hours.append(at - T0)
         return not self.refuses
@@ -184,7 +185,7 @@ def test_the_hour_is_never_past_the_fleet_s_expiry_and_always_still_to_come(tmp_
     assert spent.found[0] < spent.now
     assert spent.hours == [pytest.approx(36 + STOP_S)]
     spent.now = T0 + 7200
-    spent.allowance.end_fleet()
+    spent.allowance.end_fleets(["fleet-1"])
     assert spent.hours[-1] == 7200 + SOON_S
     spent.passes(1)
     assert spent.hours[-1] == 7200 + SOON_S  # nothing moves it any more

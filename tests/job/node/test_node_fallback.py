@@ -126,6 +126,13 @@ def test_a_node_that_the_switch_starts_after_the_end_leaves_at_once(tmp_path: Pa
     assert not node.has(FALLBACK)
 
 
+def test_a_node_on_demand_that_learns_of_no_fleet_on_spot_does_not_train(tmp_path: Path) -> None:
+    node = made(tmp_path, "on-demand")
+    node.fails("known_fleet")
+    outcome = node.boot()
+    assert outcome.calls_starting(RUN) == []
+
+
 def test_a_node_that_cannot_tell_its_market_does_not_train(spot: StubNode) -> None:
     (spot.world / "imds" / LIFE_CYCLE).unlink()
     outcome = spot.boot()
@@ -193,6 +200,17 @@ def test_the_hour_stays(tmp_path: Path, at: float, trained: bool, market: str) -
     trains(node, time.time() + at * HOUR, trained=trained, until=WAITED)
     node.boot()
     assert moved(node) == []
+
+
+@pytest.mark.parametrize("market", ["spot", "on-demand"])
+def test_what_a_node_has_left_ends_its_own_fleet_alone(tmp_path: Path, market: str) -> None:
+    """Else what was spent on spot would end the fleet that waits on demand."""
+    node = made(tmp_path, market)
+    node.boot()
+    told = [json.loads(line) for line in (node.world / "moves").read_text().splitlines()]
+    stop = [json.loads(each["Target"]["Input"]) for each in told if each["Name"] == "stop"]
+    assert stop
+    assert all(each == {"FleetIds": [FLEET], "TerminateInstances": True} for each in stop)
 
 
 def test_a_push_that_is_refused_is_said_and_what_stands_stands(spot: StubNode) -> None:

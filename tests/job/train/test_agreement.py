@@ -49,6 +49,7 @@ def test_nccl_meets_without_a_plugin_for_a_network_that_one_node_has_not(
     monkeypatch.setattr(parallel, "meet", lambda kind, *, local_rank, nodes: World(local_rank=local_rank))
     assert parallel.join("cuda").local_rank == 1
     assert seen == [plugin]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"  # all that its container has
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
