@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
 IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
 MIBPS_PER_IOPS = 0.25  # the same
+MOST_HEARTBEAT_S = 300  # with a fallback: a hand-over waits ten minutes
 BASE_IOPS = 3000  # included with any size
 TAG_KEY = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
 PLACE = "a folder inside the project, or s3://bucket/prefix"
@@ -185,6 +186,10 @@ def _fallback(s: StackDefinition, findings: Findings, *, unknown: bool) -> None:
     if s.limits.deadline is None and "limits.deadline" not in findings.bad:
         hint = "The fallback begins when spot alone would miss it: write a time, or `in 10 h`."
         findings.add("limits.deadline", "a deadline, with fleet.fallback: on-demand", hint)
+    if not unknown and s.job.parameters.checkpoint.heartbeat_s > MOST_HEARTBEAT_S:
+        hint = "A node on spot hears by then that the run goes on on demand, and saves."
+        path = f"{s.job.parameters.path}.checkpoint.heartbeat_s"
+        findings.add(path, f"at most {MOST_HEARTBEAT_S}, with fleet.fallback: on-demand", hint)
     if not unknown and s.job.parameters.is_endless:
         hint = f"Say how long the run is, in {s.job.parameters.path}.work."
         findings.add("fleet.fallback", "none for a run of which nobody says how much work it is", hint)

@@ -43,6 +43,19 @@ def test_what_contradicts_it_is_said_all_at_once(stack: Path) -> None:
     assert "Write fallback: none beside that capacity" in said
 
 
+@pytest.mark.parametrize("beats", [300, 301])
+def test_a_node_that_beats_seldom_would_not_hear_of_the_hand_over(stack: Path, beats: int) -> None:
+    job = "job: {experiment: tinystories-growth, "
+    text = stack.read_text()
+    assert job in text
+    stack.write_text(text.replace(job, f"{job}parameters: {{checkpoint: {{heartbeat_s: {beats}}}}}, "))
+    if beats == 300:
+        assert with_fallback(stack).fleet.falls_back
+    else:
+        with pytest.raises(DefinitionError, match=r"heartbeat_s.*at most 300"):
+            with_fallback(stack)
+
+
 def test_there_is_no_other_market_to_fall_back_to(stack: Path) -> None:
     with_fallback(stack)
     stack.write_text(stack.read_text().replace("fallback: on-demand", "fallback: reserved"))
