@@ -350,7 +350,7 @@ class Drawn:
         recent = any(each.ended is None or each.ended > self.now - 600 for each in self.nodes[:-1])
         if recent or others.doubtful:
             others.look(self.now)
-            meter.others = others.spent
+            meter.count(others.spent, self.now)
             if not self.s3_out(self.now) and self.now < self.keys_die:
                 self._record(node)
         spent = meter.spent(self.now)

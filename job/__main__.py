@@ -159,7 +159,13 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
             from gpufleet.job.supervisor.member import GangMember
             from gpufleet.job.supervisor.presence import Lookout, LookoutThread
 
-            own = Presence(instance=node.instance, address=node.address, launched_at=node.launched_at, since=clock())
+            own = Presence(
+                instance=node.instance,
+                address=node.address,
+                launched_at=node.launched_at,
+                state="staging",
+                since=clock(),
+            )
             with LookoutThread(Lookout(world.store, own, clock, log.say)) as watch:
                 return GangMember(run, node, workdir, world, watch).run()
         finally:

@@ -210,7 +210,7 @@ class WaitLoop:
         )
         self.say(
             f"  aws ec2 modify-fleet --region {self.definition.fleet.region} --fleet-id {fleet['FleetId']} "
-            "--target-capacity-specification TotalTargetCapacity=1"
+            f"--target-capacity-specification TotalTargetCapacity={self.definition.nodes}"
         )
 
     def _timed_out(self, timeout_s: float, *, both: bool) -> int:

@@ -10,14 +10,14 @@ from typing import Any, Literal, get_args
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import Fields
 
-State = Literal["ready", "busy", "gone"]
+State = Literal["staging", "ready", "busy", "gone"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Presence:
-    """What a node says of itself: "busy" while it trains or still publishes, "gone" last of all. `generation`: the
-    newest that it took part in; `ended`: how its trainer ended then (codes.TrainerExit; negative for a signal), None
-    while it runs.
+    """What a node says of itself: "staging" while it fetches what it needs, "busy" while it trains or still publishes,
+    "gone" last of all. `generation`: the newest that it took part in; `ended`: how its trainer ended then
+    (codes.TrainerExit; negative for a signal), None while it runs.
     """
 
     instance: str

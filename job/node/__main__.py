@@ -357,12 +357,16 @@ class NodeRun:
             log("".join(printed.read_text(errors="replace").splitlines(keepends=True)[-LOG_LINES:]))
         self._upload_log()
         records = self._records() if self._record_exit(code, reason) and self._list() else None
+        alone = self._nodes() == 1
         if records is None:
             say("the attempt cannot be counted")
-            self._stop_fleet()
+            if alone:  # of several the others go on, and find their own way out
+                self._stop_fleet()
         elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
-        self.notices.tell(f"a node has failed, {reason}" + (": its fleet is ended" if records is None else ""))
+        self.notices.tell(
+            f"a node has failed, {reason}" + (": its fleet is ended" if records is None and alone else "")
+        )
         self._leave(reason)
 
     def _interrupted(self) -> NoReturn:

@@ -74,7 +74,9 @@ class Allowance:
                 self._look(self._means, self._clock())
 
     def open(self) -> None:
-        """No node of the run spends anything for a while: AWS takes this one."""
+        """No node of the run spends anything for a while: AWS takes this one. Of several the others go on."""
+        if self._means is not None and self._means.nodes > 1:
+            return
         with self._moving:
             self._open_until, self._again_at = self._clock() + OPEN_S, float("-inf")
             self.look()

@@ -698,7 +698,7 @@ class Supervisor:
         self.record.flush()
         self._ask_price()
         self.others.look(self.clock())
-        self.meter.others = self.others.spent
+        self.meter.count(self.others.spent, self.clock())
         self.asked = self.asked or self.store.get_bytes(bucket.ASKED) is not None
         waits = self.run_file.fallback and self.node.capacity == "spot" and self.superseded_at is None
         if waits and self.store.get_bytes(bucket.FALLBACK) is not None:

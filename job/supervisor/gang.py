@@ -116,7 +116,7 @@ def next_of(view: View, nodes: int, *, ready_s: float, spare_s: float, step: int
 
 def busy_nodes(view: View) -> list[str]:
     """Other nodes that train, or have something to publish yet: nobody may begin from an older checkpoint meanwhile."""
-    return sorted(name for name, each in view.alive.items() if each.state != "ready" and name != view.own.instance)
+    return sorted(name for name, each in view.alive.items() if each.state == "busy" and name != view.own.instance)
 
 
 def ready_nodes(view: View) -> list[Presence]:
@@ -127,13 +127,14 @@ def ready_nodes(view: View) -> list[Presence]:
 
 def acts(view: View) -> bool:
     """Whether a node in no generation keeps the run's limits: the oldest does, where nobody trains."""
-    ready = ready_nodes(view)
+    idle = [each for each in view.alive.values() if each.state != "busy" and each.notice is None]
+    oldest = min(idle, key=lambda each: (each.launched_at, each.instance), default=None)
     return (
         view.age_s <= LOST_S
         and not view.is_over
         and not busy_nodes(view)
-        and bool(ready)
-        and ready[0].instance == view.own.instance
+        and oldest is not None
+        and oldest.instance == view.own.instance
     )
 
 

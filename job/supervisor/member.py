@@ -17,11 +17,11 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.attempt import Exit, Node
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration
-from gpufleet.job.contract.messages import Fatal, Preflight, Stop, UsedRung
+from gpufleet.job.contract.messages import Accept, Fatal, Preflight, Stop, UsedRung
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import CHECKPOINTS, LEFT, LOG, METRICS, PREFLIGHT, RUNG, STEPPED, STOP
-from gpufleet.job.supervisor import gang
+from gpufleet.job.supervisor import attempts, gang
 from gpufleet.job.supervisor.attempt import (
     CRASH_S,
     FINISH_S,
@@ -101,6 +101,8 @@ class GangMember(Supervisor):
         """
         self.watch.tell(state="ready")
         if self.pulse.leads:
+            with suppress(StoreError, OSError):  # what it has printed since its last heartbeat
+                self.store.put_file(self.world.log.path, LOG)
             self.pulse.leads, self._own_log = False, self._log_bytes()
         while True:
             view = self.watch.view
@@ -119,13 +121,16 @@ class GangMember(Supervisor):
                 return None
             if isinstance(action, gang.Propose):
                 with suppress(StoreError):  # it is proposed later, by this node or another
-                    self.watch.propose(replace(action.generation, step=self._newest_published()))
+                    informed = self._next(view, self._newest_published())
+                    if isinstance(informed, gang.Propose):
+                        self.watch.propose(informed.generation)
             elif action.why != self._waits_for:
                 self._waits_for = action.why
                 self.say(f"waits: {action.why}")
             self.world.sleep(TICK_S)
 
-    def _next(self, view: gang.View) -> gang.Action:
+    def _next(self, view: gang.View, step: int = -1) -> gang.Action:
+        """`step`: the newest published, which a proposal has to know."""
         now, nodes = self.clock(), self.run_file.nodes
         enough = len(gang.ready_nodes(view)) >= nodes and not gang.busy_nodes(view)
         self._ready_since = (self._ready_since or now) if enough else None
@@ -136,7 +141,7 @@ class GangMember(Supervisor):
             nodes,
             ready_s=now - (self._ready_since or now),
             spare_s=now - (self._spare_since or now),
-            step=-1,
+            step=step,
         )
 
     def _limit(self, now: float, end_s: float) -> str | None:
@@ -168,6 +173,8 @@ class GangMember(Supervisor):
             self._resume()
         self.rung = generation.rung
         self.record.update(floor=self.rung)
+        if attempts.accepts(self.others.attempts):
+            self._tell(Accept())
         self._tell_spent(self.clock())
         now = self.clock()
         self._stepped, self._seen_save, self.progress.grew_at = (0, now), (self.resumed_step, now), now
@@ -200,6 +207,7 @@ class GangMember(Supervisor):
     def _register(self) -> None:
         super()._register()
         self._own_log = self._log_bytes()
+        self.watch.tell(rung=self.rung)  # where memory ran out before
 
     def _forget(self) -> None:
         """What an earlier generation left says nothing of this one."""
@@ -225,8 +233,8 @@ class GangMember(Supervisor):
 
     def _tick(self) -> None:
         """A follower publishes nothing and judges no progress: it has no metrics."""
-        if (at := self.world.metadata.notice) is not None:
-            self.watch.tell(notice=at)
+        if (leaving := self._leaving()) is not None:
+            self.watch.tell(notice=leaving.deadline)
         if self.leads:
             super()._tick()
             return
@@ -286,8 +294,12 @@ class GangMember(Supervisor):
             return True
         with suppress(OSError):
             (self.workdir / PREFLIGHT).unlink(missing_ok=True)  # the next generation's nodes are measured together
-        self.generation = None
+        self.generation = self.cause = None
         return False
+
+    def _drain(self, until: float) -> bool:
+        """What lies on a follower's disk is not published: the leader has its own."""
+        return super()._drain(until) if self.pulse.leads or self.leads else True
 
     def _lower(self, code: int) -> tuple[int, int]:
         """The rung that all are to begin at after memory ran out here, and what that makes of the end."""

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from gpufleet.job.contract import done as ends
-from gpufleet.job.contract.cost import CENT_100, MINIMUM_S, hours
+from gpufleet.job.contract.cost import CENT_100, GONE_S, MINIMUM_S, hours
 from gpufleet.job.contract.terms import Rates, RunLimits
 from gpufleet.job.supervisor.store import ec2
 
@@ -54,11 +54,23 @@ class Meter:
         self.rates, self._peers = rates, nodes - 1
         self.launched_at = launched_at
         self.fixed_usd = fixed_usd
-        self.others = others  # USD and seconds of the run's other nodes; replaced as a whole, by the pulse's thread
+        # USD and seconds of the run's other nodes, and when they were read; replaced as a whole, by the pulse's thread.
+        self._others: tuple[Decimal, Decimal, float | None] = (*others, None)
         self._spot_price = spot_price
         self._prices: dict[int, Decimal] = {}
         self._asked_at: float | None = None
         self._at_ceiling = False
+
+    def count(self, others: tuple[Decimal, Decimal], now: float) -> None:
+        """Takes what the run's other nodes have cost, as read now."""
+        self._others = (*others, now)
+
+    def _others_spent(self, now: float) -> tuple[Decimal, Decimal]:
+        """Those that run at once go on to spend where nobody reads of it: a store that is down stops no training."""
+        usd, seconds, read_at = self._others
+        unread = max(0.0, now - read_at - GONE_S) if read_at is not None else 0.0
+        more = self._peers * Decimal(f"{unread:.3f}")
+        return usd + (hours(more) * (self.rates.ceiling + self.rates.extras)).quantize(CENT_100), seconds + more
 
     def refresh(self, now: float) -> None:
         """Looks up the price of each hour begun and not yet known, at most once a minute."""
@@ -84,10 +96,12 @@ class Meter:
             return f"AWS tells no spot price: compute counts at its ceiling, {price}, until it does"
         return f"AWS tells the spot price, {price}: counted from the launch on"
 
-    def spent(self, now: float) -> Spending:
-        """Up to `now`, to a ten-thousandth of a dollar."""
+    def spent(self, now: float, others_until: float | None = None) -> Spending:
+        """Up to `now`, to a ten-thousandth of a dollar; where `others_until` is given, what nodes that run at once
+        spend up to then.
+        """
         seconds = max(Decimal(f"{now - self.launched_at:.3f}"), MINIMUM_S)
-        others_usd, others_s = self.others
+        others_usd, others_s = self._others_spent(now if others_until is None else others_until)
         compute, ceiling_s, left, hour = Decimal(0), Decimal(0), seconds, 0
         while left > 0:
             part, price = min(left, Decimal(HOUR_S)), self._prices.get(hour)
@@ -109,8 +123,8 @@ class Meter:
     def limit(self, now: float, limits: RunLimits, reserve_s: float) -> str | None:
         """The limit that `reserve_s` more would pass: max_usd, max_hours, deadline, expiry or None."""
         then = now + reserve_s
-        spent = self.spent(then)
-        peers_s = self._peers * Decimal(f"{reserve_s:.3f}")  # what they have cost is among `others`
+        spent = self.spent(then, others_until=now)
+        peers_s = self._peers * Decimal(f"{reserve_s:.3f}")  # what they have cost by now is in `spent`
         if spent.usd + hours(peers_s) * (self.rates.ceiling + self.rates.extras) >= limits.max_usd:
             return ends.MAX_USD
         if hours(spent.seconds + peers_s) >= limits.max_hours:

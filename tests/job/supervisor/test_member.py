@@ -135,6 +135,25 @@ def test_a_crash_is_tried_again_once_and_then_all_leave(town: Town) -> None:
     assert not town.is_over
 
 
+def test_a_crash_behind_a_checkpoint_ends_as_soon_and_progress_before_one_counts(town: Town) -> None:
+    town.boot_s = None
+    town.last = 80
+
+    def crash() -> None:
+        trainer = town.machines[1].trainer
+        if trainer is not None and trainer.code is None and not trainer.killed and town.step >= 15:
+            trainer.fails = 1
+
+    for seconds in range(1, 1200):
+        town.schedule(seconds, crash)
+    town.run()
+    assert [machine.code for machine in town.machines] == [1, 1]
+    assert [(each["step"], each["tries"], each["is_last"]) for each in town.generations()] == [
+        (-1, 0, False), (10, 0, False), (10, 1, False), (10, 2, True),
+    ]  # fmt: skip
+    assert not town.is_over
+
+
 def test_memory_that_ran_out_on_a_follower_takes_all_to_a_lower_rung(town: Town) -> None:
     after_step(town, 3, lambda: setattr(town.machines[1].trainer, "fails", 69))
     town.run()

@@ -439,3 +439,14 @@ def test_a_stop_takes_its_time_on_every_node() -> None:
     dollars = replace(NO_LIMITS, max_usd=Decimal("0.375"))  # an hour of one node, whose peers count at the ceiling
     assert alone.limit(T0 + 3500, dollars, 50) is None
     assert of_four.limit(T0 + 3500, dollars, 50) == "max_usd"
+
+
+def test_peers_that_nobody_reads_of_go_on_to_cost() -> None:
+    """Else a store that is down for hours would hide what three of four nodes spend."""
+    made = meter(nodes=4)
+    made.count((Decimal("1.0000"), Decimal(3600)), made.launched_at)
+    before, after = made.spent(made.launched_at + 100), made.spent(made.launched_at + 120 + 3600)
+    ceiling = made.rates.ceiling + made.rates.extras
+    assert before.usd - before.attempt_usd == Decimal("1.0000")
+    assert after.usd - after.attempt_usd == Decimal("1.0000") + (3 * ceiling).quantize(Decimal("0.0001"))
+    assert after.seconds - after.attempt_s == 3600 + 3 * 3600
