@@ -18,7 +18,7 @@ import platform
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -209,7 +209,7 @@ class Drawn:
 
     # What AWS does --------------------------------------------------------------------------------------------------
 
-    def move(self, at: float) -> bool:
+    def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
         """UpdateSchedule."""
         if self.scheduler_out(self.now) or self.now >= self.keys_die:
             return False
