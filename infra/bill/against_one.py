@@ -9,10 +9,9 @@ from typing import Any
 
 from gpufleet.infra.bill import runtime as runtimes
 from gpufleet.infra.bill.runtime import Runtime
-from gpufleet.infra.bill.side import Quantiles, Side, exact
+from gpufleet.infra.bill.side import Quantiles, Side, quantiles_of
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.roofline import between_nodes_bytes
-from gpufleet.infra.risk import simulation
 
 WORTH = 0.7  # of so many times one node's speed, from which nobody is warned
 
@@ -79,7 +78,6 @@ def against_one(definition: StackDefinition, several: Side, one: Side) -> Agains
     fleet, instance = definition.fleet, several.option.instance
     at = max(range(len(several.runtime.phases)), key=lambda index: several.runtime.phases[index].seconds)
     idle = several.needed.idle_hours * several.exposure.usd_h
-    p10, p50, p90, mean = map(exact, simulation.quantiles(idle))
     stated = several.runtime.speed == "stated"
     others = fleet.cards == "one" and instance.efa_cards > 1 and not stated
     return AgainstOne(
@@ -91,7 +89,7 @@ def against_one(definition: StackDefinition, several: Side, one: Side) -> Agains
         efa=instance.has_efa(fleet.cards),
         usd=several.needed_usd.p50 - one.needed_usd.p50,
         hours=one.wall_hours.p50 - several.wall_hours.p50,
-        idle_usd=Quantiles(p10=p10, p50=p50, p90=p90, mean=mean),
+        idle_usd=quantiles_of(idle),
     )
 
 

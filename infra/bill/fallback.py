@@ -15,12 +15,11 @@ from typing import Any
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.limits import AS_COUNTED, enough
-from gpufleet.infra.bill.side import FEW, Quantiles, Side, exact
+from gpufleet.infra.bill.side import FEW, Quantiles, Side, quantiles_of
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.deadline import finished
-from gpufleet.infra.risk.hazard import Floats
 from gpufleet.infra.text import hours
 from gpufleet.job.contract.aws import SWITCH_MARGIN_S
 
@@ -117,9 +116,9 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
         work_h=work_h,
         train_h=train_h,
         switch_h=switch_h,
-        usd=_quantiles(usd + beyond),
-        metered_usd=_quantiles(metered + beyond),
-        wall_hours=_quantiles(wall),
+        usd=quantiles_of(usd + beyond),
+        metered_usd=quantiles_of(metered + beyond),
+        wall_hours=quantiles_of(wall),
         on_time=float((in_time * (1 - missing)).mean()),
         switched=float((begun.stopped & ~unpaid).mean()),
         missing=float(missing.mean()),
@@ -164,11 +163,6 @@ def fallback_problems(definition: StackDefinition, bill: Bill, found: Fallback |
 def switch_at(found: Fallback, deadline: datetime, now: datetime) -> datetime:
     """The hour to declare: with nothing done, but not before `up` gets there, as AWS takes none that has passed."""
     return max(deadline - timedelta(hours=found.needed_h), now + SOONEST).replace(microsecond=0)
-
-
-def _quantiles(values: Floats) -> Quantiles:
-    p10, p50, p90, mean = map(exact, simulation.quantiles(values))
-    return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
 
 
 def _share(value: float) -> str:

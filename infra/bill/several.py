@@ -17,7 +17,7 @@ import numpy as np
 from gpufleet.infra import text
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.record import quantiles
-from gpufleet.infra.bill.side import Quantiles, exact
+from gpufleet.infra.bill.side import Quantiles, quantiles_of
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import Floats
@@ -49,8 +49,7 @@ class Several:
         for part in self.parts:
             for _ in range(part.times):
                 total += luck.choice(part.usd, simulation.RUNS)
-        p10, p50, p90, mean = map(exact, simulation.quantiles(total))
-        return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
+        return quantiles_of(total)
 
     @property
     def alike(self) -> Quantiles:

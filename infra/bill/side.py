@@ -16,7 +16,7 @@ from gpufleet.infra.catalog import Catalog, Price
 from gpufleet.infra.definition.model import Capacity, Limits, StackDefinition
 from gpufleet.infra.risk import simulation, unknown
 from gpufleet.infra.risk.cadence import BestInterval, optimal
-from gpufleet.infra.risk.hazard import HAZARD_WORDS, Hazard, Key, find, wait
+from gpufleet.infra.risk.hazard import HAZARD_WORDS, Floats, Hazard, Key, find, wait
 from gpufleet.infra.risk.unknown import Unknown
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
 from gpufleet.job.spec import JobConfig
@@ -91,8 +91,7 @@ class Side(Prepared):
     @property
     def trained_hours(self) -> Quantiles:
         """Hours of work that survive, within the limits."""
-        p10, p50, p90, mean = map(exact, simulation.quantiles(self.within.done_h))
-        return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
+        return quantiles_of(self.within.done_h)
 
     @property
     def reserve(self) -> tuple[Decimal, Decimal]:
@@ -237,6 +236,12 @@ def exact(value: float) -> Decimal:
     return Decimal(f"{value:.4f}") or Decimal("0.0000")
 
 
+def quantiles_of(values: Floats) -> Quantiles:
+    """The quantiles and the mean of one figure of each simulated run, rounded as `exact`."""
+    p10, p50, p90, mean = map(exact, simulation.quantiles(values))
+    return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
+
+
 def _exposure(
     definition: StackDefinition,
     option: TypeCost,
@@ -328,15 +333,5 @@ def _figures(outcome: simulation.SimulatedRuns, of: Prepared) -> tuple[Quantiles
     exposure, total = of.exposure, of.total
     beyond = [usd - exposure.uninterrupted_usd for usd in (outcome.usd, outcome.metered_usd)]
     values = (beyond[0], outcome.hours, outcome.wall_hours, beyond[1])
-    usd, hours, wall_hours, metered_usd = ([exact(value) for value in simulation.quantiles(each)] for each in values)
-    return (
-        _quantiles([total + value for value in usd]),
-        _quantiles(hours),
-        _quantiles(wall_hours),
-        _quantiles([total + v for v in metered_usd]),
-    )
-
-
-def _quantiles(values: Sequence[Decimal]) -> Quantiles:
-    p10, p50, p90, mean = values
-    return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
+    usd, hours, wall_hours, metered_usd = map(quantiles_of, values)
+    return usd.plus(total), hours, wall_hours, metered_usd.plus(total)
