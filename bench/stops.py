@@ -83,7 +83,7 @@ def stack(path: Path) -> PricedStack:
     """What a file says, with its bill."""
     definition = load(path, now=datetime.fromtimestamp(T0, UTC))
     bill = price(definition, load_catalog())
-    expiry = stamp(definition.limits.expiry(datetime.fromtimestamp(T0, UTC), definition.nodes))
+    expiry = stamp(definition.expiry(datetime.fromtimestamp(T0, UTC)))
     place: dict[str, Any] = {"uri": "s3://elsewhere", "sha256": None, "files": []}
     tree = run_config(definition, bill, {"dataset": place}, expires=expiry)
     with TemporaryDirectory() as folder:

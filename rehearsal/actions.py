@@ -140,6 +140,33 @@ def _describe_spot_price_history(fleets: FleetController, response: Any) -> Any:
     return ActionResult({"SpotPriceHistory": history})
 
 
+def _describe_capacity_reservations(fleets: FleetController, response: Any) -> Any:
+    wanted = _params(response).get("CapacityReservationIds") or []
+    blocks, now = fleets.launcher.blocks, fleets.clock.now()
+    if missing := [each for each in wanted if each not in blocks]:
+        raise EC2ClientError(
+            "InvalidCapacityReservationId.NotFound", f"The capacity reservation {missing[0]} does not exist"
+        )
+    found = [
+        {
+            "CapacityReservationId": each.id,
+            "InstanceType": each.type,
+            "InstancePlatform": "Linux/UNIX",
+            "AvailabilityZone": each.zone,
+            "ReservationType": "capacity-block",
+            "State": each.state(now),
+            "TotalInstanceCount": each.count,
+            "AvailableInstanceCount": 0 if now < each.start else each.count - fleets.launcher.in_block(each.id),
+            "StartDate": each.start,
+            "EndDate": each.end,
+            "EndDateType": "limited",
+            "InstanceMatchCriteria": "targeted",
+        }
+        for each in (blocks[name] for name in wanted or blocks)
+    ]
+    return ActionResult({"CapacityReservations": found})
+
+
 def _get_ebs_default_kms_key_id(fleets: FleetController, response: Any) -> Any:
     return ActionResult({"KmsKeyId": "alias/aws/ebs"})  # what an account answers that never chose a key
 
@@ -222,6 +249,7 @@ _EC2: dict[str, Action] = {
     "describe_fleets": _of_fleets(FleetController.describe),
     "describe_fleet_instances": _of_fleets(FleetController.describe_instances),
     "describe_fleet_history": _of_fleets(FleetController.describe_history),
+    "describe_capacity_reservations": _describe_capacity_reservations,
     "describe_spot_price_history": _describe_spot_price_history,
     "get_ebs_default_kms_key_id": _get_ebs_default_kms_key_id,
     "terminate_instances": _terminate_instances,

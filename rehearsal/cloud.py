@@ -41,7 +41,7 @@ from gpufleet.rehearsal.controller import FleetController
 from gpufleet.rehearsal.environment import past_proxies
 from gpufleet.rehearsal.gate import NODE_KEY, SECRET, USER_KEY, Gate
 from gpufleet.rehearsal.imds import Imds
-from gpufleet.rehearsal.launch import CloudInstance, Launcher
+from gpufleet.rehearsal.launch import CloudInstance, Launcher, Reservation
 from gpufleet.rehearsal.schedules import Schedules
 
 _ACCOUNTS = itertools.count(111_122_223_333)
@@ -237,6 +237,10 @@ class Cloud:
                 self.client(service).create_secret(Name=place, SecretString=value)
         self._baseline |= set(self.inventory()) - before
 
+    def has_block(self, block: Reservation) -> None:
+        """From now on the account has bought it."""
+        self.launcher.blocks[block.id] = block
+
     def has_images(self, digests: Mapping[str, str]) -> None:
         """From now on the registry gives these images their own digests."""
         assert self._gate is not None
@@ -263,7 +267,7 @@ class Cloud:
 
     def _fleet_tags(self, region: str) -> list[tuple[str, dict[str, str]]]:
         fleets = self.fleets.fleets.values()
-        return [(f.id, f.tags) for f in fleets if f.region == region and f.state != "deleted"]
+        return [(f.id, f.tags) for f in fleets if f.region == region and not f.is_gone]
 
     def _tags_of(self, name: str) -> dict[str, str]:
         """The tags of a fleet or of one of its instances, by id."""

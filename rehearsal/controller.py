@@ -2,12 +2,14 @@
 
 Follows the AWS column of the table in docs/rehearsal.md: a maintain fleet replaces what ends, ModifyFleet and expiry
 terminate with a notice, a deleted fleet settles, and everything that goes wrong at a launch is an event, not an error
-of CreateFleet. Decides nothing about protocols: requests and answers are dicts in the EC2 API's own spelling.
+of CreateFleet. An instant fleet launches at once, tells its errors, and stays in `deleted_terminating`. Decides nothing
+about protocols: requests and answers are dicts in the EC2 API's own spelling.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -70,7 +72,12 @@ class FleetController:
             )
             self.fleets[fleet.id] = fleet
             self._event(fleet, "fleetRequestChange", "submitted")
-            return {"FleetId": fleet.id}
+            if fleet.type != "instant":
+                return {"FleetId": fleet.id}
+            fleet.state = "active"
+            self._launch_at_once(fleet, now)
+            launched = fleet.told_instances(self.living(fleet.id))
+            return {"FleetId": fleet.id, "Errors": fleet.errors, "Instances": launched}
 
     def modify(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """ModifyFleet: total capacity (0 included), template configs, excess policy; maintain only, while active."""
@@ -110,6 +117,9 @@ class FleetController:
                 if fleet.state in ("deleted", "deleted_terminating"):
                     failed.append(_undeleted(fleet_id, "fleetNotInDeletableState", f"The fleet is {fleet.state}"))
                     continue
+                if fleet.type == "instant" and not terminate:
+                    failed.append(_undeleted(fleet_id, "unexpectedError", "An instant fleet is deleted with its nodes"))
+                    continue
                 previous, fleet.state = fleet.state, "deleted_terminating" if terminate else "deleted_running"
                 self._event(fleet, "fleetRequestChange", fleet.state)
                 done.append({"FleetId": fleet_id, "CurrentFleetState": fleet.state, "PreviousFleetState": previous})
@@ -131,6 +141,8 @@ class FleetController:
         with self.lock:
             self.tick()
             fleet = self._get(region, str(request.get("FleetId")))
+            if fleet.type == "instant":
+                raise EC2ClientError("Unsupported", "DescribeFleetInstances does not support fleets of type instant")
             active = [
                 {
                     "InstanceId": i.id,
@@ -207,7 +219,8 @@ class FleetController:
 
     def _reap(self, fleet: CloudFleet, now: datetime) -> None:
         for node in self.living(fleet.id):
-            if node.terminate_at and node.terminate_at <= now:
+            block = self.launcher.blocks.get(node.block)
+            if (node.terminate_at and node.terminate_at <= now) or (block and block.ends_nodes(now)):
                 self.launcher.terminate(node.id)
             if not self.launcher.running(node.id):
                 node.ended_at = now
@@ -238,7 +251,9 @@ class FleetController:
             self._release(node, now)
 
     def _fill(self, fleet: CloudFleet, now: datetime) -> None:
-        if fleet.state != "active" or fleet.expired or (fleet.next_launch and now < fleet.next_launch):
+        if fleet.type == "instant" or fleet.state != "active" or fleet.expired:
+            return
+        if fleet.next_launch and now < fleet.next_launch:
             return
         if fleet.excess == "no-termination" and fleet.launched >= fleet.target:
             return  # neither interrupted nor hand-terminated instances are replaced (API reference, ModifyFleet)
@@ -252,11 +267,25 @@ class FleetController:
                     self._event_once(fleet, kind, sub_type, description)
                 fleet.next_launch = now + timedelta(seconds=self.retry_s)
                 return
-            fleet.launched += 1
-            self.instances[node.id] = node
-            described = json.dumps({"instanceType": node.type, "image": node.image, "availabilityZone": node.zone})
-            self._event(fleet, "instanceChange", "launched", described, node.id)
-            self.on_launch(node)
+            self._launched(fleet, node)
+
+    def _launch_at_once(self, fleet: CloudFleet, now: datetime) -> None:
+        """As far as it goes; why no further is an error of the request."""
+        while len(self.living(fleet.id)) < fleet.target:
+            try:
+                self._launched(fleet, self._launch(fleet, now))
+            except LaunchFailedError as failure:
+                told = re.search(r"\((\w[\w.]*)\)", str(failure))
+                code = told[1] if told else failure.events[-1][1]
+                fleet.errors.append({"ErrorCode": code, "ErrorMessage": str(failure), "Lifecycle": "capacity-block"})
+                return
+
+    def _launched(self, fleet: CloudFleet, node: CloudInstance) -> None:
+        fleet.launched += 1
+        self.instances[node.id] = node
+        described = json.dumps({"instanceType": node.type, "image": node.image, "availabilityZone": node.zone})
+        self._event(fleet, "instanceChange", "launched", described, node.id)
+        self.on_launch(node)
 
     def _launch(self, fleet: CloudFleet, now: datetime) -> CloudInstance:
         """Raises LaunchFailedError, also for a template or a subnet that is gone."""
@@ -267,7 +296,7 @@ class FleetController:
         return self.launcher.launch(fleet.region, fleet.id, fleet.spot, pools, now)
 
     def _settle(self, fleet: CloudFleet, now: datetime) -> None:
-        if self.living(fleet.id):
+        if self.living(fleet.id) or fleet.type == "instant":
             return
         over = fleet.expired and fleet.state == "active" and self.expired_state == "deleted"
         if over or fleet.state in ("deleted_terminating", "deleted_running"):
@@ -320,7 +349,11 @@ USER_DATA_LIMIT = 16 * 1024  # bytes before base64 (EC2 User Guide, run commands
 
 def refuse_at_create(launcher: Launcher, region: str, request: dict[str, Any]) -> dict[str, str]:
     """The fleet's own tags, after every check that makes CreateFleet itself fail."""
-    kind = str(request.get("Type") or "maintain")
+    kind, capacity = str(request.get("Type") or "maintain"), request.get("TargetCapacitySpecification") or {}
+    if kind != "instant" and capacity.get("DefaultTargetCapacityType") == "capacity-block":
+        raise EC2ClientError("InvalidParameterValue", f"capacity-block is not supported by fleets of type {kind}")
+    if kind == "instant" and not capacity.get("TotalTargetCapacity"):
+        raise EC2ClientError("InvalidTargetCapacitySpecification", "An instant fleet wants a capacity above 0")
     tags: dict[str, str] = {}
     for entry in request.get("TagSpecifications") or []:
         if entry.get("ResourceType") != "fleet" and kind != "instant":

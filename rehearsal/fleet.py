@@ -36,12 +36,18 @@ class CloudFleet:
     history: list[Event] = field(default_factory=list)
     launched: int = 0
     next_launch: datetime | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list)  # of an instant fleet: what could not be launched
     expired: bool = False
     deleted_at: datetime | None = None
 
     @property
     def type(self) -> str:
         return str(self.request.get("Type") or "maintain")
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is left of it. An instant one stays in `deleted_terminating` when its nodes have gone."""
+        return self.state == "deleted" or (self.type, self.state) == ("instant", "deleted_terminating")
 
     @property
     def spot(self) -> bool:
@@ -91,4 +97,14 @@ class CloudFleet:
             "Context": request.get("Context"),
             "Tags": [{"Key": key, "Value": value} for key, value in self.tags.items()],
         }
+        if self.type == "instant":
+            data |= {"ActivityStatus": "fulfilled", "Errors": self.errors, "Instances": self.told_instances(living)}
         return {key: value for key, value in data.items() if value is not None}
+
+    def told_instances(self, instances: Sequence[CloudInstance]) -> list[dict[str, Any]]:
+        """As CreateFleet and DescribeFleets tell what an instant fleet has launched."""
+        kinds = dict.fromkeys((each.type, "capacity-block" if each.block else "on-demand") for each in instances)
+        return [
+            {"InstanceIds": [i.id for i in instances if i.type == kind], "InstanceType": kind, "Lifecycle": lifecycle}
+            for kind, lifecycle in kinds
+        ]

@@ -167,6 +167,7 @@ def _standalone_instance(now: datetime) -> CloudInstance:
         zone="us-east-2a",
         image="ami-00000000000000000",
         spot=True,
+        block="",
         spot_request=None,
         user_data="",
         profile="node",

@@ -14,6 +14,7 @@ from moto.ec2.models.instance_types import INSTANCE_TYPES
 from moto.ec2.utils import convert_tag_spec, parse_user_data
 from moto.iam.models import iam_backends
 
+from gpufleet.infra.definition.model import BLOCK_ENDING
 from gpufleet.rehearsal.account import QUOTAS, quota_code, spot_price
 
 FLEET_ROLE = "AWSServiceRoleForEC2Fleet"
@@ -32,6 +33,26 @@ class Pool:
     price: Decimal
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reservation:
+    """What somebody has bought of one type in one zone, for a time."""
+
+    id: str
+    type: str
+    zone: str
+    count: int
+    start: datetime
+    end: datetime
+
+    def state(self, now: datetime) -> str:
+        """As AWS calls it."""
+        return "scheduled" if now < self.start else "active" if now < self.end else "expired"
+
+    def ends_nodes(self, now: datetime) -> bool:
+        """Whether AWS ends what runs in it."""
+        return now >= self.end - BLOCK_ENDING
+
+
 @dataclass(kw_only=True, slots=True)
 class CloudInstance:
     """One node as the fleet sees it. Times are the Cloud's clock."""
@@ -43,6 +64,7 @@ class CloudInstance:
     zone: str
     image: str
     spot: bool
+    block: str  # that it runs in, by id; empty: none
     spot_request: str | None
     user_data: str  # decoded
     profile: str | None  # instance profile name
@@ -74,6 +96,7 @@ class Launcher:
         self.quotas = dict.fromkeys(QUOTAS, 384.0)  # vCPUs, by quota code
         self.no_spot = False  # capacity, of any type anywhere
         self.no_capacity: set[tuple[str, str]] = set()  # (instance type or *, zone or *)
+        self.blocks: dict[str, Reservation] = {}  # by id
 
     def pools(self, region: str, configs: list[dict[str, Any]]) -> list[Pool]:
         """Every pool the configs name. Raises EC2ClientError for a template or subnet that is not there."""
@@ -111,7 +134,7 @@ class Launcher:
             if any(entry["ResourceType"] == NOT_TAGGABLE for entry in pool.spec.get("TagSpecifications") or []):
                 refused = f"{FLEET_ROLE} is not authorized to perform: ec2:CreateTags on resource: {NOT_TAGGABLE}/*"
                 raise LaunchFailedError("iamFleetRoleInvalid", refused)
-            why = self._obstacle(region, pool, spot)
+            why = self._obstacle(region, pool, spot, now)
             if why is None:
                 return self._run(region, fleet_id, spot, pool, now)
             label = f"{pool.type}, {pool.spec.get('ImageId')}, Linux/UNIX, {pool.zone}"
@@ -136,10 +159,31 @@ class Launcher:
         instance = self._find(instance_id)
         return instance is not None and instance.state in ("pending", "running")
 
+    def in_block(self, block: str) -> int:
+        """How many instances run in it."""
+        every = (i for backend in ec2_backends[self.account].values() for i in backend.all_instances())
+        return sum(i.state in ("pending", "running") and getattr(i, "capacity_block", "") == block for i in every)
+
+    def _block_obstacle(self, pool: Pool, now: datetime) -> str | None:
+        """Why not into the block that the template names."""
+        block = self.blocks.get(_block(pool.spec))
+        if block is None:
+            return (
+                f"The capacity reservation '{_block(pool.spec)}' does not exist (InvalidCapacityReservationId.NotFound)"
+            )
+        market = (pool.spec.get("InstanceMarketOptions") or {}).get("MarketType")
+        if market != "capacity-block":
+            return f"The market type {market} is not valid for a capacity block (InvalidParameterValue)"
+        fits = block.state(now) == "active" and not block.ends_nodes(now) and self.in_block(block.id) < block.count
+        if not fits or (pool.type, pool.zone) != (block.type, block.zone):
+            return "There is not enough capacity in the reservation (InsufficientInstanceCapacity)"
+        return None
+
     def _vcpus_in_use(self, region: str, code: str) -> int:
         """vCPUs of the running instances that the quota counts."""
         live = [i for i in ec2_backends[self.account][region].all_instances() if i.state in ("pending", "running")]
-        kinds = [i.instance_type for i in live if quota_code(i.instance_type, spot=i.lifecycle == "spot") == code]
+        paid = [i for i in live if not getattr(i, "capacity_block", "")]
+        kinds = [i.instance_type for i in paid if quota_code(i.instance_type, spot=i.lifecycle == "spot") == code]
         return sum(map(vcpus, kinds))
 
     def _find(self, instance_id: str) -> Any | None:
@@ -149,7 +193,7 @@ class Launcher:
                     return instance
         return None
 
-    def _obstacle(self, region: str, pool: Pool, spot: bool) -> str | None:
+    def _obstacle(self, region: str, pool: Pool, spot: bool, now: datetime) -> str | None:
         """Why not in this pool, or None. Raises LaunchFailedError for what keeps it from every pool."""
         backend = ec2_backends[self.account][region]
         if pool.spec.get("ImageId") not in backend.amis:
@@ -159,6 +203,8 @@ class Launcher:
         )
         if not offered:
             return f"{pool.type} is not offered in {pool.zone} (Unsupported)"
+        if _block(pool.spec):
+            return self._block_obstacle(pool, now) or self._no_profile(pool)
         code = quota_code(pool.type, spot=spot)
         if self._vcpus_in_use(region, code) + vcpus(pool.type) > self.quotas[code]:
             if spot:
@@ -167,6 +213,9 @@ class Launcher:
         places = {(pool.type, pool.zone), (pool.type, "*"), ("*", pool.zone), ("*", "*")}
         if (spot and self.no_spot) or self.no_capacity & places:
             return "There is no Spot capacity available that matches your request (InsufficientInstanceCapacity)"
+        return self._no_profile(pool)
+
+    def _no_profile(self, pool: Pool) -> str | None:
         profile = _profile_name(pool.spec)
         if profile is not None and profile not in {
             p.name for p in iam_backends[self.account]["aws"].instance_profiles.values()
@@ -195,12 +244,12 @@ class Launcher:
             iam_instance_profile=spec.get("IamInstanceProfile"),
             metadata_options=spec.get("MetadataOptions"),
             instance_initiated_shutdown_behavior=behavior,
-            lifecycle="spot" if spot else None,
+            lifecycle="spot" if spot else "capacity-block" if _block(spec) else None,
             block_device_mappings=[],
             tags={"instance": {**tags.get("instance", {}), **_aws_tags(fleet_id, pool)}},
         )
         made: Any = reservation.instances[0]
-        made.launch_time = now
+        made.launch_time, made.capacity_block = now, _block(spec)
         made.spot_instance_request_id = f"sir-{uuid.uuid4().hex[:8]}" if spot else None
         volumes = _attach_disks(backend, made, spec, {} if spot else tags.get("volume", {}))
         for nic in made.nics.values():
@@ -215,6 +264,7 @@ class Launcher:
             zone=pool.zone,
             image=str(spec["ImageId"]),
             spot=spot,
+            block=_block(spec),
             spot_request=made.spot_instance_request_id,
             user_data=user_data.decode() if user_data is not None else "",
             profile=_profile_name(spec),
@@ -229,6 +279,12 @@ class Launcher:
 def vcpus(instance_type: str) -> int:
     """vCPUs of a type, as moto's own table says."""
     return int(INSTANCE_TYPES[instance_type]["VCpuInfo"]["DefaultVCpus"])
+
+
+def _block(spec: Mapping[str, Any]) -> str:
+    """The capacity reservation that a template targets; empty: none."""
+    target = (spec.get("CapacityReservationSpecification") or {}).get("CapacityReservationTarget") or {}
+    return str(target.get("CapacityReservationId") or "")
 
 
 def _profile_name(spec: Mapping[str, Any]) -> str | None:

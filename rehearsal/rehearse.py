@@ -32,7 +32,7 @@ from gpufleet.infra.evidence.measurement import own_programs
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
 from gpufleet.job import progress
-from gpufleet.rehearsal import environment, evidence, images, own, pace, plumbing, report, scratch, undisturbed
+from gpufleet.rehearsal import block, environment, evidence, images, own, pace, plumbing, report, scratch, undisturbed
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Result
 from gpufleet.rehearsal.evidence import Evidence, Rehearsal
@@ -148,7 +148,10 @@ def _attempt(
     be made longer.
     """
     trains = "your script on this machine's CPU" if definition.job.parameters.is_users_own else "job"
-    project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=changed)})
+    laid = changed
+    if definition.fleet.block is not None:
+        laid = block.begun(definition.fleet.block, changed, datetime.now(UTC))
+    project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=laid)})
     if stand_in:
         trains = "a stand-in for your script, which tests the file and not the script"
     if docker is not None:
@@ -156,7 +159,7 @@ def _attempt(
     programs, python = None, None
     if definition.job.parameters.is_users_own and not stand_in and docker is None:
         programs, python = own_programs(definition, root, project)
-    if changed is not None:
+    if laid is not None:
         definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
         definition = replace(definition, interruptions=possible(definition))
     if until is not None:
@@ -174,6 +177,8 @@ def _attempt(
                 Cloud(project, region=definition.fleet.region, notice_s=notice_s, relaunch_delay_s=RELAUNCH_S)
             )
             cloud.has(definition.account, definition.job.parameters.secrets_named)
+            if (reservation := block.bought(definition)) is not None:
+                cloud.has_block(reservation)
             if docker is not None:
                 cloud.has_images(docker.digests)
                 docker.require_reach(cloud.endpoint)

@@ -43,9 +43,13 @@ class Planned:
 
 
 def possible(definition: StackDefinition) -> Interruptions:
-    """The definition's, as far as AWS makes such: it gives no notice to a node on demand, and credits it no hour."""
-    on_demand = definition.fleet.capacity == "on-demand"
-    return replace(definition.interruptions, with_notice=0) if on_demand else definition.interruptions
+    """The definition's, as far as AWS makes such: it gives no notice to a node on demand, and credits it no hour; in a
+    block it takes none, and what is lost there nothing replaces.
+    """
+    planned = definition.interruptions
+    if definition.fleet.capacity == "block":
+        return replace(planned, with_notice=0, without_notice=0)
+    return replace(planned, with_notice=0) if definition.fleet.capacity == "on-demand" else planned
 
 
 def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Planned, ...]:
@@ -181,7 +185,7 @@ class Watch:
 
     def _all_ended(self) -> bool:
         """Every node has ended and the fleet wants none."""
-        fleets = [f for f in self.cloud.fleets.fleets.values() if f.state != "deleted"]
+        fleets = [f for f in self.cloud.fleets.fleets.values() if not f.is_gone]
         return (
             bool(self.views) and all(view.ended for view in self.views.values()) and all(f.target == 0 for f in fleets)
         )

@@ -14,6 +14,7 @@ from gpufleet.infra.account.aws import pages
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.boot.user_data import ROOT_DEVICE
 from gpufleet.job.contract.inputs import DATASET, WEIGHTS, is_file
+from gpufleet.job.text import counted, stamp
 
 DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs
 GRANT_OPERATIONS = (
@@ -102,6 +103,49 @@ def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
             yield Check(name="offer", state="warning", found=f"{kind} is not offered in {', '.join(missing)}", fix=fix)
         else:
             yield Check(name="offer", found=f"{kind} in {', '.join(have)}")
+
+
+def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
+    """The block is the account's, is what the file says, and has room for the run's nodes."""
+    fleet, said = definition.fleet, definition.fleet.block
+    if said is None or said.reservation is None:
+        return
+    name, place = said.reservation, f"in {fleet.region}, for this account"
+    try:
+        found = ec2.describe_capacity_reservations(CapacityReservationIds=[name])["CapacityReservations"][0]
+    except ClientError as error:
+        if not refusals.code(error).startswith("InvalidCapacityReservationId"):
+            raise
+        fix = "Put fleet.block.reservation or fleet.region right."
+        yield Check(name="block", state="problem", found=f"{name} does not exist {place}", fix=fix)
+        return
+    state = str(found["State"])
+    if found.get("ReservationType") != "capacity-block":
+        fix = "Write fleet.capacity: on-demand: nodes use a reservation that is open by themselves."
+        yield Check(name="block", state="problem", found=f"{name} is another reservation than a block", fix=fix)
+        return
+    if state not in ("active", "scheduled", "payment-pending"):
+        fix = "Name another block, or write another fleet.capacity."
+        yield Check(name="block", state="problem", found=f"{name} is {state}", fix=fix)
+        return
+    told = {
+        "fleet.block.start": (stamp(said.start), stamp(found["StartDate"])),
+        "fleet.block.end": (stamp(said.end), stamp(found["EndDate"])),
+        "fleet.instance_types": (", ".join(fleet.instance_types), str(found["InstanceType"])),
+        "fleet.zones": (", ".join(fleet.zones), str(found["AvailabilityZone"])),
+    }
+    wrong = {key: theirs for key, (ours, theirs) in told.items() if ours != theirs}
+    for key, theirs in wrong.items():
+        said_so = f"{key} says {told[key][0]}, {name} is of {theirs}"
+        yield Check(name="block", state="problem", found=said_so, fix=f"Write {theirs}.")
+    total, free = int(found["TotalInstanceCount"]), int(found["AvailableInstanceCount"])
+    if total < definition.nodes or (state == "active" and free < definition.nodes):
+        room = f"{name} has {counted(total, 'instance')}, {free} of them free; the run wants {definition.nodes}"
+        fix = "End what runs in it (what has ended counts for minutes more), or write fewer fleet.nodes."
+        yield Check(name="block", state="problem", found=room, fix=fix)
+    elif not wrong:
+        what = f"{total} x {fleet.instance_types[0]} in {fleet.zones[0]}, {stamp(said.start)} to {stamp(said.end)}"
+        yield Check(name="block", found=f"{name}, {state}: {what}")
 
 
 def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:

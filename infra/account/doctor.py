@@ -75,6 +75,7 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
         lambda: organisation.network(definition, ec2),
         lambda: organisation.boundary(definition, iam),
         lambda: checks.offerings(definition, ec2),
+        lambda: checks.block(definition, ec2),
         lambda: checks.ami(definition, ec2),
         lambda: checks.disk_key(definition, ec2, kms, iam),
         lambda: checks.inputs(definition, client("s3", region), ec2, kms),

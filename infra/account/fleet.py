@@ -38,11 +38,16 @@ def may_launch(fleet: dict[str, Any], now: datetime) -> bool:
 
 
 def _wants_nodes(fleet: dict[str, Any]) -> bool:
-    return fleet["FleetState"] in ("submitted", "active", "modifying") and wants(fleet) > 0
+    return replaces(fleet) and fleet["FleetState"] in ("submitted", "active", "modifying") and wants(fleet) > 0
+
+
+def replaces(fleet: dict[str, Any]) -> bool:
+    """Whether it launches another node where one has gone; one into a block does not."""
+    return fleet.get("Type") != "instant"
 
 
 def market(fleet: dict[str, Any]) -> str:
-    """spot or on-demand."""
+    """spot, on-demand or capacity-block."""
     return str(fleet["TargetCapacitySpecification"]["DefaultTargetCapacityType"])
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from botocore.exceptions import ClientError
 
 from gpufleet.infra.account import aws, refusals, removal
-from gpufleet.infra.account.fleet import ENDED, find_instances, fleets_of, has_expired, may_launch, wants
+from gpufleet.infra.account.fleet import ENDED, find_instances, fleets_of, has_expired, may_launch, replaces, wants
 from gpufleet.infra.account.run_folder import find_buckets, find_log_groups, name_prefix
 from gpufleet.infra.bill.lines import MONTH_H, gp3_usd_per_month
 from gpufleet.infra.catalog import load_catalog
@@ -81,6 +81,11 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
     fleets = collect_visible("fleets", lambda: fleets_of(ec2, definition, every_run=True))
     fleets = [fleet for fleet in fleets if fleet["FleetState"] != "deleted"]
     nodes = collect_visible("instances", lambda: _nodes(ec2, definition, [fleet["FleetId"] for fleet in fleets]))
+    # An instant fleet stays in `deleted_terminating` for hours after its nodes have gone, and costs nothing.
+    with_nodes = {aws.tags_of(node).get(FLEET_TAG) for node in nodes}
+    fleets = [
+        each for each in fleets if replaces(each) or each["FleetState"] not in ENDED or each["FleetId"] in with_nodes
+    ]
     yield from _fleets(fleets, within, now)
     yield from _instances(nodes, within)
     for what, part in (

@@ -81,6 +81,8 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
 
 def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = None) -> Iterator[Check]:
     """vCPUs of one node, better two, of what other machines leave free. `ec2`: made here unless given."""
+    if definition.fleet.block:  # counts apart
+        return
     others = _others(definition, ec2 or aws.client("ec2", definition.fleet.region))
     unknown = list[str]()
     for capacity in (definition.fleet.capacity, *(["on-demand"] if definition.fleet.falls_back else [])):

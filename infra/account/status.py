@@ -19,6 +19,7 @@ from gpufleet.infra.account.fleet import (
     market,
     may_launch,
     nodes_of,
+    replaces,
     wants,
     why_needless,
 )
@@ -82,8 +83,10 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
     if asked and not done:
         yield f"asked       to end, by {asked.by} at {asked.at}"
     resting = not ended and not wants(fleets[0])
-    if resting and not done:
-        yield f"next        the fleet is at 0: gpufleet wait {definition.argument} says how the run goes on"
+    lacking = not ended and not replaces(fleets[0]) and len(nodes) < wants(fleets[0])
+    if (resting or lacking) and not done:
+        why = "is at 0" if resting else f"has {len(nodes)} of {counted(wants(fleets[0]), 'node')} and replaces none"
+        yield f"next        the fleet {why}: gpufleet wait {definition.argument} says how the run goes on"
     if ended and not done and not any(aws.owner_of(node) in ("", folder.owner) for node in nodes):
         yield f"next        nothing goes on with it: gpufleet results {definition.run_argument} brings what it left"
     if done:

@@ -25,6 +25,7 @@ from gpufleet.infra.account.fleet import (
     fleets_of,
     has_expired,
     may_launch,
+    replaces,
     too_many,
     wants,
     why_needless,
@@ -81,6 +82,8 @@ class WaitLoop:
                 self._resting(fleet)
                 return 1
             looking = launching if fleet in launching else [fleet]
+            if not replaces(fleet) and self._has_too_few(fleet):
+                return 1
             if node_of := next((each for each in looking if self._node(each)), None):
                 return self._for_nothing(node_of)
             if expired:
@@ -132,18 +135,38 @@ class WaitLoop:
         folder = find_folder(self.s3, self.definition)
         return folder.read_done() if folder and folder.is_of(owner) else None
 
+    def _nodes(self, fleet: dict[str, Any]) -> list[dict[str, Any]]:
+        if replaces(fleet):
+            active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]
+            ids = [instance["InstanceId"] for instance in active]
+        else:  # which that call does not take
+            ids = [each for launched in fleet.get("Instances", []) for each in launched["InstanceIds"]]
+        return find_instances(self.ec2, [("instance-id", ids)]) if ids else []
+
     def _node(self, fleet: dict[str, Any]) -> bool:
-        active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]
-        ids = [instance["InstanceId"] for instance in active]
-        if not ids:
-            return False
-        for node in find_instances(self.ec2, [("instance-id", ids)]):
+        for node in self._nodes(fleet):
             where = f"{node['InstanceId']}, {node['InstanceType']} in {node['Placement']['AvailabilityZone']}"
             if node["State"]["Name"] == "running":
                 self._say(f"node {where} runs since {node['LaunchTime']:%Y-%m-%d %H:%M:%S} UTC. {self._status()}")
                 return True
             self._say(f"node {where} is {node['State']['Name']}.")
         return False
+
+    def _has_too_few(self, fleet: dict[str, Any]) -> bool:
+        """Whether a fleet that asks once lacks nodes, with what to do."""
+        there = [each for each in self._nodes(fleet) if each["State"]["Name"] in ("pending", "running")]
+        if len(there) >= wants(fleet):
+            return False
+        for error in fleet.get("Errors", []):
+            self.say(f"AWS says: {error['ErrorCode']}: {error['ErrorMessage']}")
+        if fleet.get("Errors"):
+            self.say(f"`gpufleet doctor {self.definition.argument}` holds the block against the file.")
+        self.say(
+            f"fleet {fleet['FleetId']} has {len(there)} of {counted(wants(fleet), 'node')}, and asks for no other. End "
+            "it, and `pulumi up` launches all of them again while the block lasts; they go on from the last checkpoint:"
+        )
+        self.say(f"  {end_command(fleet, self.definition.fleet.region)}")
+        return True
 
     def _for_nothing(self, fleet: dict[str, Any]) -> int:
         """A node runs: 1 where it is one that finds its run over, as did those before it. Another owner's trains for a

@@ -27,7 +27,7 @@ class Cap:
     max_usd: Decimal
     max_hours: Decimal
     probability: float  # that the run is stopped before its work is done
-    first: str  # limits.max_usd or limits.max_hours: the one that stops it
+    first: str  # limits.max_usd, limits.max_hours or fleet.block.end: the one that stops it
     at_hours: Decimal  # node-hours at which it does
     deadline: Deadline | None = None  # in no figure: the bill knows no clock
 
@@ -59,9 +59,10 @@ class Bill:
     hours: Quantiles
     spot: Side | None
     on_demand: Side | None
+    block: Side | None  # in the definition's block; None where it is paid by the hour
     hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
-    chance: Hazard | None  # per node-hour, what it is drawn from and where that comes from; None on demand
-    reclaimed: Reclaimed | None  # AWS's own words on the chosen type; in no calculation. None on demand or not known
+    chance: Hazard | None  # per node-hour, what it is drawn from and where that comes from; spot only
+    reclaimed: Reclaimed | None  # AWS's own words on the chosen type; in no calculation. Spot only; None: not known
     cadence: BestInterval | None  # the checkpoint interval that costs least; spot only
     usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); spot only
     span_usd: Mapping[str, tuple[Decimal, Decimal]]  # p10, p90 to finish, with `speed` or `price` alone unknown
@@ -84,6 +85,6 @@ class Bill:
 
     @property
     def chosen(self) -> Side:
-        side = self.spot if self.capacity == "spot" else self.on_demand
+        side = {"spot": self.spot, "on-demand": self.on_demand, "block": self.block}[self.capacity]
         assert side is not None  # infra.bill.estimate raises without it
         return side

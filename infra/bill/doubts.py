@@ -124,6 +124,8 @@ def _leave_out(zones: Sequence[SpotPrice]) -> str:
 def _free_hours(bill: Bill) -> Iterator[str]:
     side = bill.chosen
     free_usd = side.metered_usd.p50 - side.needed_usd.p50
+    if not free_usd:
+        return
     node_hours = free_usd / side.price.amount
     if node_hours > _FREE_SHARE * side.needed_hours.p50 * side.exposure.nodes:
         yield (

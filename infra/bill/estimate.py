@@ -31,7 +31,7 @@ from gpufleet.infra.bill.side import (
 )
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.catalog.reclaim import reclaimed
-from gpufleet.infra.definition.model import CAPACITIES, StackDefinition
+from gpufleet.infra.definition.model import MARKETS, StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.evidence.speeds import Speeds
 from gpufleet.infra.risk import closed_form, simulation
@@ -63,9 +63,9 @@ def price(
     types, capacity = options.type_costs(definition, catalog, calibrations, speeds), definition.fleet.capacity
     if options.dearest(types, capacity) is None:
         raise options.refuse(definition, types)
-    spot, on_demand = (
-        price_side(
-            definition,
+    sides = {
+        kind: price_side(
+            replace(definition, fleet=definition.fleet.bought_as(kind)),
             catalog,
             types,
             kind,
@@ -74,9 +74,9 @@ def price(
             hazards=hazards,
             today=today,
         )
-        for kind in CAPACITIES
-    )
-    chosen = spot if capacity == "spot" else on_demand
+        for kind in dict.fromkeys((*MARKETS, capacity))
+    }
+    spot, on_demand, chosen = sides["spot"], sides["on-demand"], sides[capacity]
     assert chosen is not None
     endless = definition.job.parameters.is_endless
     bill = Bill(
@@ -92,6 +92,7 @@ def price(
         hours=chosen.hours,
         spot=spot,
         on_demand=on_demand,
+        block=sides.get("block"),
         hazard=definition.estimate.hazard_per_hour,
         chance=chosen.exposure.chance if capacity == "spot" else None,
         reclaimed=reclaimed(chosen.type, definition.fleet.region) if capacity == "spot" else None,
@@ -174,11 +175,13 @@ def _break_even(spot: Side | None, on_demand: Side | None) -> float | None:
 
 def _cap(definition: StackDefinition, chosen: Side) -> Cap:
     by_money, by_hours = chosen.exposure.hours_at_cap()
+    block = definition.fleet.block
+    by_block = block is not None and chosen.exposure.max_hours == block.hours
     return Cap(
         max_usd=definition.limits.max_usd,
         max_hours=definition.limits.max_hours,
         probability=chosen.probability_stopped,
-        first="limits.max_usd" if by_money < by_hours else "limits.max_hours",
+        first="limits.max_usd" if by_money < by_hours else "fleet.block.end" if by_block else "limits.max_hours",
         at_hours=exact(min(by_money, by_hours)),
         deadline=definition.limits.deadline,
     )

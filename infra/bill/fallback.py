@@ -90,7 +90,7 @@ class Fallback:
 
 def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fallback | None:
     """None where the definition has no fallback, is only priced, or has no price of one of the two."""
-    left_h, spot, on_demand = definition.limits.hours_left(now), bill.spot, bill.on_demand
+    left_h, spot, on_demand = definition.hours_left(now), bill.spot, bill.on_demand
     if not definition.fleet.falls_back or bill.only_priced or left_h is None or spot is None or on_demand is None:
         return None
     type_, sure, train_h = _launched(bill, on_demand)

@@ -18,7 +18,9 @@ from gpufleet.infra.bill.side import Side, reserve_h
 from gpufleet.infra.definition.model import WAITING_TIME, StackDefinition, deadline_text
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.risk.simulation import MINIMUM_H
+from gpufleet.job.text import stamp
 
+_HALF = "half of the simulated runs need that or more"
 AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
 
 
@@ -29,19 +31,23 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     if definition.job.parameters.is_endless:  # it trains until a limit, whichever that is
         yield from _first_save(definition, bill)
         return
-    (stop_usd, stop_h), side = bill.chosen.reserve, bill.chosen
-    for key, limit, need, stop, unit, as_counted in (
-        ("max_usd", definition.limits.max_usd, side.metered_usd, stop_usd, "USD", f" {AS_COUNTED}"),
-        ("max_hours", definition.limits.max_hours, side.needed_hours, stop_h, "node-hours", ""),
-    ):
+    (stop_usd, stop_h), side, block = bill.chosen.reserve, bill.chosen, definition.fleet.block
+    max_usd, max_hours = definition.limits.max_usd, definition.limits.max_hours
+    needs = [
+        ("limits.max_usd", str(max_usd), max_usd, side.metered_usd, stop_usd, f"USD: {_HALF} {AS_COUNTED}"),
+        ("limits.max_hours", str(max_hours), max_hours, side.needed_hours, stop_h, f"node-hours: {_HALF}"),
+    ]
+    if block is not None:
+        unit = f"hours from its start to 30 minutes before its end: {_HALF}"
+        needs.append(("fleet.block.end", stamp(block.end), Decimal(block.hours), side.needed_hours, stop_h, unit))
+    for path, written, limit, need, stop, unit in needs:
         if limit >= need.p50 + stop:
             continue
-        who = "half of the simulated runs need that or more"
         clean = f"{side.exposure.reserve_h * 3600:.0f} s for a clean stop included"
-        allowed = f"at least {enough(need.p50 + stop)} {unit}: {who}{as_counted}, {clean}"
+        allowed = f"at least {enough(need.p50 + stop)} {unit}, {clean}"
         hint = f"{enough(need.p90 + stop)} suffices for nine in ten."
-        hint = f"{hint} {_own(definition, key)}".strip()
-        yield definition.problem(f"limits.{key}", str(limit), allowed, hint)
+        hint = f"{hint} {_own(definition, path)}".strip()
+        yield definition.problem(path, written, allowed, hint)
     yield from _types(definition, bill)
 
 
@@ -62,8 +68,8 @@ def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
 
 def _own(definition: StackDefinition, key: str) -> str:
     """Where a scenario is given a limit other than the file's; nothing where it has one."""
-    path = f"scenarios.{definition.scenario}.limits.{key}"
-    if not definition.scenario or definition.problem(f"limits.{key}", "", "").path == path:
+    path = f"scenarios.{definition.scenario}.{key}"
+    if not definition.scenario or definition.problem(key, "", "").path == path:
         return ""
     return f"A scenario may have its own limits: {path}."
 
@@ -74,42 +80,50 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
     Not held against the p50 as max_hours is: who takes the run to on demand in time (`gpufleet compare`) meets a
     deadline that spot alone misses in most runs.
     """
-    deadline, left_h = definition.limits.deadline, definition.limits.hours_left(now)
+    due, left_h, key = definition.due(now), definition.hours_left(now), definition.due_by(now)
     needs = {
         option.type: max(option.runtime.total_s / 3600, MINIMUM_H) + reserve_h(definition.job.parameters, option)
         for option in bill.types
         if option.runtime and option.holds_the_job and not option.why
     }
-    if bill.only_priced or deadline is None or left_h is None or not needs:
+    if bill.only_priced or due is None or left_h is None or not needs:
         return []
     slowest_type = max(needs, key=lambda type_: needs[type_])
     if needs[slowest_type] <= left_h:
         return []
-    first = now + timedelta(hours=needs[slowest_type], minutes=1)
-    allowed = (
-        f"at least the {needs[slowest_type]:.2f} hours that {slowest_type} needs uninterrupted and to stop in,"
-        f" {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from now"
-    )
+    need = f"at least the {needs[slowest_type]:.2f} hours that {slowest_type} needs uninterrupted and to stop in"
+    deadline, block = definition.limits.deadline, definition.fleet.block
+    if block is not None and key == "fleet.block.end":
+        if now <= block.start:  # `problems` has held all of it against the p50
+            return []
+        allowed = f"{need}; {max(left_h, 0):.2f} are left until 30 minutes before the block's end"
+        return [definition.problem(key, stamp(block.end), allowed, "Take a longer block, or shorten the run.")]
+    assert deadline is not None
+    first = due + timedelta(hours=needs[slowest_type] - left_h, minutes=1)
+    allowed = f"{need}, {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from now"
     hint = "Move it, or list faster types: `gpufleet compare` ranks them by it."
-    return [definition.problem("limits.deadline", deadline_text(deadline), allowed, hint)]
+    return [definition.problem(key, deadline_text(deadline), allowed, hint)]
 
 
 def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) -> Iterator[str]:
     """Which share of the simulated runs misses the deadline, waits for capacity counted, if at least 1 %; and at what
     speed all would, where the deadline comes before the other limits.
     """
-    left_h, exposure = definition.limits.hours_left(now), bill.chosen.exposure
-    if bill.only_priced or left_h is None:
+    left_h, exposure, key = definition.hours_left(now), bill.chosen.exposure, definition.due_by(now)
+    if bill.only_priced or left_h is None or (definition.fleet.block and now <= definition.fleet.block.start):
         return
     late = float((bill.chosen.needed.wall_hours + exposure.reserve_h > left_h).mean())
     if late >= 0.01 and not definition.fleet.falls_back:  # its own share is on the bill
+        switch = (
+            f", waits for capacity included; `gpufleet compare {definition.argument}` says when to switch to on demand,"
+            " fleet.fallback: on-demand does it"
+        )
         yield (
-            f"{late:.0%} of runs miss limits.deadline, {left_h:.1f} h from now: p50 is"
-            f" {bill.chosen.wall_hours.p50:.2f} h, waits for capacity included; `gpufleet compare"
-            f" {definition.argument}` says when to switch to on demand, fleet.fallback: on-demand does it"
+            f"{late:.0%} of runs miss {key}, {left_h:.1f} h from now: p50 is {bill.chosen.wall_hours.p50:.2f} h"
+            f"{'' if definition.fleet.block else switch}"
         )
     by_h = left_h - exposure.reserve_h
-    if by_h < min(exposure.hours_at_cap()) and (slow := too_slow(bill, by_h, "limits.deadline")):
+    if by_h < min(exposure.hours_at_cap()) and (slow := too_slow(bill, by_h, key)):
         yield slow
 
 

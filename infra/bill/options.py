@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from decimal import Decimal
 
 from gpufleet.infra.bill import fit
@@ -42,12 +43,13 @@ class TypeCost:
     notices: tuple[fit.Notice, ...]
     spot: tuple[SpotPrice, ...]  # cheapest zone first
     on_demand: Price | None
+    block: Price | None  # in the definition's block, whose fee pays for it: nothing
     why: str
 
     def hourly(self, capacity: Capacity) -> Price | None:
         """The dearest price per node-hour that the fleet can meet."""
-        if capacity == "on-demand":
-            return self.on_demand
+        if capacity != "spot":
+            return self.on_demand if capacity == "on-demand" else self.block
         return self.spot[-1].price if self.spot else None
 
     def likely(self, capacity: Capacity) -> Price | None:
@@ -55,7 +57,7 @@ class TypeCost:
         cheaper it is (harmonic mean).
         """
         dearest = self.hourly(capacity)
-        if capacity == "on-demand" or dearest is None:
+        if capacity != "spot" or dearest is None:
             return dearest
         mean = len(self.spot) / sum((1 / zone.price.amount for zone in self.spot), Decimal(0))
         return replace(dearest, amount=mean.quantize(CENT_100))
@@ -155,10 +157,12 @@ def type_cost(
     why, runtime = [], None
     spot = catalog.spot_prices.get((type_, region), ())
     on_demand = catalog.on_demand_prices.get((type_, region))
-    price = on_demand if definition.fleet.capacity == "on-demand" else spot[-1].price if spot else None
+    capacity, block = definition.fleet.capacity, definition.fleet.block
+    price = on_demand if capacity == "on-demand" else spot[-1].price if capacity == "spot" and spot else None
     config = config.bounded(_most_hours(definition, price))
     try:  # the other price may be missing: it is only compared with
-        (catalog.spot if definition.fleet.capacity == "spot" else catalog.on_demand)(type_, region)
+        if block is None:
+            (catalog.spot if capacity == "spot" else catalog.on_demand)(type_, region)
     except PriceMissing as missing:
         why.append(str(missing))
     try:
@@ -190,11 +194,19 @@ def type_cost(
         else (),
         spot=spot,
         on_demand=on_demand,
+        block=None if block is None else _paid(catalog.as_of),
         why="; ".join(why),
     )
 
 
+def _paid(day: date) -> Price:
+    """What an hour in a block costs beyond its fee."""
+    return Price(amount=Decimal(0), unit="node-hour", source="paid by the block's fee", as_of=day, status="verified")
+
+
 def _most_hours(definition: StackDefinition, price: Price | None) -> float:
     """That the limits pay for at this price per node-hour."""
-    limits = definition.limits
+    limits, block = definition.limits, definition.fleet.block
+    if block is not None:
+        return min(float(limits.max_hours), block.hours * definition.nodes)
     return float(min(limits.max_hours, limits.max_usd / price.amount) if price else limits.max_hours)

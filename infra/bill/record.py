@@ -58,6 +58,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.chosen.compute.quantity)},
         "spot": bill.spot and _side(bill.spot),
         "on_demand": bill.on_demand and _side(bill.on_demand),
+        **({"block": _side(bill.block)} if bill.block else {}),
         "interruptions_expected": round(bill.chosen.interruptions, 3),
         "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
         "hazard": bill.chance and _hazard(bill.chance),
@@ -118,8 +119,8 @@ def rates(bill: Bill) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for option in bill.types:
-        spot = option.hourly("spot")
-        fallback = option.on_demand or spot
+        spot = None if bill.block else option.hourly("spot")
+        fallback = option.block or option.on_demand or spot
         if fallback is None:
             continue
         by_zone = {zone: str(spot.amount) for zone in bill.zones} if spot else {}

@@ -279,11 +279,17 @@ def _exposure(
         wait_sigma=wait_sigma,
         notice_missed=simulation.NOTICE_MISSED if missed is None else float(missed),
         max_usd=float(definition.limits.max_usd),
-        max_hours=float(definition.limits.max_hours) / nodes,
+        max_hours=_max_hours(definition),
         reserve_h=reserve_h(definition.job.parameters, option),
         idle_h=0.0 if definition.variant.hold_hours is None else runtime.held_s / 3600,
         unknown=_unknown(definition, option, runtime, price_age_days),
     )
+
+
+def _max_hours(definition: StackDefinition) -> float:
+    """That each node may run: by the limit of all nodes' hours, and while their block lasts."""
+    block, hours = definition.fleet.block, float(definition.limits.max_hours) / definition.nodes
+    return hours if block is None or definition.variant.only_priced else min(hours, block.hours)
 
 
 def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, price_age_days: int) -> Unknown:

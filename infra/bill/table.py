@@ -13,7 +13,7 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.fallback import Fallback
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.limits import AS_COUNTED
-from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
+from gpufleet.infra.bill.lines import FEE, NOT_PRICED, account_discount
 from gpufleet.infra.bill.side import Quantiles, Side
 from gpufleet.infra.definition.model import deadline_text
 from gpufleet.infra.risk.hazard import word
@@ -44,16 +44,18 @@ def render(
 def _head(bill: Bill) -> Iterator[str]:
     side = bill.chosen
     dearest = "the dearest listed type, " if len(bill.types) > 1 else ""
-    price = f"{side.price.amount} USD/h"
+    price = "paid by its fee" if bill.block else f"at {side.price.amount} USD/h"
     if side.zone:
         spot = next(option.spot for option in bill.types if option.type == side.type)
         price += " (dearest zone)" if len(spot) > 1 else ""
     name = f"{bill.stack}, scenario {bill.scenario}" if bill.scenario else bill.stack
-    yield from wrap(f"{name}, run {bill.run}: {_nodes(bill)} in {bill.region}, {dearest}{side.type} at {price}")
+    yield from wrap(f"{name}, run {bill.run}: {_nodes(bill)} in {bill.region}, {dearest}{side.type} {price}")
 
 
 def _nodes(bill: Bill) -> str:
     nodes = bill.chosen.exposure.nodes
+    if bill.block:
+        return f"{'one node' if nodes == 1 else f'{nodes} nodes'} of a capacity block"
     return f"one {bill.capacity} node" if nodes == 1 else f"{nodes} {bill.capacity} nodes"
 
 
@@ -108,7 +110,8 @@ def _totals(bill: Bill, fallback: Fallback | None) -> Iterator[str]:
     beside = bill.cap is not None and counted_usd[2:4] != figures("", chosen.needed_usd)[2:4]
     if beside:
         rows.append(counted_usd)
-    rows.append(_other(bill, bill.on_demand if bill.capacity == "spot" else bill.spot))
+    others = {"on spot": bill.spot, "on demand": bill.on_demand}
+    rows += [_other(market, side) for market, side in others.items() if side is not chosen]
     if fallback is not None:
         rows.append(figures(*fallback.row()))
     hours = "hours of each node" if chosen.exposure.nodes > 1 else "node-hours"
@@ -153,11 +156,10 @@ def figures(name: str, values: Quantiles) -> tuple[str, ...]:
     return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
 
 
-def _other(bill: Bill, other: Side | None) -> tuple[str, ...]:
-    kind = "on demand" if bill.capacity == "spot" else "on spot"
+def _other(market: str, other: Side | None) -> tuple[str, ...]:
     if other is None:
-        return f"USD {kind}: no price known", "", "", "", ""
-    return figures(f"USD {kind}, {other.type} at {other.price.amount} USD/h", other.needed_usd)
+        return f"USD {market}: no price known", "", "", "", ""
+    return figures(f"USD {market}, {other.type} at {other.price.amount} USD/h", other.needed_usd)
 
 
 def _types(bill: Bill) -> Iterator[str]:
@@ -275,6 +277,7 @@ def price_age(bill: Bill, today: date) -> str:
     """
     age = (today - bill.chosen.price.as_of).days
     said = f"compute is {age} days old" if age >= 0 else f"compute is of {-age} days from now, which cannot be"
+    said = "the block's fee is the file's" if bill.block else said
     old = [line for line in bill.chosen.lines if (today - line.as_of).days > bill.max_price_age_days]
     if not old or not bill.chosen.total:
         return said
@@ -286,6 +289,13 @@ def price_age(bill: Bill, today: date) -> str:
 
 
 def _interruptions(bill: Bill) -> str:
+    if bill.block:
+        fee = next(line.amount for line in bill.lines if line.item == FEE)
+        hours, used = bill.block.exposure.max_hours or 0, bill.hours.p50
+        return (
+            f"Interruptions: none in a block. Its fee, {fee:.2f} USD, is paid whatever the run does: of the"
+            f" {hours:.2f} h that a node has in it the run uses {used:.2f} (p50)."
+        )
     if bill.capacity == "on-demand":
         return "Interruptions: none on demand."
     if bill.on_demand is None:
@@ -329,8 +339,10 @@ def _limits(bill: Bill, fallback: Fallback | None) -> str:
     money, hours = f"{cap.max_usd} USD", counted(cap.max_hours, "node-hour")
     if cap.first == "limits.max_usd":
         money += f" (comes first, at {cap.at_hours:.2f} node-hours)"
-    else:
+    elif cap.first == "limits.max_hours":
         hours += " (comes first)"
+    else:
+        hours += f", the block's end after {cap.at_hours:.2f} h (comes first)"
     if bill.buys is not None:
         return f"Limits: {money}, {hours}. The first one ends the run."
     chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"

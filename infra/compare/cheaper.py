@@ -132,7 +132,7 @@ def bill_and_cheaper(
         definition,
         bill,
         catalog,
-        hours_left=definition.limits.hours_left(now),
+        hours_left=definition.hours_left(now),
         hazards=hazards,
         found=lambda work: bill_basis(work, root, catalog),
         allowed=allowed,
@@ -153,9 +153,9 @@ def cheaper(
     today: date | None = None,
 ) -> Cheaper | None:
     """`allowed`: whether the project's rules let the row be. None for what cannot be taken to another type: several
-    nodes, or a run that was elsewhere.
+    nodes, a block that is paid for, or a run that was elsewhere.
     """
-    if definition.nodes > 1 or definition.variant.reference:
+    if definition.nodes > 1 or definition.fleet.block or definition.variant.reference:
         return None
     if definition.variant.only_priced:  # no limit is held against its bill either
         definition, hours_left = replace(definition, limits=UNBOUND), None

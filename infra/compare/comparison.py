@@ -98,7 +98,9 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
 def _hours_left(within: float | None, definition: StackDefinition, now: datetime) -> float | None:
     if within is not None:
         return within
-    left, due = definition.limits.hours_left(now), definition.limits.deadline
-    if left is not None and due is not None and left <= 0:
+    due = definition.limits.due(now)  # a block's end binds no other way to run it
+    if due is None:
+        return None
+    if due <= now:
         raise GpufleetError(f"limits.deadline, {deadline_text(due)}, has passed; move it")
-    return left
+    return (due - now).total_seconds() / 3600

@@ -21,7 +21,7 @@ from gpufleet.infra.bill.options import BillBasis
 from gpufleet.infra.bill.side import Hazards, Side
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.compare.rows import Row, draft, filled, rate
-from gpufleet.infra.definition.model import CAPACITIES, Fleet, StackDefinition
+from gpufleet.infra.definition.model import MARKETS, Fleet, StackDefinition
 from gpufleet.infra.evidence.outcomes import dotted
 from gpufleet.infra.risk import deadline, simulation
 
@@ -103,7 +103,7 @@ def every_option(
     for work, name in _works(definition, variants):
         listed = tuple(types or catalog.instances)
         bill_inputs = found(_on_types(work, listed))
-        found_work, measured = bill_inputs.definition, bill_inputs.calibrations
+        found_work, measured = _by_the_hour(bill_inputs.definition), bill_inputs.calibrations
         elsewhere = replace(found_work, estimate=replace(found_work.estimate, step_ms=None))
         own = {_device(found_work, type_, catalog) for type_ in work.fleet.instance_types}
         holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
@@ -123,7 +123,7 @@ def every_option(
                 there = replace(bill_inputs, definition=on_nodes(found_work, count))
                 drafts += [
                     draft(there, name, option, capacity, catalog, hazards or {}, today, likely=likely)
-                    for capacity in CAPACITIES
+                    for capacity in MARKETS
                 ]
         fleets[name] = work.fleet
     if most is not None:
@@ -149,7 +149,7 @@ def every_region(
     if definition.nodes > 1 or definition.variant.reference:
         return []
     bill_inputs = found(_on_types(definition, tuple(catalog.instances)))
-    work = bill_inputs.definition
+    work = _by_the_hour(bill_inputs.definition)
     config = work.job.parameters
     known = [
         options.type_cost(
@@ -172,7 +172,7 @@ def every_region(
                 on_demand=catalog.on_demand_prices.get((each.type, region)),
                 why="",
             )
-            for capacity in CAPACITIES:
+            for capacity in MARKETS:
                 price, runtime = option.likely(capacity), option.runtime
                 if price and runtime and option.holds_the_job:
                     priced.append((float(price.amount) * runtime.total_s, option, capacity))
@@ -307,6 +307,11 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
 def on_nodes(definition: StackDefinition, count: int) -> StackDefinition:
     """The definition on so many nodes."""
     return definition if count == 1 else replace(definition, fleet=replace(definition.fleet, nodes=count))
+
+
+def _by_the_hour(definition: StackDefinition) -> StackDefinition:
+    """The definition without its block, whose fee no other way to run it pays."""
+    return replace(definition, fleet=definition.fleet.bought_as("on-demand")) if definition.fleet.block else definition
 
 
 def _on_types(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
 IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
 MIBPS_PER_IOPS = 0.25  # the same
+LONGEST_BLOCK = timedelta(days=182)  # EC2 User Guide, Capacity Blocks for ML, read 2026-11-26
 MOST_HEARTBEAT_S = 300  # with a fallback: a hand-over waits ten minutes
 BASE_IOPS = 3000  # included with any size
 TAG_KEY = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
@@ -73,6 +74,7 @@ def check(
         _saves(s, findings)
         _estimate(s, findings)
     _fallback(s, findings, unknown=unknown)
+    _block(s.fleet, findings, now, past_deadline)
 
 
 def _model(config: JobConfig, findings: Findings) -> bool:
@@ -178,9 +180,9 @@ def _fallback(s: StackDefinition, findings: Findings, *, unknown: bool) -> None:
     """What decides when to fall back is the deadline, and the work that is left."""
     if not s.fleet.falls_back:
         return
-    if s.fleet.capacity == "on-demand":
+    if s.fleet.capacity != "spot":
         hint = "Write fallback: none beside that capacity."
-        findings.add("fleet.fallback", "none where fleet.capacity is on-demand", hint)
+        findings.add("fleet.fallback", f"none where fleet.capacity is {s.fleet.capacity}", hint)
     if s.nodes > 1:
         findings.add("fleet.fallback", f"none where fleet.nodes is {s.nodes}", "A single node falls back.")
     if s.limits.deadline is None and "limits.deadline" not in findings.bad:
@@ -193,6 +195,31 @@ def _fallback(s: StackDefinition, findings: Findings, *, unknown: bool) -> None:
     if not unknown and s.job.parameters.is_endless:
         hint = f"Say how long the run is, in {s.job.parameters.path}.work."
         findings.add("fleet.fallback", "none for a run of which nobody says how much work it is", hint)
+
+
+def _block(fleet: Fleet, findings: Findings, now: datetime, past_end: bool) -> None:
+    """A block is of one type in one zone, for a time, and the fleet keeps to it."""
+    block = fleet.block
+    if block is None:
+        if fleet.capacity == "block":
+            findings.add("fleet.block", "a section with start, end and fee_usd, and reservation once it is bought")
+        return
+    if fleet.capacity != "block":
+        findings.add("fleet.block", "nothing unless fleet.capacity is block", "Its nodes are paid by the block alone.")
+        return
+    for key, names in (("zones", fleet.zones), ("instance_types", fleet.instance_types)):
+        if len(names) > 1:
+            findings.add(f"fleet.{key}", "the block's one, where fleet.capacity is block", value=", ".join(names))
+    if findings.bad & {"fleet.block.start", "fleet.block.end"}:
+        return
+    if block.last <= block.start:
+        hint = "EC2 begins to end its nodes 30 minutes before its end."
+        findings.add("fleet.block.end", f"more than 30 minutes after its start, {stamp(block.start)}", hint)
+    elif block.end - block.start > LONGEST_BLOCK:
+        findings.add("fleet.block.end", f"at most {LONGEST_BLOCK.days} days after its start: AWS sells none longer")
+    elif block.last <= now and not past_end:
+        hint = "EC2 begins to end its nodes 30 minutes before its end. Another block wants a new run.id."
+        findings.add("fleet.block.end", f"more than 30 minutes after now, {stamp(now)}", hint)
 
 
 def check_account(account: Account, fleet: Fleet, findings: Findings) -> None:
@@ -278,15 +305,16 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
 
 def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
     """Refused rather than kept for longer in silence: what is kept is on the bill."""
-    if "limits.max_hours" in findings.bad or "limits.deadline" in findings.bad:
+    if findings.bad & {"limits.max_hours", "limits.deadline", "fleet.block.end"}:
         return
-    end = s.limits.expiry(now, s.nodes)
+    end = s.expiry(now)
+    ends = "limits.deadline, or limits.max_hours + 24 h from its start" if s.fleet.block is None else "fleet.block.end"
     least = days_to_keep(now, end)
     if s.storage.keep.days < least:
         findings.add(
             "storage.keep.days",
             f"at least {least} (days), so that run.json and the record of what was spent outlive the fleet",
-            f"It may live until {end:%Y-%m-%dT%H:%MZ}: limits.deadline, or limits.max_hours + 24 h from its start.",
+            f"It may live until {end:%Y-%m-%dT%H:%MZ}: {ends}.",
             default=str(s.storage.keep.days),
         )
 

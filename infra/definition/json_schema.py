@@ -36,7 +36,8 @@ FILE = (
     Path(__file__).resolve().with_name("definition.schema.json")
 )  # what `gpufleet schema` prints, for editors to find
 # As the loader takes it: a time with its zone, or `in 10 h`.
-MOMENT = r"^(in (?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)? h|[0-9]{4}-?[0-9]{2}-?[0-9]{2}[T ][0-9:]+(Z|[+-][0-9:]+))$"
+_TIME = r"[0-9]{4}-?[0-9]{2}-?[0-9]{2}[T ][0-9:]+(Z|[+-][0-9:]+)"
+MOMENT = rf"^(in (?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)? h|{_TIME})$"
 Schema = dict[str, Any]
 
 
@@ -199,7 +200,7 @@ def _value(hint: Any, rule: Rule) -> Schema:
     if hint is bool:
         return {"type": "boolean"}
     if hint is datetime:
-        return {"type": "string", "pattern": MOMENT}
+        return {"type": "string", "pattern": f"^{_TIME}$" if rule.moment else MOMENT}
     bounds = {"minimum": rule.minimum, "maximum": rule.maximum}
     kept = {key: bound for key, bound in bounds.items() if bound is not None}
     return {"type": "integer" if hint is int else "number", **kept}

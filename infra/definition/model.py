@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -47,10 +47,34 @@ class Job:
         return tuple(filter(None, (self.image, self.supervisor_image)))
 
 
-Capacity = Literal["spot", "on-demand"]
-CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
+Capacity = Literal["spot", "on-demand", "block"]
+MARKETS: tuple[Capacity, ...] = ("spot", "on-demand")  # in which a node is paid by its time
 Cards = Literal["one", "all"]
 Fallback = Literal["none", "on-demand"]
+
+
+# EC2 begins to end a block's nodes so long before its end (EC2 User Guide, work with Capacity Blocks, read 2026-11-26).
+BLOCK_ENDING = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityBlock:
+    """A Capacity Block for ML, which its user has bought or thinks of buying: gpufleet buys none."""
+
+    reservation: str | None = None  # cr-...; None: not bought, so that it is priced and cannot be run
+    start: datetime
+    end: datetime
+    fee_usd: Decimal  # paid at once; of a block that several runs share, this one's part
+
+    @property
+    def last(self) -> datetime:
+        """Until when a node may train."""
+        return self.end - BLOCK_ENDING
+
+    @property
+    def hours(self) -> float:
+        """That a node has in it."""
+        return (self.last - self.start) / timedelta(hours=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +88,17 @@ class Fleet:
     nodes: int = added_later(1)  # that train together; more than one are of one type, in one zone
     cards: Cards = added_later("one")  # of each of several nodes: which of its network cards carry their traffic
     fallback: Fallback = added_later("none")  # once spot would miss the deadline
+    block: CapacityBlock | None = added_later(None)  # where capacity is block
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
 
     @property
     def falls_back(self) -> bool:
         """Whether a second fleet stands by, on demand."""
         return self.fallback == "on-demand"
+
+    def bought_as(self, capacity: Capacity) -> Fleet:
+        """These nodes, paid in another way."""
+        return self if capacity == self.capacity else replace(self, capacity=capacity, block=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,15 +177,6 @@ class Limits:
     def due(self, begin: datetime) -> datetime | None:
         """The deadline of a run whose first `up` is then; None without one."""
         return begin + self.deadline if isinstance(self.deadline, timedelta) else self.deadline
-
-    def expiry(self, begin: datetime, nodes: int) -> datetime:
-        """When AWS ends a fleet of so many nodes that begins then, whatever the job says."""
-        return self.due(begin) or begin + timedelta(hours=float(self.max_hours) / nodes) + WAITING_TIME
-
-    def hours_left(self, now: datetime) -> float | None:
-        """Until the deadline of a run that begins now, negative once it has passed; None without one."""
-        due = self.due(now)
-        return None if due is None else (due - now).total_seconds() / 3600
 
 
 def days_to_keep(begin: datetime, end: datetime) -> int:
@@ -301,6 +321,29 @@ class StackDefinition:
     def nodes(self) -> int:
         """Machines at once."""
         return self.fleet.nodes
+
+    def due(self, begin: datetime) -> datetime | None:
+        """When a run whose first `up` is then has to be done: by its deadline, and while its block lasts."""
+        ends = [self.limits.due(begin), self.fleet.block.last if self.fleet.block else None]
+        return min(filter(None, ends), default=None)
+
+    def due_by(self, begin: datetime) -> str:
+        """The key that says when it is due."""
+        block, due = self.fleet.block, self.due(begin)
+        return "fleet.block.end" if block and block.last == due else "limits.deadline"
+
+    def expiry(self, begin: datetime) -> datetime:
+        """When AWS ends a fleet that begins then, whatever the job says."""
+        hours = float(self.limits.max_hours) / self.nodes
+        return self.due(begin) or begin + timedelta(hours=hours) + WAITING_TIME
+
+    def hours_left(self, now: datetime) -> float | None:
+        """Until it is due, for a run that begins now, or with its block; negative once that has passed, None where it
+        never is.
+        """
+        due, block = self.due(now), self.fleet.block
+        begin = max(now, block.start) if block else now
+        return None if due is None else (due - begin).total_seconds() / 3600
 
     def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
         """What is wrong at `path`, with the line it was written at, under its own path where a scenario wrote it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from gpufleet.infra.definition.model import (
     Account,
+    CapacityBlock,
     Claim,
     Disk,
     Estimate,
@@ -48,6 +49,12 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Fleet, "zones"): Rule(most=6),  # us-east-1 has the most
     (Fleet, "instance_types"): Rule(most=20),  # a choice: a longer list is no longer read by anyone
     (Fleet, "nodes"): Rule(minimum=1, maximum=MOST_NODES),
+    (CapacityBlock, "reservation"): Rule(
+        pattern=r"cr-([0-9a-f]{8}|[0-9a-f]{17})", allowed="cr-... of the fleet's region"
+    ),
+    (CapacityBlock, "start"): Rule(moment=True),
+    (CapacityBlock, "end"): Rule(moment=True),
+    (CapacityBlock, "fee_usd"): Rule(minimum=0, maximum=100_000_000, unit="USD"),
     (Fleet, "ami"): Rule(
         pattern=r"unpinned|ami-([0-9a-f]{8}|[0-9a-f]{17})",
         allowed="unpinned, or a literal ami-...",

@@ -350,7 +350,8 @@ def _scalar(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
         meant = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(text.lower(), text.lower())
         return _BAD, f"Write {meant}." if meant in ("true", "false") else ""
     if hint is datetime:
-        return _time(text)
+        value, hint_text = _time(text)
+        return (_BAD, "Write when that is.") if rule.moment and isinstance(value, timedelta) else (value, hint_text)
     assert hint in (int, float, Decimal), hint
     return _numeric(hint, text, rule)
 
@@ -394,6 +395,7 @@ def _time(text: str) -> tuple[Any, str]:
 def _placeholder(hint: Any) -> Any:
     """Stands in for a required value, reported already, so that the rest of the file is still checked."""
     made: dict[Any, Any] = {tuple: (), dict: {}, str: "", Decimal: Decimal(1), int: 1}
+    made[datetime] = datetime(2000, 1, 1, tzinfo=UTC)
     return made[typing.get_origin(hint) or hint]
 
 

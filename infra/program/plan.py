@@ -37,6 +37,7 @@ from gpufleet.job.contract import run as run_file
 from gpufleet.job.dataset.prepare import DatasetManifest, verify
 from gpufleet.job.dataset.weights import WeightsManifest
 from gpufleet.job.dataset.weights import read as read_weights
+from gpufleet.job.text import stamp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +126,8 @@ def make(
         definition = tagged(definition, tags)
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
+    if (block := definition.fleet.block) is not None and now < block.start and not over:
+        missing.insert(0, f"the block begins at {stamp(block.start)}: before that AWS launches nothing into it.")
     if missing and not preview:
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
     dataset = prepared_dataset(definition, root)

@@ -7,7 +7,8 @@ A fleet takes its settings once, when it is created. Two kinds of change must th
 
 What the last successful `up` recorded comes from the stack's own output `run`. A run is over, its fleet no longer
 declared, when `valid_until` has passed or its fleet has gone from the stack (the run ended it, somebody deleted it, AWS
-expired it): a fleet is made once per run id.
+expired it): a fleet is made once per run id. Into a block, whose fleet replaces no node, it is made
+again while that lasts.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def judge(
         code=code_sha256,
         weights=weights_sha256 or "",
         began=stamp(now),
-        valid_until=stamp(definition.limits.expiry(now, definition.nodes)),
+        valid_until=stamp(definition.expiry(now)),
     )
     earlier = [*map(str, previous.outputs.get("runs") or []), *sorted(previous.fleets - {""})]
     runs = tuple(dict.fromkeys([*earlier, run_id]))
@@ -136,8 +137,8 @@ def _continued(
             "Give run.id a new value to start a new run with the new settings, which ends this one if it still trains, "
             "or undo the change.",
         )
-    end = datetime.fromisoformat(recorded.valid_until)
-    if end <= now or not previous.fleets & {run_id, ""}:
+    end, gone = datetime.fromisoformat(recorded.valid_until), not previous.fleets & {run_id, ""}
+    if end <= now or (gone and definition.fleet.block is None):
         why = f"since {recorded.valid_until}" if end <= now else "its fleet no longer exists"
         over = (
             f"Run {run_id} is over ({why}): no fleet is declared. What it saved stays in the bucket; "
@@ -166,8 +167,12 @@ def _continued(
         f"The job code has changed since run {run_id} began. The run keeps the code it began with; "
         "a new run.id starts a new run with the new code."
     )
-    warnings = () if recorded.code == asked.code else (changed,)
-    return RunDecision(run=recorded, runs=runs, continues=True, over=False, warnings=warnings)
+    again = (
+        f"Run {run_id}'s fleet no longer exists, and its block lasts until {recorded.valid_until}: `up` launches its "
+        "nodes again. They go on from the last checkpoint, or end at once where the run is over."
+    )
+    warnings = [*([] if recorded.code == asked.code else [changed]), *([again] if gone else [])]
+    return RunDecision(run=recorded, runs=runs, continues=True, over=False, warnings=tuple(warnings))
 
 
 def _stays(definition: StackDefinition, previous: Previous) -> None:

@@ -106,7 +106,7 @@ def read(run: Fields) -> Terms:
             deadline=limits.take("deadline", reading.moment, None),
             expires=limits.take("expires", reading.moment, None),
         ),
-        capacity=run.need("capacity", reading.choice("spot", "on-demand")),
+        capacity=run.need("capacity", reading.choice("spot", "on-demand", "block")),
         prices=_prices(run.table("rates")),
         hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),

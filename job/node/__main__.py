@@ -44,6 +44,7 @@ from gpufleet.job.node.outside import (
     complaint,
     last_line,
     log,
+    nodes_there,
     retry,
     say,
     tries,
@@ -53,6 +54,7 @@ from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOG_LINES = 200  # of a job that crashed, in the boot log
+OTHERS_S = 300  # for a block's other nodes to end, once the run is over
 TIMER_STOP_S = 180  # a docker that hangs must not keep the machine
 # `up` names its fleet in the bucket seconds after it has made it, `destroy` takes the name back before it deletes it.
 UNKNOWN_S, KNOWN_LOOK_S = 600, 120
@@ -157,12 +159,22 @@ class NodeRun:
         with Jobs(*here, nodes) as self.command:
             return self._run_job(container.command(*here, pulled_s, address.strip(), self.fallback.market))
 
-    def _nodes(self) -> int:
-        """How many train together, as far as run.json is here."""
+    def _terms(self) -> terms.Terms | None:
+        """The run's, as far as run.json is here."""
         if self._fetching is not None:
             self._fetching.join()
         run = atomic.read_object(self.folder / RUN)
-        return 1 if run is None else terms.read(Fields(run)).nodes
+        return None if run is None else terms.read(Fields(run))
+
+    def _nodes(self) -> int:
+        """How many train together, as far as that is known."""
+        known = self._terms()
+        return 1 if known is None else known.nodes
+
+    def _is_in_block(self) -> bool:
+        """Whether its fleet is a block's, as far as that is known."""
+        known = self._terms()
+        return known is not None and known.capacity == "block"
 
     def _is_futile(self, boots: int) -> bool:
         """So many boots in a row led nowhere that the run ends. Several nodes boot at once."""
@@ -347,7 +359,9 @@ class NodeRun:
         self._leave("the run goes on on demand")
 
     def _crash(self, reason: str, code: int = AttemptExit.CRASHED, *, why: str = "") -> NoReturn:
-        """The fleet makes the next node, unless three in a row led nowhere."""
+        """The fleet makes the next node, unless three in a row led nowhere. A block's makes none: it ends, so that the
+        next `up` launches all of its nodes again.
+        """
         self._yield()
         self._ended = True
         reason = f"{reason}: {why}" if why else reason
@@ -357,16 +371,18 @@ class NodeRun:
             log("".join(printed.read_text(errors="replace").splitlines(keepends=True)[-LOG_LINES:]))
         self._upload_log()
         records = self._records() if self._record_exit(code, reason) and self._list() else None
-        alone = self._nodes() == 1
+        alone, replaced = self._nodes() == 1, not self._is_in_block()
         if records is None:
             say("the attempt cannot be counted")
             if alone:  # of several the others go on, and find their own way out
                 self._stop_fleet()
         elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
-        self.notices.tell(
-            f"a node has failed, {reason}" + (": its fleet is ended" if records is None and alone else "")
-        )
+        ended = ": its fleet is ended" if records is None and alone else ""
+        if not replaced and not ended:
+            self._stop_fleet()
+            ended = ": its fleet is ended, as it replaces no node; `pulumi up` launches all of them again"
+        self.notices.tell(f"a node has failed, {reason}{ended}")
         self._leave(reason)
 
     def _interrupted(self) -> NoReturn:
@@ -493,16 +509,20 @@ class NodeRun:
 
     def _stop_fleet(self, *, alone: bool = False) -> None:
         """A deleted fleet has no expiry that would end a machine which hangs while it shuts down: AWS ends this one
-        from outside. `alone`: not the run's other fleet.
+        from outside. `alone`: not the run's other fleet. A block's fleet goes with all of its nodes, and launches
+        nothing: whoever has ended the run of several waits for the others, and deletes it.
         """
         fleet = next((found for _ in tries(3) if (found := self._find_fleet())), None)
         others = [] if alone else self.fallback.others(fleet)
         for other in others:
             if not delete_fleet(other):
                 say(f"fleet {other} cannot be deleted, or is already")
+        in_block = self._is_in_block()
         if fleet is None:
             say("no fleet id: nothing to delete")
-        elif retry(3, lambda: delete_fleet(fleet)):
+        elif in_block and self._nodes() > 1 and not self._is_last(fleet):
+            say("left to the node that has ended the run")
+        elif retry(3, lambda: delete_fleet(fleet, with_nodes=in_block)):
             say(f"fleet {fleet} is deleted")
             if not call(
                 "aws", "ec2", "terminate-instances", "--instance-ids", self.machine.instance, "--output", "text"
@@ -516,6 +536,16 @@ class NodeRun:
             )
             say(f"fleet {fleet} cannot be deleted: {by}")
             self._upload_log()
+
+    def _is_last(self, fleet: str) -> bool:
+        """Whether this node is to end the others with itself: they had their time, or the run is not over."""
+        if not self._speaks():
+            return False
+        for _ in range(OTHERS_S // 10 if self.objects.get(DONE, self.folder / DONE) else 0):
+            if nodes_there(fleet) == {self.machine.instance}:
+                break
+            time.sleep(10)
+        return True
 
     def _find_fleet(self) -> str | None:
         tag = f"Reservations[0].Instances[0].Tags[?Key=='{FLEET_TAG}']|[0].Value"

@@ -153,10 +153,13 @@ class HandOver:
         say("the hour at which AWS begins on demand cannot be moved: it stands, early rather than late")
 
 
-def delete_fleet(fleet: str) -> bool:
-    """Whether it launches nothing more; its nodes stay. A refusal is in the answer, not in the status."""
+def delete_fleet(fleet: str, *, with_nodes: bool = False) -> bool:
+    """Whether it launches nothing more; its nodes stay, unless `with_nodes`. A refusal is in the answer, not in the
+    status.
+    """
+    nodes = "--terminate-instances" if with_nodes else "--no-terminate-instances"
     refused = aws(
-        *("ec2", "delete-fleets", "--fleet-ids", fleet, "--no-terminate-instances", "--output", "text"),
+        *("ec2", "delete-fleets", "--fleet-ids", fleet, nodes, "--output", "text"),
         *("--query", "UnsuccessfulFleetDeletions[].Error.Message"),
     )
     return refused in ("", "None")

@@ -30,6 +30,7 @@ class Rule:
     hint: str = ""  # what to do when it does not match
     most: int | None = None  # items of a list or section
     one: bool = False  # a single text stands for a list of it
+    moment: bool = False  # of a time: no span such as `in 10 h`
 
     def includes(self, value: float | Decimal) -> bool:
         """Whether it is within the range."""
@@ -70,7 +71,8 @@ def describe(hint: Any, rule: Rule) -> str:
         float: "a number",
         Decimal: "a number",
         bool: "true or false",
-        datetime: "a time with its zone, such as 2026-12-31T18:00:00Z, or hours after the first `up`, as in 10 h",
+        datetime: "a time with its zone, such as 2026-12-31T18:00:00Z"
+        + ("" if rule.moment else ", or hours after the first `up`, as in 10 h"),
         str: "text",
     }.get(hint, "a section")
     if rule.minimum is not None or rule.maximum is not None:

@@ -26,12 +26,14 @@ from gpufleet.rehearsal.handlers.table import (
 )
 
 _POLL_S = 0.05
+# How long the provider waits for `deleted`; no instant fleet comes there soon (docs/decisions, capacity block).
+_DELETE_S = {"maintain": 1800.0, "instant": 600.0}
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
 _NOT_FOUND = ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound")
 # Inputs that are part of the template's data.
 _DATA = fields(
     "imageId userData iamInstanceProfile vpcSecurityGroupIds networkInterfaces instanceInitiatedShutdownBehavior "
-    "metadataOptions blockDeviceMappings tagSpecifications"
+    "metadataOptions blockDeviceMappings tagSpecifications instanceMarketOptions capacityReservationSpecification"
 )
 
 
@@ -143,7 +145,8 @@ def _delete_fleet(aws: Aws, resource_id: str, state: Properties) -> None:
         if failure["Error"]["Code"] == "fleetIdDoesNotExist":
             return
         raise UnsupportedError(f"fleet {resource_id} cannot be deleted: {failure['Error']['Message']}")
-    _wait(aws, resource_id, {"deleted"} if terminate else {"deleted", "deleted_running"}, timeout_s=1800)
+    gone = {"deleted"} if terminate else {"deleted", "deleted_running"}
+    _wait(aws, resource_id, gone, timeout_s=_DELETE_S[str(state.get("type", "maintain"))])
 
 
 def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
@@ -167,6 +170,7 @@ HANDLERS = {
             "metadataOptions.httpTokens": fields("optional required"),
             "metadataOptions.httpEndpoint": fields("enabled disabled"),
             "metadataOptions.instanceMetadataTags": fields("enabled disabled"),
+            "instanceMarketOptions.marketType": fields("spot capacity-block"),
         },
         name="name",
         create=_create_template,
@@ -190,13 +194,13 @@ HANDLERS = {
         only_ours=fields("terminateInstances"),
         answered=fields("validFrom"),
         allowed={
-            "type": fields("maintain"),
+            "type": fields("maintain instant"),
             "excessCapacityTerminationPolicy": fields("termination no-termination"),
             "spotOptions.allocationStrategy": fields(
                 "diversified lowestPrice capacity-optimized capacity-optimized-prioritized price-capacity-optimized"
             ),
             "spotOptions.instanceInterruptionBehavior": fields("hibernate stop terminate"),
-            "targetCapacitySpecification.defaultTargetCapacityType": fields("spot on-demand"),
+            "targetCapacitySpecification.defaultTargetCapacityType": fields("spot on-demand capacity-block"),
         },
         create=_create_fleet,
         read=_read_fleet,

@@ -11,6 +11,7 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.fallback import Fallback
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import run
+from gpufleet.job.text import stamp
 
 
 def run_config(
@@ -24,7 +25,8 @@ def run_config(
     """The object of run.json; `inputs` and `expires` as job.contract.run.document has them. The fleet ends at the
     deadline, where there is one.
     """
-    limits = definition.limits
+    limits, block = definition.limits, definition.fleet.block
+    by_block = block is not None and expires == stamp(block.last)
     return run.document(
         run=definition.run.id,
         stack=definition.name,
@@ -34,7 +36,7 @@ def run_config(
         parameters=asdict(definition.job.parameters),
         max_usd=limits.max_usd,
         max_hours=limits.max_hours,
-        deadline=None if limits.deadline is None else expires,
+        deadline=None if limits.deadline is None or by_block else expires,
         expires=expires,
         capacity=definition.fleet.capacity,
         fallback=None if fallback is None else fallback.run_json(),

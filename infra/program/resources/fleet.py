@@ -7,11 +7,15 @@ template: once any of it is gone, nothing launches.
 Nothing updates a fleet in place: the provider's update resends capacity and template, which would relaunch a finished
 run. A new run id replaces it, old one first. `on_demand_options` is left out on purpose: for a maintain fleet the
 provider turns the block into settings that only instant fleets take (docs/decisions/2026-11-21-provider-arguments.md).
+
+Into a Capacity Block only an `instant` fleet launches. It asks once, replaces no node, and has no expiry: AWS's own end
+is the schedule's (stop.py), and half an hour before the block's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pulumi
 import pulumi_aws as aws
@@ -22,6 +26,9 @@ from gpufleet.infra.program.boot.user_data import DATA_DEVICE, ROOT_DEVICE
 from gpufleet.infra.program.resources.tags import named, tags
 from gpufleet.job.contract.bucket import fleet_key
 
+# An instant fleet may stay in `deleted_terminating` for hours after its nodes have gone
+# (docs/decisions/2026-11-26-capacity-block.md): waited for in vain, and the next destroy finds it gone.
+BLOCK_DELETE_TIMEOUT = "10m"
 DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted`; its default of 10 is too short
 
 
@@ -75,6 +82,7 @@ class FleetComponent(pulumi.ComponentResource):
             # launch fail, and volumes of spot nodes in a maintain fleet cannot be tagged from a template.
             tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
+            **_into_block(definition),
             # A run that goes on keeps its code, and the hops that this code needs.
             opts=pulumi.ResourceOptions(
                 parent=self,
@@ -99,8 +107,9 @@ class FleetComponent(pulumi.ComponentResource):
                 return fleet
 
             # Ignored on a fleet that exists. One that has to be made again for a run that has begun already (the run
-            # deleted it, and a refresh has just found out) starts nothing.
-            self.fleet = made(name, definition.fleet.capacity, 0 if frozen else definition.nodes)
+            # deleted it, and a refresh has just found out) starts nothing; but into a block, which replaces no node.
+            target = 0 if frozen and definition.fleet.block is None else definition.nodes
+            self.fleet = made(name, definition.fleet.capacity, target)
             if definition.fleet.falls_back:
                 self.fallback = made(f"{name}-fallback", "on-demand", 0)
         self.register_outputs({})
@@ -118,9 +127,10 @@ def _fleet(
     *,
     parent: pulumi.Resource,
 ) -> aws.ec2.Fleet:
+    block = definition.fleet.block is not None
     return aws.ec2.Fleet(
         name,
-        type="maintain",
+        type="instant" if block else "maintain",
         launch_template_configs=[
             aws.ec2.FleetLaunchTemplateConfigArgs(
                 launch_template_specification=aws.ec2.FleetLaunchTemplateConfigLaunchTemplateSpecificationArgs(
@@ -135,14 +145,14 @@ def _fleet(
             )
         ],
         target_capacity_specification=aws.ec2.FleetTargetCapacitySpecificationArgs(
-            default_target_capacity_type=capacity, total_target_capacity=target
+            default_target_capacity_type="capacity-block" if block else capacity, total_target_capacity=target
         ),
         spot_options=spot_options(capacity),
         excess_capacity_termination_policy="termination",
         terminate_instances=True,  # the default leaves GPUs running after a destroy
-        terminate_instances_with_expiration=True,
+        terminate_instances_with_expiration=None if block else True,
         replace_unhealthy_instances=False,
-        valid_until=valid_until,
+        valid_until=None if block else valid_until,
         tags=label,
         opts=pulumi.ResourceOptions(
             parent=parent,
@@ -160,7 +170,7 @@ def _fleet(
                 "excessCapacityTerminationPolicy",
                 "validFrom",  # as onDemandOptions: not declared, but the provider takes it from AWS's answer
             ],
-            custom_timeouts=pulumi.CustomTimeouts(delete=DELETE_TIMEOUT),
+            custom_timeouts=pulumi.CustomTimeouts(delete=BLOCK_DELETE_TIMEOUT if block else DELETE_TIMEOUT),
         ),
     )
 
@@ -197,9 +207,25 @@ def disks(definition: StackDefinition) -> list[aws.ec2.LaunchTemplateBlockDevice
     return mappings
 
 
+def _into_block(definition: StackDefinition) -> dict[str, Any]:
+    """What a template says of the block that its nodes are launched into; nothing without one."""
+    block = definition.fleet.block
+    if block is None:
+        return {}
+    target = aws.ec2.LaunchTemplateCapacityReservationSpecificationCapacityReservationTargetArgs(
+        capacity_reservation_id=block.reservation
+    )
+    return {
+        "instance_market_options": aws.ec2.LaunchTemplateInstanceMarketOptionsArgs(market_type="capacity-block"),
+        "capacity_reservation_specification": aws.ec2.LaunchTemplateCapacityReservationSpecificationArgs(
+            capacity_reservation_target=target
+        ),
+    }
+
+
 def spot_options(capacity: Capacity) -> aws.ec2.FleetSpotOptionsArgs | None:
     """Stated: the provider's default strategy is lowestPrice. No maintenance strategy: rebalancing runs two nodes."""
-    if capacity == "on-demand":
+    if capacity != "spot":
         return None
     return aws.ec2.FleetSpotOptionsArgs(
         allocation_strategy="price-capacity-optimized", instance_interruption_behavior="terminate"

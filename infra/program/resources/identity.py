@@ -20,7 +20,7 @@ import pulumi_aws as aws
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program import ecr
-from gpufleet.infra.program.resources.stop import SERVICE
+from gpufleet.infra.program.resources.stop import SERVICE, with_its_nodes
 from gpufleet.infra.program.resources.tags import own_tags, tags
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.aws import SILENCE, SWITCH
@@ -161,6 +161,7 @@ def node_statements(
                 "StringEquals": {f"aws:ResourceTag/{key}": value for key, value in own_tags(definition).items()}
             },
         },
+        *([with_its_nodes()] if definition.fleet.block else []),  # an instant fleet is deleted with them alone
         {
             "Sid": "MoveTheHour",
             "Effect": "Allow",

@@ -149,11 +149,16 @@ def stop_statements(definition: StackDefinition) -> list[dict[str, Any]]:
             "Resource": [f"arn:aws:ec2:{region}:*:{kind}/*" for kind in ("fleet", "instance")],
             "Condition": {"StringEquals": own},
         },
-        {
-            "Sid": "WithItsNodes",
-            "Effect": "Allow",
-            "Action": "ec2:TerminateInstances",
-            "Resource": "*",
-            "Condition": {"Null": {"ec2:InstanceType": "true"}},
-        },
+        with_its_nodes(),
     ]
+
+
+def with_its_nodes() -> dict[str, Any]:
+    """The right to terminate that names no instance."""
+    return {
+        "Sid": "WithItsNodes",
+        "Effect": "Allow",
+        "Action": "ec2:TerminateInstances",
+        "Resource": "*",
+        "Condition": {"Null": {"ec2:InstanceType": "true"}},
+    }

@@ -82,7 +82,7 @@ def test_hours_count_all_nodes_so_timer_and_expiry_are_a_share_of_them(tmp_path:
     hours = float(two.limits.max_hours)
     margin = timer_seconds(one) - hours * 3600
     assert timer_seconds(two) == 1.5 * hours / 2 * 3600 + margin
-    assert two.limits.expiry(NOW, 2) - NOW == timedelta(hours=hours / 2 + 24)
+    assert two.expiry(NOW) - NOW == timedelta(hours=hours / 2 + 24)
 
 
 def test_a_file_without_the_keys_is_the_run_that_it_was_before_them(tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""A Capacity Block in a rehearsal: the account has bought the one that the file names, and it has just begun."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta
+from typing import cast
+
+from gpufleet.infra.definition.model import CapacityBlock, StackDefinition
+from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
+from gpufleet.job.text import stamp
+from gpufleet.rehearsal.launch import Reservation
+from gpufleet.rehearsal.pace import Change
+
+NOT_BOUGHT = "cr-00000000000000000"  # stands for a block that the file only prices
+
+
+def begun(block: CapacityBlock, changed: Change | None, now: datetime) -> Change:
+    """Lays a block that is as long and began a minute ago over the tree, after `changed`."""
+    start = now - timedelta(minutes=1)
+    told = {
+        "reservation": block.reservation or NOT_BOUGHT,
+        "start": stamp(start),
+        "end": stamp(start + (block.end - block.start)),
+    }
+    overlay = read(json.dumps({"fleet": {"block": told}}))
+    return lambda tree: cast(Mapping, merge(changed(tree) if changed else tree, overlay))
+
+
+def bought(definition: StackDefinition) -> Reservation | None:
+    """What the account has of it: room for the run's nodes. None without a block."""
+    fleet = definition.fleet
+    if fleet.block is None:
+        return None
+    return Reservation(
+        id=fleet.block.reservation or NOT_BOUGHT,
+        type=fleet.instance_types[0],
+        zone=fleet.zones[0],
+        count=definition.nodes,
+        start=fleet.block.start,
+        end=fleet.block.end,
+    )
