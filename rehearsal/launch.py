@@ -125,7 +125,8 @@ class Launcher:
 
     def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> CloudInstance:
         """One instance in the first pool that has capacity. Raises LaunchFailedError with what the history will say."""
-        if FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
+        launches = not any(_block(pool.spec) for pool in pools)  # that role; into a block the caller does
+        if launches and FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
             raise LaunchFailedError("iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist")
         if not pools:
             raise LaunchFailedError("spotFleetRequestConfigurationInvalid", "The request names no subnet to launch in")

@@ -63,7 +63,9 @@ def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
 
 
 def _roles(definition: StackDefinition) -> dict[str, str]:
-    """The service-linked roles with which a fleet launches, and whose each is."""
+    """The service-linked roles with which a fleet launches, and whose each is. Into a block whoever runs `up` does."""
+    if definition.fleet.block:
+        return {}
     roles = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}
     if definition.fleet.capacity == "spot":
         roles["AWSServiceRoleForEC2Spot"] = "spot.amazonaws.com"
@@ -212,6 +214,10 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
             found=f"{key} is disabled",
             fix=f"aws kms enable-key --region {region} --key-id {key}",
         )
+        return
+    if definition.fleet.block:
+        needs = f"whoever runs `up` launches, and needs {', '.join(LAUNCH_OPERATIONS)}"
+        yield Check(name="disk key", state="warning", found=f"{what} encrypted with your key {key}: {needs}")
         return
     key = str(metadata["Arn"])  # an alias, which the account may have chosen, is refused below
     grants = [_as_statement(grant) for grant in pages(kms, "list_grants", "Grants", KeyId=key)]

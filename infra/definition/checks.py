@@ -56,6 +56,7 @@ def check(
     """
     impossible = _model(s.job.parameters, findings)
     _placement(s.fleet, findings, catalog)
+    _block(s.fleet, findings, now, past_deadline)
     # If the job's parameters are invalid, skip the checks that need them; still check the instance types.
     unknown = impossible or bool(findings.bad & {"job", "job.experiment", "job.parameters"})
     instance_types(s.fleet, None if unknown else s.job.parameters, findings, catalog, launchable=launchable)
@@ -74,7 +75,6 @@ def check(
         _saves(s, findings)
         _estimate(s, findings)
     _fallback(s, findings, unknown=unknown)
-    _block(s.fleet, findings, now, past_deadline)
 
 
 def _model(config: JobConfig, findings: Findings) -> bool:
@@ -204,9 +204,6 @@ def _block(fleet: Fleet, findings: Findings, now: datetime, past_end: bool) -> N
         if fleet.capacity == "block":
             findings.add("fleet.block", "a section with start, end and fee_usd, and reservation once it is bought")
         return
-    if fleet.capacity != "block":
-        findings.add("fleet.block", "nothing unless fleet.capacity is block", "Its nodes are paid by the block alone.")
-        return
     for key, names in (("zones", fleet.zones), ("instance_types", fleet.instance_types)):
         if len(names) > 1:
             findings.add(f"fleet.{key}", "the block's one, where fleet.capacity is block", value=", ".join(names))
@@ -307,6 +304,7 @@ def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
     """Refused rather than kept for longer in silence: what is kept is on the bill."""
     if findings.bad & {"limits.max_hours", "limits.deadline", "fleet.block.end"}:
         return
+    now = max(now, s.fleet.block.start) if s.fleet.block else now  # nothing is up before
     end = s.expiry(now)
     ends = "limits.deadline, or limits.max_hours + 24 h from its start" if s.fleet.block is None else "fleet.block.end"
     least = days_to_keep(now, end)

@@ -40,6 +40,8 @@ def definition(
     findings = Findings(tree=tree)
     check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
     parts: dict[str, Any] = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
+    if parts["fleet"].capacity != "block":  # of a scenario, say, that does without
+        parts["fleet"] = replace(parts["fleet"], block=None)
     interruptions = build(
         Interruptions, find_node(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings
     )

@@ -88,7 +88,7 @@ class Fleet:
     nodes: int = added_later(1)  # that train together; more than one are of one type, in one zone
     cards: Cards = added_later("one")  # of each of several nodes: which of its network cards carry their traffic
     fallback: Fallback = added_later("none")  # once spot would miss the deadline
-    block: CapacityBlock | None = added_later(None)  # where capacity is block
+    block: CapacityBlock | None = added_later(None)  # None: capacity is another
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
 
     @property

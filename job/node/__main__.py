@@ -185,6 +185,8 @@ class NodeRun:
             self._crash("the bucket cannot be listed")
         if DONE in self.keys:
             self._ended = True
+            if self._fetching is None:
+                self._fetch_run_file()  # what its fleet is
             self._upload_log()
             self._stop_fleet()
             self._leave("the run was over before this boot")

@@ -21,6 +21,7 @@ STEADY_S = 15.0  # of looks that succeeded, before one is: after an outage of th
 FENCE_S = 60.0  # a member that has reached no store and done no step for so long ends its trainer
 PROPOSE_S = 30.0  # for the oldest to propose; then anybody does
 SPARE_S = 600.0  # a node that the others train without leaves
+BLOCK_S = 1200.0  # that nodes of a block, which nothing replaces, wait for others: they boot and pull at once
 RETRIES = 1  # with the same nodes from the same checkpoint
 TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # ends of all ranks at once
 
@@ -90,9 +91,10 @@ class Wait:
 Action = Join | Propose | Leave | Wait
 
 
-def next_of(view: View, nodes: int, *, ready_s: float, spare_s: float, step: int) -> Action:
+def next_of(view: View, nodes: int, *, ready_s: float, spare_s: float, lacking_s: float, step: int) -> Action:
     """What a node does that trains in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`:
-    for how long the others have trained without this one; `step`: the newest published.
+    for how long the others have trained without this one; `lacking_s`: for how long a block's nodes have been too few;
+    `step`: the newest published.
     """
     own, newest = view.own, view.newest
     if newest is not None and newest.number > own.generation and own.instance in newest.members:
@@ -107,6 +109,9 @@ def next_of(view: View, nodes: int, *, ready_s: float, spare_s: float, step: int
         return Wait(why=f"{', '.join(busy)} not ready yet")
     ready = ready_nodes(view)
     if len(ready) < nodes:
+        if lacking_s >= BLOCK_S:
+            why = f"{len(ready)} of {nodes} nodes for {lacking_s:.0f} s, and a block's fleet replaces none"
+            return Leave(code=AttemptExit.CRASHED, why=why)
         return Wait(why=f"{len(ready)} of {nodes} nodes are ready")
     members = ready[:nodes]
     if own.instance == members[0].instance or (own in members and ready_s >= PROPOSE_S):

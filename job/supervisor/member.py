@@ -51,6 +51,7 @@ class GangMember(Supervisor):
         self._own_log = 0  # where in job.log what no leader's has begins
         self._spare_since: float | None = None
         self._ready_since: float | None = None
+        self._lacking_since: float | None = None
         self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when it was seen
 
     def run(self) -> int:
@@ -134,6 +135,8 @@ class GangMember(Supervisor):
         now, nodes = self.clock(), self.run_file.nodes
         enough = len(gang.ready_nodes(view)) >= nodes and not gang.busy_nodes(view)
         self._ready_since = (self._ready_since or now) if enough else None
+        lacking = self.run_file.capacity == "block" and len(gang.ready_nodes(view)) < nodes
+        self._lacking_since = (self._lacking_since or now) if lacking else None
         spare = bool(gang.busy_nodes(view)) and view.newest is not None and view.own.instance not in view.newest.members
         self._spare_since = (self._spare_since or now) if spare else None
         return gang.next_of(
@@ -141,6 +144,7 @@ class GangMember(Supervisor):
             nodes,
             ready_s=now - (self._ready_since or now),
             spare_s=now - (self._spare_since or now),
+            lacking_s=now - (self._lacking_since or now),
             step=step,
         )
 

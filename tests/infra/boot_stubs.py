@@ -225,7 +225,8 @@ class StubNode:
         self.parameters: dict[str, Any] = {}
         self.limits: dict[str, Any] = {"max_usd": "1000", "max_hours": "100", "expires": "2036-11-27T00:00:00Z"}
         self.launched(minutes_ago=90)
-        self.nodes = 1
+        self.nodes, self.capacity = 1, "spot"
+        self.hourly_usd: dict[str, str] = {}
         self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
         self.put(fleet_key(FLEET), "known")
         (self.world / "calls").touch()
@@ -307,10 +308,10 @@ class StubNode:
             {
                 "job": {"parameters": {"device": self.device, **self.parameters}},
                 "limits": self.limits,
-                "capacity": "spot",
+                "capacity": self.capacity,
                 **({"nodes": self.nodes} if self.nodes > 1 else {}),
                 "rates": {"g5.2xlarge": {"on_demand": "1.20", "spot": {"us-east-2a": "0.40"}}},
-                "extras": {"hourly_usd": {}, "fixed_usd": "0"},
+                "extras": {"hourly_usd": self.hourly_usd, "fixed_usd": "0"},
             }
         )
         self.put("run.json", run_config)

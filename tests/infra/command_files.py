@@ -39,6 +39,16 @@ def command_file(project: Path, *, name: str = "mine", more: str = "", **job: An
     return path
 
 
+def in_block(text: str, block: str = "") -> str:
+    """A file of one zone and one type on spot, in a block of a day of which an hour is over on 2026-11-26."""
+    told = (
+        block
+        or "{reservation: cr-0123456789abcdef0, start: 2026-11-25T23:00:00Z, end: 2026-11-27T11:30:00Z, fee_usd: 900}"
+    )
+    assert text.count("  capacity: spot\n") == 1
+    return text.replace("  capacity: spot\n", f"  capacity: block\n  block: {told}\n")
+
+
 def several_nodes(cards: str) -> str:
     """pretrain-d64 on two nodes."""
     text = (ROOT / "stacks" / "pretrain-d64.yaml").read_text()

@@ -12,20 +12,24 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import boto3
 import pytest
-from command_files import several_nodes
+from command_files import in_block, several_nodes
 from declared_world import Declared, declare
 from pulumi._types import input_type_py_to_pulumi_names
 from repository import ROOT
 
+from gpufleet.job.text import stamp
 from gpufleet.rehearsal.handlers import HANDLERS
 from gpufleet.rehearsal.handlers.table import UNKNOWN
 
 # The SDK warns about resources that it has renamed when their package is imported, ours among them or not.
 pytestmark = pytest.mark.filterwarnings("ignore:.* has been deprecated in favor of:DeprecationWarning")
 
+MARKET = "LaunchTemplate.instance_market_options[0].market_type"
 _DOC = re.compile(r":param [^\n]*?\b(\w+): (.*?)(?=\n\s*:param |\Z)", re.DOTALL)
 _VALUES = re.compile(
     r"(?:Valid values(?: are)?(?: include)?:?|Valid options:?|Can be(?: one of)?|Must be one of)"
@@ -105,10 +109,18 @@ def over_all_cards(tmp_path_factory: pytest.TempPathFactory) -> Declared:
 
 
 @pytest.fixture(scope="module")
-def passed(declared: Declared, over_all_cards: Declared) -> list[Argument]:
+def into_block(tmp_path_factory: pytest.TempPathFactory) -> Declared:
+    folder, text = tmp_path_factory.mktemp("block") / "project", several_nodes("one").replace("usd: 1000", "usd: 2000")
+    start = datetime.now(UTC)
+    block = f"{{reservation: cr-0123456789abcdef0, start: {stamp(start)}, end: {stamp(start + timedelta(days=2))}, "
+    return declare(folder, "pretrain-d64", in_block(text, f"{block}fee_usd: 900}}"))
+
+
+@pytest.fixture(scope="module")
+def passed(declared: Declared, over_all_cards: Declared, into_block: Declared) -> list[Argument]:
     return [
         argument
-        for each in (*declared.resources, *over_all_cards.resources)
+        for each in (*declared.resources, *over_all_cards.resources, *into_block.resources)
         for argument in arguments(resource_class(each["type"]), each["inputs"], each["type"].split(":")[-1])
     ]
 
@@ -126,6 +138,9 @@ def test_every_enum_value_is_one_the_provider_documents(passed: list[Argument]) 
     for argument in passed:
         if argument.path == "TopicSubscription.protocol":  # its list is of those that confirm by themselves
             assert "`email`" in argument.doc
+        elif argument.path == MARKET:  # its page is behind that of Instance; the provider takes what the API knows
+            assert argument.value in boto3.client("ec2", "us-east-2").meta.service_model.shape_for("MarketType").enum
+            checked.add((argument.path, argument.value))
         elif argument.allowed and isinstance(argument.value, str):
             assert argument.value in argument.allowed, f"{argument.path}={argument.value}: {argument.allowed}"
             checked.add((argument.path, argument.value))
@@ -138,6 +153,7 @@ def test_every_enum_value_is_one_the_provider_documents(passed: list[Argument]) 
             "Fleet.spot_options[0].instance_interruption_behavior": "terminate",
             "Fleet.target_capacity_specification[0].default_target_capacity_type": "spot",
             "LaunchTemplate.metadata_options[0].http_tokens": "required",
+            MARKET: "capacity-block",
             "LaunchTemplate.block_device_mappings[0].ebs[0].volume_type": "gp3",
         }.items()
     )

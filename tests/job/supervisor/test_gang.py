@@ -20,7 +20,7 @@ def view(own: Presence, *others: Presence, ages: dict[str, float] | None = None,
 
 
 def act(seen: View, nodes: int = 2, **times: float) -> gang.Action:
-    return gang.next_of(seen, nodes, **{"ready_s": 0.0, "spare_s": 0.0, "step": 7, **times})  # type: ignore[arg-type]
+    return gang.next_of(seen, nodes, **{"ready_s": 0.0, "spare_s": 0.0, "lacking_s": 0.0, "step": 7, **times})  # type: ignore[arg-type]
 
 
 OLD, NEW = node("i-1", 10), node("i-2", 20)
