@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.wait import WaitLoop
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.pin import pin
 from gpufleet.rehearsal.account import AMI_PARAMETERS, ami_id
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.launch import Reservation
 from gpufleet.rehearsal.registry import digest
 
 NAME, RUN = "small-growth", "r1"
@@ -75,8 +78,21 @@ def advance(cloud: Cloud, seconds: float) -> None:
     cloud.clock.advance(seconds)
 
 
+RESERVED = "cr-0123456789abcdef0"
+
+
+def has_block(cloud: Cloud, count: int = 1, type_: str = "g5.2xlarge", begins_h: float = -1) -> Reservation:
+    """A Capacity Block of two days, which the account has bought."""
+    start = cloud.clock.now().replace(microsecond=0) + timedelta(hours=begins_h)
+    end = start + timedelta(days=2)
+    made = Reservation(id=RESERVED, type=type_, zone="us-east-2a", count=count, start=start, end=end)
+    cloud.has_block(made)
+    return made
+
+
 def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you", capacity: str = "spot", target: int = 1) -> str:
-    """VPC, template and fleet with the stack's tags; nothing launches before the next tick."""
+    """VPC, template and fleet with the stack's tags; nothing launches before the next tick, but into a block."""
+    block = capacity == "capacity-block"
     ec2 = cloud.client("ec2")
     tags = [
         {"Key": key, "Value": value} for key, value in {**TAGS, "gpufleet:run": run, "gpufleet:owner": owner}.items()
@@ -84,7 +100,7 @@ def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you", capacity: st
     vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=[{"ResourceType": "vpc", "Tags": tags}])
     vpc_id = vpc["Vpc"]["VpcId"]
     subnet = ec2.create_subnet(VpcId=vpc_id, CidrBlock="10.0.0.0/24", AvailabilityZone="us-east-2a")
-    data = {
+    data: dict[str, Any] = {
         "ImageId": ami_id(cloud.region, AMI),
         "UserData": base64.b64encode(b"#!/bin/bash\n").decode(),
         "InstanceInitiatedShutdownBehavior": "terminate",
@@ -96,17 +112,20 @@ def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you", capacity: st
             }
         ],
     }
+    if block:
+        data["InstanceMarketOptions"] = {"MarketType": capacity}
+        data["CapacityReservationSpecification"] = {"CapacityReservationTarget": {"CapacityReservationId": RESERVED}}
     template = ec2.create_launch_template(
         LaunchTemplateName=f"gpufleet-{NAME}-{run}-{owner}{capacity.removeprefix('spot')}",
         LaunchTemplateData=data,
         TagSpecifications=[{"ResourceType": "launch-template", "Tags": tags}],
     )["LaunchTemplate"]["LaunchTemplateId"]
     made = ec2.create_fleet(
-        Type="maintain",
+        Type="instant" if block else "maintain",
         TargetCapacitySpecification={"TotalTargetCapacity": target, "DefaultTargetCapacityType": capacity},
         SpotOptions={"AllocationStrategy": "price-capacity-optimized"},
         ExcessCapacityTerminationPolicy="termination",
-        ValidUntil=EXPIRES,
+        **({} if block else {"ValidUntil": EXPIRES}),
         LaunchTemplateConfigs=[
             {
                 "LaunchTemplateSpecification": {"LaunchTemplateId": template, "Version": "1"},
@@ -150,3 +169,27 @@ def finished(cloud: Cloud, run: str = "r1") -> str:
     for name, content in files.items():
         put(cloud, bucket, name, content, run)
     return bucket
+
+
+def waited(
+    cloud: Cloud, stack: StackDefinition, timeout_s: float = 60, meanwhile: Callable[[], None] = lambda: None
+) -> tuple[int, str]:
+    """The exit code and all that was said; sleeping moves the cloud's clock, and `meanwhile` happens."""
+    clock, said = cloud.clock, list[str]()
+    assert isinstance(clock, ManualClock)
+    start = clock.now()
+
+    def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        meanwhile()
+
+    watch = WaitLoop(
+        definition=stack,
+        ec2=aws.client("ec2", "us-east-2"),
+        s3=aws.client("s3", "us-east-2"),
+        sleep=sleep,
+        clock=lambda: (clock.now() - start).total_seconds(),
+        now=clock.now,
+        say=said.append,
+    )
+    return watch.until_node(timeout_s), "\n".join(said)

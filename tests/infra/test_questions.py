@@ -170,3 +170,25 @@ def test_the_sum_of_independent_runs_is_that_of_a_binomial() -> None:
     found = Several(parts=(StackRuns(name="a", times=100, one=one, max_usd=exact(5), usd=values),))
     assert [float(found.independent.p10), float(found.independent.p90)] == pytest.approx([187.2, 212.8], abs=1.3)
     assert (float(found.alike.p90), float(found.max_usd)) == (300, 500)
+
+
+def test_on_a_capacity_block(ask: Any) -> None:
+    """A day of one p5.48xlarge at the 39.33 USD an hour of AWS's page of January 2025: 943.92, paid at once. A node has
+    23.5 h of it. By hand: 500 GiB of disk are 0.0548 USD an hour (0.08 a month of 730 h), the address 0.005.
+    """
+    tree = stack("sft-h100", {"data": {"examples": 20_000}}, storage={"base_weights": "data/8b"})
+    start, fee = "2099-12-01T11:30:00Z", 39.33 * 24
+    block = {"start": start, "end": "2099-12-02T11:30:00Z", "fee_usd": round(fee, 2)}
+    told = ask(cost, "block", block={**tree, "fleet": {**tree["fleet"], "capacity": "block", "block": block}})
+    lines = {line["name"]: float(line["amount"]) for line in told["lines"]}
+    hours = float(told["uninterrupted"]["hours"])
+    assert (lines["compute"], lines["capacity block"]) == (0, 943.92)
+    assert lines["root disk"] == pytest.approx(500 * 0.08 / 730 * hours, abs=1e-3)
+    assert lines["public IPv4"] == pytest.approx(0.005 * hours, abs=1e-3)
+    beside = sum(lines.values()) - 943.92 - lines["interruptions"]
+    assert float(told["usd"]["p50"]) == pytest.approx(943.92 + beside, abs=0.01)
+    assert told["cap"]["first"] == "fleet.block.end"
+    assert float(told["cap"]["at_hours"]) == pytest.approx(23.5, abs=0.05)
+    by_the_hour = float(told["on_demand"]["usd"]["p50"])  # for what the run uses of the day
+    assert by_the_hour == pytest.approx(55.04 * float(told["on_demand"]["hours"]["p50"]) + beside, rel=0.02)
+    assert told["cheaper"] is None  # of what is paid

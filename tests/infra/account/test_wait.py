@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from commands_world import AMI, EXPIRES, advance, declare_bucket, declare_fleet, put
+from commands_world import AMI, EXPIRES, advance, declare_bucket, declare_fleet, put, waited
 
-from gpufleet.infra.account import aws
 from gpufleet.infra.account import wait as wait_module
 from gpufleet.infra.account.fleet import find_instances
 from gpufleet.infra.account.wait import WaitLoop, explain
@@ -20,30 +19,6 @@ from gpufleet.rehearsal.account import ami_id
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.fleet import Event
-
-
-def waited(
-    cloud: Cloud, stack: StackDefinition, timeout_s: float = 60, meanwhile: Callable[[], None] = lambda: None
-) -> tuple[int, str]:
-    """The exit code and all that was said; sleeping moves the cloud's clock, and `meanwhile` happens."""
-    clock, said = cloud.clock, list[str]()
-    assert isinstance(clock, ManualClock)
-    start = clock.now()
-
-    def sleep(seconds: float) -> None:
-        clock.advance(seconds)
-        meanwhile()
-
-    watch = WaitLoop(
-        definition=stack,
-        ec2=aws.client("ec2", "us-east-2"),
-        s3=aws.client("s3", "us-east-2"),
-        sleep=sleep,
-        clock=lambda: (clock.now() - start).total_seconds(),
-        now=clock.now,
-        say=said.append,
-    )
-    return watch.until_node(timeout_s), "\n".join(said)
 
 
 def test_a_node_is_named_with_type_and_zone(cloud: Cloud, stack: StackDefinition) -> None:

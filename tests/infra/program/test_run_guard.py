@@ -11,9 +11,10 @@ import pytest
 from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
-from gpufleet.infra.definition.model import Disk, StackDefinition
+from gpufleet.infra.definition.model import CapacityBlock, Disk, StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.run_guard import Previous, RunDecision, judge, timer_seconds
+from gpufleet.job.text import stamp
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, 250_000, tzinfo=UTC)
 DEFINITION = load(ROOT / "stacks" / "tinystories-growth.yaml", now=NOW)
@@ -275,3 +276,17 @@ def test_a_run_whose_fleet_is_gone_is_over() -> None:
 def test_the_timer_of_a_boot_that_knows_nothing_yet_is_two_minutes_longer_than_the_run() -> None:
     assert timer_seconds(DEFINITION) == 2 * 3600 + 120
     assert timer_seconds(limits(max_hours=Decimal("0.5"))) == 1800 + 120
+
+
+def test_in_a_block_a_fleet_that_is_gone_is_made_again_until_its_end() -> None:
+    """Nothing else replaces its nodes; one of a run that is over finds that, and leaves."""
+    block = CapacityBlock(start=NOW - HOUR, end=NOW + 24 * HOUR, fee_usd=Decimal(1))
+    fleet = replace(DEFINITION.fleet, capacity="block", block=block)
+    inside = replace(DEFINITION, fleet=fleet)
+    first = verdict(inside)
+    assert first.run.valid_until == stamp(NOW + 23.5 * HOUR)
+    gone = verdict(inside, previous=first, fleets=set(), now=NOW + HOUR)
+    assert (gone.continues, gone.over) == (True, False)
+    assert "`up` launches its nodes again" in " ".join(gone.warnings)
+    assert verdict(inside, previous=first, now=NOW + HOUR).warnings == ()
+    assert verdict(inside, previous=first, fleets=set(), now=NOW + 24 * HOUR).over

@@ -249,3 +249,18 @@ def test_a_follower_publishes_nothing(town: Town) -> None:
         bucket.node_log_key("i-2"),
     }
     assert {key for instance, key in town.store.puts if instance == "i-2"} == own
+
+
+@pytest.mark.parametrize("capacity", ["block", "spot"])
+def test_in_a_block_who_waits_for_a_lost_node_fails_after_twenty_minutes_and_elsewhere_waits_on(
+    tmp_path: Path, capacity: str
+) -> None:
+    """Nothing replaces it there: the node then ends the fleet (job/node)."""
+    town = Town(tmp_path, last=10_000, limits={"max_usd": "100", "max_hours": "100", "deadline": None})
+    town.tree["capacity"] = capacity
+    town.boot_s = None
+    town.boot(), town.boot()
+    after_step(town, 13, lambda: town.kill(town.machines[1]))
+    town.run(limit_s=3600.0)
+    assert town.machines[0].code == (1 if capacity == "block" else None)
+    assert ("a block's fleet replaces none" in town.said) is (capacity == "block")
