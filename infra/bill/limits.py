@@ -32,10 +32,11 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
         yield from _first_save(definition, bill)
         return
     (stop_usd, stop_h), side, block = bill.chosen.reserve, bill.chosen, definition.fleet.block
-    max_usd, max_hours = definition.limits.max_usd, definition.limits.max_hours
+    max_usd, max_hours, nodes = definition.limits.max_usd, definition.limits.max_hours, definition.nodes
+    all_hours = side.needed_hours.times(nodes)
     needs = [
         ("limits.max_usd", str(max_usd), max_usd, side.metered_usd, stop_usd, f"USD: {_HALF} {AS_COUNTED}"),
-        ("limits.max_hours", str(max_hours), max_hours, side.needed_hours, stop_h, f"node-hours: {_HALF}"),
+        ("limits.max_hours", str(max_hours), max_hours, all_hours, nodes * stop_h, f"node-hours: {_HALF}"),
     ]
     if block is not None:
         unit = f"hours from its start to 30 minutes before its end: {_HALF}"

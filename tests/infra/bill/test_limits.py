@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost_definitions import definition, growth
+from cost_definitions import definition, growth, on_nodes
 from repository import ROOT
 
 from gpufleet.infra.bill.bill import Bill
@@ -108,6 +108,16 @@ def test_the_limits_that_a_refusal_names_are_accepted(capacity: str) -> None:
         ninth = enough(found.needed_hours.p90 + found.reserve[1])
         assert f"{ninth} suffices for nine in ten." in said[1]
         assert f"{enough(found.metered_usd.p90 + found.reserve[0])} suffices for nine in ten." in said[0]
+
+
+def test_max_hours_is_held_against_the_hours_of_all_nodes() -> None:
+    """Two nodes of half an hour each need an hour."""
+    needed = price(on_nodes(definition(max_usd="300", max_hours="10", capacity="on-demand"), 2), CATALOG).chosen
+    each_h = float(needed.needed_hours.p50 + needed.reserve[1])
+    for hours, refused in ((1.9 * each_h, True), (2.1 * each_h, False)):
+        plan = on_nodes(definition(max_usd="300", max_hours=f"{hours:.2f}", capacity="on-demand"), 2)
+        found = problems(plan, price(plan, CATALOG))
+        assert [problem.path for problem in found] == (["limits.max_hours"] if refused else [])
 
 
 def test_a_deadline_that_one_run_in_twenty_misses_is_worth_a_sentence() -> None:
