@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -66,11 +66,6 @@ class AgainstOne:
             "hours_less": str(self.hours),
             "waiting_usd": str(self.idle_usd.mean),
         }
-
-
-def as_one(definition: StackDefinition) -> StackDefinition:
-    """The definition, for one node."""
-    return replace(definition, fleet=replace(definition.fleet, nodes=1, cards="one"))
 
 
 def against_one(definition: StackDefinition, several: Side, one: Side) -> AgainstOne:

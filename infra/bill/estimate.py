@@ -14,7 +14,7 @@ from datetime import date
 from decimal import Decimal
 
 from gpufleet.infra.bill import doubts, limits, lines, options
-from gpufleet.infra.bill.against_one import AgainstOne, against_one, as_one
+from gpufleet.infra.bill.against_one import AgainstOne, against_one
 from gpufleet.infra.bill.bill import Bill, Cap, KeptStorage
 from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.side import (
@@ -128,7 +128,7 @@ def _against_one(
 ) -> AgainstOne | None:
     if definition.nodes == 1 or definition.job.parameters.is_endless:
         return None
-    alone = as_one(definition)
+    alone = definition.on_nodes(1)
     types = options.type_costs(alone, catalog, None, speeds)
     one = price_side(
         alone,

@@ -111,7 +111,7 @@ def every_option(
             asked = found_work if _device(found_work, type_, catalog) in own else elsewhere
             for count in node_counts(work, type_, catalog):
                 option = options.type_cost(
-                    on_nodes(asked, count),
+                    asked.on_nodes(count),
                     catalog,
                     type_,
                     nearest=holder,
@@ -120,7 +120,7 @@ def every_option(
                 )
                 if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                     option = replace(option, why="")
-                there = replace(bill_inputs, definition=on_nodes(found_work, count))
+                there = replace(bill_inputs, definition=found_work.on_nodes(count))
                 drafts += [
                     draft(there, name, option, capacity, catalog, hazards or {}, today, likely=likely)
                     for capacity in MARKETS
@@ -260,12 +260,12 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
-    """The distinct (parameters, estimate, what it is held, storage) among the scenarios on one node, each with its
-    names and the widest of their limits.
+    """The distinct (parameters, estimate, what it is held, storage) among the scenarios, each with its names and the
+    widest of their limits.
     """
     found: dict[tuple[object, ...], list[StackDefinition]] = {}
     for variant in variants or (definition,):
-        if variant.variant.reference or variant.nodes > 1:
+        if variant.variant.reference:
             continue
         held = variant.variant.hold_hours, variant.variant.buffer
         storage = repr(variant.storage)  # its map of inputs has no hash
@@ -296,17 +296,15 @@ def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[
 
 
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
-    """How many nodes of a type are worth a row: one, and of the work's own types as many as its job can use."""
-    config = work.job.parameters
+    """How many nodes of a type are worth a row: one, and of the work's own types its own number, and as many as its job
+    can use.
+    """
+    config, own = work.job.parameters, work.nodes
     if type_ not in work.fleet.instance_types or config.one_node or config.is_users_own or config.device == "cpu":
-        return [1]
+        return sorted({1, own} if type_ in work.fleet.instance_types else {1})
     gpus = catalog.instances[type_].gpu_count
-    return [1, *(count for count in NODE_COUNTS if count * gpus <= config.rows() and config.gpus in (None, gpus))]
-
-
-def on_nodes(definition: StackDefinition, count: int) -> StackDefinition:
-    """The definition on so many nodes."""
-    return definition if count == 1 else replace(definition, fleet=replace(definition.fleet, nodes=count))
+    able = (count for count in NODE_COUNTS if count * gpus <= config.rows() and config.gpus in (None, gpus))
+    return sorted({1, own, *able})
 
 
 def _by_the_hour(definition: StackDefinition) -> StackDefinition:

@@ -322,6 +322,11 @@ class StackDefinition:
         """Machines at once."""
         return self.fleet.nodes
 
+    def on_nodes(self, count: int) -> StackDefinition:
+        """This work on so many nodes."""
+        cards: Cards = self.fleet.cards if count > 1 else "one"
+        return replace(self, fleet=replace(self.fleet, nodes=count, cards=cards))
+
     def due(self, begin: datetime) -> datetime | None:
         """When a run whose first `up` is then has to be done: by its deadline, and while its block lasts."""
         ends = [self.limits.due(begin), self.fleet.block.last if self.fleet.block else None]

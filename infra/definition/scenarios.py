@@ -71,9 +71,9 @@ def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) 
     if not found:
         raise unknown(path, name, (variant.scenario for variant in variants))
     (variant,) = (work.variant for work in found)
-    if variant.reference or found[0].nodes > 1:
-        why = variant.only_priced or "is several nodes"
+    if variant.reference:
         raise GpufleetError(
-            f"scenario {name} {why}: its work is taken to no other type; without --scenario its own row is there"
+            f"scenario {name} {variant.only_priced}: its work is taken to no other type; without --scenario its own row"
+            " is there"
         )
     return found
