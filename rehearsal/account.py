@@ -14,6 +14,7 @@ from unittest import mock
 from moto.core.base_backend import BackendDict
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.amis import Ami
+from moto.ec2.models.availability_zones_and_regions import RegionsAndZonesBackend
 from moto.events.models import events_backends
 from moto.iam.models import iam_backends
 from moto.kms.models import kms_backends
@@ -122,7 +123,7 @@ def _seed_network(account: str, region: str, vpc: Vpc) -> None:
     ec2.create_route(table.id, "0.0.0.0/0", gateway_id=gateway.id)
     for number, (zone, name) in enumerate(vpc.subnets.items()):
         with mock.patch("moto.ec2.models.subnets.random_subnet_id", return_value=name):
-            made = ec2.create_subnet(vpc.id, f"10.0.{number}.0/24", availability_zone=zone)
+            made = ec2.create_subnet(vpc.id, f"10.0.{number}.0/24", availability_zone=zone_name(zone, region))
         made.map_public_ip_on_launch = True
 
 
@@ -150,12 +151,21 @@ def quota_code(instance_type: str, *, spot: bool) -> str:
 
 @cache
 def spot_price(instance_type: str, zone: str) -> Decimal:
-    """Dollars per hour in the zone: the catalog's price where it has one. In this account zone a is az1, b is az2,
-    and so on: accounts differ, and each is as good as another here.
-    """
+    """Dollars per hour in the zone, by name: the catalog's price where it has one."""
     prices = load_catalog().spot_prices.get((instance_type, zone[:-1]), ())
     by_zone = {price.zone: price.price.amount for price in prices}
-    return by_zone.get(f"az{ord(zone[-1]) - ord('a') + 1}", max(by_zone.values(), default=Decimal("0.5000")))
+    id = zone_ids(zone[:-1])[zone].rpartition("-")[2]
+    return by_zone.get(id, max(by_zone.values(), default=Decimal("0.5000")))
+
+
+def zone_ids(region: str) -> dict[str, str]:
+    """The ids of a region's zones, by name, in this account."""
+    return {zone.name: zone.zone_id for zone in RegionsAndZonesBackend.zones[region]}
+
+
+def zone_name(zone: str, region: str) -> str:
+    """What a zone, given by its name or its id, is called in this account."""
+    return next(name for name, id in zone_ids(region).items() if zone in (name, id))
 
 
 Resource = tuple[str, str]  # kind, id

@@ -17,7 +17,7 @@ from moto.iam.access_control import IAMPolicy, PermissionResult
 from moto.s3.models import FakeBucket
 from moto.servicequotas.responses import ServiceQuotasResponse
 
-from gpufleet.rehearsal.account import QUOTAS, spot_price
+from gpufleet.rehearsal.account import QUOTAS, spot_price, zone_ids
 from gpufleet.rehearsal.controller import FleetController
 
 
@@ -153,6 +153,7 @@ def _describe_capacity_reservations(fleets: FleetController, response: Any) -> A
             "InstanceType": each.type,
             "InstancePlatform": "Linux/UNIX",
             "AvailabilityZone": each.zone,
+            "AvailabilityZoneId": zone_ids(each.zone[:-1])[each.zone],
             "ReservationType": "capacity-block",
             "State": each.state(now),
             "TotalInstanceCount": each.count,

@@ -9,6 +9,7 @@ from typing import cast
 from gpufleet.infra.definition.model import CapacityBlock, StackDefinition
 from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
 from gpufleet.job.text import stamp
+from gpufleet.rehearsal.account import zone_name
 from gpufleet.rehearsal.launch import Reservation
 from gpufleet.rehearsal.pace import Change
 
@@ -35,7 +36,7 @@ def bought(definition: StackDefinition) -> Reservation | None:
     return Reservation(
         id=fleet.block.reservation or NOT_BOUGHT,
         type=fleet.instance_types[0],
-        zone=fleet.zones[0],
+        zone=zone_name(fleet.zones[0], fleet.region),
         count=definition.nodes,
         start=fleet.block.start,
         end=fleet.block.end,

@@ -75,7 +75,8 @@ def _roles(definition: StackDefinition) -> dict[str, str]:
 def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     """Which of the listed types each listed zone offers."""
     fleet = definition.fleet
-    zones = {zone["ZoneName"] for zone in ec2.describe_availability_zones()["AvailabilityZones"]}
+    key, location = ("ZoneId", "availability-zone-id") if fleet.zone_ids else ("ZoneName", "availability-zone")
+    zones = {zone[key] for zone in ec2.describe_availability_zones()["AvailabilityZones"]}
     for zone in fleet.zones:
         if zone not in zones:
             fix = f"Remove it from fleet.zones; your account has {', '.join(sorted(zones))}."
@@ -88,7 +89,7 @@ def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         ec2,
         "describe_instance_type_offerings",
         "InstanceTypeOfferings",
-        LocationType="availability-zone",
+        LocationType=location,
         Filters=filters,
     )
     offered = {(item["InstanceType"], item["Location"]) for item in listed}
@@ -130,11 +131,12 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         fix = "Name another block, or write another fleet.capacity."
         yield Check(name="block", state="problem", found=f"{name} is {state}", fix=fix)
         return
+    zone = str(found["AvailabilityZoneId" if fleet.zone_ids else "AvailabilityZone"])
     told = {
         "fleet.block.start": (stamp(said.start), stamp(found["StartDate"])),
         "fleet.block.end": (stamp(said.end), stamp(found["EndDate"])),
         "fleet.instance_types": (", ".join(fleet.instance_types), str(found["InstanceType"])),
-        "fleet.zones": (", ".join(fleet.zones), str(found["AvailabilityZone"])),
+        "fleet.zones": (", ".join(fleet.zones), zone),
     }
     wrong = {key: theirs for key, (ours, theirs) in told.items() if ours != theirs}
     for key, theirs in wrong.items():

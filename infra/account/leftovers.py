@@ -178,7 +178,8 @@ def _resembles(volume: dict[str, Any], definition: StackDefinition) -> bool:
     disks = [definition.storage.root, *([definition.storage.data] if definition.storage.data else [])]
     sizes = {(disk.size_gib, disk.iops, disk.throughput_mibps) for disk in disks}
     size = (volume["Size"], volume.get("Iops"), volume.get("Throughput"))
-    return not volume.get("Tags") and volume["AvailabilityZone"] in definition.fleet.zones and size in sizes
+    places, zones = {volume["AvailabilityZone"], volume.get("AvailabilityZoneId")}, definition.fleet.zones
+    return not volume.get("Tags") and bool(places & set(zones)) and size in sizes
 
 
 def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "") -> Left:

@@ -37,8 +37,9 @@ def _misplaced(subnet: dict[str, Any] | None, vpc: str, zone: str) -> str:
         return "does not exist in the fleet's region"
     if subnet["VpcId"] != vpc:
         return f"is in {subnet['VpcId']}, not in {vpc}"
-    if subnet["AvailabilityZone"] != zone:
-        return f"is in {subnet['AvailabilityZone']}, not in {zone}"
+    there = subnet["AvailabilityZoneId" if "-az" in zone else "AvailabilityZone"]
+    if there != zone:
+        return f"is in {there}, not in {zone}"
     return "" if subnet["AvailableIpAddressCount"] else "has no free address"
 
 

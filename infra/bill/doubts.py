@@ -11,6 +11,7 @@ from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.bill.options import Calibrations
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.catalog import SpotPrice
+from gpufleet.infra.catalog.regions import known_regions
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.calibration import RefusedCalibration
 from gpufleet.infra.risk import unknown
@@ -113,12 +114,13 @@ def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
     yield from config.doubts(max(phase.steps for phase in runtime.phases))
 
 
-def _leave_out(zones: Sequence[SpotPrice]) -> str:
-    """What leaving out the dearest zone would do, where it alone spoils the price."""
+def _leave_out(zones: Sequence[SpotPrice], prefix: str) -> str:
+    """What leaving out the dearest zone would do, where it alone spoils the price. Ids begin with `prefix`."""
     *others, high = zones
     if not others or high.price.amount < _SPOILS * others[-1].price.amount:
         return ""
-    return f". Without {high.zone} that is {others[-1].price.amount}: leave its zone out of fleet.zones"
+    named = ", ".join(sorted(prefix + zone.zone for zone in others))
+    return f". Without {prefix}{high.zone} that is {others[-1].price.amount}: fleet.zones: [{named}]"
 
 
 def _free_hours(bill: Bill) -> Iterator[str]:
@@ -135,7 +137,8 @@ def _free_hours(bill: Bill) -> Iterator[str]:
 
 
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
-    config = definition.job.parameters
+    config, region = definition.job.parameters, known_regions().get(bill.region)
+    prefix = region.zone_id_prefix if region else ""
     needs_gb = fit.scratch_gb(config)
     for option in bill.types:
         instance, nodes = option.instance, definition.nodes
@@ -157,7 +160,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
             if high.price.amount >= _SPREAD * low.price.amount:
                 yield (
                     f"{option.type}: spot zones differ, {low.price.amount} ({low.zone}) to {high.price.amount}"
-                    f" ({high.zone}); the bill stands on the dearest{_leave_out(option.spot)}"
+                    f" ({high.zone}); the bill stands on the dearest{_leave_out(option.spot, prefix)}"
                 )
             if option.on_demand and high.price.amount >= option.on_demand.amount:
                 yield f"{option.type}: spot in {high.zone} costs as much as on demand"

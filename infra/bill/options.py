@@ -155,14 +155,17 @@ def type_cost(
     if instance is None:
         raise GpufleetError(catalog.unknown_type(type_))
     why, runtime = [], None
-    spot = catalog.spot_prices.get((type_, region), ())
+    zones = definition.fleet.zone_ids
+    spot = tuple(each for each in catalog.spot_prices.get((type_, region), ()) if not zones or each.zone in zones)
     on_demand = catalog.on_demand_prices.get((type_, region))
     capacity, block = definition.fleet.capacity, definition.fleet.block
     price = on_demand if capacity == "on-demand" else spot[-1].price if capacity == "spot" and spot else None
     config = config.bounded(_most_hours(definition, price))
     try:  # the other price may be missing: it is only compared with
-        if block is None:
-            (catalog.spot if capacity == "spot" else catalog.on_demand)(type_, region)
+        if capacity == "spot":
+            catalog.spot(type_, region, zones)
+        elif block is None:
+            catalog.on_demand(type_, region)
     except PriceMissing as missing:
         why.append(str(missing))
     try:

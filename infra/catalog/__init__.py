@@ -6,9 +6,9 @@ region or type, or recalled), and every bill says which of its prices are inferr
 
 Three things that surprise:
 
-- A spot price is known by zone *id* (az1 = use2-az1), a definition names zones (us-east-2a), and which name is which
-  id differs per account. Without an account the two cannot be matched, so callers take the dearest zone of the region.
-  Local Zones (Atlanta, Los Angeles) are left out.
+- A spot price is known by zone *id* (az1 = use2-az1), a definition may name zones (us-east-2a), and which name is
+  which id differs per account. Without an account the two cannot be matched, so callers take the dearest zone of the
+  region, unless the definition gives ids. Local Zones (Atlanta, Los Angeles) are left out.
 - The shipped spot figures come from an undated file made between 2026-01-21 and 2026-05-18; the earlier day is their
   date.
 - A fractional GPU is one device with a share: g6f.xlarge has gpu_count 1 and gpu_share 0.125, never 0 GPUs.
@@ -19,7 +19,7 @@ Three things that surprise:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from functools import cache, cached_property
@@ -165,6 +165,11 @@ class Catalog:
         found = known_regions().get(region)
         return found.zones if found else ()
 
+    def zone_id_prefix(self, region: str) -> str:
+        """What ids of the region's zones begin with; empty for a region the catalog does not cover."""
+        found = known_regions().get(region)
+        return found.zone_id_prefix if found else ""
+
     def price(self, item: str, region: str) -> Price:
         """Price of a service item (`ebs_gp3_storage`, `public_ipv4`, ...). Raises PriceMissing."""
         found = self.services.get((item, region))
@@ -181,12 +186,18 @@ class Catalog:
             raise PriceMissing(self._missing("on-demand", type_, region, self.on_demand_prices))
         return found
 
-    def spot(self, type_: str, region: str) -> tuple[SpotPrice, ...]:
-        """Spot prices per node-hour, cheapest zone first. Raises PriceMissing when no zone of the region has one."""
+    def spot(self, type_: str, region: str, zones: Sequence[str] = ()) -> tuple[SpotPrice, ...]:
+        """Spot prices per node-hour, cheapest zone first; in these `zones` (az1, ...) alone where any are named. Raises
+        PriceMissing when no zone has one.
+        """
         found = self.spot_prices.get((type_, region))
         if found is None:
             raise PriceMissing(self._missing("spot", type_, region, self.spot_prices))
-        return found
+        priced = tuple(each for each in found if not zones or each.zone in zones)
+        if not priced:
+            known = ", ".join(sorted(each.zone for each in found))
+            raise PriceMissing(f"no spot price for {type_} in {', '.join(zones)} of {region}; known in {known}")
+        return priced
 
     def nearest_type(self, type_: str, among: Iterable[str] | None = None) -> str | None:
         """The instance type, of all or `among` these, that is spelled most like `type_`: of a family spelled like its

@@ -15,6 +15,7 @@ from pathlib import Path
 from gpufleet.infra.catalog.table import read_table
 
 FILE = Path(__file__).with_name("regions.csv")
+_SIDES = {"northeast": "ne", "northwest": "nw", "southeast": "se", "southwest": "sw"}  # of the others the first letter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,13 @@ class Region:
     zones: tuple[str, ...]  # us-east-2a, ...
     usage_prefixes: tuple[str, ...]  # of its usage types in the Price List
     short: str
+
+    @property
+    def zone_id_prefix(self) -> str:
+        """What its zones' ids begin with: use2- of us-east-2, apne1- of ap-northeast-1 (EC2 User Guide, AZ IDs)."""
+        continent, *middle, number = self.name.split("-")
+        sides = "".join(_SIDES.get(each, each[0]) for each in middle)
+        return f"{continent}{sides}{number}-"
 
 
 def known_regions() -> Mapping[str, Region]:

@@ -103,11 +103,18 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
             lacks = ", ".join(catalog.missing(fleet.region))
             hint = f"No price there of {lacks}: `gpufleet prices refresh --region {fleet.region}` reads them from AWS."
         findings.add("fleet.region", "a region with prices in the catalog: " + ", ".join(priced), hint)
-    zones = sorted(catalog.zones(fleet.region))
+    zones, prefix = sorted(catalog.zones(fleet.region)), catalog.zone_id_prefix(fleet.region)
+    if 0 < len(fleet.zone_ids) < len(fleet.zones):
+        hint = "Which name is which id differs per account, so that two of them may be one zone."
+        findings.add("fleet.zones", "names alone, or ids alone", hint, value=", ".join(fleet.zones))
+        return
     for index, zone in enumerate(fleet.zones):
         path = f"fleet.zones[{index}]"
         if zone in fleet.zones[:index]:
             findings.add(path, "each zone once (a fleet takes one subnet per zone)")
+        elif fleet.zone_ids:
+            if prefix and not re.fullmatch(f"{prefix}az[1-8]", zone):
+                findings.add(path, f"ids of zones of {fleet.region}, as {prefix}az1")
         elif zones and zone not in zones:
             other = next((region for region in regions if zone in catalog.zones(region)), None)
             theirs = [each for each in fleet.zones if other and each in catalog.zones(other)]

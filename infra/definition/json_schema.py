@@ -224,11 +224,17 @@ def _names(pattern: re.Pattern[str]) -> Schema:
 
 _TYPES = load_catalog(FILE.parent).instances  # the shipped ones, whatever prices a project has read
 _SECRET = {"type": "string", "pattern": _anchored(SECRET.pattern)}
+_ZONE_IDS = "|".join(f"{region.zone_id_prefix}az[1-8]" for region in known_regions().values())
 # What a type and a rule do not say, and the checks between keys do.
 _KNOWN: dict[tuple[type[Any], str], Schema] = {
     (Fleet, "region"): {"type": "string", "enum": [*known_regions()]},
     (Fleet, "zones"): {
-        "items": {"enum": [zone for region in known_regions().values() for zone in region.zones]},
+        "items": {
+            "anyOf": [
+                {"enum": [zone for region in known_regions().values() for zone in region.zones]},
+                {"type": "string", "pattern": _anchored(_ZONE_IDS)},
+            ]
+        },
         "uniqueItems": True,
     },
     (Fleet, "instance_types"): {"items": {"enum": sorted(_TYPES)}, "uniqueItems": True},

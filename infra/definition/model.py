@@ -82,7 +82,7 @@ class Fleet:
     """Where it runs. The set of types has no order, the fleet's strategy picks."""
 
     region: str
-    zones: tuple[str, ...]
+    zones: tuple[str, ...]  # names, us-east-2a; or ids, use2-az1, which are the same in every account
     instance_types: tuple[str, ...]
     capacity: Capacity = "spot"
     nodes: int = added_later(1)  # that train together; more than one are of one type, in one zone
@@ -95,6 +95,11 @@ class Fleet:
     def falls_back(self) -> bool:
         """Whether a second fleet stands by, on demand."""
         return self.fallback == "on-demand"
+
+    @property
+    def zone_ids(self) -> tuple[str, ...]:
+        """The zones by id within the region (az1, ...), where the file gives ids (use2-az1): empty for names."""
+        return tuple(zone.rpartition("-")[2] for zone in self.zones if "-az" in zone)
 
     def bought_as(self, capacity: Capacity) -> Fleet:
         """These nodes, paid in another way."""

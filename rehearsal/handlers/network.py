@@ -79,8 +79,8 @@ def _create_subnet(aws: Aws, inputs: Properties) -> str:
     subnet = aws.ec2.create_subnet(
         VpcId=inputs["vpcId"],
         CidrBlock=inputs["cidrBlock"],
-        AvailabilityZone=inputs["availabilityZone"],
         TagSpecifications=tag_specification("subnet", inputs),
+        **{api(key): inputs[key] for key in ("availabilityZone", "availabilityZoneId") if key in inputs},
     )["Subnet"]
     _update_subnet(aws, subnet["SubnetId"], {"tags": inputs.get("tags")}, inputs)
     return str(subnet["SubnetId"])
@@ -302,9 +302,9 @@ HANDLERS = {
     ),
     "aws:ec2/subnet:Subnet": ResourceHandler(
         source="ec2/vpc_subnet",
-        required=fields("vpcId cidrBlock availabilityZone"),
-        optional=fields("mapPublicIpOnLaunch tags"),
-        replaces=fields("vpcId cidrBlock availabilityZone"),
+        required=fields("vpcId cidrBlock"),
+        optional=fields("availabilityZone availabilityZoneId mapPublicIpOnLaunch tags"),
+        replaces=fields("vpcId cidrBlock availabilityZone availabilityZoneId"),
         computed=fields("arn tagsAll"),
         create=_create_subnet,
         read=described("describe_subnets", "SubnetIds", "Subnets", "InvalidSubnetID.NotFound", arn="subnet"),

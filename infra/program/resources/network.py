@@ -12,6 +12,7 @@ import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pulumi
 import pulumi_aws as aws
@@ -19,7 +20,7 @@ import pulumi_aws as aws
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.resources.tags import named, tags
 
-VPC_CIDR = ipaddress.ip_network("10.0.0.0/16")
+VPC_CIDR = ipaddress.IPv4Network("10.0.0.0/16")
 # Gateway endpoints allow everything by default. Stated: image layers and packages come from other people's buckets too.
 OPEN_POLICY = json.dumps(
     {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": "*", "Action": "*", "Resource": "*"}]}
@@ -132,7 +133,7 @@ class Network(pulumi.ComponentResource):
             subnet = aws.ec2.Subnet(
                 f"{name}-{zone}",
                 vpc_id=vpc.id,
-                availability_zone=zone,
+                **_place(definition, zone),
                 cidr_block=subnet_cidr(zone),
                 # The address comes from the subnet, so the template needs no network interface: an interface and the
                 # subnet of a fleet's override are two places that could disagree.
@@ -169,7 +170,7 @@ class Network(pulumi.ComponentResource):
         inner = aws.ec2.Subnet(
             f"{name}-{zone}-inner",
             vpc_id=vpc.id,
-            availability_zone=zone,
+            **_place(definition, zone),
             cidr_block=subnet_cidr(zone, inner=True),
             tags=label,
             opts=child,
@@ -196,9 +197,18 @@ class Network(pulumi.ComponentResource):
         return [route, routes]
 
 
+def _place(definition: StackDefinition, zone: str) -> dict[str, Any]:
+    """Where a subnet is, by the zone's name or id."""
+    return {"availability_zone_id" if definition.fleet.zone_ids else "availability_zone": zone}
+
+
 def subnet_cidr(zone: str, *, inner: bool = False) -> str:
     """A /20 by the zone's letter, so that adding a zone never moves the others: us-east-2b is always 10.0.16.0/20, and
-    10.0.144.0/20 for its private one.
+    10.0.144.0/20 for its private one. A zone given by id, use2-az2, has a /22 of what the letters a to f leave free,
+    since a change from names to ids makes the new subnets before it deletes the old.
     """
-    place = (ord(zone[-1]) - ord("a")) % 8
-    return str(list(VPC_CIDR.subnets(new_prefix=20))[place + 8 if inner else place])
+    half = list(VPC_CIDR.subnets(new_prefix=17))[inner]
+    if zone[-1].isdigit():
+        *_, free = half.subnets(new_prefix=19)
+        return str(list(free.subnets(new_prefix=22))[int(zone[-1]) - 1])
+    return str(list(half.subnets(new_prefix=20))[(ord(zone[-1]) - ord("a")) % 8])

@@ -20,10 +20,10 @@ from gpufleet.infra.program.run_guard import creation_digest
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 
 
-def read(folder: Path, text: str, **how: bool) -> StackDefinition:
+def read(folder: Path, text: str, *, past_deadline: bool = False) -> StackDefinition:
     file = folder / "pretrain-d64.yaml"
     file.write_text(text)
-    return load(file, now=NOW, **how)
+    return load(file, now=NOW, past_deadline=past_deadline)
 
 
 def problems(folder: Path, text: str) -> dict[str, str]:

@@ -110,7 +110,8 @@ def declared(tmp_path_factory: pytest.TempPathFactory) -> Declared:
 
 @pytest.fixture(scope="module")
 def over_all_cards(tmp_path_factory: pytest.TempPathFactory) -> Declared:
-    return declare(tmp_path_factory.mktemp("nodes") / "project", "pretrain-d64", several_nodes("all"))
+    by_id = several_nodes("all").replace("us-east-2a", "use2-az1")
+    return declare(tmp_path_factory.mktemp("nodes") / "project", "pretrain-d64", by_id)
 
 
 @pytest.fixture(scope="module")
