@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
             found.definition, found.listed, found.rows, found.frontier, found.policy[0] if found.policy else None
         )
         tree["regions"] = [compare_table.record_row(row) for row in found.regions]
+        tree["batches"] = [compare_table.record_row(row) for row in found.batches]
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
         return 0 if found.runnable else 1
     if args.matrix:
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         ranked = compare_table.ranked(found.rows, shown=None if args.all else SHOWN, frontier=found.frontier)
         parts = [compare_table.scenarios(found.listed), ranked, compare_table.regions(found.regions)]
+        parts += filter(None, [compare_table.batches(found.batches)])
         if found.policy is not None:
             parts.append(compare_table.policy(*found.policy))
     sys.stdout.write("\n".join(parts))

@@ -32,6 +32,7 @@ class Comparison:
     rows: list[Row]  # options, ranked
     frontier: list[Row]  # of these
     regions: list[Row]  # its work in each region, the cheapest first
+    batches: list[Row]  # its work with the file's batch, then with larger ones; empty where there are none
     policy: tuple[deadline.DeadlinePlan, str] | None  # with a deadline: spot first, then on demand, and the type
 
     @property
@@ -89,6 +90,9 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
         rows=rows,
         frontier=ranking.frontier(rows),
         regions=ranking.every_region(
+            whose, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
+        ),
+        batches=ranking.every_batch(
             whose, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
         ),
         policy=ranking.deadline_policy(rows, name, left),

@@ -9,7 +9,7 @@ here, since one that is stopped early is cheap and not done: rows beyond them ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from decimal import Decimal
@@ -17,11 +17,11 @@ from typing import Any
 
 from gpufleet.infra import text
 from gpufleet.infra.bill import fit, options
-from gpufleet.infra.bill.options import BillBasis
+from gpufleet.infra.bill.options import BillBasis, TypeCost
 from gpufleet.infra.bill.side import Hazards, Side
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.compare.rows import Row, draft, filled, rate
-from gpufleet.infra.definition.model import MARKETS, Fleet, StackDefinition
+from gpufleet.infra.definition.model import MARKETS, Capacity, Fleet, StackDefinition
 from gpufleet.infra.evidence.outcomes import dotted
 from gpufleet.infra.risk import deadline, simulation
 
@@ -104,11 +104,10 @@ def every_option(
         listed = tuple(types or catalog.instances)
         bill_inputs = found(_on_types(work, listed))
         found_work, measured = _by_the_hour(bill_inputs.definition), bill_inputs.calibrations
-        elsewhere = replace(found_work, estimate=replace(found_work.estimate, step_ms=None))
-        own = {_device(found_work, type_, catalog) for type_ in work.fleet.instance_types}
+        on_type = _as_measured(found_work, work.fleet.instance_types, catalog)
         holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
         for type_ in listed:
-            asked = found_work if _device(found_work, type_, catalog) in own else elsewhere
+            asked = on_type(type_)
             for count in node_counts(work, type_, catalog):
                 option = options.type_cost(
                     asked.on_nodes(count),
@@ -150,38 +149,94 @@ def every_region(
         return []
     bill_inputs = found(_on_types(definition, tuple(catalog.instances)))
     work = _by_the_hour(bill_inputs.definition)
-    config = work.job.parameters
-    known = [
-        options.type_cost(
-            work, catalog, type_, nearest="-", calibrations=bill_inputs.calibrations, speeds=bill_inputs.speeds
-        )
-        for type_, instance in catalog.instances.items()
-        if not instance.unusable and config.least_gpus() <= instance.gpu_count
-    ]
-    drafts = []
+    known, drafts = _on_every_type(work, definition.fleet.instance_types, bill_inputs, catalog), []
     for region in catalog.regions():
         if catalog.missing(region):
             continue
         fleet = replace(work.fleet, region=region, zones=catalog.zones(region))
         there = replace(bill_inputs, definition=replace(work, fleet=fleet))
-        priced = []
-        for each in known:
-            option = replace(
+        priced = (
+            replace(
                 each,
                 spot=catalog.spot_prices.get((each.type, region), ()),
                 on_demand=catalog.on_demand_prices.get((each.type, region)),
                 why="",
             )
-            for capacity in MARKETS:
-                price, runtime = option.likely(capacity), option.runtime
-                if price and runtime and option.holds_the_job:
-                    priced.append((float(price.amount) * runtime.total_s, option, capacity))
-        if priced:
-            _, option, capacity = min(priced, key=lambda each: each[0])
-            row = draft(there, work.name, option, capacity, catalog, hazards or {}, today, likely=True)
+            for each in known
+        )
+        if (cheapest := _cheapest(priced)) is not None:
+            row = draft(there, work.name, *cheapest, catalog, hazards or {}, today, likely=True)
             drafts.append(replace(row, inputs_usd=_brought(work, region)))
     rows = [row for row in filled(drafts, hours_left, runs=runs) if row.ranked]
     return sorted((replace(row, usd=row.usd and row.usd.plus(row.inputs_usd)) for row in rows), key=_mean_usd)
+
+
+def every_batch(
+    definition: StackDefinition,
+    catalog: Catalog,
+    *,
+    hours_left: float | None = None,
+    runs: int = RUNS_EACH,
+    hazards: Hazards | None = None,
+    found: Found = nothing,
+    today: date | None = None,
+) -> list[Row]:
+    """The work with the file's batch and then with larger ones, where the parameters allow them: each on the type and
+    capacity whose uninterrupted run costs least. Empty where they allow none.
+    """
+    larger = [*definition.job.parameters.larger_batches()]
+    if definition.nodes > 1 or definition.variant.reference or not larger:
+        return []
+    drafts: list[Row] = []
+    doubted = 0
+    for name, parameters in (("as in the file", definition.job.parameters), *larger):
+        other = replace(definition, job=replace(definition.job, parameters=parameters))
+        bill_inputs = found(_on_types(other, tuple(catalog.instances)))
+        work = _by_the_hour(bill_inputs.definition)
+        config = work.job.parameters
+        doubts = len([*config.doubts(max(phase.steps for phase in config.phases()))])
+        if drafts and doubts > doubted:  # a warm-up of the whole run, for instance; larger ones are no better
+            break
+        doubted = doubts
+        measured_on = () if drafts else definition.fleet.instance_types
+        known = _on_every_type(work, measured_on, bill_inputs, catalog)
+        if (cheapest := _cheapest(replace(each, why="") for each in known)) is not None:
+            there = replace(bill_inputs, definition=work)
+            drafts.append(draft(there, name, *cheapest, catalog, hazards or {}, today, likely=True))
+    return [row for row in filled(drafts, hours_left, runs=runs) if row.ranked]
+
+
+def _on_every_type(
+    work: StackDefinition, measured_on: Sequence[str], bill_inputs: BillBasis, catalog: Catalog
+) -> list[TypeCost]:
+    """What the work takes on each type that has the GPUs it asks for, with the prices of its region."""
+    least, known = work.job.parameters.least_gpus(), bill_inputs.calibrations
+    on_type = _as_measured(work, measured_on, catalog)
+    return [
+        options.type_cost(on_type(type_), catalog, type_, nearest="-", calibrations=known, speeds=bill_inputs.speeds)
+        for type_, instance in catalog.instances.items()
+        if not instance.unusable and least <= instance.gpu_count
+    ]
+
+
+def _cheapest(known: Iterable[TypeCost]) -> tuple[TypeCost, Capacity] | None:
+    """The type and capacity whose uninterrupted run costs least, of those that hold the job and have a price."""
+    priced = [
+        (float(price.amount) * option.runtime.total_s, option, capacity)
+        for option in known
+        for capacity in MARKETS
+        if (price := option.likely(capacity)) and option.runtime and option.holds_the_job
+    ]
+    return min(priced, key=lambda each: each[0])[1:] if priced else None
+
+
+def _as_measured(
+    work: StackDefinition, measured_on: Sequence[str], catalog: Catalog
+) -> Callable[[str], StackDefinition]:
+    """The work on a type: without the step time that its file states where that is of other GPUs than these types'."""
+    unmeasured = replace(work, estimate=replace(work.estimate, step_ms=None))
+    own = {_device(work, type_, catalog) for type_ in measured_on}
+    return lambda type_: work if _device(work, type_, catalog) in own else unmeasured
 
 
 def _mean_usd(row: Row) -> Decimal:

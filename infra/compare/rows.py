@@ -52,6 +52,7 @@ class Row:
     claim: Claim = field(default_factory=Claim)
     reference: bool = False
     tokens: int = 0  # trained on; 0: nobody counts them
+    steps: int = 0  # of the optimizer
     dataset: str = ""  # the prepared one whose counts and size these are; empty: as job.parameters.data says
     used_gpu_h: float | None = None  # GPUs used x hours of work, without set-up and idling
     billed_gpu_h: float | None = None  # all GPUs of the nodes x node-hours, p50
@@ -133,6 +134,7 @@ def draft(
         note=variant.note,
         claim=variant.claim,
         tokens=sum(phase.steps * phase.tokens_per_step for phase in config.phases() if phase.flops_per_token),
+        steps=sum(phase.steps for phase in config.phases()),
         dataset="" if bill_inputs.dataset_bytes is None else definition.storage.dataset,
         compute_h=_compute_h(definition, option),
         used_gpu_h=None if runtime is None else runtime.ranks * sum(p.seconds for p in runtime.phases) / 3600,

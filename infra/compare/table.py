@@ -16,6 +16,7 @@ from typing import Any, Literal
 from gpufleet.infra.bill.record import quantiles
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.catalog.regions import known_regions
+from gpufleet.infra.compare.cheaper import LEAST
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.outcomes import FinishedRun
@@ -280,6 +281,33 @@ def regions(rows: Sequence[Row]) -> str:
     return "\n".join([*table(heads, cells, right=range(3, 8)), "", *_wrap(said)]) + "\n"
 
 
+def batches(rows: Sequence[Row]) -> str:
+    """A table of the work with the file's batch and with larger ones, where one of these saves anything."""
+    means = [row.usd.mean for row in rows if row.usd]
+    if not rows or min(means) > (1 - LEAST) * means[0]:
+        return "A larger batch, which more GPUs could share, would save nothing.\n" if rows else ""
+    heads = ("batch", "steps", "type", "used", "capacity", "h p50", "USD p50", "USD p90", "dear", "basis")
+    cells = [
+        (
+            row.scenario,
+            f"{row.steps:,}",
+            row.type,
+            str(row.ranks),
+            row.capacity,
+            _pair(row.hours)[0],
+            *_pair(row.usd),
+            _number(row.dearest_usd),
+            row.basis,
+        )
+        for row in rows
+    ]
+    said = (
+        "The same tokens in larger batches, each on what costs least for it: more GPUs can share a step. It is another"
+        " training: fewer optimizer steps, at the file's learning rate, and losses that nobody has compared."
+    )
+    return "\n".join([*table(heads, cells, right=(1, 3, *range(5, 9))), "", *_wrap(said)]) + "\n"
+
+
 def matrix(rows: Sequence[Row], defaults: Row) -> str:
     """The measured criteria, a line per scenario in each of two tables: side by side no terminal holds them."""
     shown = [row for row in rows if not row.reference]
@@ -393,6 +421,7 @@ def record_row(row: Row) -> dict[str, Any]:
         },
         "reference": row.reference,
         "tokens": row.tokens,
+        "steps": row.steps,
         "dataset": row.dataset or None,
         "gpu_hours": None if row.billed_gpu_h is None else round(row.billed_gpu_h, 4),
         "gpu_hours_used": None if row.used_gpu_h is None else round(row.used_gpu_h, 4),

@@ -282,6 +282,12 @@ class JobConfig(ABC):
         """Settings that make a paid run worthless, a sentence each. `steps`: of its longest phase, as prepared."""
         yield from ()
 
+    def larger_batches(self: Self) -> Iterator[tuple[str, Self]]:
+        """The same data worked off in fewer steps: each as (`batch.tokens 131,072`, parameters), the smallest first.
+        None where the parameters say how many steps there are, or nobody knows what a batch is.
+        """
+        yield from ()
+
     def shortened(self: Self, steps: int) -> Self:
         """About `steps` optimizer steps of the same work, reaching every phase that has any. The job itself where its
         data says how long it is: that one is stopped.

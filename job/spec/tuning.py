@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from gpufleet.job.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
 from gpufleet.job.spec.common import DecoderConfig, Rung, Say, TokenBatch, cuts, halves
 from gpufleet.job.spec.job import JobConfig
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
+LARGER_BATCHES = 2, 4, 8  # times the file's, that a comparison shows
 LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
 # Host ms to launch a compiled layer of a micro-batch, forward and backward: 60 launches with all weights and 117
 # with adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and one for each gradient that is added
@@ -184,6 +186,11 @@ class TuningConfig(JobConfig):
         """Packed rows of a step."""
         row: int = self.data.row
         return self.batch.tokens // row
+
+    def larger_batches(self) -> Iterator[tuple[str, Self]]:
+        for times in LARGER_BATCHES:
+            tokens = times * self.batch.tokens
+            yield f"batch.tokens {tokens:,}", self.changed(batch=replace(self.batch, tokens=tokens))
 
     def dataset_facts(self) -> dict[str, Any]:
         """The facts that dataset.json must state of rows that this job may train on."""
