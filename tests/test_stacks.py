@@ -15,7 +15,16 @@ from repository import ROOT
 from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load, rehearsal_text
-from gpufleet.infra.definition.model import Claim, Disk, Interruptions, Keep, StackDefinition, Variant, Vpc
+from gpufleet.infra.definition.model import (
+    CapacityBlock,
+    Claim,
+    Disk,
+    Interruptions,
+    Keep,
+    StackDefinition,
+    Variant,
+    Vpc,
+)
 from gpufleet.infra.definition.rules import RULES
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.definition.schema import SECTIONS
@@ -198,7 +207,7 @@ def fields_of(config: Any, prefix: str = "") -> dict[str, tuple[dataclasses.Fiel
 
 
 def test_the_page_explains_every_key_of_every_section_and_no_other() -> None:
-    within = {"storage": (Disk, Keep), "account": (Vpc,)}
+    within = {"storage": (Disk, Keep), "account": (Vpc,), "fleet": (CapacityBlock,)}
     nested = {section: {f.name for cls in found for f in dataclasses.fields(cls)} for section, found in within.items()}
     for section, cls in SECTIONS.items():
         keys = {field.name for field in dataclasses.fields(cls)} | nested.get(section, set())
@@ -243,6 +252,7 @@ def test_every_key_called_shared_is_of_several_experiments() -> None:
 
 def test_the_page_gives_the_range_that_the_loader_enforces() -> None:
     sections = {cls: name for name, cls in SECTIONS.items()} | {
+        CapacityBlock: "fleet",
         Disk: "storage",
         Keep: "storage",
         Interruptions: "rehearsal",
@@ -260,7 +270,7 @@ def test_the_page_gives_the_range_that_the_loader_enforces() -> None:
 
 def test_the_page_gives_the_default_that_the_code_has() -> None:
     nested: list[tuple[str, type[Any]]] = [("storage", Disk), ("storage", Keep), ("rehearsal", Interruptions)]
-    nested.append(("account", Vpc))
+    nested += [("account", Vpc), ("fleet", CapacityBlock)]
     for section, cls in [*SECTIONS.items(), *nested]:
         for field in dataclasses.fields(cls):
             said = documented(section)[field.name]

@@ -283,7 +283,7 @@ class JobConfig(ABC):
         yield from ()
 
     def larger_batches(self: Self) -> Iterator[tuple[str, Self]]:
-        """The same data worked off in fewer steps: each as (`batch.tokens 131,072`, parameters), the smallest first.
+        """Batches in which the same data take fewer steps, the smallest first, as (`batch.tokens 131,072`, parameters).
         None where the parameters say how many steps there are, or nobody knows what a batch is.
         """
         yield from ()

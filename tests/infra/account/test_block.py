@@ -18,7 +18,7 @@ from gpufleet.rehearsal.launch import Reservation
 
 
 @pytest.fixture
-def inside(stack: StackDefinition, cloud: Cloud) -> StackDefinition:
+def in_block(stack: StackDefinition, cloud: Cloud) -> StackDefinition:
     """The stack in a block that the account has bought."""
     bought = has_block(cloud)
     block = CapacityBlock(reservation=RESERVED, start=bought.start, end=bought.end, fee_usd=Decimal(100))
@@ -29,13 +29,13 @@ def checked(definition: StackDefinition) -> list[Check]:
     return list(checks.block(definition, aws.client("ec2", "us-east-2")))
 
 
-def test_doctor_finds_the_block_as_the_file_has_it(cloud: Cloud, inside: StackDefinition) -> None:
-    (found,) = checked(inside)
+def test_doctor_finds_the_block_as_the_file_has_it(cloud: Cloud, in_block: StackDefinition) -> None:
+    (found,) = checked(in_block)
     assert found.state == "ok"
     assert found.found.startswith(f"{RESERVED}, active: 1 x g5.2xlarge in us-east-2a, 2026-")
-    assert list(quotas.vcpu_quotas(inside, None)) == []  # a block counts apart
-    assert list(checks.service_roles(inside, None)) == []  # whoever runs `up` launches into it
-    assert list(checks.block(replace(inside, fleet=inside.fleet.bought_as("spot")), None)) == []
+    assert list(quotas.vcpu_quotas(in_block, None)) == []  # a block counts apart
+    assert list(checks.service_roles(in_block, None)) == []  # whoever runs `up` launches into it
+    assert list(checks.block(replace(in_block, fleet=in_block.fleet.bought_as("spot")), None)) == []
 
 
 def changed(**values: object) -> Callable[[Cloud], None]:
@@ -50,7 +50,7 @@ def moved(cloud: Cloud) -> None:
     changed(start=was.start + timedelta(hours=24), end=was.end + timedelta(hours=24))(cloud)
 
 
-def over(cloud: Cloud) -> None:
+def ended(cloud: Cloud) -> None:
     advance(cloud, 3 * 24 * 3600)
 
 
@@ -65,16 +65,16 @@ def in_use(cloud: Cloud) -> None:
         (changed(type="g6.xlarge"), ["fleet.instance_types says g5.2xlarge, "], "Write g6.xlarge."),
         (changed(zone="us-east-2b"), ["fleet.zones says us-east-2a, "], "Write us-east-2b."),
         (moved, ["fleet.block.start says 2026-", "fleet.block.end says 2026-"], "Write 2026-"),
-        (over, ["is expired"], "Name another block"),
+        (ended, ["is expired"], "Name another block"),
         (in_use, ["has 1 instance, 0 of them free; the run wants 1"], "End what runs in it"),
     ],
     ids=["none", "type", "zone", "dates", "over", "in use"],
 )
 def test_doctor_says_what_is_wrong_with_it(
-    cloud: Cloud, inside: StackDefinition, change: Callable[[Cloud], None], said: list[str], fix: str
+    cloud: Cloud, in_block: StackDefinition, change: Callable[[Cloud], None], said: list[str], fix: str
 ) -> None:
     change(cloud)
-    found = checked(inside)
+    found = checked(in_block)
     assert [each.state for each in found] == ["problem"] * len(said)
     for each, words in zip(found, said, strict=True):
         assert words in each.found
@@ -82,9 +82,9 @@ def test_doctor_says_what_is_wrong_with_it(
 
 
 def test_more_nodes_than_it_has_and_another_kind_of_reservation_are_problems(
-    cloud: Cloud, inside: StackDefinition, monkeypatch: pytest.MonkeyPatch
+    cloud: Cloud, in_block: StackDefinition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (found,) = checked(replace(inside, fleet=replace(inside.fleet, nodes=2)))
+    (found,) = checked(replace(in_block, fleet=replace(in_block.fleet, nodes=2)))
     assert "the run wants 2" in found.found
     ec2 = aws.client("ec2", "us-east-2")
     told = ec2.describe_capacity_reservations(CapacityReservationIds=[RESERVED])
@@ -93,21 +93,21 @@ def test_more_nodes_than_it_has_and_another_kind_of_reservation_are_problems(
         def describe_capacity_reservations(self, **asked: object) -> object:
             return {"CapacityReservations": [{**told["CapacityReservations"][0], "ReservationType": "default"}]}
 
-    (found,) = checks.block(inside, Other())
+    (found,) = checks.block(in_block, Other())
     assert found.found == f"{RESERVED} is another reservation than a block"
 
 
-def test_wait_names_the_node_and_is_done(cloud: Cloud, inside: StackDefinition) -> None:
+def test_wait_names_the_node_and_is_done(cloud: Cloud, in_block: StackDefinition) -> None:
     declare_fleet(cloud, capacity="capacity-block")
-    code, said = waited(cloud, inside)
+    code, said = waited(cloud, in_block)
     assert code == 0
     assert f"node {cloud.instances()[0].id}, g5.2xlarge in us-east-2a runs since" in said
 
 
 def test_wait_says_in_aws_s_words_why_there_are_too_few_and_how_to_begin_again(
-    cloud: Cloud, inside: StackDefinition
+    cloud: Cloud, in_block: StackDefinition
 ) -> None:
-    two = replace(inside, fleet=replace(inside.fleet, nodes=2))
+    two = replace(in_block, fleet=replace(in_block.fleet, nodes=2))
     fleet = declare_fleet(cloud, capacity="capacity-block", target=2)
     code, said = waited(cloud, two)
     assert code == 1
@@ -116,25 +116,25 @@ def test_wait_says_in_aws_s_words_why_there_are_too_few_and_how_to_begin_again(
     assert f"--terminate-instances --fleet-ids {fleet} --region us-east-2" in said
 
 
-def test_a_lost_node_is_told_by_wait_and_status(cloud: Cloud, inside: StackDefinition) -> None:
+def test_a_lost_node_is_told_by_wait_and_status(cloud: Cloud, in_block: StackDefinition) -> None:
     fleet, bucket = declare_fleet(cloud, capacity="capacity-block"), declare_bucket(cloud)
     put(cloud, bucket, "run.json", {})
     cloud.kill(cloud.instances()[0].id)
     advance(cloud, 3600)
     cloud.tick()
-    code, said = waited(cloud, inside)
+    code, said = waited(cloud, in_block)
     assert code == 1
     assert f"fleet {fleet} has 0 of 1 node, and asks for no other" in said
     ec2, s3 = aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2")
-    lines = list(status.report(inside, ec2, s3, cloud.clock.now()))
+    lines = list(status.report(in_block, ec2, s3, cloud.clock.now()))
     assert any("the fleet has 0 of 1 node and replaces none: gpufleet wait" in line for line in lines)
 
 
-def test_a_fleet_that_only_stays_in_its_state_is_not_left_over(cloud: Cloud, inside: StackDefinition) -> None:
+def test_a_fleet_that_only_stays_in_its_state_is_not_left_over(cloud: Cloud, in_block: StackDefinition) -> None:
     fleet = declare_fleet(cloud, capacity="capacity-block")
 
     def found() -> list[str]:
-        return [each.id for each in leftovers.look(inside, aws.client, cloud.clock.now()) if each.kind == "fleet"]
+        return [each.id for each in leftovers.look(in_block, aws.client, cloud.clock.now()) if each.kind == "fleet"]
 
     assert found() == [fleet]
     cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)

@@ -68,6 +68,7 @@ def test_over_one_card_a_node_has_efa_a_public_address_and_no_subnet_of_its_own(
 
 def test_a_type_without_efa_has_a_plain_interface(tmp_path: Path) -> None:
     text = several_nodes("one").replace("[p5.48xlarge]", "[g6e.4xlarge]").replace("layers: 44", "layers: 8")
+    text = text.replace("max_hours: 31", "max_hours: 80")
     found = declare(tmp_path / "project", "pretrain-d64", text)
     assert found.result.ok, found.result.text
     (interface,) = found.one(TEMPLATE)["networkInterfaces"]
