@@ -248,6 +248,7 @@ class TwoTowerConfig(JobConfig):
                 " (job.parameters.data.folds) have one each"
             )
 
+    @remembered
     def rows(self) -> int:
         """Queries of a step, in the phase that has most of them."""
         return max(batch(self, _of_phase(self, index)[2]) for index in range(len(self.phases())))
