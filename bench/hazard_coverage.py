@@ -14,7 +14,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -32,6 +32,7 @@ WORK_H = (2.0, 8.0, 24.0)
 TYPE = "p3.2xlarge"
 BAR = (0.75, 0.90)
 STARTS = 1_000
+FITTED = 16  # nodes: those that GANG_POWER is of
 # P types: a quarter of an hour to set up and to restart; a checkpoint each 300 s that fits the notice.
 RUN = Exposure(
     setup_h=0.25,
@@ -53,6 +54,12 @@ class Group(NamedTuple):
     gpus: int  # of a node
     nodes: int
     traces: list[Trace]
+    alone: Mapping[str | None, Trace] = {}  # of several nodes: by zone, up where one could be had
+
+    def power(self, trace: Trace) -> float:
+        """To which power of the nodes their interruptions grew in the trace's zone."""
+        several, one = (max(each.interruptions, 0.5) / each.node_hours for each in (trace, self.alone[trace.zone]))
+        return math.log(several / one) / math.log(self.nodes)
 
     def of_one(self, trace: Trace) -> float:
         """The trace's hazard as that of a node with one GPU alone."""
@@ -73,8 +80,8 @@ def main() -> None:
     say(f"{_commit(args.h100)}. `python bench/hazard_coverage.py` wrote this.\n\n")
     say("A run of 2, 8 or 24 h of work, 15 min of set-up and restart, 1 USD/h and 0.02 for the disk, is begun at ")
     say(f"{STARTS} hours of each trace; replayed dollars / hours by the wall that lie between the p10 and p90 stated ")
-    say("before. The median that a trace is judged by is that of all other traces of single nodes, by GPUs; all else ")
-    say("is the code's, and several nodes are in no fit. Mean over a group's traces. ")
+    say("before. The median that a trace is judged by is that of all other traces of single nodes, by GPUs, ")
+    say("and of 16 nodes the power that of all other zones; all else is the code's. Mean over a group's traces. ")
     say(f"Bar: {BAR[0]:.0%} to {BAR[1]:.0%}.\n\n")
     say("| Traces | number | hazard, geometric mean |" + "".join(f" {hours:g} h |" for hours in WORK_H) + "\n")
     say("|---|---|---|" + "---|" * len(WORK_H) + "\n")
@@ -113,16 +120,21 @@ def main() -> None:
     say(f"| DISPERSION | {hazard.DISPERSION:g} | {dispersion(old):.2f} |\n")
     say(f"| DRIFT | {hazard.DRIFT:g} | {drift(old):.2f} |\n")
     say(f"| UNEVENNESS | {hazard.UNEVENNESS:g} | {unevenness(old):.2f} |\n")
+    say(f"\n## Of {FITTED} nodes, by zone\n\n| Constant | In the code | {len(powers(groups))} zones |\n|---|---|---|\n")
+    say(f"| GANG_POWER | {hazard.GANG_POWER:g} | {fmean(powers(groups)):.2f} |\n")
+    say(f"| GANG_POWER_SIGMA | {hazard.GANG_POWER_SIGMA:g} | {statistics.stdev(powers(groups)):.2f} |\n")
 
 
 def read(spot: Path, h100: Path) -> Iterator[Group]:
     """Every group of traces. Exits with a sentence where a folder holds none."""
 
-    def some(name: str, pattern: str, *, gpus: int = 1, nodes: int = 1) -> Group:
+    def some(name: str, pattern: str, *, gpus: int = 1, nodes: int = 1, counted: int = 1) -> Group:
+        """`counted`: the nodes whose number the files have."""
         found = sorted(spot.glob(pattern))
         if not found:
             sys.exit(f"no traces at {spot / pattern}; SPOT is a checkout of skypilot-org/spot-traces")
-        return Group(name, gpus, nodes, [_spot(path, nodes) for path in found])
+        alone = {each.zone: each for each in (_spot(path, 1) for path in found)} if counted > 1 else {}
+        return Group(name, gpus, nodes, [_spot(path, nodes) for path in found], alone)
 
     yield some("1 x V100, AWS 2023-02", "availability/1-node/aws-02-15-2023/*_v100_1.json")
     yield some("1 x V100 or K80, AWS 2022-10", "availability/1-node/aws-10-26-2022/*_1.json")
@@ -133,10 +145,11 @@ def read(spot: Path, h100: Path) -> Iterator[Group]:
     yield Group("1 x H100, GCP 2025-10", 1, 1, _h100(rounds, 1))
     yield some("8 x V100 or K80, AWS 2022-10", "availability/1-node/aws-10-26-2022/*_8.json", gpus=8)
     yield some("4 nodes, V100, AWS 2023-08, kept", "preemption/4-node/*/*.json", nodes=4)
-    yield some("4 nodes, V100, AWS 2023-08", "availability/16-node/*/*.json", nodes=4)
+    yield some("4 nodes, V100, AWS 2023-08", "availability/16-node/*/*.json", nodes=4, counted=16)
     yield Group("4 nodes, H100, GCP 2025-10", 1, 4, _h100(rounds, 4))
-    yield some("16 nodes, V100, AWS 2023-08", "availability/16-node/*/*.json", nodes=16)
-    yield Group("16 nodes, H100, GCP 2025-10", 1, 16, _h100(rounds, 16))
+    yield some("16 nodes, V100, AWS 2023-08", "availability/16-node/*/*.json", nodes=16, counted=16)
+    alone = {each.zone: each for each in _h100(rounds, 1)}
+    yield Group("16 nodes, H100, GCP 2025-10", 1, 16, _h100(rounds, 16), alone)
 
 
 def covered(group: Group, groups: Sequence[Group], hours: float) -> list[tuple[float, float]]:
@@ -147,9 +160,17 @@ def covered(group: Group, groups: Sequence[Group], hours: float) -> list[tuple[f
             continue
         seen = [of.of_one(each) for of in groups if of.nodes == 1 for each in of.traces if each is not trace]
         median = statistics.median(seen)
+        if group.nodes == FITTED:
+            median *= group.nodes ** (fmean(powers(groups, but=trace)) - hazard.GANG_POWER)
         stated = replace(hazard.prior(group.gpus), median=median * group.gpus**hazard.SIZE_POWER)
         found.append(_score(trace, hours, stated, group.nodes))
     return found
+
+
+def powers(groups: Sequence[Group], but: Trace | None = None) -> list[float]:
+    """Of each zone but one where so many nodes were up for a day."""
+    fitted = [group for group in groups if group.nodes == FITTED]
+    return [group.power(each) for group in fitted for each in group.traces if each is not but and each.node_hours >= 24]
 
 
 def _score(trace: Trace, hours: float, stated: Hazard, nodes: int = 1) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
 from typing import NamedTuple
@@ -57,10 +57,10 @@ UNEVENNESS = 1.2
 
 _GRID = np.linspace(math.log(1e-4), math.log(1e2), 401)  # ln hazard per node-hour
 
-# Nodes that are to run together are lost together. From 1 to 4 and 8 of them the rate of losses grew as the 0.0th to
-# 0.3rd power of their number in six traces of 2023 (once as the 0.8th), from 1 to 16 H100s of 2025 as the 0.5th; and 23
-# to 91 % of the losses of four took all four.
-GANG_POWER, ALL_AT_ONCE = 0.4, 0.5
+# Nodes that are to run together are lost together. From 1 to 16 of them the rate of losses grew as the 0.35th power of
+# their number in fourteen zones (H100s of 2025, V100s of 2023), between zones give or take 0.28; from 1 to 4 as the
+# 0.16th in sixteen; and 23 to 91 % of the losses of four took all four. The same zones as in bench/results/risk.md.
+GANG_POWER, GANG_POWER_SIGMA, ALL_AT_ONCE = 0.35, 0.3, 0.5
 # Hours until a node is there again, log-normal, from those traces: in one zone medians of 0.2 to 0.75 and sigma 0.8 to
 # 1.4 of their logarithm; 0.38 and 1.2 where any of two to four zones of 2023 will do; until all of several nodes are
 # there 0.2 to 0.9 and 1.0 to 1.6.
@@ -89,6 +89,15 @@ class Hazard:
     def quantile(self, share: float) -> float:
         """The hazard that `share` of runs stay below."""
         return self.median * math.exp(self.sigma * NormalDist().inv_cdf(share))
+
+    def of_gang(self, nodes: int) -> Hazard:
+        """Interruptions per hour of a run of so many nodes, any of which interrupts it: the less certain, the more
+        nodes. A figure that is fixed stays one.
+        """
+        if nodes == 1:
+            return self
+        sigma = math.hypot(self.sigma, GANG_POWER_SIGMA * math.log(nodes)) if self.sigma else 0.0
+        return replace(self, median=self.median * gang(nodes), sigma=sigma)
 
     def per_run(self, normals: Floats) -> Floats:
         """The hazard of each run, from one standard normal number per run."""

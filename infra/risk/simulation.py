@@ -35,7 +35,6 @@ from gpufleet.infra.risk.hazard import (
     Floats,
     Hazard,
     Indices,
-    gang,
     left_share,
     of_node,
 )
@@ -261,7 +260,7 @@ def _chunk(
     """
     runs = luck.runs
     factors = luck.unknown.factors([each.unknown for each in exposures])
-    hazards = [each.chance.per_run(luck.hazard) * gang(each.nodes) for each in exposures]
+    hazards = [each.chance.of_gang(each.nodes).per_run(luck.hazard) for each in exposures]
     hazard = np.concatenate(hazards)
     first_wait_h = np.concatenate(
         [each.first_wait_h(of, luck.wait, luck.there, luck.since) for each, of in zip(exposures, hazards, strict=True)]

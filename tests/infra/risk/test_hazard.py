@@ -55,6 +55,16 @@ def test_a_fixed_hazard_is_drawn_as_it_is() -> None:
     assert set(Hazard.fixed(0.0).per_run(NORMALS[:100])) == {0.0}
 
 
+def test_a_gang_is_interrupted_more_often_and_how_much_so_is_the_less_certain_the_more_nodes() -> None:
+    """16^0.35 = 2.639; ln 16 = 2.7726, so 0.3 x 2.7726 = 0.8318 beside 1.2: sqrt(1.2^2 + 0.8318^2) = 1.4601."""
+    one, gang = Hazard(median=0.3, sigma=1.2), Hazard(median=0.3, sigma=1.2).of_gang(16)
+    assert gang.median == pytest.approx(0.3 * 2.639, abs=1e-3)
+    assert gang.sigma == pytest.approx(1.4601, abs=1e-4)
+    assert gang.unevenness == one.unevenness
+    assert one.of_gang(1) is one
+    assert Hazard.fixed(0.3).of_gang(16).sigma == 0.0
+
+
 def test_a_long_history_rules_and_a_short_one_hardly_counts() -> None:
     long, short = of_zone(observed("a", 10_000, 500)), of_zone(observed("a", 5, 5))
     assert long.median == pytest.approx(0.05, rel=0.05)
