@@ -168,7 +168,7 @@ def covered(group: Group, groups: Sequence[Group], hours: float) -> list[tuple[f
 
 
 def powers(groups: Sequence[Group], but: Trace | None = None) -> list[float]:
-    """Of each zone but one where so many nodes were up for a day."""
+    """The power of each zone but one, where so many nodes were up for a day."""
     fitted = [group for group in groups if group.nodes == FITTED]
     return [group.power(each) for group in fitted for each in group.traces if each is not but and each.node_hours >= 24]
 

@@ -457,8 +457,9 @@ class Drawn:
             if node.allowance is not None and self.now < node.loses_keeper_at:
                 node.allowance.open()
             self.now += 120
-            if not self.s3_out(noticed) and node.allowance is not None and noticed < self.keys_die:
-                self._record(node, Exit(75, "notice", True, iso(noticed), iso(self.now)))
+            told = noticed if node.allowance is not None else max(noticed, node.checks_at)  # it boots all the same
+            if told < self.now and not self.s3_out(told) and told < self.keys_die:
+                self._record(node, Exit(75, "notice", True, iso(told), iso(self.now)))
         waits = self.draw.uniform(60, 180) if kind == "lives on" else self.draw.lognormvariate(-1.0, 1.3) * HOUR + 60
         until = self.now + waits
         if kind == "lives on":

@@ -27,6 +27,7 @@ from moto.stepfunctions.models import stepfunctions_backends
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Account, Vpc
+from gpufleet.infra.errors import GpufleetError
 
 # Names of the Deep Learning AMI's public parameters: AWS DLAMI release notes, 2026-11-21.
 AMI_PARAMETERS = {
@@ -164,8 +165,11 @@ def zone_ids(region: str) -> dict[str, str]:
 
 
 def zone_name(zone: str, region: str) -> str:
-    """What a zone, given by its name or its id, is called in this account."""
-    return next(name for name, id in zone_ids(region).items() if zone in (name, id))
+    """What a zone, given by its name or its id, is called in this account. Raises GpufleetError where it has none."""
+    found = next((name for name, id in zone_ids(region).items() if zone in (name, id)), None)
+    if found is None:
+        raise GpufleetError(f"fleet.zones: {zone}; the embedded account has {', '.join(zone_ids(region).values())}")
+    return found
 
 
 Resource = tuple[str, str]  # kind, id

@@ -143,13 +143,16 @@ def _instances(nodes: list[dict[str, Any]], within: _Within) -> Iterator[Left]:
     region = within.definition.fleet.region
     for node in nodes:
         state = node["State"]["Name"]
-        hourly = Decimal(0) if state in ("stopped", "shutting-down") else _hourly(node["InstanceType"], region)
+        in_block = node.get("InstanceLifecycle") == "capacity-block"  # which is paid for
+        free = in_block or state in ("stopped", "shutting-down")
+        hourly = Decimal(0) if free else _hourly(node["InstanceType"], region)
         address = _price("public_ipv4", region) if node.get("PublicIpAddress") else Decimal(0)
         end = removal.ec2("terminate_instances", InstanceIds=[node["InstanceId"]])
+        price = "its block is paid for" if in_block else "at the on-demand price"
         yield Left(
             kind="instance",
             id=node["InstanceId"],
-            note=f"{node['InstanceType']}, {state}, run {aws.tags_of(node).get(RUN_TAG)}; at the on-demand price",
+            note=f"{node['InstanceType']}, {state}, run {aws.tags_of(node).get(RUN_TAG)}; {price}",
             usd_per_month=(hourly + address) * MONTH_H,
             steps=() if state == "shutting-down" else (end,),
             owner=within.owner_of_node(node),

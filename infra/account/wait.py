@@ -82,7 +82,10 @@ class WaitLoop:
                 self._resting(fleet)
                 return 1
             looking = launching if fleet in launching else [fleet]
-            if not replaces(fleet) and self._has_too_few(fleet):
+            if not replaces(fleet) and (missing := self._missing(fleet)):
+                if done := self._read_done(aws.owner_of(fleet) or self.definition.run.owner):
+                    return self._report_end(done)
+                self._report_missing(fleet, missing)
                 return 1
             if node_of := next((each for each in looking if self._node(each)), None):
                 return self._for_nothing(node_of)
@@ -152,21 +155,23 @@ class WaitLoop:
             self._say(f"node {where} is {node['State']['Name']}.")
         return False
 
-    def _has_too_few(self, fleet: dict[str, Any]) -> bool:
-        """Whether a fleet that asks once lacks nodes, with what to do."""
+    def _missing(self, fleet: dict[str, Any]) -> int:
+        """How many nodes a fleet lacks."""
         there = [each for each in self._nodes(fleet) if each["State"]["Name"] in ("pending", "running")]
-        if len(there) >= wants(fleet):
-            return False
+        return max(wants(fleet) - len(there), 0)
+
+    def _report_missing(self, fleet: dict[str, Any], missing: int) -> None:
+        """What to do about a fleet that asks once."""
         for error in fleet.get("Errors", []):
             self.say(f"AWS says: {error['ErrorCode']}: {error['ErrorMessage']}")
         if fleet.get("Errors"):
             self.say(f"`gpufleet doctor {self.definition.argument}` holds the block against the file.")
         self.say(
-            f"fleet {fleet['FleetId']} has {len(there)} of {counted(wants(fleet), 'node')}, and asks for no other. End "
-            "it, and `pulumi up` launches all of them again while the block lasts; they go on from the last checkpoint:"
+            f"fleet {fleet['FleetId']} has {wants(fleet) - missing} of {counted(wants(fleet), 'node')}, and asks for no"
+            " other. End it, and `pulumi up` launches all of them again while the block lasts; they go on from the last"
+            " checkpoint:"
         )
         self.say(f"  {end_command(fleet, self.definition.fleet.region)}")
-        return True
 
     def _for_nothing(self, fleet: dict[str, Any]) -> int:
         """A node runs: 1 where it is one that finds its run over, as did those before it. Another owner's trains for a

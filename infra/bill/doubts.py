@@ -114,13 +114,15 @@ def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
     yield from config.doubts(max(phase.steps for phase in runtime.phases))
 
 
-def _leave_out(zones: Sequence[SpotPrice], prefix: str) -> str:
+def _leave_out(definition: StackDefinition, zones: Sequence[SpotPrice], prefix: str) -> str:
     """What leaving out the dearest zone would do, where it alone spoils the price. Ids begin with `prefix`."""
     *others, high = zones
     if not others or high.price.amount < _SPOILS * others[-1].price.amount:
         return ""
-    named = ", ".join(sorted(prefix + zone.zone for zone in others))
-    return f". Without {prefix}{high.zone} that is {others[-1].price.amount}: fleet.zones: [{named}]"
+    kept = others if definition.nodes == 1 else others[:1]  # several nodes are in one zone
+    named = ", ".join(sorted(prefix + zone.zone for zone in kept))
+    subnets = ", and account.vpc.subnets by these" if definition.account.vpc else ""
+    return f". Without {prefix}{high.zone} that is {kept[-1].price.amount}: fleet.zones: [{named}]{subnets}"
 
 
 def _free_hours(bill: Bill) -> Iterator[str]:
@@ -160,8 +162,11 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
             if high.price.amount >= _SPREAD * low.price.amount:
                 yield (
                     f"{option.type}: spot zones differ, {low.price.amount} ({low.zone}) to {high.price.amount}"
-                    f" ({high.zone}); the bill stands on the dearest{_leave_out(option.spot, prefix)}"
+                    f" ({high.zone}); the bill stands on the dearest{_leave_out(definition, option.spot, prefix)}"
                 )
+            known = {zone.zone for zone in option.spot}
+            if unknown := [prefix + zone for zone in definition.fleet.zone_ids if zone not in known]:
+                yield f"{option.type}: no spot price is known in {', '.join(unknown)}, where AWS may launch it as well"
             if option.on_demand and high.price.amount >= option.on_demand.amount:
                 yield f"{option.type}: spot in {high.zone} costs as much as on demand"
     if len(bill.types) > 1 and definition.estimate.step_ms is not None:

@@ -182,7 +182,7 @@ def _cap(definition: StackDefinition, chosen: Side) -> Cap:
         max_hours=definition.limits.max_hours,
         probability=chosen.probability_stopped,
         first="limits.max_usd" if by_money < by_hours else "fleet.block.end" if by_block else "limits.max_hours",
-        at_hours=exact(min(by_money, by_hours)),
+        at_hours=exact(min(by_money, by_hours) * definition.nodes),
         deadline=definition.limits.deadline,
     )
 

@@ -55,16 +55,18 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
 def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     """A limit that comes before the first checkpoint."""
     exposure, (by_money, by_hours) = bill.chosen.exposure, bill.chosen.exposure.hours_at_cap()
+    limits, block = definition.limits, definition.fleet.block
     needed_h = exposure.setup_h + exposure.interval_h
+    hours = Decimal(needed_h + exposure.reserve_h)
     usd = enough(Decimal(exposure.metered(needed_h + exposure.reserve_h)))
-    hours = enough(Decimal(needed_h + exposure.reserve_h))
-    for key, limit, by_h, least in (
-        ("max_usd", definition.limits.max_usd, by_money, f"{usd} USD"),
-        ("max_hours", definition.limits.max_hours, by_hours, f"{hours} node-hours"),
-    ):
+    by_time = ("limits.max_hours", str(limits.max_hours), f"{enough(hours * definition.nodes)} node-hours")
+    if block is not None and exposure.max_hours == block.hours:
+        by_time = ("fleet.block.end", stamp(block.end), f"{enough(hours)} hours from its start to 30 minutes before it")
+    by_usd = ("limits.max_usd", str(limits.max_usd), f"{usd} USD")
+    for (key, written, least), by_h in ((by_usd, by_money), (by_time, by_hours)):
         if by_h < needed_h:
             allowed = f"at least {least}: set-up, one interval between checkpoints, and a stop"
-            yield definition.problem(f"limits.{key}", str(limit), allowed)
+            yield definition.problem(key, written, allowed)
 
 
 def _own(definition: StackDefinition, key: str) -> str:
@@ -101,9 +103,13 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
         return [definition.problem(key, stamp(block.end), allowed, "Take a longer block, or shorten the run.")]
     assert deadline is not None
     first = due + timedelta(hours=needs[slowest_type] - left_h, minutes=1)
-    allowed = f"{need}, {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from now"
+    allowed = f"{need}, {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from {_begin(definition, now)}"
     hint = "Move it, or list faster types: `gpufleet compare` ranks them by it."
     return [definition.problem(key, deadline_text(deadline), allowed, hint)]
+
+
+def _begin(definition: StackDefinition, now: datetime) -> str:
+    return "the block's start" if definition.begins_at(now) > now else "now"
 
 
 def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) -> Iterator[str]:
@@ -111,7 +117,8 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
     speed all would, where the deadline comes before the other limits.
     """
     left_h, exposure, key = definition.hours_left(now), bill.chosen.exposure, definition.due_by(now)
-    if bill.only_priced or left_h is None or (definition.fleet.block and now <= definition.fleet.block.start):
+    whole = definition.begins_at(now) > now and key == "fleet.block.end"  # which is among the limits
+    if bill.only_priced or left_h is None or whole:
         return
     late = float((bill.chosen.needed.wall_hours + exposure.reserve_h > left_h).mean())
     if late >= 0.01 and not definition.fleet.falls_back:  # its own share is on the bill
@@ -120,7 +127,8 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
             " fleet.fallback: on-demand does it"
         )
         yield (
-            f"{late:.0%} of runs miss {key}, {left_h:.1f} h from now: p50 is {bill.chosen.wall_hours.p50:.2f} h"
+            f"{late:.0%} of runs miss {key}, {left_h:.1f} h from {_begin(definition, now)}: p50 is"
+            f" {bill.chosen.wall_hours.p50:.2f} h"
             f"{'' if definition.fleet.block else switch}"
         )
     by_h = left_h - exposure.reserve_h
@@ -149,13 +157,16 @@ def expiry_warning(bill: Bill) -> str:
     cap, needed, stop_h = bill.cap, bill.chosen.needed, bill.chosen.exposure.reserve_h
     if cap is None or cap.deadline is not None:
         return ""
+    nodes = bill.chosen.exposure.nodes
+    lives_h = float(cap.max_hours) / nodes + _hours(WAITING_TIME)
     unstopped = needed.hours <= min(bill.chosen.exposure.hours_at_cap())
-    late = float((unstopped & (needed.wall_hours + stop_h > float(cap.max_hours) + _hours(WAITING_TIME))).mean())
+    late = float((unstopped & (needed.wall_hours + stop_h > lives_h)).mean())
     if late < 0.01:
         return ""
+    said = "limits.max_hours" if nodes == 1 else f"limits.max_hours / {nodes}"
     return (
         f"{late:.0%} of runs wait so long for capacity that they are not done when their fleet expires,"
-        f" limits.max_hours + {_hours(WAITING_TIME):.0f} h after `up`; limits.deadline sets another time"
+        f" {said} + {_hours(WAITING_TIME):.0f} h after `up`; limits.deadline sets another time"
     )
 
 

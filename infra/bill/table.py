@@ -93,7 +93,8 @@ def _interruptions_usd(bill: Bill) -> Decimal:
 def _totals(bill: Bill, fallback: Fallback | None) -> Iterator[str]:
     chosen = bill.chosen
     if bill.buys is not None and bill.cap is not None:
-        rows = [figures("USD", bill.usd), figures("node-hours", bill.hours), figures("hours of training", bill.buys)]
+        node_hours = bill.hours.times(chosen.exposure.nodes)
+        rows = [figures("USD", bill.usd), figures("node-hours", node_hours), figures("hours of training", bill.buys)]
         yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
         yield from wrap(
             f"Nobody says how long the run is (job.work), so this is what the money buys: {bill.buys.p10:.1f} to"
@@ -291,10 +292,9 @@ def price_age(bill: Bill, today: date) -> str:
 def _interruptions(bill: Bill) -> str:
     if bill.block:
         fee = next(line.amount for line in bill.lines if line.item == FEE)
-        hours, used = bill.block.exposure.max_hours or 0, bill.hours.p50
         return (
-            f"Interruptions: none in a block. Its fee, {fee:.2f} USD, is paid whatever the run does: of the"
-            f" {hours:.2f} h that a node has in it the run uses {used:.2f} (p50)."
+            f"Interruptions: none in a block. Its fee, {fee:.2f} USD, is paid whatever the run does, which takes"
+            f" {bill.hours.p50:.2f} h of it (p50)."
         )
     if bill.capacity == "on-demand":
         return "Interruptions: none on demand."
@@ -342,7 +342,7 @@ def _limits(bill: Bill, fallback: Fallback | None) -> str:
     elif cap.first == "limits.max_hours":
         hours += " (comes first)"
     else:
-        hours += f", the block's end after {cap.at_hours:.2f} h (comes first)"
+        hours += f", the block's end (comes first, at {cap.at_hours:.2f} node-hours)"
     if bill.buys is not None:
         return f"Limits: {money}, {hours}. The first one ends the run."
     chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"

@@ -8,6 +8,7 @@ here, since one that is stopped early is cheap and not done: rows beyond them ar
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -164,7 +165,7 @@ def every_region(
             )
             for each in known
         )
-        if (cheapest := _cheapest(priced)) is not None:
+        if (cheapest := _cheapest(priced, hours_left)) is not None:
             row = draft(there, work.name, *cheapest, catalog, hazards or {}, today, likely=True)
             drafts.append(replace(row, inputs_usd=_brought(work, region)))
     rows = [row for row in filled(drafts, hours_left, runs=runs) if row.ranked]
@@ -200,7 +201,7 @@ def every_batch(
         doubted = doubts
         measured_on = () if drafts else definition.fleet.instance_types
         known = _on_every_type(work, measured_on, bill_inputs, catalog)
-        if (cheapest := _cheapest(replace(each, why="") for each in known)) is not None:
+        if (cheapest := _cheapest((replace(each, why="") for each in known), hours_left)) is not None:
             there = replace(bill_inputs, definition=work)
             drafts.append(draft(there, name, *cheapest, catalog, hazards or {}, today, likely=True))
     return [row for row in filled(drafts, hours_left, runs=runs) if row.ranked]
@@ -219,15 +220,18 @@ def _on_every_type(
     ]
 
 
-def _cheapest(known: Iterable[TypeCost]) -> tuple[TypeCost, Capacity] | None:
-    """The type and capacity whose uninterrupted run costs least, of those that hold the job and have a price."""
+def _cheapest(known: Iterable[TypeCost], hours_left: float | None) -> tuple[TypeCost, Capacity] | None:
+    """The type and capacity whose uninterrupted run costs least, of those that hold the job and have a price; of these
+    those in time, if any is.
+    """
+    most_s = math.inf if hours_left is None else hours_left * 3600
     priced = [
-        (float(price.amount) * option.runtime.total_s, option, capacity)
+        (option.runtime.total_s > most_s, float(price.amount) * option.runtime.total_s, option, capacity)
         for option in known
         for capacity in MARKETS
         if (price := option.likely(capacity)) and option.runtime and option.holds_the_job
     ]
-    return min(priced, key=lambda each: each[0])[1:] if priced else None
+    return min(priced, key=lambda each: each[:2])[2:] if priced else None
 
 
 def _as_measured(
@@ -315,8 +319,8 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
-    """The distinct (parameters, estimate, what it is held, storage) among the scenarios, each with its names and the
-    widest of their limits.
+    """The distinct (parameters, estimate, what it is held, storage, nodes, zone ids) among the scenarios, each with its
+    names and the widest of their limits.
     """
     found: dict[tuple[object, ...], list[StackDefinition]] = {}
     for variant in variants or (definition,):
@@ -324,14 +328,18 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
             continue
         held = variant.variant.hold_hours, variant.variant.buffer
         storage = repr(variant.storage)  # its map of inputs has no hash
-        key = (variant.job.parameters, variant.estimate, held, storage, variant.own_data)
+        fleet = variant.fleet
+        asked = fleet.nodes, fleet.cards, fleet.zone_ids if fleet.region == definition.fleet.region else ()
+        key = (variant.job.parameters, variant.estimate, held, storage, variant.own_data, asked)
         found.setdefault(key, []).append(variant)
     # Where a scenario asks for another region, the stack's own is what is compared.
     return [
         (
             replace(
                 works[0],
-                fleet=replace(works[0].fleet, region=definition.fleet.region),
+                fleet=works[0].fleet
+                if works[0].fleet.region == definition.fleet.region
+                else replace(works[0].fleet, region=definition.fleet.region, zones=definition.fleet.zones),
                 limits=replace(
                     works[0].limits,
                     max_usd=max(work.limits.max_usd for work in works),

@@ -261,7 +261,7 @@ def regions(rows: Sequence[Row]) -> str:
     """A table of the work in every region with prices."""
     if not rows:
         return ""
-    heads = ("region", "type", "capacity", "h p50", "USD p50", "USD p90", "dear", "inputs")
+    heads = ("region", "type", "capacity", "h p50", "USD p50", "USD p90", "dear", "inputs", "")
     cells = [
         (
             row.region,
@@ -271,6 +271,7 @@ def regions(rows: Sequence[Row]) -> str:
             *_pair(row.usd),
             _number(row.dearest_usd),
             f"{row.inputs_usd:.2f}" if row.inputs_usd else "-",
+            ", ".join(_marks(row)),
         )
         for row in rows
     ]
@@ -286,7 +287,7 @@ def batches(rows: Sequence[Row]) -> str:
     means = [row.usd.mean for row in rows if row.usd]
     if not rows or min(means) > (1 - LEAST) * means[0]:
         return "A larger batch, which more GPUs could share, would save nothing.\n" if rows else ""
-    heads = ("batch", "steps", "type", "used", "capacity", "h p50", "USD p50", "USD p90", "dear", "basis")
+    heads = ("batch", "steps", "type", "used", "capacity", "h p50", "USD p50", "USD p90", "dear", "basis", "")
     cells = [
         (
             row.scenario,
@@ -298,6 +299,7 @@ def batches(rows: Sequence[Row]) -> str:
             *_pair(row.usd),
             _number(row.dearest_usd),
             row.basis,
+            ", ".join(_marks(row)),
         )
         for row in rows
     ]

@@ -332,28 +332,29 @@ class StackDefinition:
         cards: Cards = self.fleet.cards if count > 1 else "one"
         return replace(self, fleet=replace(self.fleet, nodes=count, cards=cards))
 
-    def due(self, begin: datetime) -> datetime | None:
-        """When a run whose first `up` is then has to be done: by its deadline, and while its block lasts."""
-        ends = [self.limits.due(begin), self.fleet.block.last if self.fleet.block else None]
+    def begins_at(self, now: datetime) -> datetime:
+        """When it can begin: now, or with its block."""
+        return max(now, self.fleet.block.start) if self.fleet.block else now
+
+    def due(self, now: datetime) -> datetime | None:
+        """When a run that begins as soon as it can has to be done: by its deadline, and while its block lasts."""
+        ends = [self.limits.due(self.begins_at(now)), self.fleet.block.last if self.fleet.block else None]
         return min(filter(None, ends), default=None)
 
-    def due_by(self, begin: datetime) -> str:
+    def due_by(self, now: datetime) -> str:
         """The key that says when it is due."""
-        block, due = self.fleet.block, self.due(begin)
+        block, due = self.fleet.block, self.due(now)
         return "fleet.block.end" if block and block.last == due else "limits.deadline"
 
-    def expiry(self, begin: datetime) -> datetime:
-        """When AWS ends a fleet that begins then, whatever the job says."""
+    def expiry(self, now: datetime) -> datetime:
+        """When AWS ends a fleet that begins now, whatever the job says."""
         hours = float(self.limits.max_hours) / self.nodes
-        return self.due(begin) or begin + timedelta(hours=hours) + WAITING_TIME
+        return self.due(now) or now + timedelta(hours=hours) + WAITING_TIME
 
     def hours_left(self, now: datetime) -> float | None:
-        """Until it is due, for a run that begins now, or with its block; negative once that has passed, None where it
-        never is.
-        """
-        due, block = self.due(now), self.fleet.block
-        begin = max(now, block.start) if block else now
-        return None if due is None else (due - begin).total_seconds() / 3600
+        """From its begin until it is due; negative once that has passed, None where it never is."""
+        due = self.due(now)
+        return None if due is None else (due - self.begins_at(now)).total_seconds() / 3600
 
     def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
         """What is wrong at `path`, with the line it was written at, under its own path where a scenario wrote it."""

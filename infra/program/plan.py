@@ -126,7 +126,8 @@ def make(
         definition = tagged(definition, tags)
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
-    if (block := definition.fleet.block) is not None and now < block.start and not over:
+    goes_on = (previous.outputs.get("run") or {}).get("id") == definition.run.id
+    if (block := definition.fleet.block) is not None and now < block.start and not goes_on:
         missing.insert(0, f"the block begins at {stamp(block.start)}: before that AWS launches nothing into it.")
     if missing and not preview:
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))

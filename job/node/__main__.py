@@ -375,16 +375,15 @@ class NodeRun:
         records = self._records() if self._record_exit(code, reason) and self._list() else None
         alone, replaced = self._nodes() == 1, not self._is_in_block()
         if records is None:
-            say("the attempt cannot be counted")
-            if alone:  # of several the others go on, and find their own way out
-                self._stop_fleet()
+            say("the attempt cannot be counted")  # of several the others go on, and find their own way out
         elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         ended = ": its fleet is ended" if records is None and alone else ""
         if not replaced and not ended:
-            self._stop_fleet()
             ended = ": its fleet is ended, as it replaces no node; `pulumi up` launches all of them again"
-        self.notices.tell(f"a node has failed, {reason}{ended}")
+        self.notices.tell(f"a node has failed, {reason}{ended}")  # before AWS may end this machine
+        if ended:
+            self._stop_fleet()
         self._leave(reason)
 
     def _interrupted(self) -> NoReturn:
@@ -395,7 +394,7 @@ class NodeRun:
             self._stand_down()
         self.allowance.open()
         self._upload_log()
-        self.notices.tell("AWS takes the node, and the run waits for another")
+        self.notices.tell(f"AWS takes the node{'' if self._is_in_block() else ', and the run waits for another'}")
         age = self.clock() - self.machine.launched
         if ending is not None and ending.notice and age < FREE_S:
             say(f"interrupted {age:.0f} s after launch: waiting for AWS to end this machine")
@@ -499,10 +498,13 @@ class NodeRun:
 
     def _speaks(self) -> bool:
         """Whether this node has ended the run, and not another of several: it tells people."""
-        if self._nodes() == 1 or not self.objects.get(DONE, self.folder / DONE):
-            return True
-        told = ends.read((self.folder / DONE).read_bytes())
-        return told is None or told.instance == self.machine.instance
+        return self._nodes() == 1 or self._who_ended() in ("", self.machine.instance)
+
+    def _who_ended(self) -> str:
+        """The node that has ended the run; empty: none, as far as that is known."""
+        is_there = self.objects.get(DONE, self.folder / DONE)
+        told = ends.read((self.folder / DONE).read_bytes()) if is_there else None
+        return "" if told is None else told.instance
 
     def _upload_log(self) -> None:
         retry(2, lambda: self.objects.put(self.folder / "boot.log", boot_log_key(self.machine.instance)))
@@ -540,10 +542,13 @@ class NodeRun:
             self._upload_log()
 
     def _is_last(self, fleet: str) -> bool:
-        """Whether this node is to end the others with itself: they had their time, or the run is not over."""
-        if not self._speaks():
+        """Whether this node is to end the others with itself: they had their time, or the run is not over. One that
+        comes after the end does it too, where the node that has ended the run is there no more.
+        """
+        ender = self._who_ended()
+        if ender not in ("", self.machine.instance) and ender in (nodes_there(fleet) or {ender}):
             return False
-        for _ in range(OTHERS_S // 10 if self.objects.get(DONE, self.folder / DONE) else 0):
+        for _ in range(OTHERS_S // 10 if ender else 0):
             if nodes_there(fleet) == {self.machine.instance}:
                 break
             time.sleep(10)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_files import several_nodes
-from cost_definitions import definition
+from cost_definitions import definition, on_nodes
 from declared_world import declare
 
 from gpufleet.infra.account import aws, checks
@@ -19,7 +19,7 @@ from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
-from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.model import StackDefinition, Vpc
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.resources.network import VPC_CIDR, subnet_cidr
 from gpufleet.rehearsal.cloud import Cloud
@@ -80,6 +80,19 @@ def test_the_warning_names_the_zones_that_the_file_may_give_instead() -> None:
     without = price(in_zones(*zones, **of), CATALOG)
     assert without.spot is not None
     assert without.spot.price.amount == Decimal(said[2])
+
+
+def test_of_several_nodes_one_zone_is_named_and_a_vpc_s_subnets_change_with_it() -> None:
+    plain = in_zones("us-east-2a", type_="p4d.24xlarge", region="us-east-2")
+    two = on_nodes(replace(plain, limits=replace(plain.limits, max_hours=Decimal(1000))), 2)
+    vpc = replace(two.account, vpc=Vpc(id="vpc-1", subnets={"us-east-2a": "subnet-1"}))
+    (found,) = (each for each in price(replace(two, account=vpc), CATALOG).warnings if "the bill stands on" in each)
+    assert found.endswith("that is 6.0374: fleet.zones: [use2-az1], and account.vpc.subnets by these")
+
+
+def test_a_listed_zone_without_a_price_beside_others_is_warned_of() -> None:
+    found = price(in_zones("use1-az6", "use1-az8"), CATALOG).warnings
+    assert "p5.48xlarge: no spot price is known in use1-az8, where AWS may launch it as well" in found
 
 
 def test_a_zone_without_a_price_is_said_with_those_that_have_one() -> None:

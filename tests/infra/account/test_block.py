@@ -130,6 +130,25 @@ def test_a_lost_node_is_told_by_wait_and_status(cloud: Cloud, in_block: StackDef
     assert any("the fleet has 0 of 1 node and replaces none: gpufleet wait" in line for line in lines)
 
 
+def test_a_finished_run_is_over_for_wait_though_nodes_lack(cloud: Cloud, in_block: StackDefinition) -> None:
+    declare_fleet(cloud, capacity="capacity-block")
+    bucket = declare_bucket(cloud)
+    put(cloud, bucket, "run.json", {})
+    put(cloud, bucket, "done.json", {"reason": "finished", "instance": "i-earlier"})
+    cloud.kill(cloud.instances()[0].id)
+    cloud.tick()
+    code, said = waited(cloud, in_block)
+    assert code == 0
+    assert "the run is over: finished" in said
+
+
+def test_a_node_left_over_in_a_block_costs_nothing_itself(cloud: Cloud, in_block: StackDefinition) -> None:
+    declare_fleet(cloud, capacity="capacity-block")
+    (node,) = (each for each in leftovers.look(in_block, aws.client, cloud.clock.now()) if each.kind == "instance")
+    assert node.usd_per_month == 0
+    assert node.note.endswith("its block is paid for")
+
+
 def test_a_fleet_that_only_stays_in_its_state_is_not_left_over(cloud: Cloud, in_block: StackDefinition) -> None:
     fleet = declare_fleet(cloud, capacity="capacity-block")
 

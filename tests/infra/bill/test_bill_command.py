@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -17,7 +17,7 @@ from gpufleet.infra.bill.record import to_json
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
-from gpufleet.infra.definition.model import Limits, StackDefinition
+from gpufleet.infra.definition.model import CapacityBlock, Limits, StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.risk import unknown
 from gpufleet.job.spec.command import (
@@ -100,6 +100,30 @@ def test_a_limit_before_the_first_checkpoint_is_refused_also_where_no_work_is_de
     (problem,) = problems(definition(work, max_usd=Decimal("0.2")), bill(work, max_usd=Decimal("0.2")))
     assert problem.path == "limits.max_usd"
     assert "one interval between checkpoints" in problem.allowed
+
+
+def test_of_several_nodes_the_first_checkpoint_takes_hours_of_all_and_the_bill_counts_them() -> None:
+    one = definition(CommandWork(), capacity="on-demand", max_hours=Decimal("0.1"))
+    two = replace(one, fleet=replace(one.fleet, nodes=2, zones=one.fleet.zones[:1]))
+    least = [float(problems(each, price(each, CATALOG))[0].allowed.split()[2]) for each in (one, two)]
+    assert least[1] == pytest.approx(2 * least[0], abs=0.5)  # the wait for each other is set-up too
+    enough = replace(two, limits=replace(two.limits, max_hours=Decimal(f"{least[1]:.2f}")))
+    assert not problems(enough, price(enough, CATALOG))
+    long = replace(two, limits=replace(two.limits, max_usd=Decimal(100), max_hours=Decimal(30)))
+    found = price(long, CATALOG)
+    (row,) = (line for line in render(found).splitlines() if line.startswith("node-hours"))
+    assert float(row.split()[2]) == pytest.approx(30, abs=0.5)
+    assert found.cap is not None
+    assert float(found.cap.at_hours) == pytest.approx(30, abs=0.5)
+
+
+def test_a_block_before_whose_end_nothing_is_saved_is_what_is_too_short() -> None:
+    plain, start = definition(CommandWork(), capacity="block"), datetime(2026, 12, 1, tzinfo=UTC)
+    block = CapacityBlock(start=start, end=start + timedelta(minutes=40), fee_usd=Decimal(1))
+    short = replace(plain, fleet=replace(plain.fleet, block=block, zones=plain.fleet.zones[:1]))
+    (problem,) = problems(short, price(short, CATALOG))
+    assert problem.path == "fleet.block.end"
+    assert "hours from its start to 30 minutes before it: set-up, one interval" in problem.allowed
 
 
 def test_who_saves_on_a_notice_loses_less_and_until_that_is_shown_nobody_does() -> None:

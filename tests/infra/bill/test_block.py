@@ -64,8 +64,8 @@ def test_what_it_would_cost_by_the_hour_has_no_fee() -> None:
     assert "USD on spot, g5.2xlarge at" in text
     assert "USD on demand, g5.2xlarge at" in text
     used = f"{bill.hours.p50:.2f}"
-    assert "Its fee, 900.00 USD, is paid whatever the run does: of the 24.00 h" in " ".join(text.split())
-    assert f"that a node has in it the run uses {used} (p50)" in " ".join(text.split())
+    paid = "Its fee, 900.00 USD, is paid whatever the run does, which takes"
+    assert f"{paid} {used} h of it (p50)." in " ".join(text.split())
 
 
 def test_the_end_of_the_block_is_a_limit_and_too_short_a_one_is_refused() -> None:
@@ -105,6 +105,28 @@ def test_begun_late_what_is_left_has_to_do() -> None:
     (late,) = limits.deadline_problems(plan, bill, last - needed / 2 * HOUR)
     assert late.path == "fleet.block.end"
     assert "are left until 30 minutes before the block's end" in late.allowed
+
+
+def test_a_deadline_counts_from_the_block_s_start_before_which_nothing_begins() -> None:
+    """A run of some 15 h, and a block that begins five days from now."""
+    plan, now = in_block(), START - 120 * HOUR
+    needed_h = price(plan, CATALOG).chosen.runtime.total_s / 3600
+
+    def due(deadline: datetime | timedelta) -> tuple[float | None, list[str], list[str]]:
+        told = replace(plan, limits=replace(plan.limits, deadline=deadline))
+        bill = price(told, CATALOG)
+        refused = [each.allowed for each in limits.deadline_problems(told, bill, now)]
+        return told.hours_left(now), refused, list(limits.deadline_warnings(told, bill, now))
+
+    assert due(20 * HOUR)[:2] == (20, [])
+    left, refused, _ = due(START + needed_h / 2 * HOUR)
+    assert left == pytest.approx(needed_h / 2)
+    assert refused[0].endswith(f"it is {needed_h / 2:.2f} hours from the block's start")
+    left, refused, warned = due(START + (needed_h + 0.1) * HOUR)
+    assert refused == []
+    said = " ".join(warned)
+    assert "uncalibrated: below about" in said
+    assert "limits.deadline stops the run before it is done" in said
 
 
 def test_the_meter_s_rates_are_nothing_and_its_fixed_sum_has_the_fee() -> None:

@@ -102,6 +102,17 @@ def test_no_batch_is_shown_whose_warm_up_is_longer_than_the_run() -> None:
     assert [row.scenario for row in ranking.every_batch(sft(optim=long), CATALOG, runs=20)] == NAMES[:2]
 
 
+def test_within_a_deadline_the_first_is_in_time_where_anything_is_and_what_may_be_late_says_so() -> None:
+    """28.5 h on g7e.2xlarge are too long for 10; the cheapest that is not is dearer."""
+    hurried = ranking.every_batch(sft(), CATALOG, hours_left=10.0, runs=100)
+    assert hurried[0].prepared is not None
+    assert hurried[0].prepared.option.runtime is not None
+    assert hurried[0].prepared.option.runtime.total_s < 36_000
+    assert totals(hurried)[0] > totals(batches())[0]
+    too_short = ranking.every_batch(sft(), CATALOG, hours_left=0.1, runs=100)
+    assert "late in 100%" in table.batches(too_short)
+
+
 @pytest.mark.parametrize("name", ["tinystories-growth", "pretrain-d64", "two-tower"])
 def test_a_file_that_says_how_many_steps_there_are_has_one_batch(name: str) -> None:
     assert ranking.every_batch(stack(name), CATALOG, runs=20) == []

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from command_files import in_block
 from repository import ROOT
 
 from gpufleet.infra.definition.loader import load, rehearsal_text
@@ -155,3 +156,19 @@ def test_a_deadline_in_hours_is_a_time_in_run_json_which_a_second_up_does_not_mo
     assert told == ["2026-11-21T17:00:00Z", "2026-11-21T18:00:00Z", "2026-11-21T18:00:00Z"]
     assert again.run_config == first.run_config
     assert again.verdict.run.valid_until == first.verdict.run.valid_until == told[1]
+
+
+def test_up_waits_for_the_block_of_a_later_run_too_and_not_for_that_of_one_that_goes_on(project: Path) -> None:
+    edit(project, "[us-east-2a, us-east-2b, us-east-2c]", "[us-east-2a]")
+    block = "{reservation: cr-0123456789abcdef0, start: 2026-11-26T11:30:00Z, end: 2026-11-27T11:30:00Z, fee_usd: 1}"
+    file = project / "stacks" / f"{NAME}.yaml"
+    file.write_text(in_block(file.read_text(), block))
+    early = {"now": NOW, "preview": False}  # five days before
+    refused = "the block begins at 2026-11-26T11:30:00Z: before that AWS launches nothing into it"
+    with pytest.raises(GpufleetError, match=refused):
+        make(project, NAME, previous=NEW, **early)  # type: ignore[arg-type]
+    plan = make(project, NAME, now=NOW + timedelta(days=5), previous=NEW, preview=False)
+    assert make(project, NAME, previous=begun(plan), **early).verdict.run.id == "r1"  # type: ignore[arg-type]
+    edit(project, "id: r1", "id: r2")
+    with pytest.raises(GpufleetError, match=refused):
+        make(project, NAME, previous=begun(plan), **early)  # type: ignore[arg-type]

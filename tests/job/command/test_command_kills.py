@@ -68,8 +68,13 @@ def check(job: CommandJob) -> None:
 
 def put_back_is_whole(job: CommandJob) -> None:
     """What the next start is given."""
+    if not job.commits():  # a crowded machine had it killed before its first
+        process = job.start()
+        try:
+            job.wait_for(lambda: job.commits(), process)
+        finally:
+            kill(process)
     commits = job.commits()
-    assert commits, job.log
     process = job.start()
     try:
         shown = f"restored step {commits[-1].step:,}"

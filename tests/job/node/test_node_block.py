@@ -72,8 +72,24 @@ def test_of_several_the_one_that_ended_the_run_waits_for_the_others_and_they_lea
 
 def test_of_several_one_that_follows_leaves_the_fleet_to_who_has_ended_the_run(node: StubNode) -> None:
     node.nodes = 2
+    (node.world / "there").write_text(f"{INSTANCE}\ni-other\n")
     node.job_ends_with(0, says_done(node, "i-other"))
     outcome = node.boot()
     assert deletions(outcome) == []
     assert outcome.calls_starting(SHUTDOWN) == [SHUTDOWN]
     assert "left to the node that has ended the run" in outcome.log
+
+
+def test_of_several_one_that_comes_after_the_end_ends_the_fleet_where_who_ended_the_run_is_gone(node: StubNode) -> None:
+    node.nodes = 2
+    node.put("done.json", {"reason": "finished", "instance": "i-earlier"})
+    (node.world / "there").write_text(f"{INSTANCE}\n")
+    assert deletions(node.boot()) == [True]
+
+
+def test_people_are_told_of_a_failed_node_before_it_ends_itself(node: StubNode) -> None:
+    node.notify = {"topic": "arn:aws:sns:us-east-2:1:t"}
+    node.job_ends_with(1)
+    calls = node.boot().calls
+    told, deleted = (next(at for at, call in enumerate(calls) if call.startswith(what)) for what in ("aws sns", DELETE))
+    assert told < deleted
