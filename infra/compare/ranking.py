@@ -199,7 +199,7 @@ def every_batch(
         if drafts and doubts > doubted:  # a warm-up of the whole run, for instance; larger ones are no better
             break
         doubted = doubts
-        measured_on = () if drafts else definition.fleet.instance_types
+        measured_on = definition.fleet.instance_types if parameters is definition.job.parameters else ()
         known = _on_every_type(work, measured_on, bill_inputs, catalog)
         if (cheapest := _cheapest((replace(each, why="") for each in known), hours_left)) is not None:
             there = replace(bill_inputs, definition=work)
