@@ -11,6 +11,7 @@ from botocore.exceptions import ClientError
 
 from gpufleet.infra.account import iam_policy, refusals
 from gpufleet.infra.account.aws import pages
+from gpufleet.infra.account.fleet import nodes_of
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.boot.user_data import ROOT_DEVICE
 from gpufleet.job.contract.inputs import DATASET, WEIGHTS, is_file
@@ -142,9 +143,15 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     for key, theirs in wrong.items():
         said_so = f"{key} says {told[key][0]}, {name} is of {theirs}"
         yield Check(name="block", state="problem", found=said_so, fix=f"Write {theirs}.")
-    total, free = int(found["TotalInstanceCount"]), int(found["AvailableInstanceCount"])
+    own = sum(
+        each.get("InstanceLifecycle") == "capacity-block" and each["State"]["Name"] in ("pending", "running")
+        for each in nodes_of(ec2, definition)
+    )
+    total, free = int(found["TotalInstanceCount"]), int(found["AvailableInstanceCount"]) + own
     if total < definition.nodes or (state == "active" and free < definition.nodes):
-        room = f"{name} has {counted(total, 'instance')}, {free} of them free; the run wants {definition.nodes}"
+        room = (
+            f"{name} has {counted(total, 'instance')}, {free} of them free or its own; the run wants {definition.nodes}"
+        )
         fix = "End what runs in it (what has ended counts for minutes more), or write fewer fleet.nodes."
         yield Check(name="block", state="problem", found=room, fix=fix)
     elif not wrong:

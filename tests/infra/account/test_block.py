@@ -55,7 +55,7 @@ def ended(cloud: Cloud) -> None:
 
 
 def in_use(cloud: Cloud) -> None:
-    declare_fleet(cloud, capacity="capacity-block")
+    declare_fleet(cloud, run="r0", capacity="capacity-block")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def in_use(cloud: Cloud) -> None:
         (changed(zone="us-east-2b"), ["fleet.zones says us-east-2a, "], "Write us-east-2b."),
         (moved, ["fleet.block.start says 2026-", "fleet.block.end says 2026-"], "Write 2026-"),
         (ended, ["is expired"], "Name another block"),
-        (in_use, ["has 1 instance, 0 of them free; the run wants 1"], "End what runs in it"),
+        (in_use, ["has 1 instance, 0 of them free or its own; the run wants 1"], "End what runs in it"),
     ],
     ids=["none", "type", "zone", "dates", "over", "in use"],
 )
@@ -95,6 +95,12 @@ def test_more_nodes_than_it_has_and_another_kind_of_reservation_are_problems(
 
     (found,) = checks.block(in_block, Other())
     assert found.found == f"{RESERVED} is another reservation than a block"
+
+
+def test_doctor_takes_the_run_s_own_nodes_for_no_others(cloud: Cloud, in_block: StackDefinition) -> None:
+    declare_fleet(cloud, capacity="capacity-block")
+    (found,) = checked(in_block)
+    assert found.state == "ok"
 
 
 def test_wait_names_the_node_and_is_done(cloud: Cloud, in_block: StackDefinition) -> None:
