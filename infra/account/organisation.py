@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 from gpufleet.infra.account import iam_policy, refusals
 from gpufleet.infra.account.aws import pages
 from gpufleet.infra.account.checks import Check
-from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.model import StackDefinition, is_zone_id
 
 
 def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
@@ -37,7 +37,7 @@ def _misplaced(subnet: dict[str, Any] | None, vpc: str, zone: str) -> str:
         return "does not exist in the fleet's region"
     if subnet["VpcId"] != vpc:
         return f"is in {subnet['VpcId']}, not in {vpc}"
-    there = subnet["AvailabilityZoneId" if "-az" in zone else "AvailabilityZone"]
+    there = subnet["AvailabilityZoneId" if is_zone_id(zone) else "AvailabilityZone"]
     if there != zone:
         return f"is in {there}, not in {zone}"
     return "" if subnet["AvailableIpAddressCount"] else "has no free address"

@@ -139,8 +139,7 @@ def _free_hours(bill: Bill) -> Iterator[str]:
 
 
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
-    config, region = definition.job.parameters, known_regions().get(bill.region)
-    prefix = region.zone_id_prefix if region else ""
+    config, prefix = definition.job.parameters, known_regions()[bill.region].zone_id_prefix
     needs_gb = fit.scratch_gb(config)
     for option in bill.types:
         instance, nodes = option.instance, definition.nodes

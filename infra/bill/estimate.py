@@ -25,6 +25,7 @@ from gpufleet.infra.bill.side import (
     after_calibration,
     cadence,
     exact,
+    hours_bound_by,
     price_side,
     span_usd,
     usd_at_hazards,
@@ -175,13 +176,11 @@ def _break_even(spot: Side | None, on_demand: Side | None) -> float | None:
 
 def _cap(definition: StackDefinition, chosen: Side) -> Cap:
     by_money, by_hours = chosen.exposure.hours_at_cap()
-    block = definition.fleet.block
-    by_block = block is not None and chosen.exposure.max_hours == block.hours
     return Cap(
         max_usd=definition.limits.max_usd,
         max_hours=definition.limits.max_hours,
         probability=chosen.probability_stopped,
-        first="limits.max_usd" if by_money < by_hours else "fleet.block.end" if by_block else "limits.max_hours",
+        first="limits.max_usd" if by_money < by_hours else hours_bound_by(definition, chosen),
         at_hours=exact(min(by_money, by_hours) * definition.nodes),
         deadline=definition.limits.deadline,
     )

@@ -14,7 +14,7 @@ from decimal import ROUND_CEILING, Decimal
 
 from gpufleet.infra.bill import options
 from gpufleet.infra.bill.bill import Bill
-from gpufleet.infra.bill.side import Side, reserve_h
+from gpufleet.infra.bill.side import Side, hours_bound_by, reserve_h
 from gpufleet.infra.definition.model import WAITING_TIME, StackDefinition, deadline_text
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.risk.simulation import MINIMUM_H
@@ -60,7 +60,7 @@ def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     hours = Decimal(needed_h + exposure.reserve_h)
     usd = enough(Decimal(exposure.metered(needed_h + exposure.reserve_h)))
     by_time = ("limits.max_hours", str(limits.max_hours), f"{enough(hours * definition.nodes)} node-hours")
-    if block is not None and exposure.max_hours == block.hours:
+    if block is not None and hours_bound_by(definition, bill.chosen) == "fleet.block.end":
         by_time = ("fleet.block.end", stamp(block.end), f"{enough(hours)} hours from its start to 30 minutes before it")
     by_usd = ("limits.max_usd", str(limits.max_usd), f"{usd} USD")
     for (key, written, least), by_h in ((by_usd, by_money), (by_time, by_hours)):

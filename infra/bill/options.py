@@ -156,7 +156,7 @@ def type_cost(
         raise GpufleetError(catalog.unknown_type(type_))
     why, runtime = [], None
     zones = definition.fleet.zone_ids
-    spot = tuple(each for each in catalog.spot_prices.get((type_, region), ()) if not zones or each.zone in zones)
+    spot = catalog.spot_zones(type_, region, zones)
     on_demand = catalog.on_demand_prices.get((type_, region))
     capacity, block = definition.fleet.capacity, definition.fleet.block
     price = on_demand if capacity == "on-demand" else spot[-1].price if capacity == "spot" and spot else None

@@ -292,6 +292,12 @@ def _max_hours(definition: StackDefinition) -> float:
     return hours if block is None or definition.variant.only_priced else min(hours, block.hours)
 
 
+def hours_bound_by(definition: StackDefinition, side: Side) -> str:
+    """The key that says how long each node may run."""
+    block = definition.fleet.block
+    return "fleet.block.end" if block and side.exposure.max_hours == block.hours else "limits.max_hours"
+
+
 def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, price_age_days: int) -> Unknown:
     """What of the run nobody knows, beside its interruptions."""
     config, gpus = definition.job.parameters, option.instance.gpus

@@ -190,14 +190,18 @@ class Catalog:
         """Spot prices per node-hour, cheapest zone first; in these `zones` (az1, ...) alone where any are named. Raises
         PriceMissing when no zone has one.
         """
-        found = self.spot_prices.get((type_, region))
-        if found is None:
+        if priced := self.spot_zones(type_, region, zones):
+            return priced
+        found = self.spot_zones(type_, region)
+        if not found:
             raise PriceMissing(self._missing("spot", type_, region, self.spot_prices))
-        priced = tuple(each for each in found if not zones or each.zone in zones)
-        if not priced:
-            known = ", ".join(sorted(each.zone for each in found))
-            raise PriceMissing(f"no spot price for {type_} in {', '.join(zones)} of {region}; known in {known}")
-        return priced
+        known = ", ".join(sorted(each.zone for each in found))
+        raise PriceMissing(f"no spot price for {type_} in {', '.join(zones)} of {region}; known in {known}")
+
+    def spot_zones(self, type_: str, region: str, zones: Sequence[str] = ()) -> tuple[SpotPrice, ...]:
+        """What `spot` gives; empty where that raises."""
+        found = self.spot_prices.get((type_, region), ())
+        return tuple(each for each in found if each.zone in zones) if zones else found
 
     def nearest_type(self, type_: str, among: Iterable[str] | None = None) -> str | None:
         """The instance type, of all or `among` these, that is spelled most like `type_`: of a family spelled like its

@@ -65,11 +65,14 @@ def run(args: argparse.Namespace) -> int:
         parts = [compare_table.matrix(found.listed, found.default)]
     else:
         ranked = compare_table.ranked(found.rows, shown=None if args.all else SHOWN, frontier=found.frontier)
-        parts = [compare_table.scenarios(found.listed), ranked, compare_table.regions(found.regions)]
-        parts += filter(None, [compare_table.batches(found.batches)])
-        if found.policy is not None:
-            parts.append(compare_table.policy(*found.policy))
-    sys.stdout.write("\n".join(parts))
+        parts = [
+            compare_table.scenarios(found.listed),
+            ranked,
+            compare_table.regions(found.regions),
+            compare_table.batches(found.batches),
+            compare_table.policy(*found.policy) if found.policy else "",
+        ]
+    sys.stdout.write("\n".join(filter(None, parts)))
     for file in filter(None, (args.plot, args.html)):
         sys.stdout.write(f"\ndrawn: {file}\n")
     return 0 if found.runnable else 1

@@ -311,7 +311,7 @@ def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
     """Refused rather than kept for longer in silence: what is kept is on the bill."""
     if findings.bad & {"limits.max_hours", "limits.deadline", "fleet.block.end"}:
         return
-    now = max(now, s.fleet.block.start) if s.fleet.block else now  # nothing is up before
+    now = s.begins_at(now)
     end = s.expiry(now)
     ends = "limits.deadline, or limits.max_hours + 24 h from its start" if s.fleet.block is None else "fleet.block.end"
     least = days_to_keep(now, end)

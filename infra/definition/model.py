@@ -57,6 +57,11 @@ Fallback = Literal["none", "on-demand"]
 BLOCK_ENDING = timedelta(minutes=30)
 
 
+def is_zone_id(zone: str) -> bool:
+    """Whether it is a zone's id, use2-az1, and not its name."""
+    return "-az" in zone
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityBlock:
     """A Capacity Block for ML, which its user has bought or thinks of buying: gpufleet buys none."""
@@ -99,7 +104,7 @@ class Fleet:
     @property
     def zone_ids(self) -> tuple[str, ...]:
         """The zones by id within the region (az1, ...), where the file gives ids (use2-az1): empty for names."""
-        return tuple(zone.rpartition("-")[2] for zone in self.zones if "-az" in zone)
+        return tuple(zone.rpartition("-")[2] for zone in self.zones if is_zone_id(zone))
 
     def bought_as(self, capacity: Capacity) -> Fleet:
         """These nodes, paid in another way."""

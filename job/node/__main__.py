@@ -373,14 +373,15 @@ class NodeRun:
             log("".join(printed.read_text(errors="replace").splitlines(keepends=True)[-LOG_LINES:]))
         self._upload_log()
         records = self._records() if self._record_exit(code, reason) and self._list() else None
-        alone, replaced = self._nodes() == 1, not self._is_in_block()
         if records is None:
             say("the attempt cannot be counted")  # of several the others go on, and find their own way out
         elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
-        ended = ": its fleet is ended" if records is None and alone else ""
-        if not replaced and not ended:
+        ended = ""
+        if self._is_in_block():
             ended = ": its fleet is ended, as it replaces no node; `pulumi up` launches all of them again"
+        elif records is None and self._nodes() == 1:
+            ended = ": its fleet is ended"
         self.notices.tell(f"a node has failed, {reason}{ended}")  # before AWS may end this machine
         if ended:
             self._stop_fleet()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -49,6 +51,15 @@ def bought(start: datetime, count: int = 2) -> Reservation:
     return Reservation(id=RESERVED, type=TYPE, zone=ZONE, count=count, start=start, end=start + timedelta(hours=48))
 
 
+@contextmanager
+def opened(folder: Path, clock: ManualClock | None = None) -> Iterator[tuple[Cloud, Engine]]:
+    """An account, and the real engine on the project in it."""
+    with Cloud(folder / "cloud", clock=clock) as cloud:
+        environment = {**cloud.environment(), "PYTHONPATH": str(ROOT)}
+        with Engine.open(folder / "project", environment, "mine", real=True) as engine:
+            yield cloud, engine
+
+
 def test_lost_nodes_are_launched_again_by_up_and_a_second_destroy_ends_what_aws_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,12 +67,7 @@ def test_lost_nodes_are_launched_again_by_up_and_a_second_destroy_ends_what_aws_
     start = datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
     make(tmp_path, start)
     clock = ManualClock(datetime.now(UTC))
-    with (
-        Cloud(tmp_path / "cloud", clock=clock) as cloud,
-        Engine.open(
-            tmp_path / "project", {**cloud.environment(), "PYTHONPATH": str(ROOT)}, "mine", real=True
-        ) as engine,
-    ):
+    with opened(tmp_path, clock) as (cloud, engine):
         cloud.has_block(bought(start))
         created = engine.up()
         assert created.ok, created.text
@@ -105,12 +111,7 @@ def test_lost_nodes_are_launched_again_by_up_and_a_second_destroy_ends_what_aws_
 def test_before_the_block_begins_up_is_refused_and_makes_nothing(tmp_path: Path) -> None:
     start = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=3)
     make(tmp_path, start)
-    with (
-        Cloud(tmp_path / "cloud") as cloud,
-        Engine.open(
-            tmp_path / "project", {**cloud.environment(), "PYTHONPATH": str(ROOT)}, "mine", real=True
-        ) as engine,
-    ):
+    with opened(tmp_path) as (cloud, engine):
         cloud.has_block(bought(start))
         refused = engine.up()
         assert not refused.ok
@@ -123,12 +124,7 @@ def test_half_an_hour_before_its_end_aws_ends_the_nodes(tmp_path: Path) -> None:
     start = datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
     make(tmp_path, start)
     clock = ManualClock(datetime.now(UTC))
-    with (
-        Cloud(tmp_path / "cloud", clock=clock) as cloud,
-        Engine.open(
-            tmp_path / "project", {**cloud.environment(), "PYTHONPATH": str(ROOT)}, "mine", real=True
-        ) as engine,
-    ):
+    with opened(tmp_path, clock) as (cloud, engine):
         cloud.has_block(bought(start, count=1))
         assert engine.up().ok
         fleet = cloud.client("ec2").describe_fleets()["Fleets"][0]

@@ -17,7 +17,7 @@ from typing import Any
 import pulumi
 import pulumi_aws as aws
 
-from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.model import StackDefinition, is_zone_id
 from gpufleet.infra.program.resources.tags import named, tags
 
 VPC_CIDR = ipaddress.IPv4Network("10.0.0.0/16")
@@ -133,7 +133,7 @@ class Network(pulumi.ComponentResource):
             subnet = aws.ec2.Subnet(
                 f"{name}-{zone}",
                 vpc_id=vpc.id,
-                **_place(definition, zone),
+                **_place(zone),
                 cidr_block=subnet_cidr(zone),
                 # The address comes from the subnet, so the template needs no network interface: an interface and the
                 # subnet of a fleet's override are two places that could disagree.
@@ -170,7 +170,7 @@ class Network(pulumi.ComponentResource):
         inner = aws.ec2.Subnet(
             f"{name}-{zone}-inner",
             vpc_id=vpc.id,
-            **_place(definition, zone),
+            **_place(zone),
             cidr_block=subnet_cidr(zone, inner=True),
             tags=label,
             opts=child,
@@ -197,9 +197,9 @@ class Network(pulumi.ComponentResource):
         return [route, routes]
 
 
-def _place(definition: StackDefinition, zone: str) -> dict[str, Any]:
+def _place(zone: str) -> dict[str, Any]:
     """Where a subnet is, by the zone's name or id."""
-    return {"availability_zone_id" if definition.fleet.zone_ids else "availability_zone": zone}
+    return {"availability_zone_id" if is_zone_id(zone) else "availability_zone": zone}
 
 
 def subnet_cidr(zone: str, *, inner: bool = False) -> str:
@@ -208,7 +208,7 @@ def subnet_cidr(zone: str, *, inner: bool = False) -> str:
     since a change from names to ids makes the new subnets before it deletes the old.
     """
     half = list(VPC_CIDR.subnets(new_prefix=17))[inner]
-    if zone[-1].isdigit():
+    if is_zone_id(zone):
         *_, free = half.subnets(new_prefix=19)
         return str(list(free.subnets(new_prefix=22))[int(zone[-1]) - 1])
     return str(list(half.subnets(new_prefix=20))[(ord(zone[-1]) - ord("a")) % 8])
