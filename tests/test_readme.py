@@ -172,7 +172,7 @@ def words(text: str) -> int:
 
 def test_the_readme_and_all_pages_together_stay_short() -> None:
     assert words(README) < 1_800
-    assert sum(words(page.read_text()) for page in (*PAGES, *DECISIONS)) < 35_000
+    assert sum(words(page.read_text()) for page in PAGES) < 31_500  # decisions are records, and grow
 
 
 def test_every_page_is_linked_from_the_readme() -> None:

@@ -25,7 +25,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence.receipts import score
-from gpufleet.infra.inputs.readiness import not_ready
+from gpufleet.infra.inputs.readiness import code_problems, not_ready
 from gpufleet.infra.review import policy
 
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
     late = [*limits.deadline_problems(definition, bill, now), *fallback_problems(definition, bill, fallback)]
-    if found := [*problems(definition, bill), *late]:
+    if found := [*code_problems(definition, root), *problems(definition, bill), *late]:
         raise DefinitionError(str(definition.source), found)
     return 1 if broken else 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.infra.errors import DefinitionError
+from gpufleet.infra.errors import DefinitionError, Problem
 from gpufleet.infra.inputs import code, folders
 from gpufleet.job.contract.inputs import DATASET
 
@@ -33,11 +33,16 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
             sentences.append(f"storage.base_weights, {weights}, {reason}: run `gpufleet prepare {name}`.")
         elif reason := definition.job.parameters.weights_differ(folder):
             sentences.append(f"storage.base_weights, {weights}, {reason}")
+    return [*sentences, *folders.missing(definition, root)]
+
+
+def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
+    """What is wrong with the folder of a command's code: it is not there, is empty or cannot be shipped."""
     try:
         code.read(definition, root)
     except DefinitionError as error:
-        sentences += map(str, error.problems)
-    return [*sentences, *folders.missing(definition, root)]
+        return list(error.problems)
+    return []
 
 
 def command(definition: StackDefinition) -> str:

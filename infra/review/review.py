@@ -60,6 +60,8 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
         known_old = _known(folders[0], old, hazards)
         if left_out := len(receipts.read(folders[1])[1]):
             notes.append(f"HEAD: damaged receipts, left out: {left_out}; `gpufleet receipts` says which and why")
+        if uncommitted := _uncommitted(project, hashes[1]):
+            notes.append(f"Not in HEAD, since it is not committed: {', '.join(map('`{}`'.format, uncommitted))}.")
         rules_held = chosen or policy.Policy()
         stacks = compare(_texts(folders[0]), _texts(folders[1]), (known_old, known_new), rules_held, now)
     return Review(
@@ -118,6 +120,16 @@ def _commit_hash(project: Path, name: str) -> str:
 def _made_at(project: Path, commit: str) -> datetime:
     """When the commit was made, UTC: the only clock of a review."""
     return datetime.fromtimestamp(int(_git(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)), UTC)
+
+
+def _uncommitted(project: Path, head: str) -> list[str]:
+    """What a bill stands on and is changed in the folder that is worked in; nothing where another commit lies there."""
+    if head != _commit_hash(project, "HEAD"):
+        return []
+    top, prefix = _place(project)
+    listed = _git(top, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", prefix or ".")
+    names = (entry[3:].removeprefix(prefix) for entry in listed.decode("utf-8", "backslashreplace").split("\0"))
+    return sorted(name for name in names if _WANTED.fullmatch(name))
 
 
 def _place(project: Path) -> tuple[Path, str]:

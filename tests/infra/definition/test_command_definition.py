@@ -171,11 +171,42 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a misspelled key": (
         {"chekpoint": {}},
-        "line 7, job.chekpoint: unknown key; allowed: image, supervisor_image, command,",
+        "line 7, job.chekpoint: unknown key. Nearest: checkpoint. Allowed: image, supervisor_image, command,",
     ),
     "steps and hours": (
         {"work": {"steps": 1, "hours": {"low": 1, "likely": 2, "high": 3}}},
         "line 6, job.work.hours: 'a section' is not accepted; allowed: one of work.steps and work.hours.",
+    ),
+    "a misspelled command": (
+        {"command": None, "comand": "python train.py"},
+        "line 6, job.comand: unknown key. Nearest: command. Allowed: image, supervisor_image, command,",
+    ),
+    "another tool's word for it": (
+        {"command": None, "run": "python train.py"},
+        "line 6, job.run: unknown key. It is called job.command. Allowed: image, ",
+    ),
+    "spot as a switch": (
+        {"fleet": {**FLEET, "spot": True}},
+        "line 7, fleet.spot: unknown key. Write capacity: spot, or capacity: on-demand. Allowed: ",
+    ),
+    "GPUs of the fleet": (
+        {"fleet": {**FLEET, "gpus": 8}},
+        "line 7, fleet.gpus: unknown key. It belongs under job, where that is a command of your own. Allowed: ",
+    ),
+    "an image of Docker Hub": (
+        {"image": "pytorch/pytorch:2.9"},
+        "line 3, job.image: 'pytorch/pytorch:2.9' is not accepted; allowed: registry/repository:tag, with its @sha256:"
+        " digest once pinned. It names no registry: write docker.io/pytorch/pytorch:2.9.",
+    ),
+    "an image without a tag": (
+        {"image": "nvcr.io/nvidia/pytorch"},
+        "line 3, job.image: 'nvcr.io/nvidia/pytorch' is not accepted; allowed: registry/repository:tag, with its"
+        " @sha256: digest once pinned. It names no tag: write nvcr.io/nvidia/pytorch:TAG.",
+    ),
+    "an official image": (
+        {"image": "ubuntu"},
+        "line 3, job.image: 'ubuntu' is not accepted; allowed: registry/repository:tag, with its @sha256: digest once"
+        " pinned. It names no registry and no tag: write docker.io/library/ubuntu:TAG.",
     ),
 }
 
@@ -243,7 +274,7 @@ scenarios:
   other: {job: {image: x}}
 """
     path = command_file(tmp_path / "project", env={"A": "1"}, storage={"inputs": {"text": "../text"}}, more=more)
-    assert refused(path)[0].startswith("line 17, scenarios.other.job.image: unknown key; allowed: command, ")
+    assert refused(path)[0].startswith("line 17, scenarios.other.job.image: unknown key. It belongs under job.")
     path.write_text(path.read_text().replace("  other: {job: {image: x}}\n", ""))
 
     rehearsed = load(path, now=NOW, rehearsal=True)
