@@ -30,7 +30,8 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence import calibration, measurement
 from gpufleet.infra.inputs.prepare import prepared
 from gpufleet.job import atomic, measured, probe
-from gpufleet.job.spec import GrowthConfig, JobConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
+from gpufleet.job.spec import JobConfig
 from gpufleet.job.supervisor import machine
 from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, trainer
 

@@ -20,8 +20,8 @@ from statistics import median
 import torch
 
 from gpufleet.job.contract.commit import Commit
-from gpufleet.job.train import device
-from gpufleet.job.train.checkpoint import Checkpoints
+from gpufleet.job.experiments.engine import device
+from gpufleet.job.experiments.engine.checkpoint import Checkpoints
 
 CADENCE_S, SAVES, ALONE_S = 300.0, 5, 1.0
 TENSORS = 115  # of each kind, as in phase 1 of tinystories-growth, whose checkpoint is the 1.2 GB

@@ -27,12 +27,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gpufleet.job.experiments.engine import device
+from gpufleet.job.experiments.engine.optimizer import groups
 from gpufleet.job.experiments.growth.model import build, decays
-from gpufleet.job.models.blocks import Experts, FeedForward
-from gpufleet.job.spec import GrowthConfig, GrowthModel, Precision
-from gpufleet.job.spec.growth import shape
-from gpufleet.job.train import device
-from gpufleet.job.train.optimizer import groups
+from gpufleet.job.experiments.growth.spec import GrowthConfig, GrowthModel, Precision, shape
+from gpufleet.job.experiments.models.blocks import Experts, FeedForward
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from gpufleet.job.experiments.kernel.judge.funnel import Judge
 from gpufleet.job.experiments.kernel.judge.planted import STOPS_AT
 from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Workers
-from gpufleet.job.spec.kernel import Funnel
+from gpufleet.job.experiments.kernel.spec import Funnel
 
 LIMITS = Funnel(candidate_s=30.0, memory_gb=2.0, trials=3)
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -25,14 +25,14 @@ import torch
 from gpufleet.infra.definition.loader import find, load
 from gpufleet.job.contract.run import Task
 from gpufleet.job.contract.workdir import PREFLIGHT, RUN
+from gpufleet.job.experiments.engine import __main__ as trainer
+from gpufleet.job.experiments.engine import device
+from gpufleet.job.experiments.engine.experiment import Experiment, Phase
+from gpufleet.job.experiments.engine.parallel import World
+from gpufleet.job.experiments.engine.requests import Requests
+from gpufleet.job.experiments.engine.step import compiled, update
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.spec.common import Given, Rung
-from gpufleet.job.train import __main__ as trainer
-from gpufleet.job.train import device
-from gpufleet.job.train.experiment import Experiment, Phase
-from gpufleet.job.train.parallel import World
-from gpufleet.job.train.requests import Requests
-from gpufleet.job.train.step import compiled, update
 
 ROOT = Path(__file__).parents[1]
 WARM = 2  # steps before the clock counts: compilation, and the allocator's first

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from gpufleet.job.experiments.engine import device, optimizer
+from gpufleet.job.experiments.engine.step import compiled
 from gpufleet.job.experiments.growth.model import build, decays
-from gpufleet.job.spec import GrowthConfig, GrowthModel
-from gpufleet.job.spec.growth import Precision, TextData
-from gpufleet.job.train import device, optimizer
-from gpufleet.job.train.step import compiled
+from gpufleet.job.experiments.growth.spec import GrowthConfig, GrowthModel, Precision, TextData
 
 VOCAB, HEAD = 32_768, 128
 KERNELS = ("flash", "fmha", "sdpa", "_attention")  # parts of attention kernels' names, cuDNN's too

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpufleet.job.experiments.engine.optimizer import groups
 from gpufleet.job.experiments.growth.model import Growth, build, decays, load
-from gpufleet.job.models import blocks
-from gpufleet.job.spec import GrowthConfig, GrowthModel, Precision
-from gpufleet.job.train.optimizer import groups
+from gpufleet.job.experiments.growth.spec import GrowthConfig, GrowthModel, Precision
+from gpufleet.job.experiments.models import blocks
 
 SHAPES = {
     "small": (GrowthModel(vocab=512, layers=3, width=64, heads=4, ffn=256), 8, 64),

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from gpufleet.job.dataset.packing import evened, first_fit_decreasing
+from gpufleet.job.experiments.dataset.packing import evened, first_fit_decreasing
 
 SIGMA = 0.7
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from gpufleet.job.experiments.engine import device
 from gpufleet.job.experiments.pretrain.model import CharGpt
 from gpufleet.job.experiments.pretrain.serve.model import Served
 from gpufleet.job.experiments.pretrain.serve.server import Server
-from gpufleet.job.spec import PretrainConfig
-from gpufleet.job.train import device
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 
 REQUESTS = 3  # of each client, one after another, behind one that is not counted
 

@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpufleet.job.models import decoder, lora
-from gpufleet.job.spec import SftConfig
+from gpufleet.job.experiments.engine import device, optimizer
+from gpufleet.job.experiments.engine.step import compiled
+from gpufleet.job.experiments.models import decoder, lora
+from gpufleet.job.experiments.sft.spec import SftConfig, flops_per_token
 from gpufleet.job.spec.common import DecoderConfig as Shape
-from gpufleet.job.spec.sft import flops_per_token
-from gpufleet.job.train import device, optimizer
-from gpufleet.job.train.step import compiled
 
 WARM = 5  # steps before the clock counts
 LONGEST = 1024  # tokens of an example, as data.longest: the varlen kernel launches as much for each as for the longest

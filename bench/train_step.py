@@ -27,16 +27,16 @@ from torch._inductor.utils import fresh_cache
 from gpufleet.infra.definition.loader import find, load
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.run import Task
-from gpufleet.job.dataset import prepare, sources
+from gpufleet.job.experiments.dataset import prepare, sources
+from gpufleet.job.experiments.engine import __main__ as trainer
+from gpufleet.job.experiments.engine import device
+from gpufleet.job.experiments.engine.compile_cache import CompileCache
+from gpufleet.job.experiments.engine.parallel import World
+from gpufleet.job.experiments.engine.requests import Requests
+from gpufleet.job.experiments.engine.step import compiled, update
 from gpufleet.job.experiments.growth.model import build
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.spec.common import PhaseSize, Rung
-from gpufleet.job.train import __main__ as trainer
-from gpufleet.job.train import device
-from gpufleet.job.train.compile_cache import CompileCache
-from gpufleet.job.train.parallel import World
-from gpufleet.job.train.requests import Requests
-from gpufleet.job.train.step import compiled, update
 
 ROOT = Path(__file__).parents[1]
 STEPS = 20
@@ -74,7 +74,10 @@ def rehearsal_size(scratch: Path) -> None:
     (scratch / "run.json").write_text(json.dumps(tree))
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "gpufleet.job.train", str(scratch)], check=True, capture_output=True, cwd=ROOT
+        [sys.executable, "-m", "gpufleet.job.experiments.engine", str(scratch)],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
     )
     seconds = time.perf_counter() - began
     records = [json.loads(line) for line in (scratch / "metrics.jsonl").read_text().splitlines()]

@@ -20,10 +20,10 @@ from statistics import median
 
 import torch
 
+from gpufleet.job.experiments.engine import device
 from gpufleet.job.experiments.two_tower.members import Members, clip_each
 from gpufleet.job.experiments.two_tower.model import Noise, draw_noise
-from gpufleet.job.spec import TwoTowerConfig
-from gpufleet.job.train import device
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 
 FOLDS, QUERIES = 10, 443
 BAR_S = 0.35  # of a joint step without dropout, on 2 CPU cores

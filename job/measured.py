@@ -23,6 +23,7 @@ SCHEMA = 1
 # rate, how often; of each kind of job its own `leaves_speed` besides. Everything else counts, a new setting too.
 SPEED_LEFT = ("seed", "gpus", "checkpoint", "guard", "deliver", "log", "eval.every", "data.source", "optim")
 _COUNTS = ("optim.kind",)  # although its section is free
+SHARED = ("experiments/engine", "experiments/models", "spec", "experiments")  # folders of job/
 WARM_UP = 10  # steps after a start or a growth that no timing counts: compilation, caches, the allocator
 NEARLY = 0.995  # of a step's rows: less is no rounding of the line's figures
 _BESIDE = ("timed", "best", "stop")  # saves beside the steps: that at a phase's end has no moments and delays none
@@ -36,8 +37,8 @@ def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def code_folders(experiment: str) -> tuple[str, ...]:
     """Folders of job/ whose own files decide how long a step takes: not a judge or a server that lies further down."""
-    shared, trainer = ("train", "models", "spec", "experiments"), KINDS[experiment].trainer
-    return (*shared, "/".join(trainer.split(".")[2:-1])) if trainer else ()  # a user's command has none of ours
+    trainer = KINDS[experiment].trainer
+    return (*SHARED, "/".join(trainer.split(".")[2:-1])) if trainer else ()  # a user's command has none of ours
 
 
 def code_sha256(experiment: str, folder: Path | None = None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.evidence.calibration import is_gpu
-from gpufleet.job.train.device import DATA_SHEETS
+from gpufleet.job.experiments.engine.device import DATA_SHEETS
 
 
 def test_the_bill_and_the_job_measure_against_the_same_data_sheets() -> None:

@@ -1,6 +1,6 @@
 """A sixth kind of job is three new files and its entry in the registry: nothing else knows any kind by name.
 
-In a copy of the project `tests/sixth` becomes job/spec/toy.py, job/experiments/toy/run.py and stacks/toy.yaml. The kind
+In a copy of the project `tests/sixth` becomes spec.py and run.py of job/experiments/toy/ and stacks/toy.yaml. The kind
 is then priced, prepared, rehearsed and receipted like those that are shipped.
 """
 
@@ -16,8 +16,12 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-NEW = {"spec.py": "job/spec/toy.py", "trainer.py": "job/experiments/toy/run.py", "toy.yaml": "stacks/toy.yaml"}
-ENTRY = '    "toy": "toy:ToyConfig",\n'
+NEW = {
+    "spec.py": "job/experiments/toy/spec.py",
+    "trainer.py": "job/experiments/toy/run.py",
+    "toy.yaml": "stacks/toy.yaml",
+}
+ENTRY = '    "toy": "gpufleet.job.experiments.toy.spec:ToyConfig",\n'
 REGISTRY = "_EXPERIMENTS = {  # module and config\n"
 
 

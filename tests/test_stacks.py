@@ -28,7 +28,10 @@ from gpufleet.infra.definition.model import (
 from gpufleet.infra.definition.rules import RULES
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.definition.schema import SECTIONS
-from gpufleet.job.spec import EXPERIMENTS, CommandConfig, KernelConfig, SftConfig
+from gpufleet.job.experiments.kernel.spec import KernelConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.spec.command import CommandConfig
 from gpufleet.job.spec.convert import describe
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -29,9 +29,9 @@ Layout = Literal["one process", "replicated", "sharded"]
 
 # The test that resumes a run of this layout from its own checkpoint, on CPU.
 RESUME_TESTS: dict[Layout, str] = {
-    "one process": "tests/job/train/test_resume.py",
-    "replicated": "tests/job/train/test_ranks.py",
-    "sharded": "tests/job/train/test_ranks.py",
+    "one process": "tests/job/experiments/engine/test_resume.py",
+    "replicated": "tests/job/experiments/engine/test_ranks.py",
+    "sharded": "tests/job/experiments/engine/test_ranks.py",
 }
 AGREE = 0.005  # of the loss: layouts compute alike, and a difference is a bug
 _SPREAD = ("gpus", "reshard_after_forward", "batch.micro", "measures", "checkpoint", "log")  # change no loss

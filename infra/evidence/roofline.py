@@ -22,8 +22,8 @@ GRADIENT_BYTES = 4  # of one that is summed over ranks: fp32
 
 def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> float | None:
     """Milliseconds of a step of phase `index` at the dense peak of `ranks` GPUs and their memory's bandwidth; None
-    where the data sheet lacks one. What activation checkpointing makes again is no product (job/models/selective.py):
-    it is written and read once more.
+    where the data sheet lacks one. What activation checkpointing makes again is no product
+    (job/experiments/models/selective.py): it is written and read once more.
     """
     size, gpu, share = config.phases()[index], instance.gpu, instance.gpu_share
     peak, bandwidth = gpu.peak_tflops(config.products()), gpu.bandwidth_gb_s

@@ -10,7 +10,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs import code, folders
 from gpufleet.infra.inputs.readiness import dataset_differs
 from gpufleet.job import atomic
-from gpufleet.job.dataset import prepare, weights
+from gpufleet.job.experiments.dataset import prepare, weights
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.spec.common import Given, Say
 from gpufleet.job.text import counted

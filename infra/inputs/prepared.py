@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.job.dataset.prepare import DatasetManifest, read_manifest
+from gpufleet.job.experiments.dataset.prepare import DatasetManifest, read_manifest
 
 
 def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:

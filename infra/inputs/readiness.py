@@ -52,7 +52,7 @@ def command(definition: StackDefinition) -> str:
 
 def _unlisted(folder: Path) -> str:
     """Why these weights cannot be declared yet, or nothing."""
-    from gpufleet.job.dataset import weights  # here: most callers have none
+    from gpufleet.job.experiments.dataset import weights  # here: most callers have none
 
     if not (folder / weights.MANIFEST).is_file():
         return f"are not listed in {weights.MANIFEST}"
@@ -69,7 +69,7 @@ def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
     """
     if not (folder / DATASET).is_file():
         return "is not prepared"
-    from gpufleet.job.dataset.prepare import read_manifest  # here: most callers never have a local dataset
+    from gpufleet.job.experiments.dataset.prepare import read_manifest  # here: most callers never have a local dataset
 
     try:
         manifest = read_manifest(folder)
@@ -88,7 +88,7 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
     The node asks the same before it trains, when its set-up is paid for already. Raises ValueError for a folder that is
     no prepared dataset.
     """
-    from gpufleet.job.dataset.prepare import read_manifest
+    from gpufleet.job.experiments.dataset.prepare import read_manifest
 
     config = definition.job.parameters
     manifest = read_manifest(root / definition.storage.dataset)

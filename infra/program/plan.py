@@ -34,9 +34,9 @@ from gpufleet.infra.program.boot import run_config, user_data
 from gpufleet.infra.program.run_guard import Previous, RunDecision, judge
 from gpufleet.infra.review import policy
 from gpufleet.job.contract import run as run_file
-from gpufleet.job.dataset.prepare import DatasetManifest, verify
-from gpufleet.job.dataset.weights import WeightsManifest
-from gpufleet.job.dataset.weights import read as read_weights
+from gpufleet.job.experiments.dataset.prepare import DatasetManifest, verify
+from gpufleet.job.experiments.dataset.weights import WeightsManifest
+from gpufleet.job.experiments.dataset.weights import read as read_weights
 from gpufleet.job.text import stamp
 
 

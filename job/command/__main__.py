@@ -18,7 +18,7 @@ from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.messages import Fatal
 from gpufleet.job.contract.run import Task
 from gpufleet.job.contract.workdir import START
-from gpufleet.job.train.requests import await_start
+from gpufleet.job.experiments.engine.requests import await_start
 
 
 def main(argv: Sequence[str] | None = None) -> int:

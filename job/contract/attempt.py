@@ -169,7 +169,7 @@ class AttemptRecord:
     results: bool = False  # a later stage has left some
     reclaimed: Mapping[str, bool] = field(default_factory=dict)  # what is known of earlier nodes, by instance
     preflight: Mapping[str, Any] | None = None  # messages.Preflight
-    compiled: Mapping[str, Any] | None = None  # by phase: job/train/compile_cache.py
+    compiled: Mapping[str, Any] | None = None  # by phase
     # Written by whichever of the two ends first.
     exit: Exit | None = None
 

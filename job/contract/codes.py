@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TrainerExit:
-    """`python -m gpufleet.job.train`. Any other is a crash."""
+    """How the process that trains ends. Any other code is a crash."""
 
     FINISHED = 0
     CRASHED = 1  # or another trainer at work in the folder; or torchrun's, where no rank has said how it ended

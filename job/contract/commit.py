@@ -26,7 +26,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retry:
-    """Training was lost at one step, and went on from the checkpoint of another at lower rates (job/train/loop.py)."""
+    """Training was lost at one step, and went on from the checkpoint of another at lower rates."""
 
     lost_at: int
     from_step: int
@@ -48,7 +48,7 @@ class Commit:
     determinism: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, str] = field(default_factory=dict)  # sha256, source
     requires: tuple[str, ...] = ()  # what must be uploaded before this counts
-    base_weights: str | None = None  # job/train/committed.py
+    base_weights: str | None = None
     retries: tuple[Retry, ...] = ()  # of the run so far, oldest first
     torch: str = ""
     world_size: int = 1

@@ -33,7 +33,7 @@ from gpufleet.job.spec.common import (
 from gpufleet.job.spec.job import JobConfig
 
 if TYPE_CHECKING:
-    from gpufleet.job.dataset.prepare import DatasetManifest
+    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
 
 PHASE = "train"
 SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one second

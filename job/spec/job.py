@@ -30,7 +30,7 @@ from gpufleet.job.spec.common import (
 )
 
 if TYPE_CHECKING:
-    from gpufleet.job.dataset.prepare import DatasetManifest
+    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
     from gpufleet.job.spec.command import Code
 
 Self = TypeVar("Self", bound="JobConfig")
@@ -81,7 +81,7 @@ class JobConfig(ABC):
     log: Log
     deliver: Deliver = "last"  # the weights of final/
 
-    module: ClassVar[str] = "gpufleet.job.train"  # of the trainer's process: `python -m MODULE WORKDIR`
+    module: ClassVar[str] = "gpufleet.job.experiments.engine"  # of the trainer's process: `python -m MODULE WORKDIR`
     path: ClassVar[str] = "job.parameters"  # where a definition has them
     trainer: ClassVar[str]  # module:class, imported when a run asks for it
     # Settings of its own that leave the time of a step, an evaluation or a save as it is (SPEED_LEFT has the others').
@@ -324,7 +324,7 @@ class JobConfig(ABC):
 
     def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
         """Says what a dataset is that was prepared before."""
-        from gpufleet.job.dataset.prepare import describe
+        from gpufleet.job.experiments.dataset.prepare import describe
 
         say(f"{folder} is prepared already: {describe(manifest)}")
 

@@ -82,7 +82,7 @@ def command_killed(seed: int, folder: Path) -> int:
 
 def trainer_stopped(seed: int, folder: Path) -> int:
     """The trainer stopped at any of its looks: the same weights in the end."""
-    module = tests("job/train/test_resume.py")
+    module = tests("job/experiments/engine/test_resume.py")
     look = random.Random(seed).randrange(module.LOOKS)
     with mock.patch.object(module, "StopAt", wraps=module.StopAt) as stops:
         module.test_a_run_stopped_at_a_seeded_point_ends_with_the_same_weights(look, _uninterrupted(), folder)

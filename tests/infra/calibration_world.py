@@ -13,7 +13,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence import calibration
 from gpufleet.job import measured
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
 
 PHASES = ("dense", "moe", "grown")
 

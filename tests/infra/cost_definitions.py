@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.infra.definition.model import Disk, Estimate, Fleet, Job, Keep, Limits, Run, StackDefinition, Storage
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
 
 
 def definition(

@@ -21,7 +21,7 @@ from gpufleet.infra.inputs import folders
 from gpufleet.job import atomic
 from gpufleet.job import progress as work
 from gpufleet.job.contract import inputs
-from gpufleet.job.dataset import chat
+from gpufleet.job.experiments.dataset import chat
 
 
 class Told:

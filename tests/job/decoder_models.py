@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpufleet.job.models.decoder import GROUPS, Decoder, build
-from gpufleet.job.models.linear_loss import IGNORED
+from gpufleet.job.experiments.models.decoder import GROUPS, Decoder, build
+from gpufleet.job.experiments.models.linear_loss import IGNORED
 from gpufleet.job.spec.common import DecoderConfig as Shape
 
 FAMILIES: dict[str, Shape] = {

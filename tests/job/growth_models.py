@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gpufleet.job.experiments.engine.optimizer import groups
 from gpufleet.job.experiments.growth.growing import State, upcycle
 from gpufleet.job.experiments.growth.model import Growth, build, decays, load
-from gpufleet.job.models.blocks import Experts
-from gpufleet.job.spec import Batch, GrowthConfig, GrowthModel, Precision, TextData
-from gpufleet.job.train.optimizer import groups
+from gpufleet.job.experiments.growth.spec import Batch, GrowthConfig, GrowthModel, Precision, TextData
+from gpufleet.job.experiments.models.blocks import Experts
 
 CONFIG = replace(
     GrowthConfig(),

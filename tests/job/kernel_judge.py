@@ -16,7 +16,7 @@ from gpufleet.job.experiments.kernel.judge.funnel import Judge
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
 from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
-from gpufleet.job.spec.kernel import Funnel
+from gpufleet.job.experiments.kernel.spec import Funnel
 
 LIMITS = Funnel(candidate_s=30.0, trials=2, memory_gb=2.0, workers=2)
 SEED = 1337

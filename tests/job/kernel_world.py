@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job.experiments.kernel.pairs import prepare_kernels
+from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.spec import from_json
-from gpufleet.job.spec.kernel import KernelConfig
 
 PARAMETERS: dict[str, Any] = {
     "epochs": 1,

@@ -21,13 +21,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gpufleet.job.experiments.engine.parallel import World, shard
+from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.pretrain.model import CharGpt
-from gpufleet.job.models.decoder import Decoder
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.spec import common
 from gpufleet.job.spec.common import Memory
-from gpufleet.job.spec.pretrain import PretrainConfig
-from gpufleet.job.spec.sft import SftConfig
-from gpufleet.job.train.parallel import World, shard
 
 SHAPES: tuple[dict[str, Any], ...] = (
     {"layers": 4, "width": 64, "head_dim": 32},

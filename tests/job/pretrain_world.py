@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job.experiments.pretrain.characters import prepare_characters
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.spec import from_json
-from gpufleet.job.spec.pretrain import PretrainConfig
 
 PARAMETERS: dict[str, Any] = {
     "steps": 12,

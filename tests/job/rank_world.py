@@ -26,19 +26,21 @@ from torch.optim import Optimizer
 from train_world import StopAt
 
 from gpufleet.job import atomic
-from gpufleet.job.dataset.prepare import publish
-from gpufleet.job.spec import EXPERIMENTS, AdamW, PretrainConfig
+from gpufleet.job.experiments.dataset.prepare import publish
+from gpufleet.job.experiments.engine import __main__ as trainer
+from gpufleet.job.experiments.engine import export, optimizer, parallel
+from gpufleet.job.experiments.engine.data import draw, split
+from gpufleet.job.experiments.engine.experiment import Experiment, Micro, Phase, Session, Weights, Work
+from gpufleet.job.experiments.growth.spec import AdamW
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
+from gpufleet.job.spec import EXPERIMENTS
 from gpufleet.job.spec.common import Rung
-from gpufleet.job.train import __main__ as trainer
-from gpufleet.job.train import export, optimizer, parallel
-from gpufleet.job.train.data import draw, split
-from gpufleet.job.train.experiment import Experiment, Micro, Phase, Session, Weights, Work
 
 STEPS, ROWS, LENGTH, VOCAB = 12, 16, 9, 37
 WORLDS = 8  # that the processes of one launch form, one after another, at most
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "gpufleet.job.train.__main__"]
+    ["torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "gpufleet.job.experiments.engine.__main__"]
 )
 PARAMETERS: dict[str, Any] = {
     "steps": STEPS,
@@ -291,7 +293,7 @@ def one(
     if broken == "count":
         count_sums(workdir, nodes)
     if broken == "compiled":
-        from gpufleet.job.train import step
+        from gpufleet.job.experiments.engine import step
 
         warnings.simplefilter("default")  # dynamo looks at .grad of what is no leaf
         real = torch.compile

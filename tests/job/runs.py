@@ -15,9 +15,10 @@ from typing import Any
 from repository import ROOT
 
 from gpufleet.job.contract.reading import iso
-from gpufleet.job.dataset.prepare import prepare, read_manifest
-from gpufleet.job.dataset.sources import Generated
-from gpufleet.job.spec import Batch, Checkpoint, Eval, GrowthConfig, GrowthModel, Log, Precision, TextData
+from gpufleet.job.experiments.dataset.prepare import prepare, read_manifest
+from gpufleet.job.experiments.dataset.sources import Generated
+from gpufleet.job.experiments.growth.spec import Batch, Eval, GrowthConfig, GrowthModel, Precision, TextData
+from gpufleet.job.spec import Checkpoint, Log
 
 LAUNCHED = 1_800_000_000.0
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from gpufleet.job.experiments.engine.export import export
 from gpufleet.job.experiments.pretrain.model import CharGpt
 from gpufleet.job.experiments.pretrain.serve.model import open_model
 from gpufleet.job.experiments.pretrain.serve.server import Server
-from gpufleet.job.spec.pretrain import CharModel
-from gpufleet.job.train.export import export
+from gpufleet.job.experiments.pretrain.spec import CharModel
 
 SHAPE = CharModel(layers=2, width=32, head_dim=16)
 

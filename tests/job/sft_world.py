@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job import atomic
-from gpufleet.job.dataset.packed import prepare_sft
+from gpufleet.job.experiments.dataset.packed import prepare_sft
+from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.spec import from_json
-from gpufleet.job.spec.sft import SftConfig
 
 PARAMETERS: dict[str, Any] = {
     "epochs": 1,

@@ -25,7 +25,8 @@ import pytest
 import rank_world
 import runs
 
-from gpufleet.job.spec import Batch, Checkpoint, TextData
+from gpufleet.job.experiments.growth.spec import Batch, TextData
+from gpufleet.job.spec import Checkpoint
 from gpufleet.rehearsal.imds import Imds
 
 pytestmark = pytest.mark.xdist_group("ranks")

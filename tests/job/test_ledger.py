@@ -9,10 +9,10 @@ from typing import cast
 import pytest
 
 from gpufleet.job import ledger
+from gpufleet.job.experiments.engine.experiment import Session
+from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.sft.merge import FinishedVariants
 from gpufleet.job.ledger import Ledger
-from gpufleet.job.train.experiment import Session
-from gpufleet.job.train.parallel import World
 
 ENTRIES = [{"name": "a\u2028b\u2029c\u0085d", "value": "Z\u00fcrich"}, {"name": "b"}]
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gpufleet.job import measured
-from gpufleet.job.spec import EXPERIMENTS, GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
+from gpufleet.job.spec import EXPERIMENTS
 
 
 def line(phase: str, step: int, ts: float, step_ms: float | None, **more: Any) -> dict[str, Any]:
@@ -133,7 +134,13 @@ def test_muon_and_adamw_are_different_speeds() -> None:
 
 
 def test_the_code_that_trains_has_a_name_that_changes_with_it(tmp_path: Path) -> None:
-    own = ("train/loop.py", "models/dense.py", "spec/one.py", "experiments/tuning.py", "experiments/kernel/run.py")
+    own = (
+        "experiments/engine/loop.py",
+        "experiments/models/dense.py",
+        "spec/one.py",
+        "experiments/student.py",
+        "experiments/kernel/run.py",
+    )
     others = ("supervisor/meter.py", "experiments/sft/run.py", "experiments/kernel/judge/funnel.py")
     for name in own + others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ import train_world
 from gpufleet.job import atomic, probe
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.messages import Stop
-from gpufleet.job.train.requests import Requests
+from gpufleet.job.experiments.engine.requests import Requests
 
 
 class Fake:

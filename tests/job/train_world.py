@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from gpufleet.job import atomic
 from gpufleet.job.contract.messages import Stop
 from gpufleet.job.contract.run import Task
-from gpufleet.job.dataset import prepare, sources
-from gpufleet.job.train import __main__ as trainer
-from gpufleet.job.train.experiment import Experiment
-from gpufleet.job.train.parallel import World
-from gpufleet.job.train.requests import Requests
+from gpufleet.job.experiments.dataset import prepare, sources
+from gpufleet.job.experiments.engine import __main__ as trainer
+from gpufleet.job.experiments.engine.experiment import Experiment
+from gpufleet.job.experiments.engine.parallel import World
+from gpufleet.job.experiments.engine.requests import Requests
 
 STEPS = 4  # per phase
 PARAMETERS: dict[str, Any] = {

@@ -9,7 +9,8 @@ from typing import Any
 
 from gpufleet.job.experiments.two_tower.data import Indices
 from gpufleet.job.experiments.two_tower.ranking import Tables, generate, prepare_ranking
-from gpufleet.job.spec import TwoTowerConfig, from_json
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
+from gpufleet.job.spec import from_json
 
 REHEARSAL: dict[str, Any] = {
     "epochs": 15,

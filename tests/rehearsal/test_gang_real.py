@@ -22,8 +22,8 @@ from gang_run import IMAGE, GangRun, cloud_of_two, dataset_of, tree_of
 from safetensors.torch import load
 
 from gpufleet.job.contract import bucket
-from gpufleet.job.train import __main__ as trainer
-from gpufleet.job.train import parallel
+from gpufleet.job.experiments.engine import __main__ as trainer
+from gpufleet.job.experiments.engine import parallel
 
 pytestmark = [
     pytest.mark.slow,

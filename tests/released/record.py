@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from gpufleet.infra.catalog import SHIPPED, files
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.program.run_guard import creation_digest
-from gpufleet.job.dataset.weights import describe
+from gpufleet.job.experiments.dataset.weights import describe
 from gpufleet.rehearsal import provider, scratch
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Pulumi, settings

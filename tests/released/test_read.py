@@ -23,7 +23,7 @@ from gpufleet.infra.program.run_guard import creation_digest
 from gpufleet.job.contract import attempt, done, metrics
 from gpufleet.job.contract.commit import Best, Manifest
 from gpufleet.job.contract.run import load as load_run
-from gpufleet.job.dataset import prepare, weights
+from gpufleet.job.experiments.dataset import prepare, weights
 
 RUNS = [
     pytest.param(RecordedRun(each / name), id=f"{name} of {each.name}")

@@ -25,7 +25,7 @@ from gpufleet.job.spec.common import (
 from gpufleet.job.spec.job import JobConfig
 
 if TYPE_CHECKING:
-    from gpufleet.job.dataset.prepare import DatasetManifest
+    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ class ToyConfig(JobConfig):
         return self.changed(steps=min(self.steps, steps))
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.dataset import prepare, sources
+        from gpufleet.job.experiments.dataset import prepare, sources
 
         stories = sources.Generated(count=self.data.stories, seed=self.seed)
         return prepare.prepare(folder, stories, model_vocab=self.vocab, say=given.say)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from gpufleet.job.spec.toy import ToyConfig
+from gpufleet.job.experiments.toy.spec import ToyConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import FINAL, RESULTS
+from gpufleet.job.experiments.engine import export, optimizer
+from gpufleet.job.experiments.engine.data import Dataset
+from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
 from gpufleet.job.spec.common import Rung
-from gpufleet.job.train import export, optimizer
-from gpufleet.job.train.data import Dataset
-from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
 
 
 class Answer(NamedTuple):

@@ -29,8 +29,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpufleet.job.experiments.growth.model import Growth, load, state_dtype
 from gpufleet.job.experiments.growth.routing import flipped, routed, tied
-from gpufleet.job.models.blocks import Experts, at_least_fp32
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
+from gpufleet.job.experiments.models.blocks import Experts, at_least_fp32
 
 PASS = {torch.float32: 3e-5, torch.float64: 1e-12}  # x max(1, largest logit)
 FAIL = {torch.float32: 1e-2, torch.float64: 1e-9}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpufleet.job.experiments.growth.model import initial_std
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
 
 State = dict[str, Tensor]
 

@@ -28,11 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpufleet.job.models.blocks import DTYPES, Block, Dispatch, Experts, Norm, at_least_fp32, rotations
-from gpufleet.job.models.routing import Routing
-from gpufleet.job.models.selective import Checkpointed
-from gpufleet.job.spec import GrowthConfig
-from gpufleet.job.spec.growth import CAPACITY, shape
+from gpufleet.job.experiments.growth.spec import CAPACITY, GrowthConfig, shape
+from gpufleet.job.experiments.models.blocks import DTYPES, Block, Dispatch, Experts, Norm, at_least_fp32, rotations
+from gpufleet.job.experiments.models.routing import Routing
+from gpufleet.job.experiments.models.selective import Checkpointed
 
 INIT_STD = 0.02
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpufleet.job.experiments.growth.model import Growth
-from gpufleet.job.models.blocks import Experts
+from gpufleet.job.experiments.models.blocks import Experts
 
 
 class ExpertChoice(NamedTuple):

@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import EXPORTS, FINAL, RESULTS
+from gpufleet.job.experiments.engine import export, metrics, optimizer
+from gpufleet.job.experiments.engine.data import Dataset
+from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
 from gpufleet.job.experiments.growth import model as growth
 from gpufleet.job.experiments.growth.check import GrowthCheckFailed, check_boundary, expert_load, halves_difference
 from gpufleet.job.experiments.growth.growing import grow
-from gpufleet.job.models.blocks import any_length
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
+from gpufleet.job.experiments.models.blocks import any_length
 from gpufleet.job.spec.common import Rung
-from gpufleet.job.train import export, metrics, optimizer
-from gpufleet.job.train.data import Dataset
-from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
 
 PROBE = 8  # windows of held-out text on which old and new model must agree
 

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from gpufleet.job.dataset.chat import Conversation, Turn, hashed, lines_of, object_of, text_at
-from gpufleet.job.dataset.packed import prepare_packed
-from gpufleet.job.dataset.packing import Packing
-from gpufleet.job.dataset.prepare import DatasetManifest
-from gpufleet.job.dataset.rendering import TEMPLATES, FileTokenizer, Template, own_tokenizer
+from gpufleet.job.experiments.dataset.chat import Conversation, Turn, hashed, lines_of, object_of, text_at
+from gpufleet.job.experiments.dataset.packed import prepare_packed
+from gpufleet.job.experiments.dataset.packing import Packing
+from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+from gpufleet.job.experiments.dataset.rendering import TEMPLATES, FileTokenizer, Template, own_tokenizer
 from gpufleet.job.experiments.kernel.judge import answers, planted, rules
 from gpufleet.job.experiments.kernel.judge.catalog import TASKS
 from gpufleet.job.experiments.kernel.judge.curriculum import require_practice, tasks_of
-from gpufleet.job.spec.kernel import KernelConfig
+from gpufleet.job.experiments.kernel.spec import KernelConfig
 
 HELD_OUT = 0.02  # share of the pairs, for a validation loss; at least one
 LOOKED_AT = 1000  # answers at most: the longest take a second each

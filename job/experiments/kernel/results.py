@@ -9,11 +9,11 @@ import torch
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import RESULTS
+from gpufleet.job.experiments.engine import metrics
 from gpufleet.job.experiments.kernel.judge import ablation
 from gpufleet.job.experiments.kernel.judge.verdict import STAGES, Verdict
+from gpufleet.job.experiments.kernel.spec import per_candidate
 from gpufleet.job.experiments.kernel.stages import KernelRun
-from gpufleet.job.spec.kernel import per_candidate
-from gpufleet.job.train import metrics
 
 
 def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> None:

@@ -20,21 +20,21 @@ from torch.optim import Optimizer
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import FINAL
-from gpufleet.job.dataset.packing import order
-from gpufleet.job.dataset.prepare import read_manifest
-from gpufleet.job.experiments import tuning
+from gpufleet.job.experiments.dataset.packing import order
+from gpufleet.job.experiments.dataset.prepare import read_manifest
+from gpufleet.job.experiments.engine import optimizer
+from gpufleet.job.experiments.engine.data import Ids, in_epochs
+from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job.experiments.engine.export import META
+from gpufleet.job.experiments.engine.packed_rows import PackedBatches
 from gpufleet.job.experiments.kernel import results, stages
 from gpufleet.job.experiments.kernel.judge import curriculum
 from gpufleet.job.experiments.kernel.judge.catalog import TASKS
-from gpufleet.job.models import decoder
-from gpufleet.job.models.decoder import Decoder
+from gpufleet.job.experiments.kernel.spec import KernelConfig
+from gpufleet.job.experiments.models import decoder
+from gpufleet.job.experiments.models.decoder import Decoder
+from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.spec.common import Rung
-from gpufleet.job.spec.kernel import KernelConfig
-from gpufleet.job.train import optimizer
-from gpufleet.job.train.data import Ids, in_epochs
-from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
-from gpufleet.job.train.export import META
-from gpufleet.job.train.packed_rows import PackedBatches
 
 
 class Kernel(Experiment):

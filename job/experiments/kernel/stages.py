@@ -28,25 +28,25 @@ import torch
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.contract.workdir import STAGES
-from gpufleet.job.dataset.chat import Turn
-from gpufleet.job.dataset.prepare import DatasetManifest
-from gpufleet.job.dataset.rendering import Renderer
-from gpufleet.job.experiments import tuning
+from gpufleet.job.experiments.dataset.chat import Turn
+from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+from gpufleet.job.experiments.dataset.rendering import Renderer
+from gpufleet.job.experiments.engine import parallel
+from gpufleet.job.experiments.engine.device import NodeRefusedError
+from gpufleet.job.experiments.engine.experiment import Phase, Session, Stopped
 from gpufleet.job.experiments.kernel.judge import ablation, adversarial, answers, planted
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME, TASKS, KernelTask
 from gpufleet.job.experiments.kernel.judge.funnel import Judge
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
 from gpufleet.job.experiments.kernel.judge.verdict import Verdict
 from gpufleet.job.experiments.kernel.judge.worker import NoDeviceError, Workers
+from gpufleet.job.experiments.kernel.spec import AT_ONCE, TRIED, KernelConfig
+from gpufleet.job.experiments.models import decoder
+from gpufleet.job.experiments.models.blocks import DTYPES
+from gpufleet.job.experiments.models.decoder import Decoder
+from gpufleet.job.experiments.models.generate import generate
+from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.ledger import Ledger
-from gpufleet.job.models import decoder
-from gpufleet.job.models.blocks import DTYPES
-from gpufleet.job.models.decoder import Decoder
-from gpufleet.job.models.generate import generate
-from gpufleet.job.spec.kernel import AT_ONCE, TRIED, KernelConfig
-from gpufleet.job.train import parallel
-from gpufleet.job.train.device import NodeRefusedError
-from gpufleet.job.train.experiment import Phase, Session, Stopped
 
 SILENT_S = 60.0  # between two lines within a batch
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpufleet.job.dataset import prepare
-from gpufleet.job.dataset.shards import read_header, write_payload
-from gpufleet.job.spec.pretrain import SYMBOLS, CharData
+from gpufleet.job.experiments.dataset import prepare
+from gpufleet.job.experiments.dataset.shards import read_header, write_payload
+from gpufleet.job.experiments.pretrain.spec import SYMBOLS, CharData
 
 BOS = len(SYMBOLS)  # <|bos|>, never in a text
 VOCAB = BOS + 1

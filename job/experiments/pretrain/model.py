@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpufleet.job.models.blocks import Linear, any_length, at_least_fp32, rotate, rotations
-from gpufleet.job.models.selective import Checkpointed, keep_products
-from gpufleet.job.spec.pretrain import CharModel
+from gpufleet.job.experiments.models.blocks import Linear, any_length, at_least_fp32, rotate, rotations
+from gpufleet.job.experiments.models.selective import Checkpointed, keep_products
+from gpufleet.job.experiments.pretrain.spec import CharModel
 
 
 class CharOutput(NamedTuple):

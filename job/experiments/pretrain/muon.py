@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from gpufleet.job.train import parallel
+from gpufleet.job.experiments.engine import parallel
 
 BASE_WIDTH = 768  # the tables' rates were tuned at this width (nanochat, gpt.py, read 2026-11-21)
 ADAM_EPS = 1e-10  # the same source

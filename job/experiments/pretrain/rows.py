@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpufleet.job.dataset.shards import HEADER
+from gpufleet.job.experiments.dataset.shards import HEADER
+from gpufleet.job.experiments.engine.data import Ids, Windows, draw, in_epochs
 from gpufleet.job.experiments.pretrain import characters
-from gpufleet.job.train.data import Ids, Windows, draw, in_epochs
 
 OFFSETS = 1 << 20  # in the seed of draws: keeps an epoch's offset apart from its permutation
 

@@ -17,16 +17,15 @@ from torch.optim import Optimizer
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import FINAL, RESULTS
-from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.experiments.dataset.prepare import read_manifest
+from gpufleet.job.experiments.engine import export, metrics, parallel
+from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job.experiments.models.blocks import DTYPES
 from gpufleet.job.experiments.pretrain import characters, muon
 from gpufleet.job.experiments.pretrain.model import CharGpt, generate, initial
 from gpufleet.job.experiments.pretrain.rows import Rows
-from gpufleet.job.models.blocks import DTYPES
-from gpufleet.job.spec import PretrainConfig
+from gpufleet.job.experiments.pretrain.spec import SYMBOLS, EarlyStop, MuonAdamW, PretrainConfig
 from gpufleet.job.spec.common import Rung
-from gpufleet.job.spec.pretrain import SYMBOLS, EarlyStop, MuonAdamW
-from gpufleet.job.train import export, metrics, parallel
-from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
 
 EXPERIMENT = "pretrain-d64"
 

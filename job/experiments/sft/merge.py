@@ -29,19 +29,19 @@ from gpufleet.job import ledger
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import Fields
 from gpufleet.job.contract.workdir import FINAL, STAGES
-from gpufleet.job.dataset import weights as base_weights
-from gpufleet.job.dataset.packed import PROMPTS
-from gpufleet.job.dataset.prepare import DatasetManifest
-from gpufleet.job.dataset.rendering import open_chat_tokenizer
-from gpufleet.job.experiments import tuning
-from gpufleet.job.models import hf, lora
-from gpufleet.job.models.blocks import DTYPES
-from gpufleet.job.models.decoder import Decoder
-from gpufleet.job.models.generate import generate
-from gpufleet.job.spec.sft import VALIDATION_ROWS, SftConfig, answers_at_once
+from gpufleet.job.experiments.dataset import weights as base_weights
+from gpufleet.job.experiments.dataset.packed import PROMPTS
+from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+from gpufleet.job.experiments.dataset.rendering import open_chat_tokenizer
+from gpufleet.job.experiments.engine.experiment import Phase, Session, Weights
+from gpufleet.job.experiments.engine.packed_rows import PackedBatches
+from gpufleet.job.experiments.models import hf, lora
+from gpufleet.job.experiments.models.blocks import DTYPES
+from gpufleet.job.experiments.models.decoder import Decoder
+from gpufleet.job.experiments.models.generate import generate
+from gpufleet.job.experiments.sft.spec import VALIDATION_ROWS, SftConfig, answers_at_once
+from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.text import counted
-from gpufleet.job.train.experiment import Phase, Session, Weights
-from gpufleet.job.train.packed_rows import PackedBatches
 
 MATCH = 1e-5  # nats: the fp32 merge against the adapter
 CLOSE = 0.002  # nats: the bf16 merge against the adapter (the same)

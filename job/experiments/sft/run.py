@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import RESULTS
-from gpufleet.job.dataset.prepare import read_manifest
-from gpufleet.job.experiments import tuning
+from gpufleet.job.experiments.dataset.prepare import read_manifest
+from gpufleet.job.experiments.engine import metrics, optimizer, parallel
+from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job.experiments.engine.packed_rows import PackedBatches
+from gpufleet.job.experiments.models import decoder, lora
+from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.sft import merge
-from gpufleet.job.models import decoder, lora
-from gpufleet.job.models.decoder import Decoder
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.spec.common import Rung
-from gpufleet.job.spec.sft import SftConfig
 from gpufleet.job.text import counted
-from gpufleet.job.train import metrics, optimizer, parallel
-from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
-from gpufleet.job.train.packed_rows import PackedBatches
 
 EXPERIMENT = "sft-h100"
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpufleet.job.experiments.two_tower.arrays import Floats, Labels, unit_rows
 from gpufleet.job.experiments.two_tower.data import Indices, Member, fold_of, gains
 from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
-from gpufleet.job.spec.two_tower import MOST_RANKED
+from gpufleet.job.experiments.two_tower.spec import MOST_RANKED
 
 NEIGHBOURS = 10  # of the neighbour feature
 PROJECTIONS = 8  # principal directions of the training queries' sentence vectors

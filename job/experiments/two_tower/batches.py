@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpufleet.job.experiments.engine.data import mix
+from gpufleet.job.experiments.engine.experiment import Micro, Work
 from gpufleet.job.experiments.two_tower.data import Member, rows_of, watched
 from gpufleet.job.experiments.two_tower.members import Members
 from gpufleet.job.experiments.two_tower.model import Noise, draw_noise
 from gpufleet.job.experiments.two_tower.ranking import Tables
 from gpufleet.job.experiments.two_tower.ranking_metrics import ndcg
-from gpufleet.job.spec.two_tower import TwoTowerConfig
-from gpufleet.job.train.data import mix
-from gpufleet.job.train.experiment import Micro, Work
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 
 
 class Batches:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from gpufleet.job.experiments.two_tower.arrays import Floats, Labels
 from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
-from gpufleet.job.spec.two_tower import TwoTowerConfig, Weak
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig, Weak
 
 Protocol = Literal["honest", "optimistic", "refit"]
 Indices = NDArray[np.int64]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpufleet.job.experiments.engine.data import mix
 from gpufleet.job.experiments.two_tower.model import (
     Noise,
     Stack,
@@ -19,8 +20,7 @@ from gpufleet.job.experiments.two_tower.model import (
     initialise,
     softmax_loss,
 )
-from gpufleet.job.spec.two_tower import Sampled, TwoTowerConfig
-from gpufleet.job.train.data import mix
+from gpufleet.job.experiments.two_tower.spec import Sampled, TwoTowerConfig
 
 HARD_POOL = 50  # a hard negative is one of this many best-scored irrelevant models: ours, the record does not say
 

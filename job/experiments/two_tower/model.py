@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from gpufleet.job.spec.two_tower import Towers
+from gpufleet.job.experiments.two_tower.spec import Towers
 
 NORM_EPS = 1e-8  # of a vector's length before it is divided by
 GROUP = 1 << 23  # scores held at once by the loss, at least one member's

@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from gpufleet.job.dataset import prepare
-from gpufleet.job.dataset.chat import require_characters, require_lines
-from gpufleet.job.dataset.encodings import not_utf8
+from gpufleet.job.experiments.dataset import prepare
+from gpufleet.job.experiments.dataset.chat import require_characters, require_lines
+from gpufleet.job.experiments.dataset.encodings import not_utf8
 from gpufleet.job.experiments.two_tower.arrays import Floats, Labels, unit_rows
 from gpufleet.job.experiments.two_tower.sentences import Encoder, choose
-from gpufleet.job.spec.two_tower import TwoTowerConfig, variants
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig, variants
 
 QUERIES, DISCOVERY, LABELS, NAMES = "queries.npy", "discovery.npy", "labels.npy", "names.json"
 GAINS = (0.0, 1.0, 0.7)  # of labels 0, 1 and 2: in the TREC files 1 is the best

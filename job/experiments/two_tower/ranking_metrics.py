@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpufleet.job.train.experiment import LossNotFiniteError
+from gpufleet.job.experiments.engine.experiment import LossNotFiniteError
 
 
 def ndcg(scores_QM: Tensor, gains_QM: Tensor, k: int) -> Tensor:

@@ -12,13 +12,13 @@ import numpy as np
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import EXPORTS, RESULTS
+from gpufleet.job.experiments.engine import metrics
+from gpufleet.job.experiments.engine.experiment import Phase
 from gpufleet.job.experiments.two_tower import tables as tables_of
 from gpufleet.job.experiments.two_tower.arrays import Floats
 from gpufleet.job.experiments.two_tower.data import Member, fold_of, worth
 from gpufleet.job.experiments.two_tower.ranking import Tables
-from gpufleet.job.spec.two_tower import REFIT, TwoTowerConfig
-from gpufleet.job.train import metrics
-from gpufleet.job.train.experiment import Phase
+from gpufleet.job.experiments.two_tower.spec import REFIT, TwoTowerConfig
 
 HONEST = "trained on the folds that are neither tested nor watched, epoch chosen on the watched one, tested once"
 OPTIMISTIC = (

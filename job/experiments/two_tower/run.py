@@ -21,20 +21,20 @@ from torch.optim import Optimizer
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import FINAL
-from gpufleet.job.dataset.prepare import read_manifest
+from gpufleet.job.experiments.dataset.prepare import read_manifest
+from gpufleet.job.experiments.engine import export, optimizer
+from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job.experiments.models.blocks import DTYPES
 from gpufleet.job.experiments.two_tower import baselines, ranking, results
 from gpufleet.job.experiments.two_tower.batches import Batches
 from gpufleet.job.experiments.two_tower.data import Member, members, refit_member
 from gpufleet.job.experiments.two_tower.members import Members, clip_each
 from gpufleet.job.experiments.two_tower.model import TwoTowerModel as Towers
 from gpufleet.job.experiments.two_tower.model import decays
+from gpufleet.job.experiments.two_tower.spec import REFIT, TwoTowerConfig, parameters, variants
 from gpufleet.job.experiments.two_tower.tables import spread
-from gpufleet.job.models.blocks import DTYPES
 from gpufleet.job.spec.common import CosineAdamW, Rung
-from gpufleet.job.spec.two_tower import REFIT, TwoTowerConfig, parameters, variants
 from gpufleet.job.text import counted
-from gpufleet.job.train import export, optimizer
-from gpufleet.job.train.experiment import Experiment, Phase, Session, Weights, Work
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none
 FLOOR = 0.1  # of the learning rate, where the cosine ends
@@ -238,7 +238,7 @@ class TwoTower(Experiment):
                     f"{fold}: {counted(trees, 'tree')} in {now - began:.0f} s, of at most {baselines.MAX_TREES}"
                 )
 
-        # Training is over, and the bill counts on the core that it left to the supervisor (job/train/__main__.py).
+        # Training is over, and the bill counts on the core that it left to the supervisor (engine/__main__.py).
         given = "OMP_NUM_THREADS" in os.environ
         threads = torch.get_num_threads() if given else len(os.sched_getaffinity(0))
         found = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)

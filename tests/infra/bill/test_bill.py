@@ -15,7 +15,7 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Disk, Job, Keep, Variant
-from gpufleet.job.spec import SftConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

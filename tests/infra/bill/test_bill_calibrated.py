@@ -29,7 +29,8 @@ from gpufleet.infra.evidence.calibration import RefusedCalibration
 from gpufleet.infra.program.plan import make
 from gpufleet.infra.program.run_guard import Previous
 from gpufleet.job import measured
-from gpufleet.job.spec import GrowthConfig, SftConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -20,7 +20,11 @@ from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Disk, Estimate, Keep, Limits, StackDefinition
-from gpufleet.job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from gpufleet.job.experiments.kernel.spec import KernelConfig
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
+from gpufleet.job.spec import JobConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

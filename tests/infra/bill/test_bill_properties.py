@@ -23,7 +23,12 @@ from gpufleet.infra.definition.model import Disk, Keep, Limits, StackDefinition
 from gpufleet.infra.errors import PriceMissing
 from gpufleet.infra.risk.hazard import Hazard
 from gpufleet.infra.risk.simulation import MAX_ATTEMPTS, Exposure, simulate, simulate_each, within_limits
-from gpufleet.job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
+from gpufleet.job.experiments.kernel.spec import KernelConfig
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
+from gpufleet.job.spec import JobConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -19,7 +19,11 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.risk.closed_form import expected_hours
-from gpufleet.job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from gpufleet.job.experiments.kernel.spec import KernelConfig
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
+from gpufleet.job.spec import JobConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

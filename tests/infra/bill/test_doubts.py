@@ -20,7 +20,7 @@ from gpufleet.infra.definition.model import Disk, Keep
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence.speeds import Expected, Speeds
 from gpufleet.infra.risk.unknown import P90
-from gpufleet.job.spec import SftConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

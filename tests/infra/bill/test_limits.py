@@ -28,7 +28,7 @@ from gpufleet.infra.risk import simulation
 from gpufleet.job.contract import run as run_file
 from gpufleet.job.contract.reading import Fields
 from gpufleet.job.contract.terms import Rates, RunLimits
-from gpufleet.job.spec import SftConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
 

@@ -13,7 +13,11 @@ from gpufleet.infra.bill import runtime
 from gpufleet.infra.catalog import Instance, load_catalog
 from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.job.spec import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
+from gpufleet.job.experiments.kernel.spec import KernelConfig
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 
@@ -145,7 +149,7 @@ def test_the_predicted_mfu_is_what_a_node_measures_at_the_predicted_speed() -> N
         config = growth(compute=compute)
         phase = runtime.hours(config, instance("g5.2xlarge"), Estimate(), ROOT).phases[0]
         flop_per_s = phase.tokens_per_s * config.phases()[0].flops_per_token
-        assert phase.mfu == pytest.approx(flop_per_s / 70e12)  # the denominator of job/train/device.py
+        assert phase.mfu == pytest.approx(flop_per_s / 70e12)  # the denominator of job/experiments/engine/device.py
         several = runtime.hours(config, instance("g5.12xlarge"), Estimate(), ROOT).phases[0]
         assert several.mfu == phase.mfu  # of the GPUs used: one of four
 

@@ -26,12 +26,12 @@ from gpufleet.infra.cli import main
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.evidence.observations import Observation
 from gpufleet.infra.inputs import prepare as inputs
-from gpufleet.job.dataset import weights
-from gpufleet.job.dataset.prepare import read_manifest
-from gpufleet.job.dataset.rendering import TEMPLATES
+from gpufleet.job.experiments.dataset import weights
+from gpufleet.job.experiments.dataset.prepare import read_manifest
+from gpufleet.job.experiments.dataset.rendering import TEMPLATES
 from gpufleet.job.experiments.kernel.pairs import byte_tokenizer
+from gpufleet.job.experiments.models import hf_config
 from gpufleet.job.experiments.two_tower.data import fold_of
-from gpufleet.job.models import hf_config
 from gpufleet.job.spec.common import DecoderConfig
 
 STACK = "tinystories-growth"

@@ -13,9 +13,9 @@ from repository import ROOT
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.inputs.prepare import prepared
 from gpufleet.infra.inputs.readiness import not_ready
-from gpufleet.job.dataset import weights
-from gpufleet.job.models import hf_config
-from gpufleet.job.spec import SftConfig
+from gpufleet.job.experiments.dataset import weights
+from gpufleet.job.experiments.models import hf_config
+from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.spec.common import DecoderConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)

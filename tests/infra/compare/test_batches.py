@@ -17,7 +17,7 @@ from gpufleet.infra.compare import ranking, table
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.job.spec.sft import SftConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

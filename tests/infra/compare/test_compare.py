@@ -24,7 +24,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import Hazard, Key
-from gpufleet.job.spec import PretrainConfig
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -14,7 +14,7 @@ from gpufleet.infra.definition.loader import find, load, names_of, project_root,
 from gpufleet.infra.definition.pin import pin
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.inputs.readiness import not_ready
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 SHIPPED = ROOT / "stacks" / "tinystories-growth.yaml"

@@ -13,7 +13,7 @@ import pytest
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import DefinitionError, Problem
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 MINIMAL = """\

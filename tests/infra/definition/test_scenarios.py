@@ -14,7 +14,7 @@ from gpufleet.infra.definition.scenarios import scenario as one
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.program.run_guard import creation_digest
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
 
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

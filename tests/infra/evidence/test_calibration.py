@@ -16,7 +16,8 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Job, StackDefinition
 from gpufleet.infra.evidence import calibration
 from gpufleet.infra.evidence.calibration import Calibration, RefusedCalibration
-from gpufleet.job.spec import GrowthConfig, KernelConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
+from gpufleet.job.experiments.kernel.spec import KernelConfig
 
 A10G = load_catalog().instances["g5.2xlarge"]
 
@@ -100,7 +101,7 @@ def test_many_changes_are_counted_not_listed(tmp_path: Path) -> None:
 
 def test_changed_job_code_is_refused(tmp_path: Path) -> None:
     place(tmp_path, measurement(code_sha256="0" * 64))
-    folders = "job/train, job/models, job/spec, job/experiments, job/experiments/growth"
+    folders = "job/experiments/engine, job/experiments/models, job/spec, job/experiments, job/experiments/growth"
     assert f"the code that trains ({folders}) has changed" in refusal(tmp_path)
 
 

@@ -20,18 +20,18 @@ from gpufleet.job.contract.attempt import AttemptRecord
 from gpufleet.job.contract.commit import Best, Commit, Manifest
 from gpufleet.job.contract.done import FINISHED, Done
 from gpufleet.job.contract.run import RunFile, load
-from gpufleet.job.dataset import prepare, weights
+from gpufleet.job.experiments.dataset import prepare, weights
+from gpufleet.job.experiments.engine.committed import Committed
+from gpufleet.job.experiments.engine.metrics import MetricsFile
 from gpufleet.job.experiments.kernel import stages
 from gpufleet.job.experiments.kernel.judge.verdict import Verdict
+from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.ledger import Ledger
-from gpufleet.job.spec.sft import SftConfig
 from gpufleet.job.supervisor import attempts, receipt, staging
 from gpufleet.job.supervisor.child import MetricsFollower
 from gpufleet.job.supervisor.forecast import Forecast
 from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.supervisor.store import Entry
-from gpufleet.job.train.committed import Committed
-from gpufleet.job.train.metrics import MetricsFile
 
 DONE = Done(FINISHED, "", "i-1", "2027-01-15T09:00:00Z")
 OUTSIDE = ["/usr/x", "../run.json", "a/../../x", "", ".", "a//b", "a/", "./a", "a\0b", "a\x1b[2Jb", "\ud800", "x" * 256]

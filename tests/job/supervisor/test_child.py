@@ -175,7 +175,12 @@ def test_the_trainer_does_not_outlive_a_killed_supervisor() -> None:
 
 def test_the_trainers_command_line_is_the_contracts() -> None:
     words = trainer(Path("/gpufleet/run"), 3)
-    assert words[words.index("gpufleet.job.train") :] == ["gpufleet.job.train", "/gpufleet/run", "--rung", "3"]
+    assert words[words.index("gpufleet.job.experiments.engine") :] == [
+        "gpufleet.job.experiments.engine",
+        "/gpufleet/run",
+        "--rung",
+        "3",
+    ]
     assert trainer(Path("/gpufleet/run"), None)[-2:] == ["/gpufleet/run", "--wait"]
 
 
@@ -238,7 +243,10 @@ def test_only_what_the_image_lacks_is_installed_with_its_hashes() -> None:
 
 @pytest.mark.parametrize(
     ("module", "needed"),
-    [("gpufleet.job.train", {"safetensors", "tokenizers"}), ("gpufleet.job.command", {"boto3", "botocore"})],
+    [
+        ("gpufleet.job.experiments.engine", {"safetensors", "tokenizers"}),
+        ("gpufleet.job.command", {"boto3", "botocore"}),
+    ],
 )
 def test_every_package_of_the_real_lists_has_a_pin_and_a_hash(module: str, needed: set[str]) -> None:
     def none(name: str) -> str:
@@ -256,7 +264,7 @@ def test_pip_is_told_to_take_nothing_but_the_pinned_bytes(tmp_path: Path) -> Non
 
 
 def test_nothing_is_installed_when_nothing_is_missing(tmp_path: Path) -> None:
-    bootstrap.ensure(tmp_path / "packages", bootstrap.listed("gpufleet.job.train"))
+    bootstrap.ensure(tmp_path / "packages", bootstrap.listed("gpufleet.job.experiments.engine"))
     assert not (tmp_path / "packages").exists()
 
 

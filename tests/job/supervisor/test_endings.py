@@ -13,7 +13,7 @@ from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore, NodeDeath, 
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.attempt import Exit
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.supervisor import attempts
 from gpufleet.job.supervisor.store import StoreError
 

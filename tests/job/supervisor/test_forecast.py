@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
-from gpufleet.job.spec import (
-    GrowthConfig,
-    JobConfig,
-    KernelConfig,
-    PretrainConfig,
-    SftConfig,
-    TwoTowerConfig,
-    from_json,
-)
+from gpufleet.job.experiments.growth.spec import GrowthConfig
+from gpufleet.job.experiments.kernel.spec import KernelConfig
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
+from gpufleet.job.spec import JobConfig, from_json
 from gpufleet.job.supervisor.forecast import Forecast
 
 

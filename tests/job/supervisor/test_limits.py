@@ -10,7 +10,7 @@ import pytest
 from supervisor_world import STEPS, Bench, FakeTrainer, interrupted
 
 from gpufleet.job import atomic
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
 
 
 @pytest.mark.parametrize(

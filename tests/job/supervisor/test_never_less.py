@@ -14,7 +14,7 @@ from gpufleet.job import atomic, clock
 from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.run import PhaseEstimate
-from gpufleet.job.spec import KernelConfig
+from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.supervisor import staging
 from gpufleet.job.supervisor.attempt import MARK_S, Supervisor
 from gpufleet.job.supervisor.fleet import History

@@ -16,9 +16,9 @@ from supervisor_world import STEPS, Bench, FakeClock, FaultyStore, NodeDeath, co
 from gpufleet.job import atomic
 from gpufleet.job.contract.commit import Manifest
 from gpufleet.job.contract.workdir import START
+from gpufleet.job.experiments.engine.checkpoint import Checkpoints
 from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.supervisor.store import GivenUpError, StoreError
-from gpufleet.job.train.checkpoint import Checkpoints
 
 MANIFEST_3 = "ckpt/step_00000003/manifest.json"
 

@@ -16,7 +16,7 @@ from supervisor_world import Bench, FaultyStore, commit, publisher, state
 from gpufleet.job.contract.commit import read as commit_of
 from gpufleet.job.contract.inputs import InputFile, digest
 from gpufleet.job.contract.run import InputData, load
-from gpufleet.job.spec import GrowthConfig
+from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.supervisor import staging
 from gpufleet.job.supervisor.store import FolderStore, GivenUpError, MissingError, StoreError
 

@@ -27,7 +27,7 @@ from gpufleet.job.experiments.kernel.judge import tasks, timing
 from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
 from gpufleet.job.experiments.kernel.judge.compiler import CACHE
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
-from gpufleet.job.spec.kernel import Funnel as Limits
+from gpufleet.job.experiments.kernel.spec import Funnel as Limits
 
 MOST_BYTES, MOST_FILES = 1 << 26, 1000  # of one source; a kernel's files are about 50 kB
 OUTCOME = "outcome.json"

@@ -38,7 +38,7 @@ from gpufleet.job.experiments.kernel.judge.worker import (
     Process,
     Workers,
 )
-from gpufleet.job.spec.kernel import Funnel as Limits
+from gpufleet.job.experiments.kernel.spec import Funnel as Limits
 
 UNCONTAINED = "this machine's kernel allows candidates no namespaces (docs/kernels.md#containment)"
 

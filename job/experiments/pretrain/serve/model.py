@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from gpufleet.job import atomic
+from gpufleet.job.experiments.engine.export import META, WEIGHTS
 from gpufleet.job.experiments.pretrain import characters
 from gpufleet.job.experiments.pretrain.model import CharGpt, generate
 from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest
-from gpufleet.job.spec.pretrain import SYMBOLS, CharModel
-from gpufleet.job.train.export import META, WEIGHTS
+from gpufleet.job.experiments.pretrain.spec import SYMBOLS, CharModel
 
 EXPERIMENT = "pretrain-d64"
 

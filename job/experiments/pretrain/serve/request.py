@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gpufleet.job.spec.pretrain import SYMBOLS
+from gpufleet.job.experiments.pretrain.spec import SYMBOLS
 
 MAX_TOKENS, MAX_TEMPERATURE, MAX_TOP_K = 2048, 2.0, 32
 MAX_SEED = 2**63 - 1

@@ -26,7 +26,7 @@ from gpufleet.job.experiments.growth.check import (
 from gpufleet.job.experiments.growth.growing import grow
 from gpufleet.job.experiments.growth.model import Growth, load
 from gpufleet.job.experiments.growth.routing import ExpertChoice, routed, tied
-from gpufleet.job.spec import Precision
+from gpufleet.job.experiments.growth.spec import Precision
 
 pytestmark = pytest.mark.xdist_group("growth")
 

@@ -11,7 +11,7 @@ import torch
 from gpufleet.job.experiments.growth.check import check_boundary
 from gpufleet.job.experiments.growth.growing import State, grow
 from gpufleet.job.experiments.growth.model import build, load
-from gpufleet.job.spec import GrowthConfig, Precision
+from gpufleet.job.experiments.growth.spec import GrowthConfig, Precision
 
 CONFIG = replace(GrowthConfig(), device="cpu", precision=Precision(compute="fp32", phase3_state="fp32"))
 

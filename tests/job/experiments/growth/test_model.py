@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from growth_models import CONFIG, PROBE, dense, experts, generator, moe, text
 from torch import Tensor
 
+from gpufleet.job.experiments.engine.optimizer import groups
 from gpufleet.job.experiments.growth.growing import grow
 from gpufleet.job.experiments.growth.model import Growth, GrowthOutput, _choose_dispatch, build, decays, load
-from gpufleet.job.models.blocks import Experts, rotate, rotations
-from gpufleet.job.models.routing import rows_per_expert
-from gpufleet.job.spec import GrowthConfig, GrowthModel, Precision
-from gpufleet.job.train.optimizer import groups
+from gpufleet.job.experiments.growth.spec import GrowthConfig, GrowthModel, Precision
+from gpufleet.job.experiments.models.blocks import Experts, rotate, rotations
+from gpufleet.job.experiments.models.routing import rows_per_expert
 
 pytestmark = pytest.mark.xdist_group("growth")
 

@@ -13,6 +13,7 @@ import torch
 from growth_models import CONFIG, PROBE, dense, generator, moe, text
 from torch import Tensor
 
+from gpufleet.job.experiments.engine.optimizer import groups
 from gpufleet.job.experiments.growth.check import (
     Difference,
     GrowthCheckFailed,
@@ -23,8 +24,7 @@ from gpufleet.job.experiments.growth.check import (
 )
 from gpufleet.job.experiments.growth.growing import State, deepen, grow, upcycle, widen
 from gpufleet.job.experiments.growth.model import Growth, build, decays, load
-from gpufleet.job.models.blocks import Experts
-from gpufleet.job.train.optimizer import groups
+from gpufleet.job.experiments.models.blocks import Experts
 
 pytestmark = pytest.mark.xdist_group("growth")
 

@@ -18,7 +18,10 @@ import train_world as world
 from train_world import StopAt
 
 from gpufleet.job.contract.messages import Stop
-from gpufleet.job.dataset.packing import order
+from gpufleet.job.experiments.dataset.packing import order
+from gpufleet.job.experiments.engine import step
+from gpufleet.job.experiments.engine.parallel import World
+from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.kernel import stages
 from gpufleet.job.experiments.kernel.judge import curriculum
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME, TASKS
@@ -26,12 +29,9 @@ from gpufleet.job.experiments.kernel.judge.funnel import digest
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
 from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches
 from gpufleet.job.experiments.kernel.run import Kernel
+from gpufleet.job.experiments.kernel.spec import AT_ONCE
 from gpufleet.job.ledger import Ledger
 from gpufleet.job.spec import from_json
-from gpufleet.job.spec.kernel import AT_ONCE
-from gpufleet.job.train import step
-from gpufleet.job.train.parallel import World
-from gpufleet.job.train.requests import Requests
 
 pytestmark = [pytest.mark.usefixtures("one_judge"), pytest.mark.xdist_group("kernels")]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import kernel_world as world
 import pytest
 
-from gpufleet.job.dataset.packing import PackedRows
-from gpufleet.job.dataset.rendering import TEMPLATES
+from gpufleet.job.experiments.dataset.packing import PackedRows
+from gpufleet.job.experiments.dataset.rendering import TEMPLATES
 from gpufleet.job.experiments.kernel.judge import planted, rules
 from gpufleet.job.experiments.kernel.judge.catalog import TASKS
 from gpufleet.job.experiments.kernel.pairs import GeneratedKernels, PairsFile, admitted, byte_tokenizer, prepare_kernels

@@ -16,11 +16,11 @@ import train_world as world
 from safetensors.torch import load_file
 from train_world import StopAt
 
+from gpufleet.job.experiments.engine import metrics
 from gpufleet.job.experiments.kernel import stages
 from gpufleet.job.experiments.kernel.judge import adversarial, funnel, planted
 from gpufleet.job.experiments.kernel.judge.worker import Workers
 from gpufleet.job.ledger import Ledger
-from gpufleet.job.train import metrics
 
 pytestmark = [pytest.mark.usefixtures("one_judge"), pytest.mark.xdist_group("kernels")]
 

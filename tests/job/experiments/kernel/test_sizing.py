@@ -8,11 +8,12 @@ import kernel_world as world
 import pytest
 
 from gpufleet.job.experiments.kernel import pairs
+from gpufleet.job.experiments.kernel import spec as kernel
 from gpufleet.job.experiments.kernel.judge import adversarial, planted, tasks
 from gpufleet.job.experiments.kernel.judge.catalog import TASKS
-from gpufleet.job.spec import KernelConfig, kernel, tuning
+from gpufleet.job.experiments.kernel.spec import Funnel, Generation, KernelConfig
+from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.spec.common import DecoderConfig
-from gpufleet.job.spec.kernel import Funnel, Generation
 
 FULL = KernelConfig()
 CODER = DecoderConfig(

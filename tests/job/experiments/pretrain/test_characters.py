@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpufleet.job.experiments.engine.parallel import World
+from gpufleet.job.experiments.models.linear_loss import IGNORED
 from gpufleet.job.experiments.pretrain import characters
 from gpufleet.job.experiments.pretrain.characters import Sums, encode, prepare_characters
 from gpufleet.job.experiments.pretrain.rows import Rows
-from gpufleet.job.models.linear_loss import IGNORED
-from gpufleet.job.spec.pretrain import SYMBOLS, CharData
-from gpufleet.job.train.parallel import World
+from gpufleet.job.experiments.pretrain.spec import SYMBOLS, CharData
 
 DATA = CharData(source="generated-sums", characters=5000, sequence=16)
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def test_generated_sums_are_right() -> None:
 
 
 def test_a_shard_of_another_kind_is_refused(tmp_path: Path) -> None:
-    from gpufleet.job.dataset.shards import write_shard
+    from gpufleet.job.experiments.dataset.shards import write_shard
 
     write_shard(tmp_path / "train.bin", [1, 2, 3] * 100, 18)
     with pytest.raises(ValueError, match="not a shard of characters"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpufleet.job.experiments.pretrain import model as char_gpt
 from gpufleet.job.experiments.pretrain.model import CharCache, CharGpt, generate, initial, norm, std
-from gpufleet.job.spec.pretrain import CharData, CharModel, PretrainConfig
+from gpufleet.job.experiments.pretrain.spec import CharData, CharModel, PretrainConfig
 
 SMALL = CharModel(layers=2, width=64, head_dim=32)
 

@@ -20,13 +20,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.experiments.engine import __main__ as trainer
+from gpufleet.job.experiments.engine import parallel
+from gpufleet.job.experiments.engine.experiment import Phase
 from gpufleet.job.experiments.pretrain import muon
 from gpufleet.job.experiments.pretrain.run import Pretrain
 from gpufleet.job.spec import EXPERIMENTS
 from gpufleet.job.spec.common import Rung
-from gpufleet.job.train import __main__ as trainer
-from gpufleet.job.train import parallel
-from gpufleet.job.train.experiment import Phase
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.experiments.engine.checkpoint import Checkpoints
+from gpufleet.job.experiments.engine.committed import Committed
+from gpufleet.job.experiments.engine.experiment import Phase
 from gpufleet.job.experiments.pretrain.model import CharGpt
 from gpufleet.job.experiments.pretrain.rows import Rows
 from gpufleet.job.experiments.pretrain.run import Pretrain, make_optimizer, momentum, plateau, rate
 from gpufleet.job.experiments.pretrain.serve.model import open_model
 from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest
-from gpufleet.job.spec.pretrain import EarlyStop, MuonAdamW
-from gpufleet.job.train.checkpoint import Checkpoints
-from gpufleet.job.train.committed import Committed
-from gpufleet.job.train.experiment import Phase
+from gpufleet.job.experiments.pretrain.spec import EarlyStop, MuonAdamW
 
 
 def losses(workdir: Path) -> list[float]:

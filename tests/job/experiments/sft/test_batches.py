@@ -12,16 +12,16 @@ import sft_world as sft
 import torch
 from decoder_models import FAMILIES, generator, slow_varlen
 
-from gpufleet.job.dataset.packed import prepare_sft
-from gpufleet.job.dataset.prepare import read_manifest
-from gpufleet.job.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
-from gpufleet.job.models import decoder
-from gpufleet.job.models.decoder import positions
-from gpufleet.job.models.linear_loss import IGNORED
+from gpufleet.job.experiments.dataset.packed import prepare_sft
+from gpufleet.job.experiments.dataset.prepare import read_manifest
+from gpufleet.job.experiments.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
+from gpufleet.job.experiments.engine.packed_rows import PackedBatches
+from gpufleet.job.experiments.engine.parallel import World
+from gpufleet.job.experiments.models import decoder
+from gpufleet.job.experiments.models.decoder import positions
+from gpufleet.job.experiments.models.linear_loss import IGNORED
+from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.spec import from_json
-from gpufleet.job.spec.sft import SftConfig
-from gpufleet.job.train.packed_rows import PackedBatches
-from gpufleet.job.train.parallel import World
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_no_two_starts_are_farther_apart_than_an_example_and_no_loss_changes(
         masked = module(tokens, targets, documents).loss_sum
         with monkeypatch.context() as patched:
             patched.setattr(decoder, "varlen_runs", lambda device, compute: True)
-            patched.setattr("gpufleet.job.models.decoder.varlen.varlen_attn", slow_varlen)
+            patched.setattr("gpufleet.job.experiments.models.decoder.varlen.varlen_attn", slow_varlen)
             torch.testing.assert_close(module(*micro.inputs).loss_sum, masked, rtol=1e-12, atol=0)
 
 

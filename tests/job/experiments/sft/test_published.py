@@ -17,15 +17,15 @@ from sft_world import CHATML, bpe, jsonl
 
 from gpufleet.job import atomic, ledger
 from gpufleet.job.contract.codes import TrainerExit
-from gpufleet.job.dataset import weights
-from gpufleet.job.dataset.packed import PROMPTS, prepare_sft
-from gpufleet.job.dataset.rendering import TEMPLATES, jinja
-from gpufleet.job.experiments import tuning
-from gpufleet.job.models import hf, hf_config
-from gpufleet.job.models.decoder import build
-from gpufleet.job.models.generate import generate
+from gpufleet.job.experiments.dataset import weights
+from gpufleet.job.experiments.dataset.packed import PROMPTS, prepare_sft
+from gpufleet.job.experiments.dataset.rendering import TEMPLATES, jinja
+from gpufleet.job.experiments.models import hf, hf_config
+from gpufleet.job.experiments.models.decoder import build
+from gpufleet.job.experiments.models.generate import generate
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.spec import from_json
-from gpufleet.job.spec.sft import SftConfig
 
 FAMILY = {"family": "qwen3", "tied": True, "norm_eps": 1e-6, "rope_theta": 1e6}
 CHANGED = {

@@ -20,14 +20,14 @@ from train_world import StopAt
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.codes import TrainerExit
-from gpufleet.job.experiments import tuning
+from gpufleet.job.experiments.models import decoder, hf, hf_config, lora
+from gpufleet.job.experiments.models.decoder import build
 from gpufleet.job.experiments.sft import merge
 from gpufleet.job.experiments.sft.run import Sft
-from gpufleet.job.models import decoder, hf, hf_config, lora
-from gpufleet.job.models.decoder import build
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.spec import from_json
 from gpufleet.job.spec.common import CosineAdamW, DecoderConfig, Rung
-from gpufleet.job.spec.sft import SftConfig
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -137,7 +137,7 @@ def test_what_follows_training_says_how_far_it_is(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Silent for a quarter of an hour, as on a slow GPU, the trainer is killed, with its training paid for."""
-    monkeypatch.setattr("gpufleet.job.train.experiment.SPOKEN_S", 0.0)
+    monkeypatch.setattr("gpufleet.job.experiments.engine.experiment.SPOKEN_S", 0.0)
     monkeypatch.setattr(merge, "answers_at_once", lambda config: 1)
     experiment = world.experiment(finished)
     assert isinstance(experiment, Sft)

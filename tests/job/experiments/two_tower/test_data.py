@@ -21,7 +21,7 @@ from gpufleet.job.experiments.two_tower.data import (
     weak_labels,
 )
 from gpufleet.job.experiments.two_tower.ranking import generate
-from gpufleet.job.spec.two_tower import Weak
+from gpufleet.job.experiments.two_tower.spec import Weak
 
 CONFIG = world.config()
 DEALT = fold_of(23, 5, 42)

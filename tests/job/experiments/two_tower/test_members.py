@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gpufleet.job.experiments.two_tower.members import HARD_POOL, Members, clip_each, sampled_loss
 from gpufleet.job.experiments.two_tower.model import Towered, diversity, draw_noise, softmax_loss
-from gpufleet.job.spec import TwoTowerConfig
-from gpufleet.job.spec.two_tower import Sampled
+from gpufleet.job.experiments.two_tower.spec import Sampled, TwoTowerConfig
 
 MEMBERS, QUERIES, MODELS, WIDTH = 3, 24, 31, 16
 

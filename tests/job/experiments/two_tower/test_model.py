@@ -21,7 +21,7 @@ from gpufleet.job.experiments.two_tower.model import (
     initialise,
     softmax_loss,
 )
-from gpufleet.job.spec.two_tower import Towers
+from gpufleet.job.experiments.two_tower.spec import Towers
 
 SMALL = Towers(sentence=12, heads=3, head=8, fusion=10, query=(9, 7), embedding=11, model=(13, 7), dropout=0.3)
 MODELS, QUERIES, MEMBERS = 17, 15, 4

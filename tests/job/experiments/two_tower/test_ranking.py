@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpufleet.job.dataset import prepare
+from gpufleet.job.experiments.dataset import prepare
 from gpufleet.job.experiments.two_tower import ranking
 from gpufleet.job.experiments.two_tower.arrays import Floats, unit_rows
 from gpufleet.job.experiments.two_tower.sentences import MODULE, Encoder, Hashed, MiniLM, choose
-from gpufleet.job.spec import TwoTowerConfig
-from gpufleet.job.spec.two_tower import Ranking, Towers, Weak
+from gpufleet.job.experiments.two_tower.spec import Ranking, Towers, TwoTowerConfig, Weak
 
 CONFIG = TwoTowerConfig(
     towers=Towers(sentence=16),

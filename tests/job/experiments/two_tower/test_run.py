@@ -19,7 +19,7 @@ import two_tower_world as world
 from safetensors.numpy import load_file
 from train_world import StopAt
 
-from gpufleet.job.dataset import prepare
+from gpufleet.job.experiments.dataset import prepare
 from gpufleet.job.experiments.two_tower import baselines, ranking
 from gpufleet.job.experiments.two_tower import run as two_tower
 from gpufleet.job.experiments.two_tower.batches import Batches

@@ -11,12 +11,12 @@ import two_tower_world as world
 from memory_count import Alive
 
 from gpufleet.job.experiments.two_tower import baselines
+from gpufleet.job.experiments.two_tower import spec as two_tower
 from gpufleet.job.experiments.two_tower.data import members, refit_member, rows_of
 from gpufleet.job.experiments.two_tower.members import Members
 from gpufleet.job.experiments.two_tower.model import TwoTowerModel, draw_noise
 from gpufleet.job.experiments.two_tower.ranking import generate
-from gpufleet.job.spec import TwoTowerConfig, two_tower
-from gpufleet.job.spec.two_tower import Variant, variant, variants
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig, Variant, variant, variants
 
 FULL = TwoTowerConfig()
 HONEST = replace(FULL, optimistic=False)

@@ -1,0 +1,347 @@
+"""Whole examples packed into rows of one length: what sft-h100 and kernel-sft train on.
+
+    dataset.json           kind "packed"; facts: examples, tokens, mean_tokens, p95_tokens, fill, truncated, rows, ...
+    train_00000.bin        rows of token ids, one after the other (shards.py; 2 bytes each, 4 above 65,536 ids)
+    marks_train_00000.bin  2 bytes per token: 2 x number of the example in its row, from 1; + 1 where the loss counts
+                           the token; 0: padding
+    validation_*, marks_validation_*   the same for the examples held out
+    prompts.jsonl          held-out questions in ids, with the answer that the data gives
+    texts.jsonl            only where asked for: the conversations of each training row, a row a line
+    tokenizer.json or words.json
+
+Rows are filled as packing.py says. The same input gives the same bytes. No torch. User mistakes raise ValueError with
+the choice to make.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpufleet.job.experiments.dataset import prepare
+from gpufleet.job.experiments.dataset.chat import SHOWN, Chats, GeneratedPairs, JsonlChats
+from gpufleet.job.experiments.dataset.packing import Example, Packing, Split, held_out_of, order, pack
+from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+from gpufleet.job.experiments.dataset.rendering import (
+    TEMPLATES,
+    ChatTokenizer,
+    FileTokenizer,
+    Rendered,
+    Renderer,
+    Template,
+    WordTokenizer,
+    own_tokenizer,
+)
+from gpufleet.job.experiments.dataset.shards import write_payload
+from gpufleet.job.experiments.dataset.untrained import untrained
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.text import counted
+
+PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
+BATCH = 1000  # conversations tokenised at once
+RENDERED = 2  # raised where the same file gives other tokens: a dataset of before is prepared again
+UNCLOSED = 0.1  # share of examples without a closing token, above which the model learns to go on
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What happened while reading."""
+
+    truncated: int = 0
+    dropped: int = 0  # nothing of the answer was left
+    unclosed: int = 0  # nothing of the answer's end was left
+    unlearned: int = 0  # turns that the file says nobody is to learn
+    trimmed: int = 0  # turns that lost blanks
+    examples: list[Example] = field(default_factory=list)
+    conversations: list[int] = field(default_factory=list)  # number in the source of each example
+
+
+def prepare_sft(
+    folder: Path,
+    config: SftConfig,
+    *,
+    text: Path | None = None,
+    tokenizer: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> DatasetManifest:
+    """sft-h100's dataset from a JSONL file (`text`), or generated pairs. `tokenizer`: the base weights' own
+    tokenizer.json; without one, of generated pairs, an id is a word. Raises ValueError.
+    """
+    data, template = config.data, TEMPLATES[config.model.family]
+    how = Packing(
+        row=data.row,
+        longest=min(data.longest, data.row),
+        loss_on=data.loss_on,
+        held_out=data.held_out,
+        packing=config.measures.packing,
+        prompts=config.eval.prompts,
+        texts=not config.measures.pretokenised,
+        seed=config.seed,
+    )
+    if data.source == "generated-pairs" and text is None:
+        pairs = GeneratedPairs(data.examples, config.seed)
+        ids = WordTokenizer.from_text(pairs.text(), template) if tokenizer is None else FileTokenizer(tokenizer)
+        return prepare_packed(folder, pairs, ids, template, how, model_vocab=config.model.vocab, say=say)
+    if text is None:
+        raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK examples.jsonl")
+    own, chats = own_tokenizer(tokenizer), JsonlChats(text)
+    manifest = prepare_packed(folder, chats, own, template, how, model_vocab=config.model.vocab, say=say)
+    warn_of_untrained(config, own, say)
+    if chats.left_out:
+        keys = ", ".join(f"{key} ({counted(f'{n:,}', 'line')})" for key, n in chats.left_out.most_common(SHOWN))
+        say(f"left out, unused in training: {keys}; the keys read are instruction, response and system, or messages")
+    return manifest
+
+
+def warn_of_untrained(config: SftConfig, tokenizer: FileTokenizer, say: Callable[[str], None]) -> None:
+    """Says where an adapter would never teach the base weights beside the tokenizer to end an answer."""
+    if config.method == "full" or config.lora.template_tokens:
+        return
+    if odd := untrained(tokenizer, TEMPLATES[config.model.family]):
+        say(
+            f"warning: {tokenizer.file.parent}: rows of the chat template's tokens look untrained ({odd}), and "
+            "adapters train neither embedding nor head: the tuned model may never stop. Set "
+            "job.parameters.lora.template_tokens: true, which trains these rows, or start from weights that were tuned "
+            "on this template"
+        )
+
+
+def prepare_packed(
+    folder: Path,
+    chats: Chats,
+    tokenizer: ChatTokenizer,
+    template: Template,
+    how: Packing,
+    *,
+    model_vocab: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> DatasetManifest:
+    """The packed dataset in `folder`, made now or found there, and its report. Raises ValueError."""
+    if tokenizer.vocab > model_vocab:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
+            f"{model_vocab}: name the tokenizer of these base weights, or raise model.vocab"
+        )
+    source = f"{chats.name}; {tokenizer.id}, {template.name}; {how.words()}; tokens {RENDERED}"
+    kept = prepare.existing_dataset(folder)
+    if kept is not None and kept.source == source:
+        say(f"{folder} is prepared already")
+        report(kept, say)
+        return kept
+    renderer = Renderer(template, tokenizer)
+    read = _read(chats, renderer, how)
+    count = len(read.examples)
+    held = set(order(how.seed, count, count)[: held_out_of(count, how.held_out)].tolist())
+    splits: dict[Split, list[Example]] = {
+        "train": [example for i, example in enumerate(read.examples) if i not in held],
+        "validation": [read.examples[i] for i in sorted(held)],
+    }
+    rows = {split: pack(examples, how) for split, examples in splits.items()}
+    names = {split: _names(split, len(found), how.row) for split, found in rows.items()}
+    prompts = _prompts(chats, [read.conversations[i] for i in sorted(held)], renderer, how)
+
+    def write(made: Path) -> None:
+        for split, examples in splits.items():
+            _write_rows(made, names[split], examples, rows[split], how.row, tokenizer.vocab)
+        (made / PROMPTS).write_text("".join(prompts), encoding="utf-8")
+        if how.texts:
+            numbers = [number for i, number in enumerate(read.conversations) if i not in held]
+            _write_texts(made / TEXTS, chats, [[numbers[i] for i in row] for row in rows["train"]])
+        for name, content in tokenizer.files.items():
+            (made / name).write_bytes(content)
+
+    facts = _facts(splits, rows, how, read) | {
+        "vocab": tokenizer.vocab,
+        "tokenizer": tokenizer.kind,
+        "tokenizer_id": tokenizer.id,
+        "template": template.name,
+        "stop": renderer.end,
+        "prompts": len(prompts),
+    }
+    manifest = prepare.publish(
+        folder,
+        kind="packed",
+        source=source,
+        facts=facts,
+        write=write,
+        train=names["train"],
+        validation=names["validation"],
+    )
+    report(manifest, say)
+    if twice := _learned_too(splits):
+        say(
+            f"warning: held-out examples that are trained on as well: {twice:,} of {len(held):,}, and the validation "
+            "loss is the better for it; leave each text in the file once"
+        )
+    if how.prompts and not prompts:
+        say(f"no held-out question is within data.longest, {how.longest} tokens: none is answered after training")
+    return manifest
+
+
+def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:
+    """At most `longest` tokens, and which of them the loss counts. Never the first: nothing predicts it."""
+    tokens = np.array(rendered.tokens[:longest], dtype=np.uint32)
+    counted = np.array(rendered.answered if loss_on == "response" else rendered.left, dtype=np.bool_)[:longest]
+    counted ^= loss_on == "all"  # everything but what is left
+    counted[0] = False
+    return Example(tokens, counted)
+
+
+def _read(chats: Chats, renderer: Renderer, how: Packing) -> _Counts:
+    read = _Counts()
+    stream = enumerate(chats.conversations())
+    while batch := list(itertools.islice(stream, BATCH)):
+        for (number, turns), rendered in zip(batch, renderer.render([turns for _, turns in batch]), strict=True):
+            read.unlearned += sum(not turn.learned for turn in turns)
+            read.trimmed += renderer.template.trims and sum(turn.text != turn.text.strip() for turn in turns)
+            read.truncated += len(rendered.tokens) > how.longest
+            example = cut(rendered, how.loss_on, how.longest)
+            if not example.counted.any():
+                read.dropped += 1
+                continue
+            read.unclosed += not (example.counted & (example.tokens == renderer.end)).any()
+            read.examples.append(example)
+            read.conversations.append(number)
+    if len(read.examples) < 2:
+        raise ValueError(
+            f"{getattr(chats, 'path', chats.name)}: examples with an answer within data.longest, {how.longest} tokens: "
+            f"{len(read.examples)}; at least 2 are needed, one of them is held out"
+        )
+    return read
+
+
+def _learned_too(splits: dict[Split, list[Example]]) -> int:
+    """Examples held out whose very tokens are in the training rows, too."""
+    held = [example.tokens.tobytes() for example in splits["validation"]]
+    learned = set(held).intersection(example.tokens.tobytes() for example in splits["train"])
+    return sum(tokens in learned for tokens in held)
+
+
+def _facts(
+    splits: dict[Split, list[Example]], rows: dict[Split, list[NDArray[np.int64]]], how: Packing, read: _Counts
+) -> dict[str, Any]:
+    lengths = np.array([len(example.tokens) for example in splits["train"]])
+    held = sum(len(example.tokens) for example in splits["validation"])
+    return {
+        "examples": len(lengths),
+        "tokens": int(lengths.sum()),
+        "mean_tokens": round(float(lengths.mean()), 1),
+        "p95_tokens": int(np.percentile(lengths, 95, method="higher")),
+        "fill": round(float(lengths.sum()) / (len(rows["train"]) * how.row), 4),
+        "truncated": read.truncated,
+        "truncated_share": round(read.truncated / (len(read.examples) + read.dropped), 4),
+        "dropped": read.dropped,
+        "unclosed": read.unclosed,
+        "unlearned": read.unlearned,
+        "trimmed": read.trimmed,
+        "rows": len(rows["train"]),
+        "loss_tokens": int(sum(int(example.counted.sum()) for example in splits["train"])),
+        "held_out_examples": len(splits["validation"]),
+        "held_out_tokens": held,
+        "held_out_rows": len(rows["validation"]),
+        "row": how.row,
+        "longest": how.longest,
+        "most_examples": max(len(row) for found in rows.values() for row in found),  # in one row
+        "loss_on": how.loss_on,
+        "packing": how.packing,
+        "texts": how.texts,
+    }
+
+
+def report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
+    """Says what the rows are."""
+    f = manifest.facts
+
+    def quantity(key: str, noun: str) -> str:
+        return counted(f"{f[key]:,}", noun)
+
+    say(
+        f"data: {quantity('examples', 'example')}, {f['tokens']:,} tokens ({f['loss_tokens']:,} with loss), mean "
+        f"{f['mean_tokens']:,.0f}, p95 {f['p95_tokens']:,}; "
+        f"{quantity('rows', 'row')} of {f['row']:,}, fill {f['fill']:.1%}; "
+        f"truncated at {f['longest']:,}: {f['truncated']:,} ({f['truncated_share']:.1%}), dropped {f['dropped']:,}; "
+        f"held out {quantity('held_out_examples', 'example')} in {quantity('held_out_rows', 'row')}; {f['tokenizer']}, "
+        f"{f['vocab']:,} ids, template {f['template']}"
+    )
+    if unlearned := f.get("unlearned", 0):
+        say(f"not learned, as the file says of them: {counted(f'{unlearned:,}', 'answer')}")
+    if trimmed := f.get("trimmed", 0):
+        say(
+            f"without the blanks around them, as template {f['template']} has them: "
+            f"{counted(f'{trimmed:,}', 'turn')}; a first line's indentation, a last line's break"
+        )
+    examples = f["examples"] + f["held_out_examples"]
+    if (unclosed := f.get("unclosed", 0)) > UNCLOSED * examples:
+        say(
+            f"warning: {unclosed:,} of {examples:,} examples are cut before their answer's closing token, and teach "
+            f"never to stop: raise data.longest, {f['longest']:,} tokens (with kernel-sft data.row), or leave them out"
+        )
+
+
+def _names(split: Split, rows: int, row: int) -> tuple[str, ...]:
+    return tuple(f"{split}_{i:05d}.bin" for i in range(math.ceil(rows / _shard_rows(row))))
+
+
+def _shard_rows(row: int) -> int:
+    return max(1, prepare.SHARD_TOKENS // row)
+
+
+def _write_rows(
+    folder: Path,
+    names: tuple[str, ...],
+    examples: list[Example],
+    rows: list[NDArray[np.int64]],
+    row: int,
+    vocab: int,
+) -> None:
+    per_shard = _shard_rows(row)
+    kind = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+    for shard, name in enumerate(names):
+        part = rows[shard * per_shard : (shard + 1) * per_shard]
+        tokens, marks = np.zeros((len(part), row), dtype=kind), np.zeros((len(part), row), dtype="<u2")
+        for place, packed in enumerate(part):
+            at = 0
+            for number, index in enumerate(packed, 1):
+                example = examples[index]
+                end = at + len(example.tokens)
+                tokens[place, at:end] = example.tokens
+                marks[place, at:end] = 2 * number + example.counted
+                at = end
+        write_payload(folder / name, tokens.tobytes(), vocab, token_bytes=tokens.itemsize)
+        write_payload(folder / f"marks_{name}", marks.tobytes(), 1 << 16, token_bytes=marks.itemsize)
+
+
+def _prompts(chats: Chats, held_out: Sequence[int], renderer: Renderer, how: Packing) -> list[str]:
+    """A line for each of the first held-out questions that are no longer than a training example: answers are made
+    side by side, and one whole conversation would take all the memory.
+    """
+    lines: list[str] = []
+    left = set(held_out)
+    for number, turns in enumerate(chats.conversations()):
+        if len(lines) == how.prompts or not left:
+            break
+        if number not in left:
+            continue
+        left.remove(number)
+        if not turns[-1].learned:
+            continue
+        tokens = renderer.prompt(turns)
+        if len(tokens) <= how.longest:
+            tree = {"prompt": turns[-2].text, "tokens": tokens, "reference": turns[-1].text}
+            lines.append(json.dumps(tree, ensure_ascii=False) + "\n")
+    return lines
+
+
+def _write_texts(path: Path, chats: Chats, rows: list[list[int]]) -> None:
+    by_number = dict(enumerate(chats.conversations()))
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps([by_number[number] for number in row], ensure_ascii=False) + "\n")

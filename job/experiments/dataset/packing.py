@@ -1,0 +1,176 @@
+"""Rows of whole examples: how they are packed, drawn in order, and read back. No torch.
+
+Packing is first-fit decreasing: the longest example first, each into the first row with room; then rows of very many
+short examples trade with rows of few. The files are described in packed.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+from gpufleet.job.experiments.dataset.shards import HEADER, read_header
+
+MOST_EXAMPLES = (1 << 15) - 1  # in a row: what a mark can count to
+CROWDED, CROWDED_MEANS = 32, 3  # a row with more examples than this, and than so many times the mean, trades
+GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
+Split = Literal["train", "validation"]
+Ids = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One tokenised conversation. `counted`: tokens whose prediction the loss counts."""
+
+    tokens: Ids
+    counted: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How conversations become rows."""
+
+    row: int  # tokens of a row
+    longest: int  # tokens of an example; the rest is cut off
+    loss_on: Literal["response", "all"] = "response"
+    held_out: float = 0.01  # share of examples
+    packing: bool = True  # False: one padded example per row
+    prompts: int = 0  # held-out questions to keep
+    texts: bool = False  # keep the conversations of each training row, so that they can be tokenised while training
+    seed: int = 0  # of what is held out
+
+    def words(self) -> str:
+        """For the name of the source: everything the rows depend on."""
+        return ", ".join(f"{key} {getattr(self, key)}" for key in self.__slots__)
+
+
+def held_out_of(count: int, share: float) -> int:
+    """How many of `count` examples are kept for validation."""
+    return max(1, round(count * share))
+
+
+def pack(examples: list[Example], how: Packing) -> list[NDArray[np.int64]]:
+    """Rows, each as indices into `examples`."""
+    lengths = np.array([len(example.tokens) for example in examples], dtype=np.int64)
+    row_of = evened(lengths, first_fit_decreasing(lengths, how.row)) if how.packing else np.arange(len(lengths))
+    order = np.argsort(row_of, kind="stable")
+    edges = np.flatnonzero(np.diff(row_of[order])) + 1
+    found: list[NDArray[np.int64]] = np.split(order, edges)
+    assert all(len(row) <= MOST_EXAMPLES for row in found)
+    return found
+
+
+def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int64]:
+    """The row of each example: longest first, each into the first row that has room for it.
+
+    Examples of one length are placed together, since the first of them leaves every earlier row as full as it was.
+    """
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    room = np.empty(0, dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    for group in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
+        if not len(group):
+            continue
+        length = int(lengths[group[0]])
+        assert 0 < length <= row, (length, row)
+        fits = room // length
+        total = np.cumsum(fits)
+        reached = int(np.searchsorted(total, len(group))) + 1
+        places = np.repeat(np.arange(len(fits))[:reached], fits[:reached])[: len(group)]
+        left = len(group) - len(places)
+        fresh = len(room) + np.arange(left) // (row // length)
+        room = np.concatenate([room, np.full(math.ceil(left / (row // length)), row)])
+        row_of[group] = np.concatenate([places, fresh])
+        room -= length * np.bincount(row_of[group], minlength=len(room))
+    return row_of
+
+
+def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The row of each example after exchanges that leave each row as full, and few rows with many more examples than
+    the mean. The most that a row holds sets what attention launches for all of them, and first-fit decreasing leaves
+    the last rows nothing but the shortest.
+
+    A crowded row gives a run of its shortest for one example of exactly as many tokens, from a row with room for more
+    examples; where there is no such example, it stays crowded. Where no row is, nothing moves.
+    """
+    counts = np.bincount(row_of)
+    most = max(CROWDED, math.ceil(CROWDED_MEANS * len(lengths) / len(counts)))
+    crowded = np.flatnonzero(counts > most)
+    if not len(crowded):
+        return row_of
+    row_of = row_of.copy()
+    by_row, ends = np.lexsort((lengths, row_of)), np.cumsum(counts)
+    members = [by_row[ends[row] - counts[row] : ends[row]] for row in crowded]  # shortest first
+    alike = np.argsort(lengths, kind="stable")
+    edges = np.searchsorted(lengths[alike], np.arange(int(lengths.max()) + 2))
+    asked = edges[:-1].copy()  # of each length, the next in `alike`; nobody is asked twice
+    for row, own in zip(crowded, members, strict=True):
+        gone, upto = 0, np.concatenate([[0], np.cumsum(lengths[own])])
+        run = int(counts[row]) - most + 1
+        while run > 1:
+            run = min(run, most - 1, len(own) - gone)
+            total = int(upto[gone + run] - upto[gone])
+            while total < len(asked) and asked[total] < edges[total + 1]:
+                other = alike[asked[total]]
+                asked[total] += 1
+                there = row_of[other]
+                if counts[there] + run - 1 <= most:
+                    row_of[own[gone : gone + run]], row_of[other] = there, row
+                    counts[there] += run - 1
+                    counts[row] -= run - 1
+                    gone += run
+                    run = int(counts[row]) - most + 2  # of what is left, as many as needed
+                    break
+            run -= 1
+    return row_of
+
+
+def order(seed: int, salt: int, count: int) -> NDArray[np.int64]:
+    """A permutation of `count`, sorted by a hash of (seed, salt, place): the same on every machine and version."""
+    mask = (1 << 64) - 1
+    start = np.array([((seed * GOLDEN) ^ (salt * 0xD1342543DE82EF95)) & mask], dtype=np.uint64)
+    x = mix64(start) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    found: NDArray[np.int64] = np.argsort(mix64(x), kind="stable")
+    return found
+
+
+class PackedRows:
+    """One split of a packed dataset, in host memory. Raises ValueError for another kind or a damaged shard."""
+
+    def __init__(self, folder: Path, manifest: DatasetManifest, split: Split) -> None:
+        if manifest.kind != "packed":
+            raise ValueError(f"{folder}: a dataset of {manifest.kind}, this experiment needs packed rows; prepare it")
+        names = manifest.train if split == "train" else manifest.validation
+        self.row = int(manifest.facts["row"])
+        self.tokens = _load([folder / name for name in names], self.row)  # [rows, T]
+        self.marks = _load([folder / f"marks_{name}" for name in names], self.row)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def counted(self, rows: NDArray[np.int64]) -> int:
+        """Targets of these rows that the loss counts."""
+        return int((self.marks[rows] & 1).sum())
+
+
+def _load(paths: list[Path], row: int) -> NDArray[Any]:
+    parts = []
+    for path in paths:
+        header = read_header(path)
+        if header.tokens % row:
+            raise ValueError(f"{path}: {header.tokens} tokens are no rows of {row}; prepare the dataset again")
+        parts.append(np.fromfile(path, dtype=f"<u{header.token_bytes}", offset=HEADER.size).reshape(-1, row))
+    return np.concatenate(parts)
+
+
+def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's output function."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,315 @@
+"""From text to a prepared dataset: a folder of token shards, what the tokenizer needs, and `dataset.json`.
+
+    dataset.json     schema, kind, source, facts, files [{name, bytes, sha256}]; for kind "windows" also tokenizer
+                     {kind, vocab, id}, train [file..], validation [file..], tokens {train, validation},
+                     stories {train, validation}
+    train_00000.bin, validation_00000.bin
+    tokenizer.json   (gpt2) or vocab.json (words)
+
+`publish` and `read_manifest` serve every kind: windows (here), packed, characters and ranking (modules of their own).
+
+The same input gives the same bytes; nothing in it is a time or a path. Standard library only, because the program that
+declares the upload reads manifests too. User mistakes raise ValueError with the choice to make.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from gpufleet.job import atomic, progress
+from gpufleet.job.contract import inputs, reading
+from gpufleet.job.contract.inputs import InputFile
+from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.experiments.dataset.shards import write_shard
+from gpufleet.job.experiments.dataset.sources import Source
+from gpufleet.job.experiments.dataset.tokenizer import Gpt2, Tokenizer, Words
+
+MANIFEST = inputs.DATASET
+Kind = Literal["windows", "packed", "characters", "ranking"]
+HELD_OUT = 0.01  # the last stories of a text, for validation
+SHARD_TOKENS = 1 << 25
+# What somebody relies on: a dataset.json must say it, in this way. Other facts are for people.
+_FACTS: dict[Kind, dict[str, Callable[[Any], object]]] = {
+    "windows": {},
+    "packed": {
+        **dict.fromkeys(("row", "longest", "most_examples", "rows", "examples", "tokens", "vocab"), reading.several),
+        **dict.fromkeys(("held_out_examples", "held_out_rows", "loss_tokens", "prompts", "stop"), reading.whole_number),
+        **dict.fromkeys(("loss_on", "template", "tokenizer", "tokenizer_id"), reading.text),
+        **dict.fromkeys(("packing", "texts"), reading.flag),
+    },
+    "characters": dict.fromkeys(("train_characters", "validation_characters", "vocab"), reading.several),
+    "ranking": {**dict.fromkeys(("queries", "models", "width"), reading.several), "encoder": reading.text},
+}
+BATCH = 1000  # stories tokenised at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetManifest:
+    """A prepared dataset. `files` are all that a node must have, dataset.json included; `sha256` is dataset.json's,
+    which names the others by hash. From `tokenizer` on: only of windows, empty elsewhere.
+    """
+
+    sha256: str
+    files: tuple[InputFile, ...]
+    source: str
+    kind: Kind = "windows"
+    facts: dict[str, Any] = field(default_factory=dict)  # numbers and words of its kind: tokens, examples, fill, ...
+    train: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    tokenizer: str = ""  # gpt2, bytes or words
+    vocab: int = 0
+    tokenizer_id: str = ""
+    tokens: dict[str, int] = field(default_factory=dict)
+    stories: dict[str, int] = field(default_factory=dict)
+
+
+def read_manifest(folder: Path) -> DatasetManifest:
+    """What `folder/dataset.json` says. Raises ValueError when there is none or it is damaged. Hashes no other file."""
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+    except PermissionError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except OSError as error:
+        raise ValueError(f"{folder}: not a prepared dataset, there is no {MANIFEST}") from error
+    try:
+        return _manifest(Fields(reading.parse(content)), content)
+    except DoubtError as error:
+        raise ValueError(f"{path}: damaged, {error}; prepare the dataset again") from error
+
+
+def _manifest(fields: Fields, content: bytes) -> DatasetManifest:
+    fields.schema(1)
+    digest = hashlib.sha256(content).hexdigest()
+    kind: Kind = fields.take("kind", reading.choice(*get_args(Kind)), "windows")
+    listed = inputs.files(fields)
+    shards = reading.listed(reading.choice(*(file.name for file in listed)))
+    windows = kind == "windows"
+    facts = fields.section("facts") if _FACTS[kind] or "facts" in fields.tree else Fields({})
+    for fact, of_kind in _FACTS[kind].items():
+        facts.need(fact, of_kind)
+    found = DatasetManifest(
+        sha256=digest,
+        files=(*listed, InputFile(name=MANIFEST, bytes=len(content), sha256=digest)),
+        source=fields.need("source", reading.text),
+        kind=kind,
+        facts=facts.tree,
+        train=fields.take("train", shards, ()),
+        validation=fields.take("validation", shards, ()),
+    )
+    if not windows:
+        return found
+    tokenizer = fields.section("tokenizer")
+    return replace(
+        found,
+        tokenizer=tokenizer.need("kind", reading.text),
+        vocab=tokenizer.need("vocab", reading.whole_number),
+        tokenizer_id=tokenizer.need("id", reading.text),
+        tokens={split: fields.section("tokens").need(split, reading.whole_number) for split in ("train", "validation")},
+        stories={
+            split: fields.section("stories").need(split, reading.whole_number) for split in ("train", "validation")
+        },
+    )
+
+
+def verify(folder: Path, manifest: DatasetManifest) -> None:
+    """Every file's size and hash. Raises ValueError naming the first that differs."""
+    with progress.shown(f"checking {folder}", sum(file.bytes for file in manifest.files)) as advance:
+        for file in manifest.files:
+            path = folder / file.name
+            if not path.is_file():
+                raise ValueError(f"{path}: missing; prepare the dataset again")
+            if path.stat().st_size != file.bytes or atomic.sha256(path, advance) != file.sha256:
+                raise ValueError(f"{path}: not the file that {MANIFEST} names; prepare the dataset again")
+
+
+def as_found(folder: Path, say: Callable[[str], None]) -> DatasetManifest:
+    """The dataset that is there, every file of it checked. Raises ValueError when it is none, or damaged."""
+    manifest = _read_existing(folder)
+    verify(folder, manifest)
+    say(f"{folder} is prepared already: {describe(manifest)}")
+    return manifest
+
+
+def prepare(
+    folder: Path, source: Source, *, model_vocab: int, say: Callable[[str], None] = lambda line: None
+) -> DatasetManifest:
+    """The prepared dataset in `folder`, made now or found there. Appears whole or not at all.
+
+    Raises ValueError: empty text, not UTF-8, a vocabulary larger than the model's, too few stories to hold any out.
+    """
+    tokenizer, kind, tokenizer_id = source.tokenizer()
+    if tokenizer.vocab > model_vocab:
+        raise ValueError(
+            f"tokenizer {kind} has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
+            f"{model_vocab}: raise model.vocab to at least {tokenizer.vocab}, or choose a smaller tokenizer"
+        )
+    kept = existing_dataset(folder)
+    if kept is not None and (kept.source, kept.tokenizer_id) == (source.name, tokenizer_id):
+        say(f"{folder} is prepared already: {describe(kept)}")
+        return kept
+    return _appear(folder, lambda made: _write(made, source, tokenizer, kind, tokenizer_id), say)
+
+
+def publish(
+    folder: Path,
+    *,
+    kind: Kind,
+    source: str,
+    facts: dict[str, Any],
+    write: Callable[[Path], None],
+    train: tuple[str, ...] = (),
+    validation: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> DatasetManifest:
+    """A prepared dataset of any kind in `folder`: what `write` puts into the temporary folder it is given, and a
+    dataset.json that names every file by hash. Appears whole or not at all; an identical one that is there stays.
+    `facts` (JSON) is read after `write` has run. Raises ValueError when `folder` holds something else.
+    """
+    existing_dataset(folder)
+
+    def fill(made: Path) -> dict[str, Any]:
+        write(made)
+        return {"kind": kind, "source": source, "facts": facts, "train": list(train), "validation": list(validation)}
+
+    return _appear(folder, fill, say)
+
+
+def describe(manifest: DatasetManifest) -> str:
+    """One line for people."""
+    size = f"{sum(file.bytes for file in manifest.files) / 1e6:.1f} MB"
+    if manifest.kind != "windows":
+        facts = ", ".join(
+            f"{name} {value:,}" if isinstance(value, int | float) else f"{name} {value}"
+            for name, value in manifest.facts.items()
+            if isinstance(value, int | float) or (isinstance(value, str) and value not in manifest.source)
+        )
+        source = re.sub(r"(?<=sha256 [0-9a-f]{12})[0-9a-f]+", "", manifest.source)  # what a person tells apart
+        return f"{manifest.kind} from {source}: {facts}; {size}"
+    return (
+        f"{manifest.stories['train']:,} stories, {manifest.tokens['train']:,} tokens to train on, "
+        f"{manifest.tokens['validation']:,} held out; {manifest.tokenizer}, {manifest.vocab:,} ids; {size}"
+    )
+
+
+def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> DatasetManifest:
+    """Fills a temporary folder, writes its dataset.json from the fields that `fill` gives, and puts it in place."""
+    place = folder.resolve()  # a link, to a larger disk perhaps, stays one
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
+        made = Path(scratch) / "dataset"
+        made.mkdir()
+        fields = fill(made)
+        paths = [path for path in sorted(made.rglob("*")) if path.is_file()]
+        files = [asdict(file) for file in inputs.hashed(paths, made)]
+        tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
+        atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
+        kept = existing_dataset(folder)  # looked at late: another preparation's; only ever our own kind of folder
+        if kept is not None and kept.sha256 == atomic.sha256(made / MANIFEST):
+            say(f"{folder} is prepared already: {describe(kept)}")
+            return kept
+        if place.exists():
+            place.rename(Path(scratch) / "replaced")
+        made.rename(place)
+    manifest = read_manifest(folder)
+    say(f"{folder}: {describe(manifest)}")
+    return manifest
+
+
+def existing_dataset(folder: Path) -> DatasetManifest | None:
+    """The dataset in `folder`; None when there is none or a file of it is damaged, and it is made again. Raises
+    ValueError when the folder is something else's too, or its dataset.json cannot say.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(f"{folder}: exists and is not a prepared dataset; move it away or name another folder")
+    manifest = _read_existing(folder)
+    if strangers := _strangers(folder, manifest):
+        raise ValueError(
+            f"{folder}: holds {', '.join(strangers[:3])} besides the dataset, and is replaced as a whole; move "
+            f"{'it' if len(strangers) == 1 else 'them'} away"
+        )
+    try:
+        verify(folder, manifest)
+    except ValueError:
+        return None
+    return manifest
+
+
+def _read_existing(folder: Path) -> DatasetManifest:
+    """The manifest in `folder`. Raises read_manifest's ValueError without its advice to prepare again: that is under
+    way.
+    """
+    try:
+        return read_manifest(folder)
+    except ValueError as error:
+        if not (folder / MANIFEST).is_file():
+            raise
+        why = str(error).removeprefix(f"{folder / MANIFEST}: ").removesuffix("; prepare the dataset again")
+        raise ValueError(
+            f"{folder}: its {MANIFEST} cannot say what is in it ({why}); move the folder away, then prepare again"
+        ) from error
+
+
+def _strangers(folder: Path, manifest: DatasetManifest) -> list[str]:
+    """What somebody else has put there; hidden files apart, which file managers leave."""
+    own = {MANIFEST, *(file.name for file in manifest.files)}
+    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    return [name for name in found if name not in own and not name.rpartition("/")[2].startswith(".")]
+
+
+def _write(folder: Path, source: Source, tokenizer: Tokenizer, kind: str, tokenizer_id: str) -> dict[str, Any]:
+    """Shards and tokenizer of windows; dataset.json's fields. A source has two stories at least."""
+    stories = source.stories()
+    held_out = max(1, round(len(stories) * HELD_OUT))
+    splits = {"train": stories[:-held_out], "validation": stories[-held_out:]}
+    names: dict[str, list[str]] = {}
+    tokens: dict[str, int] = {}
+    for split, texts in splits.items():
+        names[split], tokens[split] = _write_split(folder, split, texts, tokenizer)
+    if isinstance(tokenizer, Words):
+        words = json.dumps(tokenizer.words, ensure_ascii=False)
+        atomic.write_bytes(folder / "vocab.json", f"{words}\n".encode())
+    if isinstance(tokenizer, Gpt2):
+        shutil.copyfile(tokenizer.file, folder / "tokenizer.json")
+    return {
+        "kind": "windows",
+        "source": source.name,
+        "tokenizer": {"kind": kind, "vocab": tokenizer.vocab, "id": tokenizer_id},
+        **names,
+        "tokens": tokens,
+        "stories": {split: len(texts) for split, texts in splits.items()},
+    }
+
+
+def _write_split(folder: Path, split: str, texts: list[str], tokenizer: Tokenizer) -> tuple[list[str], int]:
+    """Shards of one split: (names, tokens)."""
+    names: list[str] = []
+    total = 0
+    with progress.shown(f"tokenising the {split} split", len(texts), "stories") as advance:
+        stream = _ids(texts, tokenizer, advance)
+        while shard := list(itertools.islice(stream, SHARD_TOKENS)):
+            names.append(f"{split}_{len(names):05d}.bin")
+            write_shard(folder / names[-1], shard, tokenizer.vocab)
+            total += len(shard)
+    return names, total
+
+
+def _ids(texts: Iterable[str], tokenizer: Tokenizer, advance: progress.Advance) -> Iterator[int]:
+    stream = iter(texts)
+    while batch := list(itertools.islice(stream, BATCH)):
+        encoded = tokenizer.encode_batch(batch) if isinstance(tokenizer, Gpt2) else map(tokenizer.encode, batch)
+        for ids in encoded:
+            yield from ids
+            yield tokenizer.end
+        advance(len(batch))

@@ -1,0 +1,57 @@
+"""Whether the base weights know the tokens of the chat template: a base has often never trained their rows.
+
+An adapter trains neither embedding nor head. Rows of zeros (Llama-3's base), rows that are the same for two tokens, or
+far shorter than those of words, stay what they are, and the tuned model cannot stop. numpy is imported here alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from gpufleet.job.experiments.dataset import weights
+from gpufleet.job.experiments.dataset.rendering import FileTokenizer, Template
+
+# Both far from what training leaves, so that a warning is seldom wrong; a row that is merely odd passes. Chosen, not
+# measured on published weights.
+ALIKE = 0.99  # cosine of two rows
+SHORT = 0.1  # of the median row's length
+LOOKED_AT = 8192  # rows of a table, evenly spread: tokens that nothing has trained lie side by side
+
+
+def untrained(tokenizer: FileTokenizer, template: Template) -> str:
+    """What is odd about the rows of the template's tokens in the weights that lie beside the tokenizer; "" where
+    nothing is, or none are there. Raises ValueError for weights that cannot be read.
+    """
+    folder = tokenizer.file.parent
+    if not weights.present(folder):
+        return ""
+    found: dict[str, list[str]] = defaultdict(list)
+    held = weights.check(folder)
+    for name, tokens in ((weights.EMBED, template.specials), (weights.HEAD, (template.end,))):  # read, and written
+        if name in held:
+            for token, why in _odd(held[name], {token: tokenizer.special(token) for token in tokens}):
+                found[f"{why} in {name}"].append(token)
+    return "; ".join(f"{', '.join(tokens)} {why}" for why, tokens in found.items())
+
+
+def _odd(table: weights.Stored, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """(token, what its row is) of each whose row is not one of a trained token."""
+    import numpy as np
+
+    places = np.unique([*range(0, table.shape[0], max(1, table.shape[0] // LOOKED_AT)), *ids.values()])
+    rows: Any = table.rows(places.tolist())
+    lengths = np.linalg.norm(rows, axis=1)
+    typical = np.median(lengths)
+    found = []
+    for token, number in ids.items():
+        own = int(np.searchsorted(places, number))
+        cosines = rows @ rows[own] / np.maximum(lengths * lengths[own], np.finfo(np.float32).tiny)
+        cosines[own] = 0.0
+        if lengths[own] == 0:
+            found.append((token, "zeros"))
+        elif lengths[own] < SHORT * typical:
+            found.append((token, f"less than {SHORT:g} of the usual length"))
+        elif cosines.max() > ALIKE:
+            found.append((token, "as another token's"))
+    return found

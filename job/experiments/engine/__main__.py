@@ -1,0 +1,280 @@
+"""`python -m gpufleet.job.experiments.engine WORKDIR --rung N`: trains as WORKDIR/run.json says, from the newest
+checkpoint in WORKDIR/ckpt.
+
+With --wait it imports what that takes, and begins when start.json is there, which names the rung.
+
+Exit codes: 0 finished; 75 stopped on request; 69 out of memory (rung.json names the next rung); 65 cannot succeed, the
+reason in fatal.json; 71 this node is refused, the reason in preflight.json; 72 the newest checkpoint cannot be read
+(unreadable.json names its step); anything else is a crash, or another trainer at work in WORKDIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import importlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from gpufleet.job.contract.codes import TrainerExit
+from gpufleet.job.contract.messages import Ended, Fatal, Message, Preflight, Unreadable
+from gpufleet.job.contract.run import Task
+from gpufleet.job.contract.workdir import (
+    ACCEPT,
+    CHECKPOINTS,
+    DATA,
+    INPUTS,
+    LOCK,
+    METRICS,
+    START,
+)
+from gpufleet.job.experiments.dataset.prepare import describe, read_manifest
+from gpufleet.job.experiments.engine import device, parallel, preflight
+from gpufleet.job.experiments.engine.checkpoint import CheckpointDamagedError, Checkpoints
+from gpufleet.job.experiments.engine.experiment import Experiment, Session, Stopped
+from gpufleet.job.experiments.engine.loop import Loop
+from gpufleet.job.experiments.engine.metrics import MetricsFile
+from gpufleet.job.experiments.engine.parallel import World
+from gpufleet.job.experiments.engine.requests import Requests, await_start
+from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.spec.common import PhaseSize
+from gpufleet.job.text import printable
+
+SHORT_OF_MEMORY = (  # parts of what others say, in small letters
+    ("cuda", "out of memory"),  # the driver, Triton
+    ("cublas_status_alloc_failed",),
+    ("cublas_status_not_initialized", "create("),  # of a handle, which the backward pass has its own of
+    ("device_allocation_failed",),  # cuDNN 9
+    ("failed to cuda malloc",),  # NCCL, whose last error names the call and not its reason; it sets up what it needs
+    ("failed to cuda calloc",),  # for a collective as the first one runs, in the midst of a step
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One start of the trainer."""
+    parser = argparse.ArgumentParser(prog="python -m gpufleet.job.experiments.engine", description=__doc__)
+    parser.add_argument("workdir", type=Path)
+    parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/spec)")
+    parser.add_argument("--wait", action="store_true", help=f"for WORKDIR/{START}")
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what is meant
+    if "OMP_NUM_THREADS" not in os.environ:  # one core for the supervisor and for saves: threads that wait spin
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    requests = Requests(args.workdir)
+    requests.heed_signals()
+    if args.wait:
+        with suppress(ValueError):  # said below
+            imported(Task.read(args.workdir).name)
+        args.rung = await_start(args.workdir)
+    return train(args.workdir, args.rung, requests)
+
+
+def train(workdir: Path, rung: int, requests: Requests) -> int:
+    """The exit code."""
+    world = parallel.expected()
+    try:
+        run = Task.read(workdir)
+        with workdir_lock(workdir):
+            world = parallel.join(run.config.device)
+            experiment, session = start(run, workdir, rung, requests, world)
+            while not Loop(session, experiment).run():
+                del experiment  # and its weights, before there are others
+                session.device.tidy()
+                checkpoints = Checkpoints(workdir / CHECKPOINTS, config_sha256=run.digest, world=world)
+                session = dataclasses.replace(session, checkpoints=checkpoints)
+                experiment = imported(run.name)(session)
+    except Stopped:
+        code = TrainerExit.STOPPED
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        say(f"out of memory: {str(error).splitlines()[0]}")
+        code = TrainerExit.OUT_OF_MEMORY
+    except WorkdirBusyError as error:
+        say(str(error))
+        return TrainerExit.CRASHED  # nothing is written: the folder is somebody else's
+    except device.PeerRefusedError as error:
+        say(f"another node is refused: {error}")
+        code = TrainerExit.CRASHED
+    except (device.NodeRefusedError, OSError) as error:  # the latter: its disk, as good as always
+        if not isinstance(error, device.NodeRefusedError):
+            say(traceback.format_exc())
+        say(f"this node is refused: {error}")
+        code = TrainerExit.REFUSED
+        if (workdir / ACCEPT).exists():  # others were refused before it: it is not the node
+            note(workdir, Fatal(error=type(error).__name__, detail=str(error)))
+            code = TrainerExit.FATAL
+        elif not (Preflight.read(workdir) or Preflight()).problems:
+            note(workdir, Preflight(problems=(str(error),)))
+    except CheckpointDamagedError as error:
+        note(workdir, Unreadable(step=error.step, problem=str(error)))
+        say(f"{error}; another start takes the one before it, if there is one")
+        code = TrainerExit.UNREADABLE
+    except (ValueError, SafetensorError) as error:  # what a library will not read or write, it will not on another node
+        say(f"fatal: {error}")
+        if workdir.is_dir():
+            note(workdir, Fatal(error=type(error).__name__, detail=str(error)))
+        code = TrainerExit.FATAL
+    else:
+        code = TrainerExit.FINISHED
+        if world.first:
+            say("finished")
+    return leave(workdir, world, code)
+
+
+class WorkdirBusyError(Exception):
+    """Another trainer is at work here."""
+
+
+@contextmanager
+def workdir_lock(workdir: Path) -> Iterator[None]:
+    """Within it no other trainer starts here. A node's first rank holds it for all. Raises WorkdirBusyError."""
+    if not parallel.expected().first_here:
+        yield
+        return
+    with (workdir / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WorkdirBusyError(
+                f"{workdir} belongs to another trainer that is still running: wait for it, end it, or train elsewhere"
+            ) from None
+        yield
+
+
+def leave(workdir: Path, world: World, code: int) -> int:
+    """What this process exits with. torchrun knows only 0 and failure, so the run's own code goes into ended.json, and
+    ranks that stopped together exit with 0 together.
+    """
+    if world.size == 1:
+        return code
+    together = code in (TrainerExit.FINISHED, TrainerExit.STOPPED)
+    if world.first_here or not together:
+        note(workdir, Ended(code=code, rank=world.rank))
+    if together:
+        world.close()
+    return 0 if together else code
+
+
+def note(workdir: Path, message: Message) -> None:
+    """A file for whoever started this process. A disk too full for it changes nothing about how the run ends."""
+    try:
+        message.write(workdir)
+    except OSError as error:
+        say(f"warning: {message.FILE} is not written: {error}")
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Also where it is not torch's allocator that asked in vain."""
+    words = str(error).lower()
+    short = any(all(part in words for part in parts) for parts in SHORT_OF_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError) or short
+
+
+def imported(name: str) -> Callable[[Session], Experiment]:
+    """The class of an experiment."""
+    module, _, kind = EXPERIMENTS[name].trainer.partition(":")
+    found: Callable[[Session], Experiment] = getattr(importlib.import_module(module), kind)
+    return found
+
+
+def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
+    """Everything opened and checked, the banner said, nothing trained. Raises ValueError."""
+    precision, inputs = run.config.precision, workdir / INPUTS
+    bf16 = "bf16" in (precision.compute, *(run.config.state_dtype(i) for i in range(len(run.config.phases()))))
+    found = device.choose(run.config.device, bf16=bf16, local_rank=world.local_rank)
+    speak = say if world.first else _silent
+    speak(found.banner() + (f" | {world.size} ranks" if world.size > 1 else ""))
+    if found.is_cuda:
+
+        def hung(problem: str) -> None:
+            say(f"this node is refused: {problem}")
+            os._exit(leave(workdir, world, TrainerExit.REFUSED))
+
+        preflight.run(workdir, found, world, gpus=run.config.gpus, say=speak, hung=hung)
+    session = Session(
+        workdir=workdir,
+        config=run.config,
+        config_sha256=run.digest,
+        device=found,
+        world=world,
+        data=workdir / DATA,
+        inputs=inputs if inputs.is_dir() else None,
+        checkpoints=Checkpoints(workdir / CHECKPOINTS, config_sha256=run.digest, world=world),
+        metrics=MetricsFile(workdir / METRICS),
+        requests=requests,
+        rung=rung,
+        predicted=run.predicted,
+        say=speak,
+    )
+    experiment = imported(run.name)(session)
+    for line in banner_lines(session, run.tree):
+        speak(line)
+    return experiment, session
+
+
+def _silent(line: str) -> None:
+    """What ranks other than the first say."""
+
+
+def say(line: str) -> None:
+    """One line for job.log; lost where its disk is full."""
+    with suppress(OSError):
+        sys.stdout.write(printable(line) + "\n")
+        sys.stdout.flush()
+
+
+def banner_lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
+    """After the device's own line."""
+    config = session.config
+    sizes = config.phases()
+    yield "phases: " + ", ".join(f"{s.name} {s.params_total:,} / {s.params_active:,} active" for s in sizes)
+    yield _work(sizes)
+    yield f"precision: products in {config.precision.compute}, state {config.state_in_words()}"
+    yield f"data: {describe(read_manifest(session.data))}"
+    for predicted in session.predicted:
+        yield f"predicted {predicted['phase']}: {_figures(predicted)}"
+    if session.predicted:
+        yield _against_limits(session, run)
+
+
+def _work(sizes: Sequence[PhaseSize]) -> str:
+    """What mfu is a share of; figures of other conventions are not comparable."""
+    trained = ", ".join(f"{size.name} {size.flops_per_token / 1e6:,.1f}" for size in sizes if size.steps)
+    counted = sizes[0].attention
+    return f"useful work: {trained} MFLOP per token" + (f", attention counted {counted}" if counted else "")
+
+
+def _figures(predicted: dict[str, Any]) -> str:
+    mfu = predicted.get("mfu")
+    return (
+        f"{predicted['step_ms']:.1f} ms, {predicted['tokens_per_s']:,.0f} tok/s, "
+        + (f"mfu {mfu:.1%}, " if mfu else "")
+        + f"{predicted['memory_gb']:.1f} GB"
+    )
+
+
+def _against_limits(session: Session, run: dict[str, Any]) -> str:
+    """The one line: predicted against limit."""
+    limits, estimate = run.get("limits") or {}, run.get("estimate") or {}
+    hours, usd = (estimate.get(key) or {} for key in ("hours", "usd"))
+    memory = max(predicted["memory_gb"] for predicted in session.predicted)
+    return (
+        f"predicted vs limit: {hours.get('p50', '?')} of {limits.get('max_hours', '?')} h, "
+        f"${usd.get('p50', '?')} of ${limits.get('max_usd', '?')}, "
+        f"{memory:.1f} of {session.device.memory_gb:.1f} GB"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

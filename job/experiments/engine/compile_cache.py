@@ -1,0 +1,133 @@
+"""Compiled graphs in a file, so that a later start compiles nothing that an earlier one has: <workdir>/compile_cache/.
+
+One file for each phase, rung, rank and kind of device: what `torch.compiler.save_cache_artifacts` gives (Inductor's
+graphs with their Triton kernels, AOTAutograd's, the choices of autotuning) behind its sha256. The supervisor brings
+such files before the trainer starts, and keeps those that are new.
+
+torch looks a graph up by a hash of the graph itself, torch, Triton, settings and device: a file of other graphs is
+useless and never wrong. The device is cuda:3, not cuda, so each rank has a file of its own (torch 2.13's source, read
+2026-11-21: `FxGraphCachePickler` reduces a tensor to its metadata, device index included).
+
+torch unpickles what it loads, and a pickle can run anything: nothing may come to that folder but what this trainer
+wrote or what lay in the run's own bucket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections import Counter
+
+import torch
+from torch.compiler._cache import CacheArtifactManager, CacheInfo
+
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import COMPILED, GRAPHS
+from gpufleet.job.experiments.engine.experiment import Phase, Session
+from gpufleet.job.spec.common import Rung
+
+SHA256_BYTES = 32
+HIT, MISS, UNCACHEABLE = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass"
+
+
+class CompileCache:
+    """The compiled graphs of one phase. Made before its first step: an earlier start's graphs are used then."""
+
+    def __init__(self, session: Session, phase: Phase, rung: Rung) -> None:
+        self._session, self._phase = session, phase
+        self._path = session.workdir / GRAPHS / name(session, phase, rung)
+        self._held: set[tuple[str, str]] = set()  # what the file holds, by torch's kinds and keys
+        self._graphs, self._cached, self._total_s = 0, 0, 0.0
+        CacheArtifactManager.clear()  # other phases' graphs; torch has no public way to forget them
+        # A growth's check says "highest", a start says nothing: the same products, and to torch's hash another graph.
+        torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
+        began = time.perf_counter()
+        self._load()
+        self._counts, self._compiled_s = _counts(), _compiled_s() - (time.perf_counter() - began)
+
+    def keep(self) -> str | None:
+        """What was compiled since the last call, in words; None: nothing was. What the file lacks goes into it, and a
+        disk that is full costs the file. Cheap enough for every step.
+        """
+        new = _counts() - self._counts
+        if not new:
+            return None
+        seconds = _compiled_s() - self._compiled_s
+        self._counts, self._compiled_s = self._counts + new, self._compiled_s + seconds
+        hits, graphs = new[HIT], new[HIT] + new[MISS] + new[UNCACHEABLE]
+        self._graphs, self._cached, self._total_s = self._graphs + graphs, self._cached + hits, self._total_s + seconds
+        try:
+            self._write()
+            self._record()
+        except OSError as error:
+            self._session.say(f"compiled graphs are not kept: {error}")
+        source = {0: "", graphs: ", from the cache"}.get(hits, f", {hits} of {graphs} graphs from the cache")
+        return f"compiled in {seconds:.1f} s{source}"
+
+    def _load(self) -> None:
+        """A file that is damaged or foreign costs a message."""
+        try:
+            content = self._path.read_bytes()
+        except OSError:
+            return
+        digest, graphs = content[:SHA256_BYTES], content[SHA256_BYTES:]
+        problem = None if hashlib.sha256(graphs).digest() == digest else "it is damaged"
+        if problem is None:
+            try:
+                found = torch.compiler.load_cache_artifacts(graphs)
+                problem = "torch does not know its format" if found is None else None
+                self._held = set() if found is None else _keys(found)
+            except Exception as error:  # noqa: BLE001 - unpickling raises anything
+                problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            self._session.say(f"{self._path.name} is of no use, graphs are compiled again: {problem}")
+
+    def _write(self) -> None:
+        saved = torch.compiler.save_cache_artifacts()
+        if saved is None:
+            return
+        graphs, found = saved
+        if _keys(found) <= self._held:
+            return
+        atomic.write_bytes(self._path, hashlib.sha256(graphs).digest() + graphs)
+        self._held = _keys(found)
+
+    def _record(self) -> None:
+        """compiled.json: per phase of this start, what compiling took and how many graphs the cache had."""
+        if not self._session.world.first_here:
+            return
+        path = self._session.workdir / COMPILED
+        own = {"seconds": round(self._total_s, 3), "graphs": self._graphs, "cached": self._cached}
+        atomic.write_json(path, {**(atomic.read_object(path) or {}), self._phase.name: own})
+
+
+def name(session: Session, phase: Phase, rung: Rung) -> str:
+    """The file's name: a hash of what the graphs depend on beside the settings, which name the supervisor's folder."""
+    world = session.world
+    checkpointing = "-checkpointing" if rung.checkpointing else ""
+    parts = (
+        f"{phase.name}-micro{rung.micro}{checkpointing}",
+        f"rank{world.local_rank}of{world.size}",
+        session.device.name,
+        f"torch{torch.__version__}",
+    )
+    return "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part) for part in parts) + ".bin"
+
+
+def _keys(found: CacheInfo) -> set[tuple[str, str]]:
+    return {(kind, key) for kind, keys in found.artifacts.items() for key in keys}
+
+
+def _counts() -> Counter[str]:
+    """Graphs of this process so far, by what became of them."""
+    from torch._dynamo.utils import counters
+
+    return Counter({key: counters["inductor"][key] for key in (HIT, MISS, UNCACHEABLE)})
+
+
+def _compiled_s() -> float:
+    """Seconds of this process in the compiler since torch.compiler.reset, which ends each phase."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return float(calculate_time_spent()["total_wall_time"])

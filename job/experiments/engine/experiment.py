@@ -1,0 +1,266 @@
+"""What the loop and an experiment say to each other."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpufleet.job.experiments.engine import optimizer
+from gpufleet.job.experiments.engine.checkpoint import Checkpoints
+from gpufleet.job.experiments.engine.device import Device
+from gpufleet.job.experiments.engine.metrics import MetricsFile
+from gpufleet.job.experiments.engine.parallel import World
+from gpufleet.job.experiments.engine.requests import Requests
+from gpufleet.job.spec import JobConfig
+from gpufleet.job.spec.common import PhaseSize, Rung
+
+SPOKEN_S = 60.0  # between two lines of an evaluation: a trainer that says nothing for long is taken for a stuck one
+
+
+class Stopped(Exception):
+    """A stop request was heeded. `ends`: as in the request."""
+
+    def __init__(self, reason: str, *, ends: bool = False) -> None:
+        super().__init__(reason)
+        self.ends = ends
+
+
+class LostError(ValueError):
+    """Training on makes nothing good of the weights at hand; of an earlier checkpoint's perhaps."""
+
+
+class LossNotFiniteError(LostError):
+    """Loss, gradients or weights became NaN or infinite. The last committed checkpoint is older and good."""
+
+
+class ForwardOutput(Protocol):
+    """The least that a module's forward pass gives."""
+
+    @property
+    def loss_sum(self) -> Tensor | None:
+        """Scalar, fp32 or wider: the loss summed over this micro-batch's tokens."""
+
+    @property
+    def aux(self) -> dict[str, Tensor]:
+        """Detached figures to log, by name. Counts (integers) are summed over micro-batches and ranks, the others
+        averaged in proportion to their tokens.
+        """
+
+    @property
+    def aux_loss(self) -> Tensor | None:
+        """Scalar mean over the micro-batch, without its coefficient (`Experiment.aux_weight`)."""
+
+
+class Micro(NamedTuple):
+    """One forward and backward pass: `module(*inputs)`."""
+
+    inputs: tuple[Any, ...]  # tensors, and numbers that never change: each value is a graph of its own
+    tokens: int  # that the loss is summed over
+    place: int = 0  # of its first row in the global batch; dropout is seeded with (seed, step, place)
+
+
+class Work(NamedTuple):
+    """This rank's share of one global batch. `total` are the loss tokens of all ranks together, so the way a batch is
+    cut changes neither loss nor gradient.
+    """
+
+    micros: Iterable[Micro]
+    total: int
+    full: float = 1.0  # how much of the rows of a step it has: the last one of all epochs may have fewer
+
+
+class Weights(NamedTuple):
+    """Those after `step` steps. `val_loss`: of exactly these, None where they were not evaluated."""
+
+    step: int
+    val_loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """At most `steps` optimizer steps with one model. `first` is the number of steps before it."""
+
+    index: int
+    name: str
+    first: int
+    steps: int
+    flops_per_token: float  # training, forward and backward
+    tokens_per_step: int  # of the global batch: what tok/s and MFU count
+    validation: str | None = "val"  # what the console calls its validation figure; None: nothing is held out
+
+    @classmethod
+    def from_size(cls, size: PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
+        """The phase of a size, with `steps` in place of the size's where the data knows better."""
+        return cls(
+            index=index,
+            name=size.name,
+            first=first,
+            steps=size.steps if steps is None else steps,
+            flops_per_token=size.flops_per_token,
+            tokens_per_step=size.tokens_per_step,
+            validation=size.validation,
+        )
+
+    @classmethod
+    def chain(cls, sizes: Iterable[PhaseSize]) -> list[Phase]:
+        """The phases of the sizes, one after another."""
+        found: list[Phase] = []
+        for index, size in enumerate(sizes):
+            found.append(cls.from_size(size, index=index, first=found[-1].last if found else 0))
+        return found
+
+    @property
+    def last(self) -> int:
+        """The number of steps after it."""
+        return self.first + self.steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """One start of the trainer on one rank: what it was given and what it found."""
+
+    workdir: Path
+    config: JobConfig
+    config_sha256: str
+    device: Device
+    world: World
+    data: Path  # the prepared dataset
+    inputs: Path | None  # base weights, where the experiment starts from any
+    checkpoints: Checkpoints
+    metrics: MetricsFile
+    requests: Requests
+    rung: int  # of the micro-batch ladder, at least; the predicted memory may choose a lower one
+    predicted: Sequence[dict[str, Any]]  # the bill's figures per phase; may be empty
+    say: Callable[[str], None]  # silent but on rank 0
+
+    def prediction(self, phase: str) -> dict[str, Any] | None:
+        """The bill's figures of the phase of that name."""
+        return next((figures for figures in self.predicted if figures.get("phase") == phase), None)
+
+    def evaluation(self, work: Work) -> Iterator[Micro]:
+        """The micro-batches of an evaluation, which says once a minute how far it is. Raises Stopped between two."""
+        said, seen = time.monotonic(), 0
+        for number, micro in enumerate(work.micros):
+            if number:
+                self.check_stop()
+            if number and time.monotonic() >= said + SPOKEN_S:
+                said = time.monotonic()
+                self.say(f"evaluation: {seen * self.world.size / work.total:.0%} of its tokens")
+            seen += micro.tokens
+            yield micro
+
+    def check_stop(self) -> None:
+        """Between the parts of what is no step, all ranks together. Raises Stopped."""
+        stop = self.requests.stop() if self.world.first else None
+        agreed = self.world.agree(None if stop is None else (stop.reason, stop.ends))
+        if agreed is not None:
+            raise Stopped(agreed[0], ends=agreed[1])
+
+
+class Experiment(ABC):
+    """What the loop asks; it calls every method on every rank, in the same order. Only rank 0 may write a file.
+
+    `progress` is JSON that travels in every checkpoint, the same on all ranks.
+    """
+
+    session: Session
+    phases: Sequence[Phase]
+    progress: dict[str, Any]
+    outcome: Mapping[str, Any] = MappingProxyType({})  # of the loop, into results.json and final/meta.json
+    aux_weight: float = 0.0  # of Output.aux_loss in the objective
+    saves_improvements: bool = True  # each at exactly its step; False: the cadence and stops are enough
+
+    @abstractmethod
+    def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
+        """A phase's model at its first step, on the device, sharded or replicated (parallel.py)."""
+
+    @abstractmethod
+    def blank(self, phase: Phase) -> nn.Module:
+        """The module for a checkpoint to be read into: what `weights` does not name is filled already."""
+
+    @abstractmethod
+    def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
+        """A fresh one whose state exists already (`optimizer.make`, or zeros in its `state`)."""
+
+    @abstractmethod
+    def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
+        """Sets every group's rate for the step that follows `step` steps of the run; gives the one to log."""
+
+    @abstractmethod
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
+        """This rank's part of the global batch after `step` steps: a pure function of (seed, step, rank)."""
+
+    @abstractmethod
+    def validation(self, phase: Phase, rung: Rung) -> Work:
+        """This rank's part of the validation batches, the same ones every time."""
+
+    def evaluated(self, phase: Phase, step: int) -> bool:
+        """Whether the loop evaluates after `step` steps: every config.eval.every steps, and at the end of a phase."""
+        evaluation = self.session.config.eval
+        return step == phase.last or (evaluation is not None and (step - phase.first) % evaluation.every == 0)
+
+    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
+        """What is logged as val_loss after `step` steps: `measure`, and what else the experiment finds out and keeps.
+        Raises Stopped as `measure` does: the next start makes up for it.
+        """
+        return self.measure(phase, module, rung)
+
+    @torch.no_grad()
+    def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
+        """The validation loss, lower is better, the same on every rank; nothing remembers it. Mean loss in nats per
+        token. None: the phase holds nothing out. Raises Stopped, on all ranks together, where a stop comes before it is
+        over.
+        """
+        module.eval()
+        work = self.validation(phase, rung)
+        total = torch.zeros((), dtype=torch.float64, device=self.session.device.torch)
+        for micro in self.session.evaluation(work):
+            total += module(*micro.inputs).loss_sum.double()
+        module.train()
+        return self.session.world.sum(total).item() / work.total
+
+    def clip(self, opt: Optimizer) -> Tensor:
+        """Scales the gradients of its next step down where need be; the global norm before, a scalar on the device."""
+        limit: float = getattr(self.session.config.optim, "clip", 0.0)
+        return optimizer.clip(opt, limit)
+
+    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """What a checkpoint holds of the module: the module's own tensors."""
+        state: dict[str, Tensor] = module.state_dict()
+        return state
+
+    def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
+        """The figures of metrics.jsonl that come from `Output.aux`; called where a step is logged. Waits."""
+        return {name: [round(x, 4) for x in tensor.flatten().tolist()] for name, tensor in aux.items()}
+
+    def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
+        """After each evaluation: why the phase is over now, as done. None: it goes on."""
+        return None
+
+    def requires(self, phase: Phase) -> tuple[str, ...]:
+        """What a resume from a checkpoint of this phase will not make again, as paths of the work folder."""
+        return ()
+
+    @abstractmethod
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
+        """Exports and samples of what the module holds, `weights`. Repeated when a run resumes from the end of a phase.
+        May raise Stopped.
+        """
+
+    def cut(self, step: int, weights: Weights) -> None:  # noqa: B027 - may be nothing
+        """What a run leaves that a limit ends after `step` steps, beside its checkpoints: of `weights`, those that the
+        module holds.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """What follows training, and the files a finished run leaves. Raises Stopped where it heeds a stop."""

@@ -1,0 +1,154 @@
+"""When a run is lost, or slower than was promised.
+
+Lost is what diverged: the logged losses have risen and stay up, and the validation loss shows it too. Hard batches
+among easy ones show neither, however hard they are. NaN and infinity are lost at once, and the loop's own business.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+from gpufleet.job.experiments.engine.device import Device
+from gpufleet.job.experiments.engine.experiment import LostError
+from gpufleet.job.spec import Guard
+
+# The level is the upper tenth of a window, the lowest that any had: a step in ten may hold a hard row (2 % of rows,
+# four a step), and it is still that of the others. Ten in a row far above it hardly ever happen in 20,000 healthy steps
+# (bench/results/guard.md). At least LEAST losses make a level.
+UPPER, LEAST = 0.9, 20
+WORSE = 1.1  # times the phase's best evaluation: nothing below is out of range, though it is the second of a phase
+
+# Warnings: below or above these a run costs more than its bill says, or is about to fail.
+UTILIZATION, MEMORY, PACE, MFU = 80.0, 0.95, 0.6, 0.6
+
+
+class LossSpikeError(LostError):
+    """The loss left its range and did not come back, and the validation loss confirms it."""
+
+
+class SpikeGuard:
+    """Looks at one phase's logged losses, in order. Each rank's sees the same ones, so all of them stop together.
+
+    `known`: the state of an earlier start's, so that an interruption makes it forget nothing. `first`: the steps before
+    the phase.
+    """
+
+    def __init__(self, config: Guard | None = None, known: Mapping[str, Any] | None = None, *, first: int = 0) -> None:
+        config, known = config or Guard(), known or {}
+        self._config = config
+        self._window: collections.deque[float] = collections.deque(known.get("window", ()), maxlen=config.window)
+        self._level: float | None = known.get("level")  # the lowest that the window has had
+        self._above: int = known.get("above", 0)
+        self._lowest: float | None = known.get("lowest")  # of the evaluations in range
+        self._highest: float | None = known.get("highest")
+        self.clean: int = known.get("clean", first)
+        """The newest step whose loss, or validation loss, was in range: checkpoints up to it are good."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint's progress."""
+        return {
+            "window": list(self._window),
+            "level": self._level,
+            "above": self._above,
+            "lowest": self._lowest,
+            "highest": self._highest,
+            "clean": self.clean,
+        }
+
+    @property
+    def suspicious(self) -> bool:
+        """The newest loss is out of range: nothing but an improvement is saved until the next one has been seen."""
+        return self._above > 0
+
+    def see(self, loss: float, step: int, val_loss: float | None = None) -> bool:
+        """A logged loss, with the evaluation of the same step if there was one. True: it has been out of range for so
+        long that `judge` wants the validation loss.
+        """
+        above = self._level is not None and loss > self._level + self._config.rise
+        self._window.append(loss)
+        if above and self._config.divergence and not (val_loss is not None and self._in_range(val_loss)):
+            self._above += 1
+        else:
+            self._above, self.clean = 0, step
+            if val_loss is not None:
+                self.evaluated(val_loss)
+        if len(self._window) >= min(LEAST, self._config.window):
+            level = self._upper()
+            self._level = level if self._level is None else min(self._level, level)
+        return self._above >= self._config.in_a_row
+
+    def judge(self, val_loss: float | None, step: int) -> str | None:
+        """What was seen, and that it is no divergence; None: without a validation loss it is too early to tell. Raises
+        LossSpikeError.
+        """
+        assert self._level is not None
+        newest = self._window[-1]
+        seen = (
+            f"{self._above} logged losses in a row are more than {self._config.rise:g} above {self._level:.3f}, the "
+            f"upper tenth of {len(self._window)} before; the newest is {newest:.3f}, at step {step}"
+        )
+        if val_loss is None:
+            if self._above < 2 * self._config.in_a_row:
+                return None
+            raise LossSpikeError(f"diverged: {seen}; there is no validation loss to ask")
+        if not self._in_range(val_loss):
+            known = "none was evaluated before" if self._lowest is None else f"{self._lowest:.4f} was the best"
+            raise LossSpikeError(f"diverged: {seen}; the validation loss is {val_loss:.4f}, {known}")
+        self._above, self.clean, self._level = 0, step, self._upper()
+        self.evaluated(val_loss)
+        return f"no divergence, although {seen}: the validation loss is {val_loss:.4f}, in its range"
+
+    def evaluated(self, val_loss: float) -> None:
+        """An evaluation in range."""
+        self._lowest = val_loss if self._lowest is None else min(self._lowest, val_loss)
+        self._highest = val_loss if self._highest is None else max(self._highest, val_loss)
+
+    def _in_range(self, val_loss: float) -> bool:
+        """Nearer to the phase's best evaluation than to its worst. Before the first one: as training losses are."""
+        if self._lowest is None or self._highest is None:
+            return self._level is None or val_loss <= self._level + self._config.rise
+        return val_loss <= max((self._lowest + self._highest) / 2, WORSE * self._lowest)
+
+    def _upper(self) -> float:
+        return sorted(self._window)[int(UPPER * len(self._window))]
+
+
+class Thresholds:
+    """Warnings about one phase, each at most once, with the reason."""
+
+    def __init__(self, predicted: Mapping[str, Any], device: Device) -> None:
+        """`predicted`: the bill's figures of the phase; may be empty."""
+        self._predicted = predicted
+        self._device = device
+        self._said: set[str] = set()
+
+    def check(
+        self, *, tokens_per_s: float | None, mfu: float | None, memory_gb: float, utilization: float | None
+    ) -> list[str]:
+        """Sentences for the log. `utilization`: percent, mean over the last five minutes."""
+        total = self._device.memory_gb
+        promised, target = self._predicted.get("tokens_per_s"), self._predicted.get("mfu")
+        found: dict[str, str] = {}
+        if utilization is not None and utilization < UTILIZATION:
+            found["utilization"] = (
+                f"gpu utilisation {utilization:.0f} % over 5 minutes, at least {UTILIZATION:.0f} % is expected: it "
+                "waits for the host, or its micro-batches are too small (batch.micro or batch.micro_tokens, rung.json)"
+            )
+        if self._device.is_cuda and memory_gb > MEMORY * total:
+            found["memory"] = (
+                f"{memory_gb:.1f} of {total:.1f} GB GPU memory in use, more than {MEMORY:.0%}: little is left before "
+                "it runs out and the run continues a rung lower on the ladder"
+            )
+        if tokens_per_s and promised and tokens_per_s < PACE * promised:
+            found["pace"] = (
+                f"{tokens_per_s:,.0f} tok/s is {tokens_per_s / promised:.2f} x the {promised:,.0f} that the bill is "
+                f"made of: time and dollars grow by {promised / tokens_per_s:.1f}"
+            )
+        if mfu and target and mfu < MFU * target:
+            found["mfu"] = f"mfu {mfu:.1%} is {mfu / target:.2f} x the {target:.1%} that was assumed"
+        new = [text for name, text in found.items() if name not in self._said]
+        self._said |= found.keys()
+        return new

@@ -1,0 +1,430 @@
+"""The training loop, one for every experiment: phases of steps, evaluation, checkpoints, stopping, the log.
+
+An experiment says which phases there are, where each one's model comes from and what is left behind at its end. The
+loop does the rest and knows nothing of models but their `Output`. The checkpoint at the end of a phase holds that
+phase's model and no moments: resuming from it repeats what turns it into the next one, which begins with moments of
+its own, or what follows training.
+
+Every rank runs this loop. What depends on time, on the supervisor or on the disk is decided by rank 0 and agreed upon
+once per optimizer step, so no rank ever stops or saves alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpufleet.job.contract.commit import Commit, Reason, Retry
+from gpufleet.job.contract.metrics import Save
+from gpufleet.job.contract.workdir import STEPPED
+from gpufleet.job.experiments.dataset.prepare import read_manifest
+from gpufleet.job.experiments.engine import committed, device, export, metrics, optimizer, rungs, step
+from gpufleet.job.experiments.engine.cadence import Cadence
+from gpufleet.job.experiments.engine.checkpoint import Saved, State, all_finite
+from gpufleet.job.experiments.engine.committed import Found
+from gpufleet.job.experiments.engine.compile_cache import CompileCache
+from gpufleet.job.experiments.engine.experiment import (
+    Experiment,
+    LossNotFiniteError,
+    LostError,
+    Phase,
+    Session,
+    Stopped,
+    Weights,
+)
+from gpufleet.job.experiments.engine.guard import SpikeGuard
+from gpufleet.job.experiments.engine.journal import Journal
+from gpufleet.job.spec.common import Rung
+
+
+class Loop:
+    """Trains an experiment from wherever it stands. Raises Stopped, ValueError (LostError, what an experiment refuses),
+    torch.OutOfMemoryError.
+    """
+
+    def __init__(self, session: Session, experiment: Experiment) -> None:
+        self.session, self.config, self.experiment = session, session.config, experiment
+        self.world = session.world
+        self.step = 0  # steps done
+        self.val_loss: float | None = None  # the newest
+        self._lowest: Weights | None = None  # of this phase's evaluations
+        self._at: tuple[Phase, nn.Module] | None = None  # what is trained now
+        self._delivered: Weights | None = None  # what that module holds once its training is over
+        self._ended: str | None = None  # why this phase is over before its last step
+        self._unevaluated = False  # a stop came before this step's evaluation was over
+        self._manifest = read_manifest(session.data)
+        given = session.inputs if self.world.first else None
+        self._base_weights = None if given is None else committed.weights_identity(given)
+        self._clock = metrics.StepClock(session.device.synchronize)
+        self._journal = Journal(session, experiment.phases)
+        self._cadence = Cadence(session, improvements=experiment.saves_improvements, event=self._journal.event)
+        self._guard = SpikeGuard(self.config.guard)
+        self._retries: tuple[Retry, ...] = ()  # of this run so far, by whatever node
+        self._judged = False  # the guard has seen this step's loss
+        self._look = False  # a save waits for the next step's
+        self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
+        self._graphs: CompileCache | None = None  # of this phase, where anything is compiled
+
+    def run(self) -> bool:
+        """To the end. False: what was trained last is lost, and another loop is to go on from the checkpoint before."""
+        try:
+            with device.settings(self.session.device):
+                try:
+                    self._run()
+                except Stopped as stopped:
+                    self.session.say(f"stopped after step {self.step}: {stopped}")
+                    if stopped.ends:
+                        self._cut()
+                    raise
+                except LostError as lost:
+                    self._go_back(lost)
+                    return False
+                return True
+        finally:
+            gc.unfreeze()
+            self._journal.close()
+            self.session.checkpoints.close()
+
+    def _run(self) -> None:
+        found = self.session.checkpoints.newest()
+        phases = list(self.experiment.phases) if found is None else self._resume(found)
+        self._journal.open(self.step)
+        module: nn.Module | None = None
+        for phase in phases:
+            self.step = max(self.step, phase.first)  # the phase before may have ended early
+            module = self.experiment.begin(phase, module) if found is None else self.experiment.blank(phase)
+            self._at = phase, module
+            self._phase(phase, module, found)
+            self._journal.left_out += (phase.last - self.step) * phase.tokens_per_step
+            found = None
+            self.session.device.tidy()
+            self._handle_stop(phase, None, self.world.agree(self._stop()))
+            weights = Weights(self.step, self.val_loss)
+            if phase is self.experiment.phases[-1]:
+                weights = self._deliver(phase, module, weights)
+            self.experiment.end(phase, module, weights)
+            self._ended = self._lowest = None
+        self._note(self.session.checkpoints.wait())
+        self.experiment.finish()
+
+    def _go_back(self, lost: LostError) -> None:
+        """Makes the last good checkpoint the newest, for another try at a lower rate. Raises what `lost` is, with what
+        has been tried, where there is none or enough was tried.
+        """
+        guard, checkpoints = self.config.guard, self.session.checkpoints
+        self._note(checkpoints.wait())
+        good = min(self._guard.clean, self.step - 1) if self._guard.suspicious else self.step - 1
+        found: int | None = None
+        if self.world.first and len(self._retries) < guard.retries:
+            try:
+                back = checkpoints.committed.go_back(good, self.step, str(lost))
+                found = None if back is None else back.step
+            except OSError as error:
+                self.session.say(f"no retry is possible: {error}")
+        found = self.world.agree(found)
+        tried = "".join(f"; lost at {each.lost_at}, tried again from {each.from_step}" for each in self._retries)
+        if found is None:
+            enough = f"{len(self._retries)} of guard.retries {guard.retries} used{tried}"
+            none = "" if len(self._retries) >= guard.retries else f", no checkpoint up to step {good} is on this disk"
+            raise type(lost)(f"{lost}{none}; {enough}. Lower optim.lr or optim.clip (0 clips nothing)") from None
+        self.session.say(
+            f"{lost}. Again from the checkpoint of step {found}, every rate times {guard.lr_factor:g}: retry "
+            f"{len(self._retries) + 1} of {guard.retries}"
+        )
+
+    def _cut(self) -> None:
+        """A limit ends the run: what it leaves, of the phase that it is in."""
+        if self._at is not None:
+            phase, module = self._at
+            weights = self._delivered or self._deliver(phase, module, Weights(self.step, None))
+            self.experiment.cut(self.step, weights)
+
+    def _deliver(self, phase: Phase, module: nn.Module, last: Weights) -> Weights:
+        """The weights that the run leaves are in the module; which, is said."""
+        self._note(self.session.checkpoints.wait())
+        self._delivered = export.deliver(self.experiment, phase, module, last, self._lowest)
+        self.experiment.outcome = {**self.experiment.outcome, "retries": [asdict(each) for each in self._retries]}
+        return self._delivered
+
+    def _resume(self, found: Found) -> list[Phase]:
+        """Takes over where the checkpoint stands; the phases that are left, its own included."""
+        self._retries = found.commit.retries
+        self.step, self.val_loss = found.step, found.progress["val_loss"]
+        self._ended = found.progress.get("ended")
+        self._unevaluated = found.progress.get("unevaluated", False)
+        self._journal.left_out = found.progress.get("left_out", 0)
+        self._cadence.resume(found.commit.phase, found.progress["best"])
+        lowest = found.progress.get("lowest")
+        self._lowest = None if lowest is None else Weights(*lowest)
+        self.experiment.progress.update(found.progress["experiment"])
+        self.session.say(f"resuming from step {self.step} ({found.commit.phase}, {found.commit.reason})")
+        then = {**found.commit.determinism, "ranks": found.commit.world_size}
+        now = {**device.determinism(self.session.device), "ranks": self.world.size}
+        differing = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
+        if differing:
+            self.session.say(f"not bit for bit the same from here: {'; '.join(differing)}")
+        for what, was, given in (
+            ("dataset", found.commit.dataset.get("sha256"), self._manifest.sha256),
+            ("base weights", found.commit.base_weights, self._base_weights),
+        ):
+            if self.world.first and was not in (None, given):
+                self._journal.event(f"warning: {what}: was {was}, is {given}; another run from here", aloud=True)
+        self._journal.resumed(self.step)
+        first = next(phase.index for phase in self.experiment.phases if phase.name == found.commit.phase)
+        return list(self.experiment.phases[first:])
+
+    def _phase(self, phase: Phase, module: nn.Module, found: Found | None) -> None:
+        """The steps of one phase that are left."""
+        rung = rungs.choose(self.session, phase)
+        if found is not None and self._phase_ended(phase):
+            self.session.checkpoints.load(found, {"model": self.experiment.weights(module)})
+            self._make_up(phase, module, rung, found.val_loss)  # what follows may be kept under it: never twice
+            return
+        opt = self.experiment.optimizer(phase, module)
+        self.session.checkpoints.release()
+        state: State = {"model": self.experiment.weights(module), **optimizer.moments(opt, module)}
+        if found is not None:
+            self.session.checkpoints.load(found, state)
+            optimizer.set_step(opt, self.step - phase.first)
+        self.session.checkpoints.prepare(state)
+        self.session.device.tidy()
+        self._clock.restart()
+        self._cadence.begin(phase.name)
+        known = found.progress.get("guard") if found is not None else None
+        self._guard = SpikeGuard(self.config.guard, known, first=self.step)
+        module.train()
+        if hasattr(module, "checkpointing"):
+            setattr(module, "checkpointing", rung.checkpointing)  # noqa: B010 - nn.Module's type takes no bool
+        started = self.step
+        self._handle_stop(phase, state, self.world.agree(self._stop()))
+        with step.compiled(module, self.session.device.torch, wanted=self.config.compiles()) as compiling:
+            self._graphs = CompileCache(self.session, phase, rung) if compiling else None
+            self._make_up(phase, module, rung)
+            while not self._phase_ended(phase):
+                val_loss = self._step(phase, module, opt, rung, first=self.step == started)
+                if not self._phase_ended(phase):
+                    self._note(self.session.checkpoints.poll())
+                due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
+                self._look = due is not None and not self._judged
+                if due is not None and not self._look:
+                    self._clock.settle()  # what the steps before it left the device to do is not the save's
+                    with self._cadence.saving():
+                        self._save(phase, state, due, val_loss if due == "best" else None)
+                        if self.config.waits_for_saves():
+                            self._note(self.session.checkpoints.wait())
+                self._handle_stop(phase, state, stop, val_loss)
+                if self.step == started + 1:
+                    gc.freeze()  # what lives now lives to the phase's end: later collections need not look at it
+        self._journal.compare(phase)
+        self._save(phase, state, "final" if phase is self.experiment.phases[-1] else "boundary", self.val_loss)
+        gc.unfreeze()
+
+    def _phase_ended(self, phase: Phase) -> bool:
+        return self.step >= phase.last or self._ended is not None
+
+    def _step(
+        self, phase: Phase, module: nn.Module, opt: torch.optim.Optimizer, rung: Rung, *, first: bool
+    ) -> float | None:
+        """One optimizer step with its log line; the validation loss where this step is evaluated."""
+        lr = self._lower(opt, self.experiment.schedule(phase, opt, self.step))
+        self._clock.start()
+        work = self.experiment.batch(phase, self.step, rung)
+        result = step.update(self.experiment, module, opt, work, self.step)
+        self._finite &= result.loss.isfinite() & result.grad_norm.isfinite()
+        self.step += 1
+        if self.world.nodes > 1 and self.world.first_here:
+            with suppress(OSError):
+                (self.session.workdir / STEPPED).write_text(str(self.step))
+        evaluated = self.experiment.evaluated(phase, self.step)
+        values = None
+        if first or evaluated or self._look or (self.step - phase.first) % self.config.log.every == 0:
+            values = self._read_back(result)
+        self._clock.stop(work.full)
+        if values is not None:
+            self._require_finite()  # before anything is made of weights that may not be
+        val_loss = self._evaluate(phase, module, rung) if evaluated else None
+        if self._graphs is not None and (compiled := self._graphs.keep()) is not None:
+            self._journal.event(compiled, aloud=True)
+        if values is not None:
+            steps, full, step_s = self._clock.steps, self._clock.full, self._clock.read()
+            tok_s = full / steps * phase.tokens_per_step / step_s if step_s else None
+            self._cadence.stall.see(step_s, steps, busy=self.session.checkpoints.busy)
+            values["val_loss"] = val_loss
+            self._journal.write(
+                phase,
+                self.step,
+                values,
+                lr=lr,
+                step_s=step_s,
+                tok_s=tok_s,
+                shown_val_loss=self.val_loss,
+                over=self._phase_ended(phase),
+            )
+            if self._guard.see(values["loss"], self.step, val_loss):
+                self._judge(phase, module, rung, val_loss)
+        self._judged = values is not None
+        return val_loss
+
+    def _judge(self, phase: Phase, module: nn.Module, rung: Rung, val_loss: float | None) -> None:
+        """The losses look diverged: a look at the validation loss, where this step was not evaluated anyway. Raises
+        LossSpikeError.
+        """
+        try:
+            asked = self.experiment.measure(phase, module, rung) if val_loss is None else val_loss
+        except Stopped:
+            return  # heeded after this step; the next start looks again
+        self._require_finite(asked)
+        if (said := self._guard.judge(asked, self.step)) is not None:
+            self._journal.event(said, aloud=True)
+
+    def _lower(self, opt: torch.optim.Optimizer, lr: float) -> float:
+        """Every rate is lower after a retry; the one to log."""
+        factor = self.config.guard.lr_factor ** len(self._retries)
+        if factor != 1.0:
+            for group in opt.param_groups:
+                group["lr"] *= factor
+        return lr * factor
+
+    def _evaluate(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> float | None:
+        """The validation loss after this step, or the `known` one. None: nothing is held out, or a stop came first."""
+        try:
+            val_loss = self.experiment.evaluate(phase, self.step, module, rung) if known is None else known
+        except Stopped:  # saved and heeded as any that comes within a step
+            self._unevaluated = True
+            return None
+        self._unevaluated = False
+        self._require_finite(val_loss)
+        self.val_loss = val_loss
+        if val_loss is not None and (self._lowest is None or val_loss < export.val_loss(self._lowest)):
+            self._lowest = Weights(self.step, val_loss)
+        self._ended = self.experiment.stop_early(phase, self.step, val_loss)
+        if self._ended is not None:
+            self._journal.event(f"phase {phase.name} ends early at step {self.step}: {self._ended}", aloud=True)
+        return val_loss
+
+    def _make_up(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> None:
+        """The evaluation that the start before was stopped in, if it was. Its loss goes where it would have gone: into
+        the step's checkpoint, which is here, and the step's line. `known`: one that a start in between has found.
+        """
+        if not self._unevaluated:
+            return
+        val_loss = self._evaluate(phase, module, rung, known)
+        if val_loss is not None:
+            if self.world.first:
+                with suppress(OSError):  # a full disk; the next improvement is saved as if there had not been this one
+                    self.session.checkpoints.committed.evaluated(self.step, val_loss)
+            self._cadence.recall()
+            self._guard.evaluated(val_loss)
+            self._journal.evaluated(self.step, val_loss)
+        self._handle_stop(phase, None, self.world.agree(self._stop()))
+
+    def _read_back(self, result: step.StepResult) -> dict[str, Any]:
+        """The figures for the log, over all ranks; waits for the device."""
+        aux = {name: self.world.sum(figure) for name, figure in result.aux.items()}
+        return {
+            "loss": self.world.sum(result.loss).item(),
+            "grad_norm": result.grad_norm.item(),
+            **self.experiment.logged(aux),
+        }
+
+    def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
+        """Why this step is to be saved. What no loss was logged for waits for the next step, whose is: a save within a
+        divergence would push out those from before. With an improvement there is none: its weights are better.
+        """
+        if not self.world.first or self._phase_ended(phase):
+            return None
+        due = self._cadence.due(val_loss)
+        return None if self._guard.suspicious else due
+
+    def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
+        """Starts a save of this step, unless it is saved already."""
+        checkpoints = self.session.checkpoints
+        self._note(checkpoints.wait())  # the one on its way, perhaps of this very step, may fail
+        if self.world.agree(checkpoints.saved_step == self.step):
+            return
+        self._finite &= all_finite(state)  # the update of this very step: its loss was of the weights before
+        self._require_finite()
+        if val_loss is not None:
+            self._cadence.improve(val_loss)
+        if self._phase_ended(phase):
+            state = {"model": state["model"]}
+        commit = Commit(
+            step=self.step,
+            phase=phase.name,
+            goes_on_from=phase.last if self._phase_ended(phase) else self.step,
+            tokens=self._journal.tokens(self.step),
+            val_loss=val_loss,
+            config_sha256=self.session.config_sha256,
+            determinism=device.determinism(self.session.device),
+            dataset={"sha256": self._manifest.sha256, "source": self._manifest.source},
+            base_weights=self._base_weights,
+            requires=self.experiment.requires(phase),
+            reason=reason,
+            torch=torch.__version__,
+            retries=self._retries,
+            world_size=self.world.size,
+        )
+        progress = {
+            "best": self._cadence.best,
+            "val_loss": self.val_loss,
+            "lowest": self._lowest,
+            "ended": self._ended,
+            "unevaluated": self._unevaluated,
+            "left_out": self._journal.left_out,
+            "guard": self._guard.state,
+            "experiment": copy.deepcopy(self.experiment.progress),
+        }
+        self._note(checkpoints.save(state, commit, progress))
+
+    def _note(self, ended: list[Saved]) -> None:
+        """Says what became of a save. One that failed costs a checkpoint, never the run."""
+        for saved in ended:
+            if saved.problem is None:
+                blocked_s, took_s = round(saved.blocking_s, 3), round(saved.blocking_s + saved.seconds, 3)
+                self._journal.saved(
+                    Save(step=saved.step, reason=saved.reason, bytes=saved.bytes, blocked_s=blocked_s, took_s=took_s)
+                )
+            else:
+                size = f"{saved.bytes / 1e6:.1f} MB"
+                self._journal.event(f"NOT saved {saved.step} ({saved.reason}, {size}): {saved.problem}", aloud=True)
+                self._cadence.recall()
+
+    def _stop(self) -> tuple[str, bool, bool] | None:
+        """The stop request, as rank 0 sees it."""
+        stop = self.session.requests.stop() if self.world.first else None
+        return None if stop is None else (stop.reason, stop.save, stop.ends)
+
+    def _handle_stop(
+        self, phase: Phase, state: State | None, stop: tuple[str, bool, bool] | None, val_loss: float | None = None
+    ) -> None:
+        """Once per optimizer step. `state` None: this step's checkpoint is on its way already. `val_loss`: this step's
+        evaluation, which its checkpoint must tell: no resume repeats it.
+        """
+        if stop is None:
+            return
+        reason, save, ends = stop
+        if save:
+            if state is not None:
+                self._save(phase, state, "stop", val_loss)
+            self._note(self.session.checkpoints.wait())
+        raise Stopped(reason, ends=ends)
+
+    def _require_finite(self, val_loss: float | None = None) -> None:
+        """Raises where a loss, gradient or weight of any rank so far, or this step's `val_loss`, is not finite."""
+        what = "loss, gradients or weights are"
+        if not self.world.sum((~self._finite).float()).item():
+            if val_loss is None or math.isfinite(val_loss):
+                return
+            what = f"the validation loss is {val_loss}, which is"
+        saved = self.session.checkpoints.saved_step
+        before = f"the checkpoint of step {saved} is from before, and finite" if saved >= 0 else "nothing is saved yet"
+        if saved == self.step:  # of an evaluation made up for, the weights are saved already
+            before = f"the checkpoint of step {saved} holds these very weights, finite themselves"
+        raise LossNotFiniteError(f"{what} not finite at step {self.step}; {before}")

@@ -1,0 +1,307 @@
+"""The processes of a run: who they are, what they agree on, and how a module is spread over them.
+
+Two ways to spread: `shard` (FSDP2: each rank holds a part of every weight, gradient and moment) for what is too large
+or trained whole, `replicate` for small trainable sets (an adapter). Both sum gradients over ranks and never average:
+the loss of each rank is divided by the tokens of the whole global batch already.
+
+Several nodes: each holds all of it, cut over its own GPUs alone (HSDP), so that one node's disk has a whole checkpoint
+and what crosses the network is one sum of gradients a step. Node 0 saves; the others' ranks are given what it reads.
+
+Decisions travel on a CPU gloo group of their own, saves on another one, because they run beside training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from gpufleet.job.experiments.engine.device import require_cuda
+
+MESSAGE_BYTES, LENGTH_BYTES = 512, 4  # of a decision: one broadcast of a fixed size, which begins with its length
+PATIENCE = timedelta(minutes=60)  # one rank may read or write gigabytes while the others wait for its tensors
+LONG_PATIENCE = timedelta(days=2)  # for its word: what follows training may be rank 0's alone, and takes hours
+JSON = TypeVar("JSON")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The processes of this run. With size 1 nothing here communicates."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    node: int = 0
+    nodes: int = 1
+    control: dist.ProcessGroup | None = None  # gloo: decisions
+    saves: dist.ProcessGroup | None = None  # gloo: checkpoints, from a thread of their own; of node 0's ranks
+    mesh: DeviceMesh | None = None  # of the training device
+    host_mesh: DeviceMesh | None = None  # the same ranks on the CPU, for what is copied there
+
+    @property
+    def first(self) -> bool:
+        """Rank 0: the one that logs and writes files."""
+        return self.rank == 0
+
+    @property
+    def first_here(self) -> bool:
+        """The one that writes for its node's supervisor."""
+        return self.local_rank == 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of a node."""
+        return self.size // self.nodes
+
+    @property
+    def is_saving(self) -> bool:
+        """Checkpoints lie on this node's disk."""
+        return self.node == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """`tensor`, in place, summed over ranks."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, value: JSON) -> JSON:
+        """Rank 0's `value` (JSON), on every rank. One broadcast of MESSAGE_BYTES, and another for what is longer."""
+        if self.size == 1:
+            return value
+        words = json.dumps(value).encode() if self.first else b""
+        letter = len(words).to_bytes(LENGTH_BYTES, "big") + words
+        head = self._broadcast(letter[:MESSAGE_BYTES], MESSAGE_BYTES)
+        length = LENGTH_BYTES + int.from_bytes(head[:LENGTH_BYTES], "big")
+        whole = head if length <= MESSAGE_BYTES else self._broadcast(letter, length)
+        return cast(JSON, json.loads(whole[LENGTH_BYTES:length]))
+
+    def _broadcast(self, content: bytes, size: int) -> bytes:
+        """Rank 0's `content`, filled up to `size` bytes."""
+        message = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
+        dist.broadcast(message, 0, group=self.control)
+        return bytes(message.tolist())
+
+    def every(self, value: JSON) -> list[JSON]:
+        """Each rank's `value` (JSON), in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def barrier(self) -> None:
+        """Until every rank is here."""
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    def close(self) -> None:
+        """Leaves together: a rank that is gone while others still talk to it looks like a failure to them."""
+        if self.size > 1:
+            self.barrier()
+            dist.destroy_process_group()
+
+
+def expected() -> World:
+    """The world that torchrun's environment names, nobody met yet; of size 1 without one."""
+
+    def number(name: str, otherwise: int) -> int:
+        return int(os.environ.get(name, otherwise))
+
+    return World(
+        rank=number("RANK", 0),
+        size=number("WORLD_SIZE", 1),
+        local_rank=number("LOCAL_RANK", 0),
+        node=number("GROUP_RANK", 0),
+        nodes=number("GROUP_WORLD_SIZE", 1),
+    )
+
+
+def join(kind: str) -> World:
+    """The processes of this run once all have met, on devices of `kind` (cuda or cpu). Raises NodeRefusedError."""
+    named = expected()
+    if named.size == 1:
+        return World()
+    if kind == "cuda":
+        require_cuda()
+        torch.cuda.set_device(named.local_rank)
+        if named.nodes == 1:
+            # AWS's image brings NCCL a plugin for EFA, which one node has not: it fails, or tunes NCCL for it.
+            os.environ.setdefault("NCCL_NET_PLUGIN", "none")
+            # Its container has no other interface, and that image's nccl.conf leaves this one out.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
+    return meet(kind, local_rank=named.local_rank, nodes=named.nodes)
+
+
+def meet(kind: str, *, local_rank: int, nodes: int = 1) -> World:
+    """The world of the default process group, which exists: as many ranks on each node, those of node 0 first."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    here = size // nodes
+    shape, names = ((size,), None) if nodes == 1 else ((nodes, here), ("node", "gpu"))
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        node=rank // here,
+        nodes=nodes,
+        control=dist.new_group(backend="gloo", timeout=LONG_PATIENCE),
+        saves=dist.new_group(list(range(here)), backend="gloo", timeout=LONG_PATIENCE),
+        mesh=init_device_mesh(kind, shape, mesh_dim_names=names),
+        host_mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
+    )
+
+
+def shard(
+    module: nn.Module,
+    world: World,
+    blocks: Iterable[nn.Module],
+    *,
+    compute: torch.dtype,
+    reshard: bool,
+    whole: Iterable[Tensor] = (),
+) -> nn.Module:
+    """The module with its weights spread over a node's ranks, gathered block by block in `compute` (FSDP2; gradients
+    are summed in fp32). `reshard`: a block's weights are dropped again after its forward pass (ZeRO-3), or kept until
+    its backward pass (ZeRO-2). Those in `whole` stay so on every rank. With one rank the module is what it was.
+    """
+    if world.size == 1:
+        return module
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == torch.float32 else compute,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # rotations stay in fp32, the model casts for itself
+    )
+    kept = {each for each in whole if isinstance(each, nn.Parameter)}
+    for part in (*blocks, module):
+        fully_shard(
+            part,
+            mesh=world.mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard and part is not module,
+            ignored_params=kept,
+        )
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(enable=True)
+            part.set_gradient_divide_factor(1.0)
+    return module
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, whole: Tensor) -> None:
+    """Writes all of a tensor into a parameter; of one that is spread each rank cuts out its own part by itself."""
+    whole = whole.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)
+
+
+def reduce_between(module: nn.Module, world: World, *, wanted: bool) -> None:
+    """Whether the backward pass that follows sums what `shard` spread between nodes too: once a step is enough."""
+    if world.nodes > 1 and isinstance(module, FSDPModule):
+        module.set_requires_all_reduce(wanted)
+
+
+@torch.no_grad()
+def hand_on(tensors: Iterable[Tensor], world: World) -> None:
+    """Gives the ranks of other nodes what those of node 0 hold, in place. Every rank calls it."""
+    if world.nodes == 1:
+        return
+    assert world.mesh is not None
+    group = world.mesh.get_group("node")
+    for tensor in tensors:
+        dist.broadcast(local(tensor), group=group, group_src=0)
+
+
+def replicate(module: nn.Module, world: World) -> nn.Module:
+    """The module with rank 0's trained weights on every rank; frozen ones are each rank's own, from the same file. Its
+    gradients are summed once per optimizer step (`reduce`).
+    """
+    if world.size > 1:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    dist.broadcast(parameter, 0)
+    return module
+
+
+def reduce(parameters: Iterable[nn.Parameter], world: World) -> None:
+    """Sums the gradients of replicated parameters over ranks; FSDP2 has done its own. One message per dtype."""
+    if world.size == 1:
+        return
+    gradients: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for same in gradients.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in same])
+        dist.all_reduce(flat)
+        for gradient, part in zip(same, torch.split(flat, [g.numel() for g in same]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All of it, where it is, on every rank. Every rank calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Whole tensors in host memory on rank 0, one at a time, and nothing on the others. Every rank calls it."""
+    found = {}
+    for name, tensor in tensors.items():
+        full = full_tensor(tensor)
+        if world.first:
+            found[name] = full.detach().cpu()
+    return found
+
+
+def cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, int, int]:
+    """The ranks that hold the parts of a tensor: their group, how many they are, and this one's place."""
+    mesh = tensor.device_mesh
+    last = mesh.ndim - 1
+    return mesh.get_group(last), mesh.size(last), mesh.get_local_rank(last)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's own part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def on_host(tensor: Tensor, part: Tensor, world: World) -> Tensor:
+    """`part`, host memory for this rank's own part of `tensor`, as the same shard of the same whole."""
+    if not isinstance(tensor, DTensor):
+        return part
+    assert world.host_mesh is not None
+    return DTensor.from_local(
+        part, world.host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The global norm over all gradients and the ranks of a node, fp32 or wider, a scalar on the device."""
+    norms = _own_norms([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    if sharded:
+        square = torch.linalg.vector_norm(torch.stack(_own_norms([g.to_local() for g in sharded]))).square()
+        dist.all_reduce(square, group=cut_over(sharded[0])[0])
+        norms.append(square.sqrt())
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def _own_norms(gradients: list[Tensor]) -> list[Tensor]:
+    """One launch for many of them. Gradients of one run have one dtype."""
+    if not gradients:
+        return []
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    return list(torch._foreach_norm(gradients, 2, dtype=wide))

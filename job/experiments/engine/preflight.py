@@ -1,0 +1,241 @@
+"""Is this node what it was rented as? Some seconds before the first step of an attempt, on each rank's own GPU.
+
+A GPU that is slow, throttled or missing costs its full price, and a run that starts on it costs hours before anybody
+looks. A node that fails is refused: the attempt ends, the fleet brings another one. The supervisor lets a run go on
+with a warning after some refusals (job/supervisor), because then it is not the node.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gpufleet.job.contract import environment
+from gpufleet.job.contract.messages import Preflight
+from gpufleet.job.contract.workdir import ACCEPT, PREFLIGHT
+from gpufleet.job.experiments.engine.device import Device, NodeRefusedError, PeerRefusedError, bandwidth_gb_s
+from gpufleet.job.experiments.engine.parallel import World
+from gpufleet.job.gpus import ask
+
+# Refused below these. A sound GPU reaches 60 to 90 % of either data sheet figure in a plain product or copy; one that
+# has lost its clocks or a memory stack stays far below. Estimates, 2026-11. An L4 at its 72 W falls to its base clock,
+# 795 of 2040 MHz, in long products (a 70 W T4, likewise sound: 24 of 65 TFLOP/s; NVIDIA's forum, thread 264462).
+MATMUL_SHARE, BANDWIDTH_SHARE = 0.4, 0.4
+BETWEEN_SHARE = 0.4  # of the cards' data sheet, as the others; TCP, which NCCL falls back to in silence, has far less
+BETWEEN_BYTES = 64 << 20
+POWER_LIMITED = {"NVIDIA L4": 0.2}  # instead of MATMUL_SHARE
+TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. Below it a checkpoint of 10 GB stops training for 7 s and more
+
+# Causes, not hw_slowdown: that one is also set while clocks change (NVML reference, 2026-11), as they do just then.
+CLOCKS = "clocks_event_reasons.hw_power_brake_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
+SMI_S = 20.0
+LIMIT_S = 60.0  # for one rank's measurements, which take some seconds
+BEST_OF = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One rank's device. None: unknown, and not judged."""
+
+    gpus: int
+    matmul_tflops: float
+    memory_gb_s: float
+    to_host_gb_s: float | None
+    matmul_share: float | None = None  # of the data sheet
+    matmul_least: float = MATMUL_SHARE  # of the data sheet: below it this kind of GPU is refused
+    memory_share: float | None = None
+    clock_mhz: int | None = None  # right after the products
+    clock_max_mhz: int | None = None
+    throttled: bool | None = None
+
+
+def run(
+    workdir: Path,
+    device: Device,
+    world: World,
+    *,
+    gpus: int | None,
+    say: Callable[[str], None],
+    hung: Callable[[str], object],
+) -> None:
+    """Measures, once per attempt; every rank calls it. `gpus`: as many as the run config asks for, None: any. `hung`:
+    called from a thread when this rank's GPU has not answered within LIMIT_S, with the reason; it ends the process,
+    because nothing else can.
+
+    Leaves preflight.json. Raises NodeRefusedError on every rank of a node when one of them is refused, PeerRefusedError
+    on other nodes, unless the supervisor has left accept.json.
+    """
+    if (workdir / PREFLIGHT).exists():  # a restart on a lower rung
+        return
+    began = time.perf_counter()
+
+    def give_up() -> None:
+        problem = f"rank {world.rank}: no answer from {device.name} within {LIMIT_S:.0f} s: it hangs"
+        with suppress(OSError):  # said all the same
+            Preflight(problems=(problem,)).write(workdir)
+        hung(problem)
+
+    own: Measured | None = None
+    with _limited(give_up):
+        try:
+            own = measure(device)
+            judged = judge(own, gpus=gpus)
+        except RuntimeError as error:  # CUDA's: memory with errors that cannot be corrected, a GPU that is lost
+            judged = [f"{device.name} fails: {str(error).splitlines()[0]}"]
+    found = world.every([{} if own is None else asdict(own), judged])
+    told = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(found) for text in texts]
+    problems = [text for _, text in told]
+    own_problems = tuple(text for rank, text in told if rank // world.ranks_per_node == world.node)
+    between: float | None = None
+    if not problems and world.nodes > 1 and device.is_cuda:
+        with _limited(give_up):
+            between = max(world.every(between_gb_s(device, world)))
+        say(f"pre-flight: {between:.1f} GB/s from a node to the others")
+        problems += judge_between(between, float(os.environ.get(environment.GBPS, 0)))
+        own_problems = tuple(problems)
+    if own is not None:
+        say(
+            f"pre-flight ({time.perf_counter() - began:.1f} s): {own.matmul_tflops:.1f} TFLOP/s, memory "
+            f"{own.memory_gb_s:.0f} GB/s, to host {own.to_host_gb_s or 0:.1f} GB/s"
+        )
+    if world.first_here:
+        Preflight(ranks=tuple(figures for figures, _ in found), problems=own_problems, between_gb_s=between).write(
+            workdir
+        )
+    if not problems:
+        return
+    if world.agree((workdir / ACCEPT).exists()):
+        say(f"warning: this node would be refused, as others were before it; going on: {'; '.join(problems)}")
+        return
+    raise (NodeRefusedError if own_problems else PeerRefusedError)("; ".join(problems))
+
+
+def measure(device: Device) -> Measured:
+    """Some seconds on a GPU, some milliseconds on a CPU (smaller sizes)."""
+    cuda = device.is_cuda
+    matmul = _matmul_tflops(device, 8192 if cuda else 256)
+    clock, clock_max, throttled = _clocks(device) if cuda else (None, None, None)
+    memory = _copy_gb_s(device, 1 << 30 if cuda else 1 << 24)
+    peak, bandwidth = device.peak_tflops, bandwidth_gb_s(device.name)
+    return Measured(
+        gpus=torch.cuda.device_count() if cuda else 0,
+        matmul_tflops=round(matmul, 3),
+        memory_gb_s=round(memory, 1),
+        to_host_gb_s=round(_to_host_gb_s(device, 1 << 28), 2) if cuda else None,
+        matmul_share=round(matmul / peak, 3) if peak else None,
+        matmul_least=POWER_LIMITED.get(device.name, MATMUL_SHARE),
+        memory_share=round(memory / bandwidth, 3) if bandwidth else None,
+        clock_mhz=clock,
+        clock_max_mhz=clock_max,
+        throttled=throttled,
+    )
+
+
+def judge(found: Measured, *, gpus: int | None) -> list[str]:
+    """Why the node is refused; empty: it is not."""
+    problems = []
+    if gpus is not None and found.gpus < gpus:
+        problems.append(f"{found.gpus} of the {gpus} GPUs that the run config asks for (job.parameters.gpus)")
+    if found.matmul_share is not None and found.matmul_share < found.matmul_least:
+        problems.append(
+            f"matrix products at {found.matmul_tflops:.1f} TFLOP/s, {found.matmul_share:.0%} of the data sheet; at "
+            f"least {found.matmul_least:.0%} is expected"
+        )
+    if found.memory_share is not None and found.memory_share < BANDWIDTH_SHARE:
+        problems.append(
+            f"memory at {found.memory_gb_s:.0f} GB/s, {found.memory_share:.0%} of the data sheet; at least "
+            f"{BANDWIDTH_SHARE:.0%} is expected"
+        )
+    if found.to_host_gb_s is not None and found.to_host_gb_s < TO_HOST_GB_S:
+        problems.append(f"copies to the host at {found.to_host_gb_s:.1f} GB/s, at least {TO_HOST_GB_S} is expected")
+    if found.throttled:
+        problems.append(f"the hardware slows its clock down: {found.clock_mhz} of {found.clock_max_mhz} MHz")
+    return problems
+
+
+def between_gb_s(device: Device, world: World) -> float:
+    """What a node sends to the others in a sum over one rank of each, which all ranks do at once."""
+    assert world.mesh is not None
+    group, sent = world.mesh.get_group("node"), torch.ones(BETWEEN_BYTES // 4, device=device.torch)
+    seconds = _seconds(device, lambda: dist.all_reduce(sent, group=group), 3)
+    return world.ranks_per_node * BETWEEN_BYTES * 2 * (world.nodes - 1) / world.nodes / seconds / 1e9
+
+
+def judge_between(gb_s: float, gbps: float) -> list[str]:
+    """Why these nodes are refused for how they meet, on cards of `gbps` (0: not known); empty: they are not."""
+    if not gbps or gb_s * 8 >= BETWEEN_SHARE * gbps:
+        return []
+    share = gb_s * 8 / gbps
+    return [
+        f"EFA is not in use: {gb_s:.1f} GB/s from a node to the others, {share:.0%} of its cards' {gbps:g} Gb/s; at "
+        f"least {BETWEEN_SHARE:.0%} is expected"
+    ]
+
+
+@contextmanager
+def _limited(give_up: Callable[[], None]) -> Iterator[None]:
+    """Within it nothing takes longer than LIMIT_S."""
+    watchdog = threading.Timer(LIMIT_S, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
+
+
+def parse_clocks(answer: Sequence[Sequence[str]]) -> tuple[int | None, int | None, bool | None]:
+    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None where it says nothing."""
+    words = answer[0] if answer else ()
+    if len(words) != 4:
+        return None, None, None
+    slowed = {"Active": True, "Not Active": False}
+    flags = [slowed.get(word) for word in words[:2]]
+    now, most = (int(word) if word.isdigit() else None for word in words[2:])
+    return now, most, True if True in flags else None if None in flags else False
+
+
+def _clocks(device: Device) -> tuple[int | None, int | None, bool | None]:
+    return parse_clocks(ask(CLOCKS, of=(device.torch.index or 0,), timeout_s=SMI_S))
+
+
+def _seconds(device: Device, act: Callable[[], object], times: int) -> float:
+    """Seconds of one `act`, the best of some rounds. A sound node may be disturbed, and is by what the first round
+    warms up; a bad one has no good round.
+    """
+    best = float("inf")
+    for _ in range(BEST_OF):
+        device.synchronize()
+        began = time.perf_counter()
+        for _ in range(times):
+            act()
+        device.synchronize()
+        best = min(best, (time.perf_counter() - began) / times)
+    return best
+
+
+def _matmul_tflops(device: Device, size: int) -> float:
+    dtype = torch.bfloat16 if device.is_cuda else torch.float32
+    a = torch.ones(size, size, dtype=dtype, device=device.torch)
+    return 2 * size**3 / _seconds(device, lambda: a @ a, 10 if device.is_cuda else 2) / 1e12
+
+
+def _copy_gb_s(device: Device, size: int) -> float:
+    """Read and written bytes of a copy within the device's memory."""
+    a = torch.zeros(size, dtype=torch.uint8, device=device.torch)
+    b = torch.empty_like(a)
+    return 2 * size / _seconds(device, lambda: b.copy_(a), 5) / 1e9
+
+
+def _to_host_gb_s(device: Device, size: int) -> float:
+    a = torch.zeros(size, dtype=torch.uint8, device=device.torch)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return size / _seconds(device, lambda: host.copy_(a, non_blocking=True), 3) / 1e9

@@ -1,0 +1,46 @@
+"""Which rung of the micro-batch ladder a phase runs on: decided by predicted memory, before its first step."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from gpufleet.job.contract.messages import UsedRung
+from gpufleet.job.contract.workdir import RUNG
+from gpufleet.job.experiments.dataset.prepare import read_manifest
+from gpufleet.job.experiments.engine.experiment import Phase, Session
+from gpufleet.job.spec.common import Rung
+
+
+def choose(session: Session, phase: Phase) -> Rung:
+    """The rung asked for, or the first lower one that is predicted to fit this GPU. Left in rung.json.
+
+    Raises ValueError where none fits.
+    """
+    config, ranks = session.config.with_facts(read_manifest(session.data).facts), session.world.size
+    ladder = config.ladder(ranks)
+    index = min(session.rung, len(ladder) - 1)
+    if session.device.is_cuda:
+        fitting = config.choose_rung(session.device.room_gb, phase.index, ranks)
+        if fitting is None:
+            raise ValueError(
+                f"phase {phase.name} does not fit {session.device.room_gb:.1f} GB at any micro-batch: choose an "
+                "instance type with more GPU memory, or a smaller state (precision, method)"
+            )
+        index = max(index, ladder.index(fitting))
+    rung = ladder[index]
+    lower = config.lower_rung(rung, phase.index, ranks)
+    used = UsedRung(
+        phase=phase.name,
+        rung=index,
+        micro=rung.micro,
+        checkpointing=rung.checkpointing,
+        lower=None if lower is None else ladder.index(lower),
+    )
+    if session.world.first_here:
+        try:
+            used.write(session.workdir)
+        except OSError as error:
+            with suppress(OSError):
+                (session.workdir / RUNG).unlink(missing_ok=True)  # not another phase's
+            session.say(f"warning: rung.json is not written; an out-of-memory goes one rung down: {error}")
+    return rung

@@ -1,0 +1,94 @@
+"""One optimizer step: the arithmetic of training, without a schedule, a log or a checkpoint.
+
+Precision: parameters are fp32 (bf16 where the phase's state is); each product inside the model casts its own weight to
+the compute dtype, so there is no autocast and no second copy to keep. Loss and norms are fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpufleet.job.experiments.engine import optimizer, parallel
+from gpufleet.job.experiments.engine.data import mix
+from gpufleet.job.experiments.engine.experiment import Experiment, ForwardOutput, Micro, Work
+
+GRAPHS = 16  # of one phase's block, one more is an error: sizes of micro-batches, training and evaluation, take up to 8
+
+
+class StepResult(NamedTuple):
+    """One optimizer step, on the device: nothing is read back until it is logged."""
+
+    loss: Tensor  # this rank's part of the mean over the tokens of the global batch, nats, fp32
+    grad_norm: Tensor  # before clipping, of all ranks
+    aux: dict[str, Tensor]  # this rank's part of the figures
+
+
+def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work, step: int) -> StepResult:
+    """Forward and backward over the micro-batches of the global batch after `step` steps, then one update.
+
+    Loss and gradient are means over the tokens of the whole batch, so how it is cut over micro-batches and ranks does
+    not change them (an auxiliary term, a mean itself, is weighted by each micro-batch's share). Random numbers drawn
+    within the model are a function of (seed, step, place of the micro-batch).
+    """
+    loss: Tensor | None = None
+    aux: dict[str, Tensor] = {}
+    world = experiment.session.world
+    for micro, is_last in _with_last(work.micros):
+        experiment.session.device.seed(mix(experiment.session.config.seed, step, micro.place))
+        output: ForwardOutput = module(*micro.inputs)
+        assert output.loss_sum is not None
+        share = micro.tokens / work.total
+        objective = output.loss_sum / work.total
+        loss = objective.detach() if loss is None else loss + objective.detach()
+        if output.aux_loss is not None:
+            objective = objective + experiment.aux_weight * share * output.aux_loss
+        for name, figure in output.aux.items():
+            part = share * figure if figure.is_floating_point() else figure
+            aux[name] = aux[name] + part if name in aux else part
+        parallel.reduce_between(module, world, wanted=is_last)
+        torch.autograd.backward(objective)
+    assert loss is not None
+    parallel.reduce(optimizer.parameters(opt), world)
+    norm = experiment.clip(opt)
+    opt.step()
+    opt.zero_grad(set_to_none=True)
+    return StepResult(loss, norm, aux)
+
+
+def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
+    """Each, and whether it is the last one."""
+    before: Micro | None = None
+    for micro in micros:
+        if before is not None:
+            yield before, False
+        before = micro
+    if before is not None:
+        yield before, True
+
+
+@contextlib.contextmanager
+def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) -> Iterator[bool]:
+    """Within it, each block's forward runs compiled on CUDA, where wanted: one graph for all blocks, static shapes;
+    FSDP2's hooks around it, which no graph can hold, do not. So does a `loss` of the module's own, whose passes over
+    the logits become one. Outside, and on a CPU, the module runs as written. Gives whether anything is compiled.
+    """
+    blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" and wanted else []
+    if not blocks:
+        yield False
+        return
+    parts = [(block, "forward") for block in blocks] + [(module, "loss")] * hasattr(module, "loss")
+    for owner, name in parts:
+        setattr(owner, name, torch.compile(getattr(owner, name), fullgraph=True, dynamic=False))
+    try:
+        with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+            yield True
+    finally:
+        for owner, name in parts:
+            delattr(owner, name)
+        torch.compiler.reset()  # graphs of all phases share one cache

@@ -1,0 +1,394 @@
+"""tinystories-growth: dense, then experts, then twice as wide and deeper. A micro-batch counts windows.
+
+FLOPs are `causal`: 6 x matmul parameters (head included, embedding look-up not) + 6 x layers x width x sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from gpufleet.job.spec.common import (
+    BELOW_ONE,
+    GB,
+    Checkpoint,
+    Compute,
+    Deliver,
+    Given,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Sizes,
+    bounded,
+    cuts,
+    too_short,
+    warmup_doubts,
+)
+from gpufleet.job.spec.job import JobConfig, remembered
+
+if TYPE_CHECKING:
+    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+
+CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
+LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
+# Of compiled steps on an H100 and an H200 (bench/results/gpu.md): what is left of a layer's activations, and bytes of a
+# logit. At 16, 32 and 128 windows all three phases come out within 7 % of the peaks counted there.
+COMPILED_KEEPS, COMPILED_LOGIT_BYTES = 0.8, 5
+# Host ms to launch a compiled step: a layer of each micro-batch, dense and with experts; embedding, loss, clipping
+# and AdamW. At 16 windows an H100 and an H200 waited for their hosts: 15.6 and 17.6 ms of a step in the first phase, of
+# 7 layers, 24.4 and 25.5 in the second (bench/results/gpu.md); the same launches that do nothing take 26 us each on a
+# core of 2.8 GHz, here they take 36.
+LAYER_LAUNCH_MS, LAUNCH_MS = (1.9, 3.1), 3.0
+GROWTH_PASSES = 5  # over the new fp32 weights at 1 GB/s: grow, check before and after, export, read back
+COMPILE_S = 40.0  # per grown phase, on CUDA only; the first phase compiles within the set-up minutes
+BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
+_PHASES = ("dense", "moe", "grown")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowthModel:
+    """The dense model of phase 1 and how it grows: experts in phase 2, width x2 and new layers in phase 3."""
+
+    vocab: int = bounded(50257, 2, 1_000_000)
+    layers: int = bounded(7, 1, 200)
+    width: int = bounded(832, 8, 65536)
+    heads: int = bounded(8, 1, 512)
+    ffn: int = bounded(3328, 8, 262144)
+    experts: int = bounded(8, 2, 256)
+    top_k: int = bounded(2, 1, 64)
+    new_layers: int = bounded(4, 0, 200)  # appended in phase 3
+    router_std: float = bounded(0.02, 1e-6, 1.0)  # at 0 every token ties to the same experts
+    symmetry_noise: float = bounded(0.1, 0.0, 1.0)  # x each matrix's own std, antisymmetric over the input halves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextData:
+    """Token windows drawn by (seed, step). The prepared dataset itself is named by storage.dataset."""
+
+    sequence: int = bounded(256, 8, 131072)  # tokens per window
+    source: Literal["tinystories", "generated-stories"] = "tinystories"  # what `gpufleet prepare` fetches or makes
+    stories: int = bounded(50_000, 100, 3_000_000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Windows per optimizer step. `micro` None = the largest rung of the ladder that fits."""
+
+    sequences: int = bounded(16, 1, 65536)
+    micro: int | None = bounded(None, 1, 65536)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamW:
+    """AdamW, one learning rate per phase, constant after a linear re-warm-up at the start of each grown phase."""
+
+    lr: tuple[float, ...] = bounded((3e-4, 1e-4, 8e-5), 1e-9, 1.0)
+    weight_decay: float = bounded(0.01, 0.0, 1.0)
+    betas: tuple[float, ...] = bounded((0.9, 0.95), 0.0, BELOW_ONE)
+    eps: float = bounded(1e-8, 1e-16, 1e-2)  # at 0 a row without gradient is 0 / 0
+    clip: float = bounded(1.0, 0.0, 1e6)
+    warmup_after_growth: int = bounded(20, 0, 100_000)
+    load_balance: float = bounded(0.01, 0.0, 10.0)  # coefficient of the router's load-balance term, phases 2 and 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision(Compute):
+    """`compute` is the dtype of the matmuls; `phase3_state` that of weights, gradients and moments in phase 3."""
+
+    phase3_state: Literal["bf16", "fp32"] = "bf16"  # bf16 for any fleet with a 24 GB type
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eval:
+    """Validation on the same fixed windows every time; greedy samples at each phase end."""
+
+    every: int = bounded(50, 1, 1_000_000)  # steps
+    windows: int = bounded(32, 1, 65536)
+    prompts: tuple[str, ...] = ("Once upon a time", "The little girl", "One day, a dog")
+    sample_tokens: int = bounded(40, 0, 4096)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowthConfig(JobConfig):
+    """tinystories-growth: train dense, upcycle to experts, grow width and depth; verified at each boundary."""
+
+    trainer: ClassVar[str] = "gpufleet.job.experiments.growth.run:TinystoriesGrowth"
+    one_node: ClassVar[str] = "it trains in one process"
+    dataset_kind: ClassVar[str] = "windows"
+    leaves_speed: ClassVar[tuple[str, ...]] = (
+        "steps_per_phase",
+        "data.stories",
+        "model.router_std",
+        "model.symmetry_noise",
+    )
+
+    steps_per_phase: int = bounded(1000, 1, 10_000_000)
+    seed: int = bounded(1337, 0, 2**31 - 1)
+    device: Literal["cuda", "cpu"] = "cuda"  # cuda without a CUDA device is an error, never a silent CPU run
+    model: GrowthModel = GrowthModel()
+    data: TextData = TextData()
+    batch: Batch = Batch()
+    optim: AdamW = AdamW()
+    precision: Precision = Precision()
+    deliver: Deliver = "last"
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    eval: Eval = Eval()
+    log: Log = Log()
+
+    def work_kind(self) -> str:
+        return "growth"
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What no field's own range can say, as (path under job.parameters, sentence)."""
+        model, batch, found = self.model, self.batch, []
+        each, rest = divmod(model.width, model.heads)
+        if rest:
+            fitting = [heads for heads in range(1, model.width + 1) if model.width % (2 * heads) == 0]
+            nearest = f"; nearest: {min(fitting, key=lambda heads: abs(heads - model.heads))}" if fitting else ""
+            found.append(("model.heads", f"a divisor of the width, {model.width}{nearest}"))
+        elif each % 2:
+            found.append(("model.heads", f"an even width per head (rotary positions turn pairs), not {each}"))
+        if model.top_k > model.experts:
+            found.append(("model.top_k", f"at most the number of experts, {model.experts}"))
+        if batch.micro is not None and batch.micro > batch.sequences:
+            found.append(("batch.micro", f"at most the global batch, {batch.sequences} sequences"))
+        if len(self.optim.lr) != len(_PHASES):
+            found.append(("optim.lr", f"{len(_PHASES)} learning rates, one per phase, not {len(self.optim.lr)}"))
+        if len(self.optim.betas) != 2:
+            found.append(("optim.betas", f"two numbers, beta1 and beta2, not {len(self.optim.betas)}"))
+        if not self.eval.prompts:
+            found.append(("eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off"))
+        if not all(prompt.strip() for prompt in self.eval.prompts):
+            found.append(("eval.prompts", "an empty prompt cannot be continued: give it a word, or leave it out"))
+        return found
+
+    @remembered
+    def phases(self) -> tuple[PhaseSize, ...]:
+        """Every phase in order."""
+        sizes = []
+        for index, name in enumerate(_PHASES):
+            s = shape(self.model, index)
+            total, active = parameters(s)
+            narrow = self.state_dtype(index) == "bf16"
+            sizes.append(
+                PhaseSize(
+                    name=name,
+                    params_total=total,
+                    params_active=active,
+                    params_trained=total,
+                    flops_per_token=flops_per_token(s, self.data.sequence),
+                    state_bytes_per_param=8 if narrow else 16,
+                    optimizer_traffic_bytes_per_param=14 if narrow else 28,
+                    steps=self.steps_per_phase,
+                    tokens_per_step=self.batch.sequences * self.data.sequence,
+                    evaluations=-(-self.steps_per_phase // self.eval.every),
+                    evaluation_tokens=self.eval.windows * self.data.sequence,
+                    decode_steps=len(self.eval.prompts) * self.eval.sample_tokens,
+                    launch_ms=_launch_ms(self, s),
+                    growth_s=_growth_s(self, total) if index else 0.0,
+                )
+            )
+        return tuple(sizes)
+
+    @remembered
+    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+        s = shape(self.model, phase_index)
+        total, _ = parameters(s)
+        state = 2 if self.state_dtype(phase_index) == "bf16" else 4
+        compute = 2 if self.precision.compute == "bf16" else 4
+        micro = min(micro_batch, self.batch.sequences)
+        tokens = micro * self.data.sequence
+
+        # Products cast the weights to their own dtype, wider or narrower, and put q, k and v together anyway; that
+        # stays until backward. With checkpointing it goes with its layer and is made again.
+        table, cast = s.vocab * s.width, compute != state
+        made = (total - table) / s.layers if cast else 3 * s.width * (s.width + 1)
+        made *= 1 if checkpointing else s.layers
+        weights = total * state + (made + cast * table) * compute
+        gradients = total * state
+        moments = 2 * total * state
+        fused = self.runs_compiled() and not checkpointing
+        layer = tokens * _layer_bytes(s, compute, checkpointing=checkpointing) * (COMPILED_KEEPS if fused else 1)
+        activations = s.layers * layer + tokens * 2 * s.width * compute  # + the final norm's input and output
+        logits = tokens * s.vocab * (COMPILED_LOGIT_BYTES if fused else LOGIT_BYTES)
+        # The first micro-batch makes the gradients; those after it, the last one smaller if need be, find them there.
+        head = s.vocab * s.width * state  # the tied table's gradient comes first, beside all activations
+        first = max(activations + max(logits, head), gradients + layer)
+        second = min(micro, self.batch.sequences - micro) / micro
+        shared = max(first, gradients + second * (activations + logits))
+        return Memory(
+            weights_gb=weights / GB,
+            gradients_gb=gradients / GB,
+            moments_gb=moments / GB,
+            activations_gb=activations / GB,
+            logits_gb=logits / GB,
+            total_gb=(weights + moments + shared) / GB,
+        )
+
+    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+        """All of the batch, 3/4, 1/2, 1/4 (16, 12+4, 8+8, 4+4+4+4), then activation checkpointing down to one."""
+        whole = self.rows_per_rank(ranks)
+        return cuts(whole, self.batch.micro, [whole, whole * 3 // 4, whole // 2, whole // 4])
+
+    def state_dtype(self, phase_index: int) -> str:
+        """fp32 or bf16: weights, gradients and moments alike. Never chosen from the GPU that is found."""
+        return self.precision.phase3_state if phase_index == 2 else "fp32"
+
+    def state_in_words(self) -> str:
+        kept = ", ".join(f"{name} {self.state_dtype(index)}" for index, name in enumerate(_PHASES))
+        return f"{kept} (run config); loss, norms and router in fp32"
+
+    def narrower(self) -> tuple[GrowthConfig, str] | None:
+        if self.precision.phase3_state == "bf16":
+            return None
+        narrow = replace(self, precision=replace(self.precision, phase3_state="bf16"))
+        return narrow, "job.parameters.precision.phase3_state: bf16"
+
+    def doubts(self, steps: int) -> Iterator[str]:
+        key, whole, instead = "warmup_after_growth", "each grown phase", "raise steps_per_phase"
+        yield from warmup_doubts(key, self.optim.warmup_after_growth, steps, self.optim.lr[-1], whole, instead)
+
+    def shortened(self, steps: int) -> GrowthConfig:
+        return replace(self, steps_per_phase=min(self.steps_per_phase, -(-steps // len(_PHASES))))
+
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.experiments.dataset import prepare, sources
+
+        ids = sources.TextTokenizer(
+            model_vocab=self.model.vocab, cache=folder.parent / "cache", file=given.tokenizer, say=given.say
+        )
+        source: sources.Source
+        if given.text is not None:
+            source = sources.TextFile(path=given.text, text_tokenizer=ids)
+        elif self.data.source == "generated-stories":
+            source = sources.Generated(count=self.data.stories, seed=self.seed)
+        else:
+            source = sources.TinyStories(count=self.data.stories, text_tokenizer=ids, cache=ids.cache, say=given.say)
+        return prepare.prepare(folder, source, model_vocab=self.model.vocab, say=given.say)
+
+    def is_own_data(self, made_from: str) -> bool:
+        from gpufleet.job.experiments.dataset.sources import OWN_TEXT
+
+        return self.data.source == "tinystories" and made_from.startswith(OWN_TEXT)
+
+    def file_argument(self, *, own: bool = False) -> str:
+        return "FILE.txt" if own else ""
+
+    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        if manifest.vocab > self.model.vocab:
+            ids = manifest.vocab
+            return f"has {ids} ids, model.vocab is {self.model.vocab}: raise it to {ids} or more, or prepare anew"
+        notes = {"validation": " (1 % of the stories)"}
+        return too_short(manifest.tokens, "tokens", self.data.sequence + 1, self.data.sequence, notes)
+
+    def data_read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str]:
+        return manifest.tokens["train"], "token", "steps_per_phase"
+
+    def rows(self) -> int:
+        """Windows of a step."""
+        return self.batch.sequences
+
+    @remembered
+    def sizes(self) -> Sizes:
+        """A checkpoint has weights and two moments: 12 B per parameter in fp32, 6 in bf16. An exported phase's start is
+        the verified fp32 file, whatever the state that training casts it to; its end is in that state's dtype.
+        """
+        totals = [parameters(shape(self.model, i))[0] for i in range(len(_PHASES))]
+        widths = [2 if self.state_dtype(i) == "bf16" else 4 for i in range(len(_PHASES))]
+        ends = [width * total for width, total in zip(widths, totals, strict=True)]
+        exports = {
+            "phase1_end": 4 * totals[0],
+            "phase2_start": 4 * totals[1],
+            "phase2_end": 4 * totals[1],
+            "phase3_start": 4 * totals[2],
+            "phase3_end": ends[2],
+        }
+        return Sizes(
+            checkpoints=tuple(3 * end for end in ends),
+            phase_ends=tuple(ends),
+            exports=exports,
+            final={"weights": ends[2]},  # a copy of the last export
+            final_if_cut=tuple(exports[f"phase{i + 1}_end"] for i in range(len(_PHASES))),
+            dataset=self.data.stories * BYTES_PER_STORY,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """One phase's model. `experts` 0 = a dense FFN."""
+
+    vocab: int
+    layers: int
+    width: int
+    heads: int
+    ffn: int
+    experts: int
+    top_k: int
+
+
+def shape(model: GrowthModel, phase_index: int) -> Shape:
+    """The model of phase 0 (dense), 1 (experts) or 2 (twice as wide, `new_layers` deeper; head_dim stays)."""
+    if phase_index not in range(len(_PHASES)):
+        raise ValueError(f"phase {phase_index} does not exist; phases are 0 to {len(_PHASES) - 1}")
+    grown = phase_index == 2
+    scale = 2 if grown else 1
+    return Shape(
+        vocab=model.vocab,
+        layers=model.layers + (model.new_layers if grown else 0),
+        width=model.width * scale,
+        heads=model.heads * scale,
+        ffn=model.ffn * scale,
+        experts=model.experts if phase_index else 0,
+        top_k=model.top_k if phase_index else 0,
+    )
+
+
+def parameters(s: Shape) -> tuple[int, int]:
+    """(total, active per token). Router without bias; every other Linear and both norms with bias; head tied."""
+    d, h = s.width, s.ffn
+    fixed = s.vocab * d + 2 * d + s.layers * (4 * d * d + 4 * d + 4 * d)
+    ffn = 2 * d * h + h + d
+    if not s.experts:
+        return fixed + s.layers * ffn, fixed + s.layers * ffn
+    router = d * s.experts
+    return fixed + s.layers * (router + s.experts * ffn), fixed + s.layers * (router + s.top_k * ffn)
+
+
+def flops_per_token(s: Shape, sequence: int) -> int:
+    """Training FLOPs of one token, causal attention."""
+    d, h = s.width, s.ffn
+    ffns = s.top_k if s.experts else 1
+    matmul = s.vocab * d + s.layers * (4 * d * d + ffns * 2 * d * h + d * s.experts)
+    return 6 * matmul + 6 * s.layers * d * sequence
+
+
+def _launch_ms(config: GrowthConfig, s: Shape) -> float:
+    """Milliseconds of the host for one step; with `batch.micro` unset the whole batch is one micro-batch."""
+    micros = -(-config.batch.sequences // (config.batch.micro or config.batch.sequences))
+    return micros * s.layers * LAYER_LAUNCH_MS[1 if s.experts else 0] + LAUNCH_MS
+
+
+def _growth_s(config: GrowthConfig, parameters: int) -> float:
+    """Seconds from the end of a phase to the first step of the grown one, whose `parameters` these are."""
+    return GROWTH_PASSES * parameters * 4 / 1e9 + (COMPILE_S if config.device == "cuda" else 0.0)
+
+
+def _layer_bytes(s: Shape, compute: int, *, checkpointing: bool) -> float:
+    """What autograd keeps of one token in one layer. With checkpointing only the products' and attention's results."""
+    d, h = s.width, s.ffn
+    rows = s.top_k * CAPACITY if s.experts else 1.0
+    products = 4 * d + rows * h  # q, k, v, attention; the FFN's up-projection
+    if s.experts:
+        products += s.top_k * d  # the experts' results, weighted per token
+    if checkpointing:
+        return compute * (d + products) + 4 * s.heads
+    rest = 6 * d + rows * h  # two norms' inputs and outputs; q and k turned; after GELU
+    if s.experts:
+        rest += rows * d  # rows gathered by expert
+    wide = 4 * d if s.experts and compute < 4 else 0  # the router's input in fp32
+    return compute * (products + rest) + wide + 4 * s.heads + 16 + 8 * s.experts

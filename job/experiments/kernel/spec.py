@@ -1,0 +1,302 @@
+"""kernel-sft: all weights on packed rows, then generation, then the funnel. A micro-batch counts rows.
+
+The funnel's seconds per candidate are assumptions until a run has measured them, but for the judge's own work on a CPU.
+Compilation is spread over all vCPUs: seconds to tens of seconds of one core. The rest is done by one worker per GPU,
+one thing after another: it starts a process, sends inputs, and compares tens of megabytes per input in one thread. Most
+of that time the GPU waits, and is paid for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from gpufleet.job.experiments.dataset.rendering import tokenizer_of
+from gpufleet.job.experiments.tuning import spec as tuning
+from gpufleet.job.experiments.tuning.spec import TuningConfig
+from gpufleet.job.spec.common import (
+    GB,
+    QWEN3_8B,
+    Checkpoint,
+    Compute,
+    CosineAdamW,
+    DecoderConfig,
+    Given,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Sizes,
+    TokenBatch,
+    bounded,
+    in_gb,
+    warmup_doubts,
+)
+from gpufleet.job.spec.job import remembered
+
+if TYPE_CHECKING:
+    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+
+COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
+# Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
+STARTED_GPU_S = 6.0
+# For a correct one besides: stages 4 and 5. Of that 29 s are the judge's own in one thread at a GPU's sizes, inputs
+# kept: 10 s for stage 4 (8 of float16, 9 to 10 of one argument, 12 of two, 17 of three), 7 s for each try of stage 5 (6
+# to 9), taken 1.4 times, and 9 s for what is checked once more as it is timed (8 of one argument, 10 of two). Measured:
+# thread CPU time of funnel.Judge on four tasks, the last of packing and comparing alone, torch on the CPU in the
+# candidate's place; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to the GPU and kernels, is assumed.
+CORRECT_GPU_S = 35.0
+FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # of that stage 4; its random inputs then, and those of judge/tasks.py
+INTERPRETED_S = 0.3  # of a rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
+CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
+CHEATS = 56  # job/experiments/kernel/judge/adversarial.py (of 57 one needs a CPU)
+# The funnel and two rows without one of its extensions, on the same candidates; two rows without its rules, on those
+# that are known. An upper bound: two rows carry over what was wrong before.
+RULED_ROWS, OTHER_ROWS = 3, 2
+AT_ONCE = 32  # sequences of a rank generated together, and lost together when it is stopped
+TRIED = 4  # candidates per task of a curriculum's evaluation
+HELD_OUT = 0.02  # share of the pairs that each evaluation runs over (job/experiments/kernel/pairs.py)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelData:
+    """PyTorch-to-Triton pairs; the loss is on the answer."""
+
+    source: Literal["jsonl", "generated-kernels"] = "jsonl"
+    samples: int = bounded(1000, 1, 10_000_000)
+    tokens_per_sample: float = bounded(8192.0, 1.0, 131072.0)  # expected; the prepared dataset's own replaces it
+    row: int = bounded(8192, 8, 131072)
+    curriculum: Literal["off", "on", "compare"] = "off"  # later epochs draw more of what is half mastered; or both ways
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """`candidates` per task, sampled with seeds by (seed, task, candidate)."""
+
+    tasks: int = bounded(20, 1, 20)  # job/experiments/kernel/judge/catalog.py has no more
+    candidates: int = bounded(10, 1, 10_000)
+    max_tokens: int = bounded(2048, 1, 131072)
+    temperature: float = bounded(0.8, 0.0, 10.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Funnel:
+    """Limits of the verification funnel. Each candidate runs in its own process."""
+
+    planted: int = bounded(0, 0, 200)  # known candidates judged beside the generated ones; planted.py has no more
+    workers: int | None = bounded(None, 1, 1024)  # None = one per GPU, or one per CPU core without GPUs
+    candidate_s: float = bounded(60.0, 0.1, 3600.0)  # wall-clock of one candidate in one stage
+    memory_gb: float = bounded(16.0, 0.1, 1024.0)
+    inputs: int = bounded(5, 1, 1000)  # random inputs of the full run, beside the adversarial ones
+    trials: int = bounded(100, 1, 100_000)  # of the timing
+    suspicious: float = bounded(2.0, 1.0, 1000.0)  # a speed-up above this is run again with fresh inputs
+    ablations: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelConfig(TuningConfig):
+    """kernel-sft: all weights of a 7-8 B code model, 20 tasks x 10 candidates, judged on the node's GPUs and CPUs."""
+
+    trainer: ClassVar[str] = "gpufleet.job.experiments.kernel.run:Kernel"
+    one_node: ClassVar[str] = "its candidates are judged on one node, while the others would wait and be billed"
+    leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
+    # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest of that.
+    container_options: ClassVar[str] = "--security-opt seccomp={app}/gpufleet/job/node/namespaces.json"
+
+    epochs: int = bounded(1, 1, 1000)
+    seed: int = bounded(1337, 0, 2**31 - 1)
+    device: Literal["cuda", "cpu"] = "cuda"
+    gpus: int | None = bounded(None, 1, 8)
+    model: DecoderConfig = QWEN3_8B
+    data: KernelData = KernelData()
+    batch: TokenBatch = TokenBatch(tokens=524_288)
+    optim: CosineAdamW = CosineAdamW(lr=1e-5, warmup=2)
+    precision: Compute = Compute()
+    reshard_after_forward: bool = True
+    generate: Generation = Generation()
+    funnel: Funnel = Funnel()
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    log: Log = Log()
+
+    def work_kind(self) -> str:
+        return "all weights"
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = tuning.problems(self.model)
+        found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
+        if self.data.curriculum != "off" and self.epochs < 2:
+            found.append(("data.curriculum", "off unless epochs is 2 or more: it acts upon what is tried between them"))
+        return found
+
+    @remembered
+    def phases(self) -> tuple[PhaseSize, ...]:
+        """`sft`, or `sft-uniform` and `sft-adaptive`; `generate`, `verify`. Each training ends with generating."""
+        m = self.model
+        total = tuning.parameters(m)
+        context = min(self.data.tokens_per_sample, self.data.row)
+        tokens = self.epochs * self.data.samples * self.data.tokens_per_sample
+        sizes = {
+            "params_total": total,
+            "params_active": total,
+            "params_trained": total,
+            "flops_per_token": 6 * tuning.matmul_parameters(m) + tuning.attention_flops(m, context),
+            "state_bytes_per_param": 16,
+            "optimizer_traffic_bytes_per_param": 28,
+            "tokens_per_step": self.batch.tokens,
+            "launch_ms": tuning.LAUNCH_MS,
+            "micro_launch_ms": m.layers * tuning.LAYER_LAUNCH_MS,
+            "sharded": True,
+            "gathered_bytes": tuning.gathered_bytes(m, self.precision.compute, again=self.reshard_after_forward),
+            "workers": self.funnel.workers,
+        }
+        names, each = trainings(self), per_candidate(self)
+        compile_s, judge_s = each["compile_s"], each["judge_s"]  # compiled once: the ablations share the cache
+        judged = candidates(self)
+        if self.funnel.ablations:
+            judged = RULED_ROWS * judged + OTHER_ROWS * known(self)
+        others = (len(names) - 1) * self.generate.tasks * self.generate.candidates  # judged in one row
+
+        def training(name: str) -> PhaseSize:
+            adaptive = self.data.curriculum != "off" and name == names[-1]
+            tries = self.epochs - 1 if adaptive else 0
+            tried = tries * self.generate.tasks * TRIED
+            return PhaseSize(
+                name=name,
+                steps=tuning.steps(tokens, self.batch.tokens),
+                forward_tokens=int(HELD_OUT * tokens),  # an evaluation after each epoch
+                decode_steps=tries * self.generate.max_tokens,
+                decode_sequences=self.generate.tasks * TRIED,
+                decode_at_once=AT_ONCE,
+                cpu_core_s=tried * compile_s,
+                gpu_s=tried * judge_s,
+                **sizes,  # type: ignore[arg-type]
+            )
+
+        return (
+            *map(training, names),
+            PhaseSize(
+                name="generate",
+                steps=0,
+                decode_steps=len(names) * self.generate.max_tokens,
+                decode_sequences=self.generate.tasks * self.generate.candidates,
+                decode_at_once=AT_ONCE,
+                **sizes,  # type: ignore[arg-type]
+            ),
+            PhaseSize(
+                name="verify",
+                steps=0,
+                cpu_core_s=(candidates(self) + others) * compile_s,
+                gpu_s=(judged + others) * judge_s,
+                **sizes,  # type: ignore[arg-type]
+            ),
+        )
+
+    @remembered
+    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+        """Training: fp32 state cut over the ranks, gathered weights of two layers. generate: the trained weights still
+        cut, whole ones of the compute dtype on each GPU, and the cache of its share of the sequences. verify: what a
+        candidate may take.
+        """
+        m, first = self.model, len(trainings(self))
+        compute = 2 if self.precision.compute == "bf16" else 4
+        total = tuning.parameters(m)
+        weights = gradients = moments = activations = logits = 0.0
+        if phase_index < first:
+            weights, gradients, moments = tuning.whole_state(
+                m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=checkpointing
+            )
+            tokens = micro_batch * self.data.row
+            activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing)
+            logits = tuning.loss_bytes(m, tokens, trained=True)
+        elif phase_index == first:
+            weights = total * (compute + 4 / ranks)
+            sequences = min(AT_ONCE, -(-self.generate.tasks * self.generate.candidates // ranks))
+            cache = 2 * m.layers * m.kv_heads * m.head_dim * compute
+            activations = sequences * cache * (self.generate.max_tokens + 1024)
+            logits = sequences * m.vocab * 8
+        else:
+            activations = self.funnel.memory_gb * GB
+        return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
+
+    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+        return tuning.ladder(self, ranks)
+
+    def with_facts(self, facts: Mapping[str, Any]) -> KernelConfig:
+        if "rows" not in facts:
+            return self
+        each = facts["rows"] * facts["row"] / facts["examples"]  # with what its rows leave empty
+        return replace(self, data=replace(self.data, samples=facts["examples"], tokens_per_sample=each))
+
+    def doubts(self, steps: int) -> Iterator[str]:
+        yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
+
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.experiments.kernel.pairs import prepare_kernels  # brings numpy
+
+        return prepare_kernels(
+            folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say
+        )
+
+    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        """The trainer refuses one too short for a curriculum: it would act between two epochs, so between two steps."""
+        if differs := super(KernelConfig, self).dataset_differs(manifest, weights):
+            return differs
+        rows, per_step = int(manifest.facts.get("rows", 0)), self.rows()
+        if self.data.curriculum == "off" or not rows or rows * self.epochs > per_step:
+            return ""
+        return (
+            f"has {rows} rows, of which {self.epochs} epochs are one step of {per_step}, and data.curriculum "
+            f"{self.data.curriculum} acts between two: lower batch.tokens"
+        )
+
+    @remembered
+    def sizes(self) -> Sizes:
+        """Full state while training, at whose end fp32 weights stay for the stages after it, which leave nothing but
+        results: small.
+        """
+        total, training = tuning.parameters(self.model), len(trainings(self))
+        after = (0,) * (len(self.phases()) - training)
+        each = 6 if self.model.vocab > 1 << 16 else 4
+        return Sizes(
+            checkpoints=(12 * total,) * training + after,
+            phase_ends=(4 * total,) * training + after,
+            exports={},
+            final={"weights": 2 * total},
+            final_if_cut=(2 * total,) * len(self.phases()),
+            dataset=int(self.data.samples * self.data.tokens_per_sample * each),
+            base_weights=2 * total,  # bf16, as they are published
+        )
+
+
+def candidates(config: KernelConfig) -> int:
+    """Generated and known."""
+    return config.generate.tasks * config.generate.candidates + known(config)
+
+
+def known(config: KernelConfig) -> int:
+    """Planted, and for the ablation those that cheat."""
+    return config.funnel.planted + (CHEATS if config.funnel.ablations else 0)
+
+
+def correct_s(config: KernelConfig) -> float:
+    """Seconds of a worker that a correct candidate takes besides."""
+    return CORRECT_GPU_S + FULL_RUN_S * (config.funnel.inputs - INPUTS) / (INPUTS + ADVERSARIAL)
+
+
+def per_candidate(config: KernelConfig) -> dict[str, float]:
+    """What the funnel's time in the bill is made of: core-seconds of a compilation, a worker's seconds for the stages
+    after it, and the share of candidates taken to be correct, where that has a part in these.
+    """
+    if config.device != "cuda":
+        return {"compile_s": 0.0, "judge_s": INTERPRETED_S}
+    judge_s = STARTED_GPU_S + CORRECT_SHARE * correct_s(config)
+    return {"compile_s": COMPILE_CORE_S, "judge_s": judge_s, "correct": CORRECT_SHARE}
+
+
+def trainings(config: KernelConfig) -> tuple[str, ...]:
+    """Names of the phases that train, each from the base weights. The last one's are kept."""
+    return ("sft-uniform", "sft-adaptive") if config.data.curriculum == "compare" else ("sft",)

@@ -1,0 +1,201 @@
+"""The layers of the growth model. Legend: B batch, T sequence, N = B x T tokens, d width, H heads, D head_dim,
+P = D / 2 pairs that turn together, E experts, K experts per token.
+
+- rotary positions, computed in forward: no position parameters and no tables that a dtype change could blunt;
+- a Linear or norm casts its weights to its input's dtype;
+- experts renormalise: the weights of a token's top-k experts are the softmax over those k logits alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpufleet.job.experiments.growth.spec import CAPACITY, Shape
+from gpufleet.job.experiments.models.routing import Routing, grouped_experts, padded_experts
+from gpufleet.job.experiments.models.selective import keep_products
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the names of run configs
+NORM_EPS = 1e-5
+ROTARY_BASE = 10_000.0
+Dispatch = Literal["grouped", "padded"]
+
+
+class Block(nn.Module):
+    """Pre-norm: x + attention(norm(x)), then + FFN or experts of norm of that."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.checkpointing = False
+        self.norm1 = Norm(s.width)
+        self.attention = Attention(s)
+        self.norm2 = Norm(s.width)
+        self.ffn: Experts | FeedForward = Experts(s) if s.experts else FeedForward(s)
+
+    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> tuple[Tensor, Routing | None]:
+        if self.checkpointing and self.training:
+            result: tuple[Tensor, Routing | None] = checkpoint(
+                self._run, x_BTd, cos_TP, sin_TP, use_reentrant=False, context_fn=keep_products
+            )
+            return result
+        return self._run(x_BTd, cos_TP, sin_TP)
+
+    def _run(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> tuple[Tensor, Routing | None]:
+        x_BTd = x_BTd + self.attention(self.norm1(x_BTd), cos_TP, sin_TP)
+        y_BTd, routing = self.ffn(self.norm2(x_BTd))
+        return x_BTd + y_BTd, routing
+
+
+class Attention(nn.Module):
+    """Causal self-attention; q, k, v and o are separate parameters."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.heads = s.heads
+        self.q, self.k, self.v, self.o = (Linear(s.width, s.width) for _ in range(4))
+
+    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
+        q, k, v = (torch.unflatten(y, -1, (self.heads, -1)) for y in fused_linear(x_BTd, self.q, self.k, self.v))
+        # Turned before heads and positions change places: so attention's result lies as o reads it, without a copy.
+        cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
+        q, k = rotate(q, cos_T1P, sin_T1P), rotate(k, cos_T1P, sin_T1P)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y_BTd: Tensor = self.o(y_BHTD.transpose(1, 2).flatten(2))
+        return y_BTd
+
+
+class FeedForward(nn.Module):
+    """Two Linear layers around GELU."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.up, self.down = Linear(s.width, s.ffn), Linear(s.ffn, s.width)
+
+    def forward(self, x_BTd: Tensor) -> tuple[Tensor, None]:
+        return self.down(F.gelu(self.up(x_BTd))), None
+
+
+class Experts(nn.Module):
+    """Top-k mixture: each token's FFN is the renormalised sum of its k chosen experts."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.top_k = s.top_k
+        self.dispatch: Dispatch = "grouped"
+        self.capacity = CAPACITY
+        self.router = Linear(s.width, s.experts, bias=False)
+        self.up, self.down = Stacked(s.experts, s.width, s.ffn), Stacked(s.experts, s.ffn, s.width)
+
+    def forward(self, x_BTd: Tensor) -> tuple[Tensor, Routing]:
+        x_Nd = x_BTd.flatten(0, 1)
+        logits_NE = self.router(x_Nd.to(at_least_fp32(x_Nd.dtype)))
+        top_NK, chosen_NK = logits_NE.topk(self.top_k, dim=-1)
+        weights_NK = top_NK.softmax(-1).to(x_Nd.dtype)
+        routing = Routing.from_logits(logits_NE, chosen_NK)
+        weights = [p.to(x_Nd.dtype) for p in (self.up.weight, self.up.bias, self.down.weight, self.down.bias)]
+        # Evaluation never drops, and grouped_mm takes bf16, on the CPU also fp32, and rows of whole 16 bytes (torch
+        # 2.13): where it cannot be used and nothing may be dropped, the padded product has a row for every token.
+        narrow = x_Nd.dtype == torch.bfloat16 or (x_Nd.dtype == torch.float32 and x_Nd.device.type == "cpu")
+        whole = not any(size * x_Nd.element_size() % 16 for size in self.up.weight.shape[1:])
+        if self.dispatch == "grouped" and narrow and whole:
+            y_Nd = grouped_experts(x_Nd, weights_NK, chosen_NK, routing.load, weights)
+        else:
+            capacity = self.capacity if self.training and self.dispatch == "padded" else None
+            y_Nd = padded_experts(x_Nd, weights_NK, chosen_NK, routing.load, weights, capacity)
+        return y_Nd.view_as(x_BTd), routing
+
+
+class Linear(nn.Linear):
+    """A Linear whose weights are cast to the input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+def fused_linear(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
+    """What each layer makes of the same x, as one product: fewer kernels for the host to launch."""
+    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    product = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+    return torch.split(product, [layer.out_features for layer in layers], dim=-1)
+
+
+class Stacked(nn.Module):
+    """One Linear per expert, stacked: weight [E, out, in], bias [E, out]. Holds parameters only."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(experts, outputs))
+
+
+class Norm(nn.LayerNorm):
+    """LayerNorm with bias, weights cast to the input's dtype (statistics are fp32 inside the kernel)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+def rotations(sequence: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, P] of the rotary angles, on `like`'s device, fp32 or wider."""
+    frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float64) / head_dim)
+    angle = torch.outer(torch.arange(sequence, device=like.device, dtype=torch.float64), frequency)
+    wide = at_least_fp32(like.dtype)
+    return angle.cos().to(wide), angle.sin().to(wide)
+
+
+def rotate(x_D: Tensor, cos_P: Tensor, sin_P: Tensor) -> Tensor:
+    """Rotary positions along the last dimension: i and i + D/2 turn together. Computed in cos's dtype, given back in
+    x's.
+    """
+    left, right = x_D.chunk(2, dim=-1)
+    turned = torch.cat([left * cos_P - right * sin_P, right * cos_P + left * sin_P], dim=-1)
+    return turned.to(x_D.dtype)
+
+
+class _Generating:
+    """How many are at it, and what the switch was before: it is the process's, and a server generates in threads."""
+
+    def __init__(self) -> None:
+        self.lock, self.count, self.before = threading.Lock(), 0, True
+
+
+_generating = _Generating()
+
+
+@contextmanager
+def any_length() -> Iterator[None]:
+    """Within it attention takes every length as it comes: for generation, whose keys grow by one with each token.
+
+    On Hopper torch prefers cuDNN's kernels, which are faster in training but build a plan for each new shape: 0.4 s
+    (torch 2.11 on a B200, modelscope/FunASR issue 3704, 2026-09; that 2.13 prefers them was asked of torch itself).
+    """
+    cuda: Any = torch.backends.cuda
+    with _generating.lock:
+        if not _generating.count:
+            _generating.before = cuda.cudnn_sdp_enabled()
+            cuda.enable_cudnn_sdp(False)
+        _generating.count += 1
+    try:
+        yield
+    finally:
+        with _generating.lock:
+            _generating.count -= 1
+            if not _generating.count:
+                cuda.enable_cudnn_sdp(_generating.before)
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """fp64 stays, everything narrower becomes fp32."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,153 @@
+"""Decoder weights in the layout in which they are published: config.json and safetensors, in one file or sharded.
+
+Reads and writes without the `transformers` package. Names and shapes of all tensors, and a config.json that describes
+another model than the run config, are looked at before a byte of weights is read (hf_config.py). User mistakes raise
+ValueError with what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gpufleet.job import atomic
+from gpufleet.job.experiments.models import lora
+from gpufleet.job.experiments.models.decoder import Decoder
+from gpufleet.job.experiments.models.hf_config import ADAPTER_CONFIG, CONFIG, check, config_tree, published
+from gpufleet.job.experiments.sft.spec import Lora
+from gpufleet.job.spec.common import DecoderConfig as Shape
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+TOKENIZER = (  # what `transformers` reads beside tokenizer.json: the chat template, and which tokens begin and end
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+ADAPTER = "adapter_model.safetensors"
+SHARD_BYTES = 5_000_000_000  # of one file, at most: what the published ones hold
+
+
+@torch.no_grad()
+def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+    """Copies the published weights into the module's own tensors (their dtype and device stay; adapters are left out).
+    `fill` writes a whole tensor into a parameter.
+
+    Raises ValueError: another model than the module's shape, a file that is damaged, or a tensor that is missing, of
+    another shape, or unknown.
+    """
+    held = check(folder, module.shape)
+    trained = lora.weights(module)
+    targets = {published(name): p for name, p in module.named_parameters() if name not in trained}
+    for path in sorted({stored.file for stored in held.values()}):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name, stored in held.items():
+                    if stored.file == path:
+                        fill(targets[name], file.get_tensor(stored.name))
+        except SafetensorError as error:
+            raise ValueError(f"{path}: {error}; download it again") from error
+
+
+def write(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], shape: Shape, dtype: torch.dtype, shard: int = SHARD_BYTES
+) -> list[Path]:
+    """Weights by our names into `folder`, as `dtype`: model.safetensors, or numbered files of at most `shard` bytes
+    with an index, and config.json. Gives the files of weights. Replaces what is there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
+        old.unlink(missing_ok=True)
+    parts: list[Path] = []
+    held: dict[str, Tensor] = {}
+    where: dict[str, int] = {}
+    total = size = 0
+
+    def flush() -> None:
+        nonlocal held, size
+        parts.append(folder / f".part-{len(parts):05d}")
+        save_file(held, parts[-1], metadata={"format": "pt"})
+        held, size = {}, 0
+
+    for name, tensor in tensors:
+        ready = tensor.detach().to("cpu", dtype).contiguous()
+        if held and size + ready.nbytes > shard:
+            flush()
+        held[published(name)], where[published(name)] = ready, len(parts)
+        size, total = size + ready.nbytes, total + ready.nbytes
+    flush()
+    count = len(parts)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [WEIGHTS]
+    paths = [part.replace(folder / name) for part, name in zip(parts, names, strict=True)]
+    if count > 1:
+        weight_map = {name: names[part] for name, part in where.items()}
+        atomic.write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    atomic.write_json(folder / CONFIG, config_tree(shape, str(dtype).removeprefix("torch.")))
+    return paths
+
+
+def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> None:
+    """What else `folder` needs once its weights are written, so that others can generate with them: the config.json of
+    the published ones in `base` that they come from, but for the dtype (without published ones, `write`'s), and a
+    generation_config.json, the base's if any, that ends at `stop`.
+    """
+    published = None if base is None else atomic.read_object(base / CONFIG)
+    tree = published or {**(atomic.read_object(folder / CONFIG) or {}), "eos_token_id": stop}
+    for key in [key for key in ("torch_dtype", "dtype") if key in tree] or ["torch_dtype"]:
+        tree[key] = str(dtype).removeprefix("torch.")
+    atomic.write_json(folder / CONFIG, tree)
+    generation = None if base is None else atomic.read_object(base / GENERATION)
+    if generation is None:  # what `transformers` then takes from config.json
+        tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+        generation = {key: tree[key] for key in tokens if tree.get(key) is not None}
+    ends = generation.get("eos_token_id")
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if stop not in known:
+        generation["eos_token_id"] = [*known, stop] if known else stop
+    atomic.write_json(folder / GENERATION, generation)
+
+
+def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | None) -> None:
+    """The adapter in PEFT's format, bf16. `base` names the weights it belongs to; None, as in PEFT: unknown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, layer in lora.layers(module):
+        key = f"base_model.model.{published(name)}"
+        tensors[f"{key}.lora_A.weight"] = layer.lora_a.detach().to("cpu", torch.bfloat16)
+        tensors[f"{key}.lora_B.weight"] = layer.lora_b.detach().to("cpu", torch.bfloat16)
+    for name, table in lora.tables(module):  # under a name of PEFT's that says delta: the rows themselves they are
+        rows = table.trained_rows.detach().to("cpu", torch.bfloat16)
+        tensors[f"base_model.model.{published(name)}.token_adapter.trainable_tokens_delta"] = rows
+    temporary = folder / f".{ADAPTER}"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.replace(folder / ADAPTER)
+    tree = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": [f"{name}_proj" for name in lora.PROJECTIONS],
+        "trainable_token_indices": {
+            published(name).rpartition(".")[2]: table.ids.tolist() for name, table in lora.tables(module)
+        }
+        or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")

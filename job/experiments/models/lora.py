@@ -1,0 +1,163 @@
+"""Low-rank adapters on the seven projections of a decoder (Hu et al. 2021): y = W x + (alpha / rank) B A dropout(x).
+
+W is frozen and may be bf16; A and B are fp32 and alone are trained. A layer can also answer as the base alone, or as if
+merged: the merge is made anew in each forward pass, in fp32, and rounded to the dtype of the products, so that
+comparing base, adapter and both merges needs no second model. The file format of an adapter is PEFT's:
+`adapter_model.safetensors` with keys `base_model.model.<name in the published weights>.lora_A.weight` [rank, in] and
+`.lora_B.weight` [out, rank], beside `adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
+
+Initialisation: A uniform within 1 / sqrt(in) (what nn.Linear draws), B 0, so the first step starts from the base.
+Rows of embedding and head can be trained beside the adapters, whole and in fp32 (PEFT's trainable_token_indices): a
+base has often never trained those of its chat template's tokens, and no adapter reaches them.
+Parameter group: one, decayed by `optim.weight_decay`, which is 0 unless set. Legend: r rank, K rows that are trained.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpufleet.job.experiments.engine.parallel import full_tensor
+from gpufleet.job.experiments.models.blocks import Linear
+from gpufleet.job.experiments.models.decoder import Decoder, DecoderBlock, Table
+from gpufleet.job.experiments.sft.spec import Lora
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+Mode = Literal["base", "adapter", "merged"]
+_TRAINED = ("lora_a", "lora_b", "trained_rows")  # the last part of their names
+
+
+class LoraLinear(nn.Module):
+    """A frozen Linear and its adapter. `mode` may be changed at any time."""
+
+    def __init__(self, base: nn.Linear, config: Lora) -> None:
+        super().__init__()
+        self.weight, self.bias = base.weight, base.bias
+        self.scale, self.dropout = config.alpha / config.rank, config.dropout
+        empty = functools.partial(torch.empty, device=base.weight.device, dtype=torch.float32)
+        self.lora_a = nn.Parameter(empty(config.rank, base.in_features))  # [r, in]
+        self.lora_b = nn.Parameter(empty(base.out_features, config.rank))  # [out, r]
+        self.mode: Mode = "adapter"
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.mode == "merged":
+            return F.linear(x, self.merged().to(x.dtype), bias)
+        y = F.linear(x, self.weight.to(x.dtype), bias)
+        if self.mode == "base":
+            return y
+        narrow = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a.to(x.dtype))
+        # The scale goes on the small matrix: on the result it would be one more pass over it, and over its gradient.
+        return y + F.linear(narrow, (self.scale * self.lora_b).to(x.dtype))
+
+    def merged(self) -> Tensor:
+        """W + scale B A, in fp32."""
+        return full_tensor(self.weight).float() + self.scale * (self.lora_b @ self.lora_a)
+
+
+class TrainedRows(Table):
+    """A frozen Table of which the rows `ids` are trained. `mode` may be changed at any time."""
+
+    def __init__(self, base: Table, ids: Sequence[int]) -> None:
+        nn.Module.__init__(self)
+        self.weight = base.weight
+        self.ids: Tensor
+        self.register_buffer("ids", torch.tensor(ids, device=base.weight.device), persistent=False)
+        self.trained_rows = nn.Parameter(base.weight.detach()[self.ids].float())  # [K, d]
+        self.mode: Mode = "adapter"
+
+    def forward(self, tokens_RT: Tensor) -> Tensor:
+        x_RTd = F.embedding(tokens_RT, self.weight)
+        if self.mode == "base":
+            return x_RTd
+        own_RTK = tokens_RT[..., None] == self.ids
+        rows_RTd = F.embedding(own_RTK.int().argmax(-1), self.trained_rows)
+        return torch.where(own_RTK.any(-1, keepdim=True), rows_RTd, x_RTd.float())
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        table_Vd = self.weight.to(dtype)
+        return table_Vd if self.mode == "base" else table_Vd.index_copy(0, self.ids, self.trained_rows.to(dtype))
+
+    def merged(self) -> Tensor:
+        """The table in fp32."""
+        return self.weight.float().index_copy(0, self.ids, self.trained_rows)
+
+
+def attach(
+    module: Decoder, config: Lora, generator: torch.Generator | None = None, rows: Sequence[int] = ()
+) -> Decoder:
+    """The module with adapters, everything else frozen but the `rows` of its tables; without a `generator` the adapters
+    are not yet written.
+    """
+    module.requires_grad_(False)
+    for block in module.blocks:
+        assert isinstance(block, DecoderBlock)
+        for part in (block.attention, block.ffn):
+            for name in PROJECTIONS:
+                if isinstance(base := getattr(part, name, None), Linear):
+                    setattr(part, name, LoraLinear(base, config))
+    if rows:
+        module.embed = TrainedRows(module.embed, rows)
+        module.head = None if module.head is None else TrainedRows(module.head, rows)
+    return module if generator is None else initialise(module, generator)
+
+
+@torch.no_grad()
+def initialise(module: Decoder, generator: torch.Generator) -> Decoder:
+    """The module with fresh adapters, drawn on the CPU."""
+    for _, layer in layers(module):
+        bound = 1 / math.sqrt(layer.lora_a.shape[1])
+        layer.lora_a.copy_(torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator))
+        layer.lora_b.zero_()
+    return module
+
+
+def tables(module: nn.Module) -> Iterator[tuple[str, TrainedRows]]:
+    """Every table with trained rows and its name."""
+    for name, part in module.named_modules():
+        if isinstance(part, TrainedRows):
+            yield name, part
+
+
+def layers(module: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    """Every adapted layer with its name, in the order of the state dict."""
+    for name, part in module.named_modules():
+        if isinstance(part, LoraLinear):
+            yield name, part
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """What is trained alone, the module's own tensors: what a checkpoint holds."""
+    return {name: parameter for name, parameter in module.named_parameters() if name.endswith(_TRAINED)}
+
+
+def set_mode(module: nn.Module, mode: Mode) -> None:
+    """How every adapted layer and table answers."""
+    for _, part in _adapted(module):
+        part.mode = mode
+
+
+@torch.no_grad()
+def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the plain decoder by name, the adapted ones merged in fp32, one at a time; nothing is changed.
+    Where the base is spread every rank goes through it.
+    """
+    adapted = dict(_adapted(module))
+    for name, parameter in module.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if leaf in _TRAINED:
+            continue
+        is_merged = owner in adapted and leaf == "weight"
+        yield name, adapted[owner].merged() if is_merged else full_tensor(parameter.detach())
+
+
+def _adapted(module: nn.Module) -> Iterator[tuple[str, LoraLinear | TrainedRows]]:
+    for name, part in module.named_modules():
+        if isinstance(part, LoraLinear | TrainedRows):
+            yield name, part

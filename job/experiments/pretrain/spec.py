@@ -1,0 +1,311 @@
+"""pretrain-d64: a character-level GPT, cut over the GPUs of one node. A micro-batch counts rows per rank.
+
+FLOPs are `full`: 6 x matmul parameters (head included, embedding look-up not) + 12 x layers x width x sequence, as
+nanochat and llm-foundry count them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from gpufleet.job.spec.common import (
+    BELOW_ONE,
+    GB,
+    Checkpoint,
+    Compute,
+    Deliver,
+    Given,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Sizes,
+    bounded,
+    cuts,
+    halves,
+    too_short,
+    warmup_doubts,
+)
+from gpufleet.job.spec.job import JobConfig, remembered
+
+if TYPE_CHECKING:
+    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+
+SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
+LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
+ADAMW_LR = 0.01  # of hidden matrices; AdamW moves every weight by about that much at each step, whatever the gradient
+# Host ms to launch a compiled block of a micro-batch: 53 launches and 6 gradients added up, counted and timed as
+# a decoder's are (tuning.py). Muon's own are left out.
+LAYER_LAUNCH_MS, LAUNCH_MS = 2.1, 3.0
+BACKWARD = 10  # tensors of the width that one block's backward pass holds besides (counted on the CPU, 2026-11-21)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CharModel:
+    """Pre-norm RMSNorm without gain, RoPE, QK-norm, ReLU-squared FFN of 4 x width, untied head, no biases."""
+
+    layers: int = bounded(44, 1, 200)
+    width: int = bounded(2816, 8, 65536)
+    head_dim: int = bounded(128, 2, 1024)
+    kv_heads: int | None = bounded(None, 1, 512)  # None = as many as heads
+    vocab: int = bounded(32, 18, 1_000_000)  # 17 symbols and <|bos|>, padded
+    logit_cap: float = bounded(15.0, 0.0, 1000.0)  # logits = cap x tanh(x / cap); 0 = none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CharData:
+    """Characters cut into rows of `sequence` + 1; every row once per epoch, permuted by (seed, epoch)."""
+
+    source: Literal["text", "generated-sums"] = "text"  # what `gpufleet prepare` reads or makes
+    characters: int = bounded(350_000_000, 1000, 100_000_000_000)  # expected; the prepared dataset's count replaces it
+    sequence: int = bounded(2048, 8, 131072)
+    held_out: float = bounded(0.05, 0.001, 0.5)  # the last characters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowBatch:
+    """Rows per optimizer step over all GPUs; `micro` rows per GPU and forward."""
+
+    rows: int = bounded(256, 1, 1_000_000)
+    micro: int | None = bounded(None, 1, 65536)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonAdamW:
+    """Muon on hidden matrices, AdamW on embedding and head; `kind: adamw` is the fallback for every matrix, and wants
+    a smaller `lr` (about 3e-4): this one is Muon's.
+    """
+
+    kind: Literal["muon", "adamw"] = "muon"
+    lr: float = bounded(0.02, 1e-9, 1.0)  # hidden matrices
+    momentum: tuple[float, ...] = bounded((0.85, 0.95), 0.0, BELOW_ONE)  # from, to
+    momentum_steps: int = bounded(300, 0, 1_000_000)
+    embedding_lr: float = bounded(0.3, 1e-9, 10.0)  # x (width / 768) ** -0.5, as head_lr
+    head_lr: float = bounded(0.004, 1e-9, 10.0)
+    betas: tuple[float, ...] = bounded((0.8, 0.95), 0.0, BELOW_ONE)
+    weight_decay: float = bounded(0.0, 0.0, 1.0)
+    warmup: int = bounded(0, 0, 1_000_000)
+    cooldown: float = bounded(0.4, 0.0, 1.0)  # share of the steps over which every rate falls to 0
+    clip: float = bounded(0.0, 0.0, 1e6)  # 0 = none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyStop:
+    """Stops when `patience` evaluations in a row improve by less than `min_delta`."""
+
+    patience: int = bounded(4, 1, 1000)
+    min_delta: float = bounded(0.0005, 0.0, 10.0)  # nats
+    after: int = bounded(1000, 0, 10_000_000)  # steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CharEval:
+    """Nats per character on fixed windows summed over ranks, and a few continuations."""
+
+    every: int = bounded(250, 1, 1_000_000)
+    windows: int = bounded(160, 1, 65536)
+    prompts: tuple[str, ...] = ("123+456", "999-111", "HB+123", "0+0")
+    sample_tokens: int = bounded(32, 0, 2048)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainConfig(JobConfig):
+    """pretrain-d64: as deep as the budget allows, stopped when validation stops improving, then served."""
+
+    trainer: ClassVar[str] = "gpufleet.job.experiments.pretrain.run:Pretrain"
+    dataset_kind: ClassVar[str] = "characters"
+    file_arguments: ClassVar[dict[str, str]] = {"text": "FILE.txt"}
+    takes_tokenizer: ClassVar[bool] = False
+    leaves_speed: ClassVar[tuple[str, ...]] = ("steps", "early_stop", "data.characters", "data.held_out")
+    may_stop_early: ClassVar[bool] = True
+    several_ranks: ClassVar[bool] = True
+
+    steps: int = bounded(5000, 1, 10_000_000)  # planned; the rate schedule belongs to them
+    seed: int = bounded(1337, 0, 2**31 - 1)
+    device: Literal["cuda", "cpu"] = "cuda"
+    gpus: int | None = bounded(None, 1, 8)
+    model: CharModel = CharModel()
+    data: CharData = CharData()
+    batch: RowBatch = RowBatch()
+    optim: MuonAdamW = MuonAdamW()
+    precision: Compute = Compute()
+    early_stop: EarlyStop = EarlyStop()
+    reshard_after_forward: bool = False  # False = ZeRO-2, True = ZeRO-3
+    deliver: Deliver = "best"
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    eval: CharEval = CharEval()
+    log: Log = Log()
+
+    def work_kind(self) -> str:
+        return "from scratch"
+
+    def problems(self) -> list[tuple[str, str]]:
+        m, found = self.model, []
+        if m.width % m.head_dim:
+            found.append(("model.head_dim", f"a divisor of the width, {m.width}"))
+        if m.head_dim % 2:
+            found.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
+        if m.kv_heads is not None and heads(m) % m.kv_heads:
+            found.append(("model.kv_heads", f"a divisor of the number of heads, {heads(m)}"))
+        if self.optim.kind == "adamw" and self.optim.lr > ADAMW_LR:
+            found.append(
+                (
+                    "optim.lr",
+                    f"at most {ADAMW_LR:g} with kind: adamw, not {self.optim.lr:g}: 0.02 is Muon's, try 3e-4",
+                )
+            )
+        for name, values in (("optim.betas", self.optim.betas), ("optim.momentum", self.optim.momentum)):
+            if len(values) != 2:
+                found.append((name, f"two numbers, not {len(values)}"))
+        if not self.eval.prompts:
+            found.append(("eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off"))
+        for prompt in self.eval.prompts:
+            if not 1 <= len(prompt) <= self.data.sequence or set(prompt) - set(SYMBOLS):
+                found.append(("eval.prompts", f"1 to {self.data.sequence} characters of {SYMBOLS!r}, not {prompt!r}"))
+        return found
+
+    @remembered
+    def phases(self) -> tuple[PhaseSize, ...]:
+        """One phase. Early stop can only shorten it."""
+        total, bf16 = parameters(self.model), self.precision.compute == "bf16"
+        return (
+            PhaseSize(
+                name="train",
+                params_total=total,
+                params_active=total,
+                params_trained=total,
+                flops_per_token=flops_per_token(self),
+                attention="full",
+                state_bytes_per_param=16,
+                optimizer_traffic_bytes_per_param=28,
+                steps=self.steps,
+                tokens_per_step=self.batch.rows * self.data.sequence,
+                evaluations=-(-self.steps // self.eval.every),
+                evaluation_tokens=self.eval.windows * self.data.sequence,
+                decode_steps=len(self.eval.prompts) * self.eval.sample_tokens,
+                launch_ms=LAUNCH_MS,
+                micro_launch_ms=self.model.layers * LAYER_LAUNCH_MS,
+                sharded=True,
+                gathered_bytes=total * (2 if bf16 else 4) * (1 + self.reshard_after_forward),
+            ),
+        )
+
+    @remembered
+    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+        """All characters; fp32 weights, gradients and moments cut over the ranks; the gathered weights in the compute
+        dtype (all of them with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so none
+        stays whole. Where the batch is one micro-batch alone the gradients come as the activations go: the peak is a
+        little lower.
+        """
+        m = self.model
+        compute = 2 if self.precision.compute == "bf16" else 4
+        total = parameters(m)
+        block = layer_matmul(m)
+        copies = total * compute
+        if ranks == 1:  # casts are part of a block's forward pass, and recomputed with it
+            copies = 0 if compute == 4 else block * compute if checkpointing else copies
+        elif self.reshard_after_forward:
+            copies = 2 * block * compute
+        weights, gradients = total * 4 / ranks + copies, total * 4 / ranks
+        moments = (self.sizes().checkpoints[phase_index] - 4 * total) / ranks
+        # on its way: one block's whole gradient, and what is reduced of it in fp32; alone only the largest matrix's
+        reduced = block * (compute + 4) if ranks > 1 else 4 * m.width * m.width * 4
+        tokens = micro_batch * self.data.sequence
+        full, kept = (_layer_bytes(m, compute, checkpointing=on) for on in (False, checkpointing))
+        activations = tokens * (m.layers * kept + full - kept + (3 + BACKWARD) * m.width * compute)
+        logits = tokens * m.vocab * LOGIT_BYTES
+        return Memory(
+            weights_gb=weights / GB,
+            gradients_gb=(gradients + reduced) / GB,
+            moments_gb=moments / GB,
+            activations_gb=activations / GB,
+            logits_gb=logits / GB,
+            total_gb=(weights + gradients + reduced + moments + activations + logits + self.sizes().dataset) / GB,
+        )
+
+    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+        """A rank's rows, half of them and so on down to one, then activation checkpointing."""
+        whole = self.rows_per_rank(ranks)
+        return cuts(whole, self.batch.micro, halves(whole))
+
+    def with_facts(self, facts: Mapping[str, Any]) -> PretrainConfig:
+        if "train_characters" not in facts:
+            return self
+        characters = facts["train_characters"] + facts["validation_characters"]
+        return replace(self, data=replace(self.data, characters=characters))
+
+    def doubts(self, steps: int) -> Iterator[str]:
+        yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "raise steps")
+
+    def shortened(self, steps: int) -> PretrainConfig:
+        stop = replace(self.early_stop, after=max(self.early_stop.after, steps))
+        return replace(self, steps=min(self.steps, steps), early_stop=stop)
+
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.experiments.pretrain.characters import prepare_characters
+
+        return prepare_characters(folder, self.data, seed=self.seed, text=given.text, say=given.say)
+
+    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        held = manifest.facts.get("held_out", self.data.held_out)
+        if held != self.data.held_out:
+            return f"was prepared with data.held_out {held:g}, the file says {self.data.held_out:g}"
+        counts = {split: manifest.facts.get(f"{split}_characters") for split in ("train", "validation")}
+        return too_short(counts, "characters", 2 * self.data.sequence + 1, self.data.sequence)
+
+    def data_read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str]:
+        return manifest.facts["train_characters"], "character", "steps"
+
+    def rows(self) -> int:
+        return self.batch.rows
+
+    @remembered
+    def sizes(self) -> Sizes:
+        """fp32 weights and two moments, of which Muon keeps one for the hidden matrices; one byte a character."""
+        m, whole = self.model, 4 * parameters(self.model)
+        hidden, tables = m.layers * layer_matmul(m), 2 * m.vocab * m.width
+        return Sizes(
+            checkpoints=((8 if self.optim.kind == "muon" else 12) * hidden + 12 * tables,),
+            phase_ends=(whole,),
+            exports={},
+            final={"best": whole},
+            final_if_cut=(whole,),
+            dataset=self.data.characters,
+        )
+
+
+def heads(m: CharModel) -> int:
+    """Query heads."""
+    return m.width // m.head_dim
+
+
+def layer_matmul(m: CharModel) -> int:
+    """Parameters of one block: 12 x width squared with as many KV heads as heads."""
+    kv = (m.kv_heads or heads(m)) * m.head_dim
+    return 2 * m.width * m.width + 2 * m.width * kv + 8 * m.width * m.width
+
+
+def parameters(m: CharModel) -> int:
+    """All of them; norms have none."""
+    return m.layers * layer_matmul(m) + 2 * m.vocab * m.width
+
+
+def flops_per_token(config: PretrainConfig) -> int:
+    """Training FLOPs of one character, full attention."""
+    m = config.model
+    return 6 * (m.layers * layer_matmul(m) + m.vocab * m.width) + 12 * m.layers * m.width * config.data.sequence
+
+
+def _layer_bytes(m: CharModel, compute: int, *, checkpointing: bool) -> float:
+    """What autograd keeps of one token in one block. With checkpointing its input, all products and attention."""
+    kv = (m.kv_heads or heads(m)) * m.head_dim
+    products = 2 * m.width + 2 * kv + 4 * m.width  # q, attention, k, v; the FFN's up-projection
+    if checkpointing:
+        return compute * (3 * m.width + products) + 4 * heads(m)  # o's and down's are products too
+    rest = 4 * m.width + m.width + kv + 4 * m.width  # norms' inputs and outputs, q and k before their norm, ReLU^2
+    return compute * (products + rest) + 4 * heads(m)

@@ -1,0 +1,347 @@
+"""sft-h100: LoRA or all weights of a decoder on packed rows. A micro-batch counts rows of `data.row` tokens.
+
+With a frozen base a token costs 4 FLOP per base parameter (forward, and the gradient of the input), 6 per adapter
+parameter, and attention within its own example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from gpufleet.job.experiments.dataset.rendering import TEMPLATES, FileTokenizer, tokenizer_of
+from gpufleet.job.experiments.tuning import spec as tuning
+from gpufleet.job.experiments.tuning.spec import TuningConfig
+from gpufleet.job.spec.common import (
+    Checkpoint,
+    Compute,
+    CosineAdamW,
+    DecoderConfig,
+    Deliver,
+    Given,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Say,
+    Sizes,
+    TokenBatch,
+    added_later,
+    bounded,
+    in_gb,
+    rate_in_words,
+    warmup_doubts,
+)
+from gpufleet.job.spec.job import remembered
+from gpufleet.job.text import counted
+
+if TYPE_CHECKING:
+    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+
+VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
+ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
+BASE_BYTES = 2  # of a frozen parameter: bf16, whatever the products are in
+COMPILED_KEEPS = 0.885  # of what autograd keeps beside adapters, compiled: 8 B, H100 and H200, bench/results/gpu.md
+FP32_COST = 15  # of a token in true fp32 against bf16 tensor cores: H100 989 over 67 TFLOP/s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank. With `template_tokens` also the
+    rows of the chat template's tokens in embedding and head, which many a base has never trained. `shard_base` is for
+    one that no single GPU holds.
+    """
+
+    rank: int = bounded(64, 1, 4096)
+    alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
+    dropout: float = bounded(0.05, 0.0, 0.9)
+    template_tokens: bool = False
+    shard_base: bool = added_later(False)  # FSDP2 brings each layer together where it is used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatData:
+    """Instruction and response pairs, tokenised once and packed whole into rows."""
+
+    source: Literal["jsonl", "generated-pairs"] = "jsonl"  # what `gpufleet prepare` reads or makes
+    examples: int = bounded(600_000, 1, 100_000_000)  # expected; the prepared dataset's own count replaces it
+    tokens_per_example: float = bounded(361.0, 1.0, 131072.0)  # the same
+    row: int = bounded(4096, 8, 131072)  # tokens per packed row
+    fill: float = bounded(0.98, 0.01, 1.0)  # share of a packed row that is expected to be text; the same
+    longest: int = bounded(1024, 8, 131072)  # tokens of one example, the rest is cut off and reported
+    loss_on: Literal["response", "all"] = "response"
+    held_out: float = bounded(0.01, 0.001, 0.5)  # share of examples, at least one of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowEval:
+    """Validation on the same fixed packed rows; prompts are continued greedily at the end and stored."""
+
+    every: int = bounded(1500, 1, 10_000_000)  # steps: about half an hour on one H100
+    rows: int = bounded(512, 1, 1_000_000)
+    prompts: int = bounded(100, 0, 10_000)  # held-out instructions to answer after training
+    sample_tokens: int = bounded(128, 0, 4096)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measures:
+    """What the experiment does for speed, each switchable for the ablation table (docs/sft.md)."""
+
+    pretokenised: bool = True  # packed ids; False: texts beside them, tokenised while training (prepare again)
+    packing: bool = True  # rows filled with whole examples; False: one padded example per row (prepare again)
+    async_checkpoints: bool = True  # training goes on while a save is written
+    compile: bool = True  # of each block and the loss, on a GPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftConfig(TuningConfig):
+    """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated five ways."""
+
+    trainer: ClassVar[str] = "gpufleet.job.experiments.sft.run:Sft"
+    leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "data.examples", "data.held_out", "lora.alpha")
+
+    epochs: int = bounded(3, 1, 1000)
+    seed: int = bounded(1337, 0, 2**31 - 1)
+    device: Literal["cuda", "cpu"] = "cuda"
+    gpus: int | None = bounded(None, 1, 8)  # of the node; None = all of them
+    method: Literal["lora", "full"] = "lora"
+    model: DecoderConfig = DecoderConfig()
+    lora: Lora = Lora()
+    data: ChatData = ChatData()
+    batch: TokenBatch = TokenBatch()
+    optim: CosineAdamW = CosineAdamW()
+    precision: Compute = Compute()
+    measures: Measures = Measures()
+    reshard_after_forward: bool = True  # full weights only: True = ZeRO-3, False = ZeRO-2
+    deliver: Deliver = "best"
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    eval: RowEval = RowEval()
+    log: Log = Log()
+
+    def work_kind(self) -> str:
+        return "all weights" if self.method == "full" else "adapter"
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = tuning.problems(self.model)
+        if self.data.longest > self.data.row:
+            found.append(("data.longest", f"at most data.row, {self.data.row}: examples are packed whole"))
+        if self.lora.shard_base and (self.method == "full" or self.lora.template_tokens):
+            whole = "all weights are cut over the GPUs anyway" if self.method == "full" else "not with template_tokens"
+            found.append(("lora.shard_base", f"false here: {whole}"))
+        found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
+        return found
+
+    @remembered
+    def phases(self) -> tuple[PhaseSize, ...]:
+        """`train`, then `merge`: five validation losses and the stored answers."""
+        m, rows = self.model, self.batch.tokens // self.data.row
+        train_tokens = self.epochs * self.data.examples * (1 - self.data.held_out) * example_tokens(self)
+        count = tuning.steps(train_tokens, rows * self.data.row * fill(self))
+        total = tuning.parameters(m)
+        sharded = self.method == "full"
+        adapters = 0 if sharded else trained(self)
+        evaluation = self.eval.rows * self.data.row
+        sizes = {
+            "params_total": total + adapters,
+            "params_active": total + adapters,
+            "params_trained": trained(self),
+            "flops_per_token": flops_per_token(self),
+            "state_bytes_per_param": 16,
+            "optimizer_traffic_bytes_per_param": 28,
+            "tokens_per_step": self.batch.tokens,
+            "forward_share": forward_share(self),
+            "launch_ms": tuning.LAUNCH_MS,
+            "micro_launch_ms": m.layers * (tuning.LAYER_LAUNCH_MS if sharded else tuning.LORA_LAUNCH_MS),
+            "sharded": sharded,
+            "gathered_bytes": tuning.gathered_bytes(m, self.precision.compute, again=self.reshard_after_forward)
+            if sharded
+            else tuning.gathered_bytes(m, "bf16", again=True) * self.lora.shard_base,
+        }
+        train = PhaseSize(
+            name="train",
+            steps=count,
+            evaluations=-(-count // self.eval.every),
+            evaluation_tokens=evaluation,
+            **sizes,  # type: ignore[arg-type]
+        )
+        exact = 2 * min(VALIDATION_ROWS, self.eval.rows) * FP32_COST * self.data.row
+        merge = PhaseSize(
+            name="merge",
+            steps=0,
+            forward_tokens=0
+            if sharded
+            else 3 * evaluation + exact,  # all weights: the last evaluation was the one loss
+            decode_steps=self.eval.sample_tokens * -(-self.eval.prompts // answers_at_once(self)),
+            **sizes,  # type: ignore[arg-type]
+        )
+        return (train, merge)
+
+    @remembered
+    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+        """LoRA: base in bf16 on every rank, or cut over them with the tables and two layers gathered; adapters with
+        fp32 state; products in fp32 cast the base's matrices, which stays until backward (with checkpointing one
+        layer's). Full: fp32 state cut over the ranks, and the gathered weights of the compute dtype (two layers with
+        ZeRO-3, all of them with ZeRO-2).
+        """
+        m = self.model
+        compute = 2 if self.precision.compute == "bf16" else 4
+        total, own = tuning.parameters(m), trained(self)
+        if self.method == "lora":
+            layers = 0 if compute == BASE_BYTES else 1 if checkpointing else m.layers
+            cast = layers * tuning.layer_matmul(m) + (m.vocab * m.width if layers else 0)
+            base = tuning.frozen_bytes(m, ranks if self.lora.shard_base else 1) + own * 4
+            base += m.vocab * m.width * compute if trains_head(self) else 0  # a copy of the head with its trained rows
+            weights, gradients, moments = float(base + cast * compute), float(own * 4), float(own * 8)
+            rank = self.lora.rank
+        else:
+            weights, gradients, moments = tuning.whole_state(
+                m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=checkpointing
+            )
+            rank = 0
+        tokens = micro_batch * self.data.row if phase_index == 0 else self.data.row
+        activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing, adapters=rank)
+        if phase_index == 1:
+            gradients = moments = 0.0
+            activations = tokens * tuning.layer_activation_bytes(  # of one layer at a time
+                m, compute, checkpointing=checkpointing, adapters=rank
+            )
+            weights = base if self.method == "lora" else total * compute
+        if self.method == "lora" and phase_index == 0 and self.runs_compiled() and not checkpointing:
+            activations *= COMPILED_KEEPS
+        logits = tuning.loss_bytes(m, tokens, trained=trains_head(self) and phase_index == 0)
+        return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
+
+    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+        return tuning.ladder(self, ranks)
+
+    def with_facts(self, facts: Mapping[str, Any]) -> SftConfig:
+        if "rows" not in facts:
+            return self
+        data = replace(
+            self.data,
+            examples=facts["examples"] + facts["held_out_examples"],
+            tokens_per_example=facts["tokens"] / facts["examples"],
+            held_out=facts["held_out_examples"] / (facts["examples"] + facts["held_out_examples"]),
+            fill=facts["tokens"] / (facts["rows"] * facts["row"]),
+        )
+        rows, prompts = min(self.eval.rows, facts["held_out_rows"]), min(self.eval.prompts, facts["prompts"])
+        return replace(self, data=data, eval=replace(self.eval, rows=rows, prompts=prompts))
+
+    def waits_for_saves(self) -> bool:
+        return not self.measures.async_checkpoints
+
+    def compiles(self) -> bool:
+        return self.measures.compile
+
+    def doubts(self, steps: int) -> Iterator[str]:
+        lr = self.optim.lr
+        yield from warmup_doubts("warmup", self.optim.warmup, steps, lr, "the whole run", "batch.tokens")
+        if self.method == "full" and lr == CosineAdamW().lr:
+            yield f"method: full at an adapter's optim.lr, {rate_in_words(lr)}, the default: set it, 1e-5 for instance"
+
+    def longest(self) -> int:
+        return min(self.data.longest, self.data.row)
+
+    def dataset_facts(self) -> dict[str, Any]:
+        facts = super(SftConfig, self).dataset_facts()
+        facts |= {"loss_on": self.data.loss_on, "packing": self.measures.packing}
+        return facts if self.measures.pretokenised else {**facts, "texts": True}
+
+    def facts_differ(self, manifest: DatasetManifest) -> Iterator[str]:
+        from gpufleet.job.experiments.dataset.packing import held_out_of  # brings numpy
+
+        yield from super(SftConfig, self).facts_differ(manifest)
+        if held := manifest.facts.get("held_out_examples", 0):
+            share = held_out_of(held + manifest.facts.get("examples", 0), self.data.held_out)
+            if held != share:
+                yield f"{counted(f'{held:,}', 'example')} held out, data.held_out in the file says {share:,}"
+
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.experiments.dataset.packed import prepare_sft  # brings numpy
+
+        return prepare_sft(
+            folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say
+        )
+
+    def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
+        from gpufleet.job.experiments.dataset.packed import warn_of_untrained  # brings numpy
+
+        super(SftConfig, self).report_found(folder, manifest, weights, say)
+        if (own := tokenizer_of(weights)) is not None:
+            warn_of_untrained(self, FileTokenizer(own), say)
+
+    @remembered
+    def sizes(self) -> Sizes:
+        """Final: the adapter in bf16, and the merged model in fp32 at worst, when bf16 would round too much of the
+        adapter away. Cut short, an adapter's run leaves the adapter alone. A token of the dataset has what it belongs
+        to beside it: 4 bytes, or 6 where an id needs more than two.
+        """
+        total, own = tuning.parameters(self.model), trained(self)
+        final = {"adapter": 2 * own, "merged": 4 * total} if self.method == "lora" else {"merged": 2 * total}
+        each = 6 if self.model.vocab > 1 << 16 else 4
+        return Sizes(
+            checkpoints=(12 * own,) * 2,
+            phase_ends=(4 * own,) * 2,
+            exports={},
+            final=final,
+            final_if_cut=(next(iter(final.values())),) * 2,
+            dataset=int(self.data.examples * example_tokens(self) * each / fill(self)),
+            base_weights=2 * total,  # bf16, as they are published
+        )
+
+
+def trained(config: SftConfig) -> int:
+    """Parameters with gradients and moments."""
+    m = config.model
+    if config.method == "full":
+        return tuning.parameters(m)
+    rows = len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) if config.lora.template_tokens else 0
+    return tuning.lora_parameters(m, config.lora.rank) + rows * m.width
+
+
+def trains_head(config: SftConfig) -> bool:
+    """Whether the head's table has a gradient: all of it is made, also where a few rows are trained."""
+    return config.method == "full" or config.lora.template_tokens
+
+
+def flops_per_token(config: SftConfig) -> int:
+    """Useful training work of one token."""
+    matmul = tuning.matmul_parameters(config.model)
+    context = example_tokens(config) if config.measures.packing else config.data.row
+    attention = tuning.attention_flops(config.model, context)
+    if config.method == "full":
+        return 6 * matmul + attention
+    return 4 * matmul + 6 * trained(config) + _head_flops(config) + attention
+
+
+def _head_flops(config: SftConfig) -> int:
+    """What one token adds with adapters to the gradient of the head, where some of its rows are trained."""
+    return 2 * config.model.vocab * config.model.width if trains_head(config) else 0
+
+
+def forward_share(config: SftConfig) -> float:
+    """The forward pass's share of a token's work. Nearly half with a frozen base, which gets no gradients."""
+    matmul, own, whole = tuning.matmul_parameters(config.model), trained(config), flops_per_token(config)
+    if config.method == "full":
+        return 1 / 3
+    attention = whole - 4 * matmul - 6 * own - _head_flops(config)
+    return (2 * (matmul + own) + attention / 3) / whole
+
+
+def example_tokens(config: SftConfig) -> float:
+    """Tokens of the mean example, cut where `data.longest` cuts it."""
+    return min(config.data.tokens_per_example, config.data.longest)
+
+
+def fill(config: SftConfig) -> float:
+    """Share of a row that is text, the rest being padding."""
+    return config.data.fill if config.measures.packing else example_tokens(config) / config.data.row
+
+
+def answers_at_once(config: SftConfig) -> int:
+    """Prompts and answers of one batch: its cache and first pass hold less than a step of training."""
+    return min(ANSWERS_AT_ONCE, max(1, ANSWERED_TOKENS // (config.data.longest + config.eval.sample_tokens)))

@@ -1,0 +1,205 @@
+"""Fine-tuning a published decoder on packed rows: what sft-h100 and kernel-sft do alike.
+
+Their dataset held against the run config, the weights to start from, the rate, stops after training, and final/.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpufleet.job import atomic
+from gpufleet.job.contract.workdir import FINAL
+from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+from gpufleet.job.experiments.dataset.rendering import (
+    CHAT_TEMPLATE,
+    TEMPLATES,
+    FileTokenizer,
+    Renderer,
+    chat_template,
+    file_id,
+    jinja,
+    open_chat_tokenizer,
+)
+from gpufleet.job.experiments.engine import export, parallel
+from gpufleet.job.experiments.engine.experiment import Session
+from gpufleet.job.experiments.kernel.spec import KernelConfig
+from gpufleet.job.experiments.models import decoder, hf, lora
+from gpufleet.job.experiments.models.blocks import DTYPES
+from gpufleet.job.experiments.models.decoder import Decoder
+from gpufleet.job.experiments.sft.spec import Lora, SftConfig
+from gpufleet.job.spec.common import CosineAdamW
+
+TOKENIZERS = ("tokenizer.json", "words.json")
+TRAINED_TEMPLATE = "trained_chat_template.jinja"
+
+
+def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig | KernelConfig) -> None:
+    """Raises ValueError where the prepared rows are not those of the run config."""
+    if manifest.kind != "packed":
+        raise ValueError(f"{session.data}: a dataset of {manifest.kind}, this experiment needs packed rows; prepare it")
+    facts = manifest.facts
+    if facts["vocab"] > config.model.vocab:
+        raise ValueError(
+            f"{session.data}: {facts['vocab']} ids, the model's vocabulary (model.vocab) is "
+            f"{config.model.vocab}; prepare the dataset with the tokenizer of the base weights"
+        )
+    beside = None if config.data.source.startswith("generated-") else _tokenizer_id(session)
+    if beside not in (None, facts["tokenizer_id"]):
+        raise ValueError(
+            f"{session.data} was prepared with {facts['tokenizer_id']}, and {beside} is the tokenizer beside the base "
+            "weights, to which the dataset's ids mean other words; prepare it again, without --tokenizer"
+        )
+    wanted = config.dataset_facts().items()
+    differing = [f"{key} {facts[key]}, the run config {value}" for key, value in wanted if facts[key] != value]
+    if differing:
+        raise ValueError(f"{session.data} was prepared with {'; '.join(differing)}: prepare it again")
+
+
+def _tokenizer_id(session: Session) -> str | None:
+    """The id of the tokenizer.json beside the base weights; None without one."""
+    path = None if session.inputs is None else session.inputs / FileTokenizer.kind
+    return file_id(path.read_bytes()) if path is not None and path.is_file() else None
+
+
+def renderer(session: Session, manifest: DatasetManifest, config: SftConfig | KernelConfig) -> Renderer:
+    """The dataset's own tokenizer, the model's template."""
+    return Renderer(TEMPLATES[config.model.family], open_chat_tokenizer(manifest.facts["tokenizer"], session.data))
+
+
+def template_ids(session: Session, manifest: DatasetManifest, config: SftConfig) -> list[int]:
+    """The ids of the tokens that the chat template writes."""
+    tokenizer = open_chat_tokenizer(manifest.facts["tokenizer"], session.data)
+    return [tokenizer.special(name) for name in TEMPLATES[config.model.family].specials]
+
+
+def base(
+    session: Session,
+    config: SftConfig | KernelConfig,
+    dtype: torch.dtype,
+    *,
+    written: bool = True,
+    spread: bool = False,
+    adapters: Lora | None = None,
+) -> Decoder:
+    """The weights to start from, on the device: published ones, or drawn from the seed for generated data, which needs
+    none. Unless `written`, only their room. `spread`: a part on each rank, and nowhere ever all. `adapters` are
+    attached, whole on every rank and not yet written. Raises ValueError.
+    """
+    published = session.inputs is not None
+    if not published and not config.data.source.startswith("generated-"):
+        raise ValueError(
+            "no base weights: storage.base_weights must name a folder with config.json and safetensors "
+            "(only a data.source that is generated starts from random ones)"
+        )
+    compute = DTYPES[config.precision.compute]
+    module = decoder.build(config.model, compute=compute, dtype=dtype, device="meta")
+    if adapters is not None:
+        lora.attach(module, adapters)
+    if spread:
+        whole = list(lora.weights(module).values())
+        reshard = bool(whole) or config.reshard_after_forward
+        parallel.shard(module, session.world, module.blocks, compute=compute, reshard=reshard, whole=whole)
+    module.to_empty(device=session.device.torch)
+    if not written:
+        return module
+    if published:
+        assert session.inputs is not None
+        hf.load(session.inputs, module, parallel.fill)
+    else:
+        decoder.initialise(module, torch.Generator().manual_seed(config.seed), parallel.fill)
+    return module
+
+
+def trained_whole(session: Session, config: SftConfig | KernelConfig, *, written: bool) -> Decoder:
+    """The base with fp32 weights, all of them trained, spread over the ranks."""
+    return base(session, config, torch.float32, written=written, spread=True)
+
+
+def cosine(config: CosineAdamW, step: int, steps: int) -> float:
+    """The rate of the step that follows `step` steps: up over `warmup`, then a cosine that ends at floor x lr."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    share = (step - config.warmup) / max(1, steps - config.warmup)
+    return config.lr * (config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def of_weights(step: int, val_loss: float | None) -> str:
+    """What results of the weights at `step` are kept under. Equal for equal weights: trained again, on a GPU, by a node
+    that lost the last steps, they may be others.
+    """
+    return f"{step} {val_loss!r}"
+
+
+def leave(
+    session: Session,
+    manifest: DatasetManifest,
+    config: SftConfig | KernelConfig,
+    module: nn.Module,
+    meta: Mapping[str, Any],
+) -> None:
+    """Writes final/ for a run that a limit ends: the weights in bf16, as the module holds them. All ranks call it."""
+    tensors = gathered(session, module, heed=False)
+    deliver(session, manifest, config, tensors, torch.bfloat16, meta)
+
+
+def gathered(session: Session, module: nn.Module, *, heed: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a sharded module, one at a time; on rank 0. Every rank goes through it. Raises Stopped, where a
+    stop is to be heeded.
+    """
+    for name, parameter in module.named_parameters():
+        if heed:
+            session.check_stop()
+        yield from parallel.gather({name: parameter}, session.world).items()
+
+
+def deliver(
+    session: Session,
+    manifest: DatasetManifest,
+    config: SftConfig | KernelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    meta: Mapping[str, Any],
+) -> str:
+    """final/: weights with what published ones have beside them, the dataset's tokenizer and, last, meta.json, which
+    lists an adapter/ that is there too. Gives the (first) weights file's sha256, on rank 0.
+    """
+    if not session.world.first:
+        for _ in tensors:  # sharded ones are gathered by all ranks together
+            pass
+        return ""
+    folder = session.workdir / FINAL
+    export.begin(folder)
+    paths = hf.write(folder, tensors, config.model, dtype)
+    hf.complete(folder, session.inputs, dtype, int(manifest.facts["stop"]))
+    for name in TOKENIZERS:
+        if (session.data / name).exists():
+            shutil.copyfile(session.data / name, folder / name)
+    if session.inputs is not None and _tokenizer_id(session) == manifest.facts["tokenizer_id"]:
+        for name in hf.TOKENIZER:
+            if (session.inputs / name).exists():
+                shutil.copyfile(session.inputs / name, folder / name)
+        names = (TRAINED_TEMPLATE,) if chat_template(session.inputs) else (TRAINED_TEMPLATE, CHAT_TEMPLATE)
+        for name in names:
+            (folder / name).write_text(jinja(TEMPLATES[config.model.family]), encoding="utf-8")
+    kept = (*paths, *sorted((folder / "adapter").glob("adapter*")))
+    files = [export.entry(folder, path.relative_to(folder).as_posix()) for path in kept]
+    tree = {
+        "schema": 1,
+        **meta,
+        "tokens": meta["step"] * config.batch.tokens,  # as in metrics.jsonl, padding too
+        "shape": asdict(config.model),
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokenizer": {key: manifest.facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")},
+        "dataset_sha256": manifest.sha256,
+        "config_sha256": session.config_sha256,
+        "files": files,
+    }
+    atomic.write_json(folder / export.META, tree)
+    return str(files[0]["sha256"])

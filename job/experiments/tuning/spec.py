@@ -1,0 +1,261 @@
+"""Fine-tuning a published decoder on packed rows: what sft-h100 and kernel-sft answer alike; and such a decoder in
+numbers: parameters, FLOPs, activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from gpufleet.job.experiments.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
+from gpufleet.job.spec.common import DecoderConfig, Rung, Say, TokenBatch, cuts, halves
+from gpufleet.job.spec.job import JobConfig
+
+LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
+LARGER_BATCHES = 2, 4, 8  # times the file's, that a comparison shows
+LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
+# Host ms to launch a compiled layer of a micro-batch, forward and backward: 60 launches with all weights and 117
+# with adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and one for each gradient that is added
+# up; 36 us each, as growth's layers take (growth.py). Left out: the loss, FSDP2's hooks, forward again with
+# checkpointing. Clipping and AdamW as there.
+LAYER_LAUNCH_MS, LORA_LAUNCH_MS, LAUNCH_MS = 2.4, 4.7, 3.0
+
+
+def parameters(m: DecoderConfig) -> int:
+    """All of them; a tied head counts once."""
+    return m.layers * layer_parameters(m) + m.vocab * m.width * (1 if m.tied else 2) + m.width
+
+
+def layer_parameters(m: DecoderConfig) -> int:
+    """The parameters of one layer: matrices, two norms, q/k/v biases (qwen2), q/k norms (qwen3)."""
+    biases = (m.heads + 2 * m.kv_heads) * m.head_dim if m.family == "qwen2" else 0
+    norms = 2 * m.width + (2 * m.head_dim if m.family == "qwen3" else 0)
+    return layer_matmul(m) + biases + norms
+
+
+def layer_matmul(m: DecoderConfig) -> int:
+    """Parameters of one layer that are matrices: q, o, k, v, and SwiGLU's three."""
+    return 2 * m.width * m.heads * m.head_dim + 2 * m.width * m.kv_heads * m.head_dim + 3 * m.width * m.ffn
+
+
+def matmul_parameters(m: DecoderConfig) -> int:
+    """Those that multiply a token: every layer's matrices and the head; not the embedding look-up."""
+    return m.layers * layer_matmul(m) + m.vocab * m.width
+
+
+def attention_flops(m: DecoderConfig, context: float) -> int:
+    """Forward and backward of one token's scores and sums, causal, over documents of `context` tokens."""
+    return int(6 * m.layers * m.heads * m.head_dim * context)
+
+
+def lora_parameters(m: DecoderConfig, rank: int) -> int:
+    """Adapters on all seven projections: rank x (in + out) each."""
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    per_layer = 2 * (m.width + q) + 2 * (m.width + kv) + 3 * (m.width + m.ffn)
+    return m.layers * rank * per_layer
+
+
+def layer_activation_bytes(m: DecoderConfig, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
+    """What autograd keeps of one token in one layer. `adapters`: the rank of LoRA, 0 without.
+
+    Kept: both norms' inputs and outputs, q, k, v and the attention's result, SwiGLU's gate, up, and product. With
+    checkpointing only the products' and attention's results. A frozen matrix needs no input of its own, but the
+    adapter beside it does, and its narrow product.
+    """
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    products = 2 * q + 2 * kv + 2 * m.ffn
+    narrow = 7 * adapters
+    if checkpointing:
+        return compute * (m.width + products + narrow) + 4 * m.heads
+    rest = 4 * m.width + 2 * m.ffn + (q + kv if m.family == "qwen3" else 0)
+    dropped = (4 * m.width + q + m.ffn) if adapters else 0  # inputs of the adapters after dropout
+    return compute * (products + rest + narrow + dropped) + 4 * m.heads
+
+
+def loss_bytes(m: DecoderConfig, tokens: int, *, trained: bool = False) -> int:
+    """Logits of one chunk, and the hidden states whose gradient the chunks add up; in fp32 the head's too, where it is
+    `trained`.
+    """
+    head = m.vocab * m.width * 4 if trained else 0
+    return min(tokens, LOSS_CHUNK) * m.vocab * LOGIT_BYTES + tokens * m.width * 4 + head
+
+
+def whole_state(
+    m: DecoderConfig, compute: int, ranks: int, *, reshard: bool, checkpointing: bool = False
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and moments on one rank when all weights are trained: fp32 state cut over the ranks,
+    and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2, and the tables). One
+    rank gathers nothing and casts: all of them, which stay until backward; with checkpointing a layer's and the head's.
+    """
+    total, layer = parameters(m), layer_parameters(m) * compute
+    gathered = 2 * layer if reshard else m.layers * layer
+    tables = m.vocab * m.width * compute * (1 if m.tied else 2)
+    cast = layer + m.vocab * m.width * compute if checkpointing else total * compute
+    copies = gathered + tables if ranks > 1 else cast if compute < 4 else 0
+    whole = layer_parameters(m) * (compute + 4) if ranks > 1 else 0  # a layer's gradients, and their fp32 to be sent
+    return total * 4 / ranks + copies, total * 4 / ranks + whole, total * 8 / ranks
+
+
+def frozen_bytes(m: DecoderConfig, ranks: int) -> float:
+    """Bytes on one rank of a base in bf16 that is cut over `ranks`: its part, two layers and the tables, gathered."""
+    whole = parameters(m) * 2
+    if ranks == 1:
+        return whole
+    return whole / ranks + 2 * layer_parameters(m) * 2 + m.vocab * m.width * 2 * (1 if m.tied else 2)
+
+
+def gathered_bytes(m: DecoderConfig, compute: str, *, again: bool) -> int:
+    """Bytes of weights that a micro-batch brings together from the ranks: once, and once `again` for backward."""
+    return parameters(m) * (2 if compute == "bf16" else 4) * (1 + again)
+
+
+def activations(m: DecoderConfig, tokens: int, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
+    """Bytes of what all layers keep of `tokens` tokens; with checkpointing one layer is whole again in backward."""
+    kept = layer_activation_bytes(m, compute, checkpointing=checkpointing, adapters=adapters)
+    again = layer_activation_bytes(m, compute, checkpointing=False, adapters=adapters) if checkpointing else 0.0
+    return tokens * (m.layers * kept + again + 2 * m.width * compute)
+
+
+def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> list[tuple[str, str]]:
+    """Batches that are no whole rows, and AdamW's pair of betas, as (path, sentence)."""
+    found = []
+    if batch.tokens % row:
+        found.append(("batch.tokens", f"a multiple of data.row, {row}: a step takes whole rows"))
+    micro = batch.micro_tokens
+    if micro is not None and (micro % row or micro > batch.tokens):
+        found.append(("batch.micro_tokens", f"a multiple of data.row, {row}, up to batch.tokens"))
+    if len(betas) != 2:
+        found.append(("optim.betas", "two numbers, beta1 and beta2"))
+    return found
+
+
+def ladder(config: TuningConfig, ranks: int) -> tuple[Rung, ...]:
+    """A rank's packed rows, half of them and so on down to one, then activation checkpointing."""
+    whole, tokens = config.rows_per_rank(ranks), config.batch.micro_tokens
+    return cuts(whole, tokens and tokens // config.data.row, halves(whole))
+
+
+def problems(m: DecoderConfig) -> list[tuple[str, str]]:
+    """Shapes that cannot be built, as (path, sentence)."""
+    found = []
+    if m.heads % m.kv_heads:
+        found.append(("model.kv_heads", f"a divisor of the number of heads, {m.heads}"))
+    if m.head_dim % 2:
+        found.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
+    return found
+
+
+def steps(tokens: float, per_step: float) -> int:
+    """Optimizer steps that visit `tokens` once; the last batch is filled from the next pass."""
+    return max(1, math.ceil(tokens / per_step - 1e-9))
+
+
+if TYPE_CHECKING:
+    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+
+_KEYS = {  # of the parameters, by the fact of packed rows
+    "row": "data.row",
+    "longest": "data.longest",
+    "loss_on": "data.loss_on",
+    "packing": "measures.packing",
+    "template": "the chat template",
+}
+
+
+class TuningConfig(JobConfig):
+    """Base weights, a batch of tokens, rows that hold whole examples."""
+
+    __slots__ = ()
+
+    model: DecoderConfig
+    batch: TokenBatch
+
+    several_ranks: ClassVar[bool] = True
+    dataset_kind: ClassVar[str] = "packed"
+    file_arguments: ClassVar[dict[str, str]] = {"jsonl": "FILE.jsonl"}
+
+    def longest(self) -> int:
+        """Tokens of one example."""
+        row: int = self.data.row
+        return row
+
+    def rows(self) -> int:
+        """Packed rows of a step."""
+        row: int = self.data.row
+        return self.batch.tokens // row
+
+    def larger_batches(self) -> Iterator[tuple[str, Self]]:
+        for times in LARGER_BATCHES:
+            tokens = times * self.batch.tokens
+            yield f"batch.tokens {tokens:,}", self.changed(batch=replace(self.batch, tokens=tokens))
+
+    def dataset_facts(self) -> dict[str, Any]:
+        """The facts that dataset.json must state of rows that this job may train on."""
+        return {"row": self.data.row, "longest": self.longest(), "template": TEMPLATES[self.model.family].name}
+
+    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        ids = manifest.facts.get("vocab", 0)
+        if ids > self.model.vocab:
+            return f"has {ids} ids, model.vocab is {self.model.vocab}: raise it to {ids} or more, or prepare anew"
+        beside = None if weights is None else weights / FileTokenizer.kind
+        if not self.data.source.startswith("generated-") and beside is not None and beside.is_file():
+            own, used = file_id(beside.read_bytes()), manifest.facts.get("tokenizer_id")
+            if used != own:
+                return f"was prepared with {used}, and {own} is the tokenizer.json of storage.base_weights"
+        differing = "; ".join(self.facts_differ(manifest))
+        return f"was prepared with {differing}" if differing else ""
+
+    def facts_differ(self, manifest: DatasetManifest) -> Iterator[str]:
+        """What prepared rows are of, and what the file says."""
+        for fact, wanted in self.dataset_facts().items():
+            there = manifest.facts.get(fact, "unknown")
+            if fact == "texts" and there is not wanted:
+                yield "measures.pretokenised true, the file says false"
+            elif there != wanted:
+                yield f"{_KEYS[fact]} {_yaml(there)}, the file says {_yaml(wanted)}"
+
+    def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
+        from gpufleet.job.experiments.dataset.packed import report  # brings numpy
+
+        say(f"{folder} is prepared already")
+        report(manifest, say)
+
+    def weights_differ(self, folder: Path) -> str:
+        from gpufleet.job.experiments.models import hf_config
+
+        try:
+            found = hf_config.read_shape(folder)
+        except ValueError as error:
+            return f"cannot be used: {error}."
+        words = ", ".join(
+            f"model.{key} {there}, the file says {here}"
+            for key, there, here in hf_config.differences(found, self.model)
+        )
+        return (
+            f"are of another model: {words}. Make job.parameters.model agree, or name other weights." if words else ""
+        )
+
+    def check_weights(self, folder: Path, say: Say) -> None:
+        """Warns of weights that were tuned on other turns."""
+        from gpufleet.job.experiments.models import hf_config
+
+        hf_config.check(folder, self.model)
+        if self.longest() > (most := hf_config.positions(folder)):
+            say(
+                f"warning: {folder}: made for {most:,} positions (max_position_embeddings), and examples may have "
+                f"{self.longest():,} (data.longest): it has never seen those beyond"
+            )
+        template = TEMPLATES[self.model.family]
+        if foreign(template, folder):
+            say(
+                f"warning: the chat template in {folder} never writes {template.end}, which closes a turn of"
+                f" {template.name}, in which this data is written: who asks the tuned model by that template asks in"
+                " another form than it has learned"
+            )
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

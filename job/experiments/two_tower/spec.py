@@ -1,0 +1,404 @@
+"""two-tower: every member's model trained at once on the full candidate matrix. A micro-batch counts queries.
+
+A member is one fold's model, of the honest protocol or of the optimistic one; a "token" is one query of one member.
+The model tower runs once per member and step, and its share is spread over the queries, so that FLOP per step is exact
+at the whole batch. One phase per family (the config's own, or each of the sweep's), then the refit on all queries,
+which is sized for as many epochs as the folds and ends at their median; the baselines follow it, on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+
+from gpufleet.job.spec.common import (
+    EVALUATIONS_PROBED,
+    GB,
+    Checkpoint,
+    Compute,
+    Given,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Say,
+    Sizes,
+    bounded,
+    cuts,
+)
+from gpufleet.job.spec.job import JobConfig, remembered
+
+if TYPE_CHECKING:
+    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+
+# 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
+# 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
+LAUNCH_MS = 10.0
+GROUP_SCORES = 1 << 23  # that the loss holds at once, or one member's (job/experiments/two_tower/model.py's GROUP)
+SCORE_TENSORS = 3  # of those: a group's gradient until the next group's products and their logarithms stand beside it
+# LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU; trees and features go
+# through every query and model of each fold.
+BASELINES_CORE_S, BASELINES_OF = 190.0, 342 * 1131 * 10
+MOST_RANKED = 10_000  # models that LambdaRank takes for a query: kMaxPosition of LightGBM's rank_objective.hpp, 4.7
+REFIT = "refit"
+VALIDATION = "1-nDCG@10"  # mean of the honest members on the folds they watch
+
+
+Variant = Literal["o", "p", "q", "r", "weak-2m", "full"]
+
+
+VARIANTS: tuple[str, ...] = get_args(Variant)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Towers:
+    """Widths are listed from input to output. The default is config `o`: 1,255,104 trainable parameters."""
+
+    sentence: int = bounded(384, 4, 65536)  # width of the frozen sentence embedding
+    heads: int = bounded(4, 1, 64)
+    head: int = bounded(96, 1, 65536)  # width of one head: sentence -> head -> ReLU -> head
+    fusion: int = bounded(384, 1, 65536)  # width after the layer that joins the heads
+    query: tuple[int, ...] = bounded((256, 192, 128), 1, 65536)  # after the fusion layer
+    embedding: int = bounded(256, 1, 65536)  # of a model id
+    model: tuple[int, ...] = bounded((512, 384, 256, 128), 1, 65536)
+    dropout: float = bounded(0.18, 0.0, 0.9)
+    temperature: float = bounded(0.09, 1e-3, 10.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weak:
+    """Labels for discovery queries from similar training queries, made anew for every fold."""
+
+    similarity: float = bounded(0.4, 0.0, 1.0)  # it is a neighbour's weight too, so not negative
+    confidence: float = bounded(0.5, 0.0, 1.0)
+    neighbours: int = bounded(10, 1, 1000)
+    queries: int = bounded(101, 0, 1_000_000)  # discovery queries used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranking:
+    """Queries with labels, models to rank, and where they come from."""
+
+    source: Literal["million-llms", "generated-relevance"] = "million-llms"
+    queries: int = bounded(342, 2, 1_000_000)
+    models: int = bounded(1131, 2, 1_000_000)
+    folds: int = bounded(10, 3, 100)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerOptim:
+    """AdamW, cosine to a tenth, clipped per fold."""
+
+    lr: float = bounded(8e-4, 1e-9, 1.0)
+    weight_decay: float = bounded(5e-5, 0.0, 1.0)
+    clip: float = bounded(1.0, 0.0, 1e6)
+    head_diversity: float = bounded(0.015, 0.0, 10.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """Objective `sampled` only: per step and fold, `batch` queries with one relevant model against `negatives`."""
+
+    batch: int = bounded(96, 1, 1_000_000)
+    negatives: int = bounded(4, 1, 1000)
+    hard: float = bounded(0.7, 0.0, 1.0)  # share of the negatives drawn from the best-scored irrelevant models
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwoTowerConfig(JobConfig):
+    """two-tower: rank models for a query; cross-validation that never looks at its own test fold."""
+
+    trainer: ClassVar[str] = "gpufleet.job.experiments.two_tower.run:TwoTower"
+    one_node: ClassVar[str] = "it trains in one process"
+    dataset_kind: ClassVar[str] = "ranking"
+    file_arguments: ClassVar[dict[str, str]] = {"million-llms": "FOLDER"}
+    takes_tokenizer: ClassVar[bool] = False
+    leaves_speed: ClassVar[tuple[str, ...]] = (
+        "steps_per_epoch",
+        "epochs",
+        "patience",
+        "first_stop",
+        "weak.similarity",
+        "weak.confidence",
+        "weak.neighbours",
+    )
+    may_stop_early: ClassVar[bool] = True
+
+    sweep: tuple[Variant, ...] = ()  # variants of this config, trained one after another; none = this config itself
+    optimistic: bool = True  # also train the original plan's way, for a second table: it doubles the work
+    epochs: int = bounded(35, 1, 10_000)
+    steps_per_epoch: int = bounded(100, 1, 1_000_000)
+    patience: int = bounded(15, 1, 10_000)  # epochs without a better inner validation
+    first_stop: int = bounded(15, 0, 10_000)  # no stop before this epoch
+    objective: Literal["full", "sampled"] = "full"
+    chunk: int | None = bounded(None, 1, 1_000_000)  # queries per backward; None = the largest that fits
+    seed: int = bounded(42, 0, 2**31 - 1)
+    device: Literal["cuda", "cpu"] = "cuda"
+    towers: Towers = Towers()
+    data: Ranking = Ranking()
+    weak: Weak = Weak()
+    sampled: Sampled = Sampled()
+    optim: TowerOptim = TowerOptim()
+    precision: Compute = Compute(compute="fp32")
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    log: Log = Log(every=100)
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = []
+        if unknown := [name for name in self.sweep if name not in VARIANTS]:
+            return [("sweep", f"{', '.join(unknown)}: not among {', '.join(VARIANTS)}")]
+        if len(set(self.sweep)) < len(self.sweep):
+            found.append(("sweep", "each variant once"))
+        t = self.towers
+        found += [(f"towers.{name}", "at least one width") for name in ("query", "model") if not getattr(t, name)]
+        for name, family in variants(self):  # p has a model tower of its own, and the config's query tower
+            query, model = family.towers.query, family.towers.model
+            if query and model and query[-1] != model[-1]:
+                whose = f"those of {name} in the sweep do" if self.sweep else "towers.model does"
+                found.append(("towers.query", f"widths that end with {model[-1]}, as {whose}: there both meet"))
+        if self.data.folds > self.data.queries:
+            found.append(("data.folds", f"at most the number of queries, {self.data.queries}"))
+        if self.data.folds < 3:
+            found.append(("data.folds", "at least 3: one to test on, one for inner validation, the rest to train on"))
+        if self.objective == "sampled" and self.sampled.negatives >= self.data.models:
+            found.append(("sampled.negatives", f"at most {self.data.models - 1}: there are {self.data.models} models"))
+        return found
+
+    @remembered
+    def phases(self) -> tuple[PhaseSize, ...]:
+        families = variants(self)
+        largest = max((family for _, family in families), key=parameters)
+        sizes = [
+            _phase(family, f"{name}-folds" if self.sweep else "folds", members(family), queries(family))
+            for name, family in families
+        ]
+        refit = _phase(largest, REFIT, 1, max(queries(family, refit=True) for _, family in families))
+        return (*sizes, refit)
+
+    @remembered
+    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+        """The scores of a few members at a time (the loss frees each group), everything else of all members at once.
+        When the scores are gone, the model tower's widest layer takes its gradient twice; a batch that is not cut makes
+        the weights' gradients only as its activations go.
+        """
+        family, count, whole = _of_phase(self, phase_index)
+        step = batch(family, whole)
+        weights, chunk = count * parameters(family) * 4, min(micro_batch, step)
+        t, models = family.towers, family.data.models
+        widths = 3 * t.heads * t.head + 2 * t.fusion + 2 * sum(t.query), t.embedding + 2 * sum(t.model)
+        activations = count * 4 * (chunk * widths[0] + models * widths[1])
+        if t.dropout:  # its 16 bits per hidden unit are drawn for all chunks at once
+            units = t.heads * t.head + t.fusion + sum(t.query[:-1]), sum(t.model[:-1])
+            activations += count * 2 * (step * units[0] + models * units[1])
+        group = max(1, min(count, GROUP_SCORES // (chunk * models)))
+        scores = SCORE_TENSORS * group * chunk * models * 4
+        widest = 2 * count * models * max(t.model) * 4
+        held = count * whole * (models + t.sentence) * 4  # every member's own targets and sentence vectors
+        best = weights if count > 1 else 0
+        return Memory(
+            weights_gb=(weights + best + held) / GB,
+            gradients_gb=weights / GB,
+            moments_gb=2 * weights / GB,
+            activations_gb=activations / GB,
+            logits_gb=scores / GB,
+            total_gb=((3 + (chunk < step)) * weights + best + held + activations + max(scores, widest)) / GB,
+        )
+
+    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+        """Every query at once, then chunks of 512, 256, 128, 64 with gradients summed over them."""
+        whole = self.rows_per_rank(ranks)
+        rungs = cuts(whole, self.chunk, [m for m in (whole, 512, 256, 128, 64) if m <= whole])
+        return tuple(rung for rung in rungs if not rung.checkpointing)
+
+    def products(self) -> str:
+        return "tf32" if self.precision.compute == "fp32" else self.precision.compute
+
+    def shortened(self, steps: int) -> TwoTowerConfig:
+        each = max(1, min(self.steps_per_epoch, steps // len(self.phases()) // EVALUATIONS_PROBED))
+        return replace(self, epochs=min(self.epochs, EVALUATIONS_PROBED), steps_per_epoch=each)  # each is evaluated
+
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.experiments.two_tower.ranking import prepare_ranking  # brings numpy
+
+        return prepare_ranking(folder, self, text=given.text, say=given.say)
+
+    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        from gpufleet.job.experiments.two_tower.ranking import mismatches
+
+        queries, models, width = (int(manifest.facts.get(fact, 0)) for fact in ("queries", "models", "width"))
+        problems = mismatches(self, (queries, width), (queries, models))
+        return f"is of other settings ({'; '.join(problems)})" if problems else ""
+
+    def check_dataset(self, folder: Path, say: Say) -> None:
+        """Says which folds can choose no epoch."""
+        from gpufleet.job.experiments.two_tower.data import members, require_relevant, without_relevant
+        from gpufleet.job.experiments.two_tower.ranking import read  # brings numpy
+
+        labels = read(folder).labels
+        for member in members(self):
+            require_relevant(member, labels)
+        if empty := without_relevant(self, labels):
+            say(
+                f"warning: no query of fold {', '.join(map(str, empty))} has a label 1 or 2: the model that watches"
+                " such a fold keeps its first epoch, and the one tested on it scores 0; fewer folds"
+                " (job.parameters.data.folds) have one each"
+            )
+
+    @remembered
+    def rows(self) -> int:
+        """Queries of a step, in the phase that has most of them."""
+        return max(batch(self, _of_phase(self, index)[2]) for index in range(len(self.phases())))
+
+    @remembered
+    def sizes(self) -> Sizes:
+        """A checkpoint has every member's weights, moments and best weights so far, and the scores of the families that
+        are done. Final: the refit on all queries and every fold's scores, both of which are what a run is for; half a
+        cross-validation is no result. Data: one byte per label, four per number of a sentence vector.
+        """
+        families = [family for _, family in variants(self)]
+        of_phases = [_of_phase(self, index) for index in range(len(self.phases()))]
+        each = [(count, count * parameters(family)) for family, count, _ in of_phases]
+        checkpoints = [(16 if count > 1 else 12) * weights + _scores_bytes(self) for count, weights in each]
+        vectors = (self.data.queries + max(family.weak.queries for family in families)) * self.towers.sentence * 4
+        return Sizes(
+            checkpoints=tuple(checkpoints),
+            phase_ends=tuple(whole - 8 * weights for whole, (_, weights) in zip(checkpoints, each, strict=True)),
+            exports={},
+            final={"results": 4 * max(map(parameters, families)) + _scores_bytes(self)},
+            final_if_cut=(0,) * len(of_phases),
+            dataset=self.data.queries * self.data.models + vectors,
+        )
+
+
+def variants(config: TwoTowerConfig) -> tuple[tuple[str, TwoTowerConfig], ...]:
+    """(name, config) of each model family that a run trains, in order: the sweep's, or the config's own as `tower`.
+
+    `o` changes nothing. p and q are the records' towers, r, weak-2m and full their counts of weak labels in queries of
+    1131 models (public record of the runs, read 2026-11-21); the thresholds of r and weak-2m are ours, between those of
+    o and full.
+    """
+    if not config.sweep:
+        return (("tower", config),)
+    return tuple((name, variant(replace(config, sweep=()), name)) for name in config.sweep)
+
+
+def variant(config: TwoTowerConfig, name: Variant) -> TwoTowerConfig:
+    """`config` with the changes that `name` stands for. Raises ValueError for an unknown name."""
+    towers, weak = config.towers, config.weak
+    match name:
+        case "o":
+            return config
+        case "p":
+            return replace(config, towers=replace(towers, embedding=512, model=(768, 512, 256, 128)))
+        case "q":
+            query, model = (512, 384, 256, 128), (384, 320, 256, 192, 160, 128)
+            return replace(config, towers=replace(towers, heads=6, query=query, model=model))
+        case "r":
+            return replace(config, weak=replace(weak, similarity=0.35, confidence=0.4, queries=433))
+        case "weak-2m":
+            return replace(config, weak=replace(weak, similarity=0.3, confidence=0.35, queries=1426))
+        case "full":
+            return replace(config, weak=Weak(similarity=0.25, confidence=0.3, neighbours=15, queries=14_950))
+    raise ValueError(f"sweep: {name!r} is not one of {', '.join(VARIANTS)}")
+
+
+def parameters(config: TwoTowerConfig) -> int:
+    """The parameters of one member: heads, fusion, query tower, model embedding and model tower, biases included."""
+    t = config.towers
+    return query_parameters(t) + model_parameters(t) + config.data.models * t.embedding
+
+
+def query_parameters(t: Towers) -> int:
+    heads = t.heads * ((t.sentence + 1) * t.head + (t.head + 1) * t.head)
+    return heads + (t.heads * t.head + 1) * t.fusion + _tower((t.fusion, *t.query))
+
+
+def model_parameters(t: Towers) -> int:
+    return _tower((t.embedding, *t.model))
+
+
+def fold_sizes(config: TwoTowerConfig) -> tuple[int, ...]:
+    """Judged queries of each fold: the first ones have one more."""
+    queries, folds = config.data.queries, config.data.folds
+    return tuple(queries // folds + (fold < queries % folds) for fold in range(folds))
+
+
+def members(config: TwoTowerConfig) -> int:
+    """Models trained at once."""
+    return config.data.folds * (2 if config.optimistic else 1)
+
+
+def queries(config: TwoTowerConfig, *, refit: bool = False) -> int:
+    """Rows of a member's matrix: its training queries and the discovery queries, the most that any member has."""
+    if refit:
+        return config.data.queries + config.weak.queries
+    sizes = fold_sizes(config)
+    held_out = min(sizes) if config.optimistic else min(a + b for a, b in pairwise((*sizes, sizes[0])))
+    return config.data.queries - held_out + config.weak.queries
+
+
+def batch(config: TwoTowerConfig, rows: int) -> int:
+    """Queries of a member in one step: all of its rows, or as many as the objective samples."""
+    return config.sampled.batch if config.objective == "sampled" else rows
+
+
+def flops_per_step(config: TwoTowerConfig, q: int) -> int:
+    """Forward and backward of one member with `q` queries: both towers and the matrix of scores."""
+    t, n = config.towers, config.data.models
+    return 6 * (q * query_parameters(t) + n * model_parameters(t) + q * n * t.query[-1])
+
+
+def baselines_core_s(config: TwoTowerConfig) -> float:
+    """Core-seconds of LambdaRank over all folds; the other baselines take none worth a line."""
+    data = config.data
+    if data.models > MOST_RANKED:
+        return 0.0
+    return BASELINES_CORE_S * (data.queries * data.models * data.folds / BASELINES_OF)
+
+
+def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> PhaseSize:
+    q = batch(config, rows)
+    total = count * parameters(config)
+    steps = config.epochs * config.steps_per_epoch
+    last = name == REFIT
+    return PhaseSize(
+        name=name,
+        params_total=total,
+        params_active=total,
+        params_trained=total,
+        flops_per_token=flops_per_step(config, q) // q,
+        attention=None,
+        state_bytes_per_param=16,
+        optimizer_traffic_bytes_per_param=28,
+        steps=steps,
+        tokens_per_step=count * q,
+        evaluations=0 if last else config.epochs,
+        evaluation_tokens=0 if last else count * max(fold_sizes(config)),
+        cpu_core_s=baselines_core_s(config) if last else 0.0,
+        micro_launch_ms=LAUNCH_MS,  # of each chunk: both towers and the scores are made anew
+        validation=None if last else VALIDATION,
+    )
+
+
+def _of_phase(config: TwoTowerConfig, phase_index: int) -> tuple[TwoTowerConfig, int, int]:
+    """(config, members, queries) of a phase; the refit's is the largest family's."""
+    families = [family for _, family in variants(config)]
+    if phase_index < len(families):
+        family = families[phase_index]
+        return family, members(family), queries(family)
+    largest = max(families, key=parameters)
+    return largest, 1, max(queries(family, refit=True) for family in families)
+
+
+def _scores_bytes(config: TwoTowerConfig) -> int:
+    """fp32: each fold's model on every judged query, and once more per query for the optimistic protocol."""
+    tables = config.data.folds + (1 if config.optimistic else 0)
+    return 4 * len(variants(config)) * tables * config.data.queries * config.data.models
+
+
+def _tower(widths: tuple[int, ...]) -> int:
+    return sum((before + 1) * after for before, after in pairwise(widths))
