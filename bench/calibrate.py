@@ -120,7 +120,9 @@ def train(definition: StackDefinition, steps: int | None) -> MeasuredRun:
         watch = ProcessorClock(workdir)
 
         def start(rung: int) -> Child:
-            process = GroupedProcess(trainer(workdir, rung), {**os.environ, "PYTHONUNBUFFERED": "1"})
+            process = GroupedProcess(
+                trainer(workdir, rung, 1, GrowthConfig.module), {**os.environ, "PYTHONUNBUFFERED": "1"}
+            )
             watch.begin(process.pid)
             return Child(lambda: process, log, time.time)
 

@@ -32,7 +32,8 @@ from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.engine.step import compiled, update
 from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import Given, Rung
+from gpufleet.job.spec.common import Rung
+from gpufleet.job.spec.dataset import Given
 
 ROOT = Path(__file__).parents[1]
 WARM = 2  # steps before the clock counts: compilation, and the allocator's first
@@ -78,7 +79,7 @@ def main() -> None:
 
 def opened(scratch: Path, name: str, config: JobConfig) -> Experiment:
     """The experiment on generated data. This node is not judged: others may be at work beside."""
-    config.prepare(scratch / "data", Given())
+    config.dataset.prepare(scratch / "data", Given())
     (scratch / RUN).write_text(json.dumps({"schema": 1, "job": {"experiment": name, "parameters": asdict(config)}}))
     (scratch / PREFLIGHT).touch()
     experiment, session = trainer.start(Task.read(scratch), scratch, 0, Requests(scratch), World())

@@ -23,8 +23,8 @@ from torch import Tensor
 from gpufleet.job.experiments.engine import device, optimizer
 from gpufleet.job.experiments.engine.step import compiled
 from gpufleet.job.experiments.models import decoder, lora
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.sft.spec import SftConfig, flops_per_token
-from gpufleet.job.spec.common import DecoderConfig as Shape
 
 WARM = 5  # steps before the clock counts
 LONGEST = 1024  # tokens of an example, as data.longest: the varlen kernel launches as much for each as for the longest

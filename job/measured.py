@@ -23,7 +23,6 @@ SCHEMA = 1
 # rate, how often; of each kind of job its own `leaves_speed` besides. Everything else counts, a new setting too.
 SPEED_LEFT = ("seed", "gpus", "checkpoint", "guard", "deliver", "log", "eval.every", "data.source", "optim")
 _COUNTS = ("optim.kind",)  # although its section is free
-SHARED = ("experiments/engine", "experiments/models", "spec", "experiments")  # folders of job/
 WARM_UP = 10  # steps after a start or a growth that no timing counts: compilation, caches, the allocator
 NEARLY = 0.995  # of a step's rows: less is no rounding of the line's figures
 _BESIDE = ("timed", "best", "stop")  # saves beside the steps: that at a phase's end has no moments and delays none
@@ -35,17 +34,11 @@ def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in _flat(parameters, "") if path in _COUNTS or not _matches_any(path, free)}
 
 
-def code_folders(experiment: str) -> tuple[str, ...]:
-    """Folders of job/ whose own files decide how long a step takes: not a judge or a server that lies further down."""
-    trainer = KINDS[experiment].trainer
-    return (*SHARED, "/".join(trainer.split(".")[2:-1])) if trainer else ()  # a user's command has none of ours
-
-
 def code_sha256(experiment: str, folder: Path | None = None) -> str:
     """One name for the code that trains: every Python file of its folders, by path and bytes, under `folder` (job/)."""
     root = Path(job.__file__).parent if folder is None else folder
     digest = hashlib.sha256()
-    for path in sorted({path for name in code_folders(experiment) for path in (root / name).glob("*.py")}):
+    for path in sorted({path for name in KINDS[experiment].code_folders() for path in (root / name).glob("*.py")}):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()

@@ -19,7 +19,6 @@ from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.commit import COMMIT
 from gpufleet.job.contract.messages import Fatal, SaveRequest, Stop, UsedRung
 from gpufleet.job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STEPS, step_of
-from gpufleet.job.spec import JobConfig
 from gpufleet.job.supervisor.child import FIRST_SIGN_S, Child, GroupedProcess, JobLog, trainer
 from gpufleet.job.supervisor.world import Trainer
 
@@ -66,7 +65,7 @@ def run(
     save_at: Mapping[str, int] | None = None,
     steps: int | None = None,
     ranks: int = 1,
-    module: str = JobConfig.module,
+    module: str = "",
     save_wait_s: float = 0.0,
     say: Callable[[str], None] = lambda text: None,
     environment: Mapping[str, str] = os.environ,
@@ -77,8 +76,8 @@ def run(
     """Trains in `workdir` (run.json, data/, inputs/) to the end, or until step `stop_at` is logged.
 
     `save_at`: by phase, the step from which on one checkpoint is asked for; `save_wait_s`: how long beyond `stop_at`
-    one is waited for. `steps`: how many there will be, for whoever shows them. `ranks`: processes that train. When
-    memory runs out it goes down the ladder, as a run would.
+    one is waited for. `steps`: how many there will be, for whoever shows them. `ranks`: processes that train, of
+    `module`, unless `start` starts them. When memory runs out it goes down the ladder, as a run would.
     Raises ProbeFailedError.
     """
     plan = _Plan(workdir, stop_at, save_at or {}, save_wait_s, say, steps)

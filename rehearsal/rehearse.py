@@ -116,14 +116,14 @@ def rehearse(
 
 def _lacking(definition: StackDefinition, *, stand_in: bool = False) -> list[str]:
     """What a definition needs for its rehearsal and does not say, as keys of the file with their values."""
-    data = definition.job.parameters.data
-    generated = get_args(get_type_hints(type(data))["source"])[-1]  # the others are the user's, or fetched
-    phases = sum(1 for size in definition.job.parameters.phases() if size.steps)
+    config = definition.job.parameters
+    generated = get_args(get_type_hints(type(config.data))["source"])[-1]  # the others are the user's, or fetched
+    phases = sum(1 for size in config.phases() if size.steps)
     if stand_in:
         return list(own.lacking(definition))
     return [
-        *(["job.parameters.device: cpu"] if definition.job.parameters.device != "cpu" else []),
-        *([f"job.parameters.data.source: {generated}"] if definition.job.parameters.file_argument() else []),
+        *(["job.parameters.device: cpu"] if config.device != "cpu" else []),
+        *([f"job.parameters.data.source: {generated}"] if config.dataset.argument() else []),
         *(["storage.dataset: a folder"] if definition.storage.dataset.startswith("s3://") else []),
         *(["storage.base_weights: null"] if definition.storage.base_weights else []),
         *([f"estimate.step_ms: a list of {phases}"] if definition.estimate.step_ms is None else []),

@@ -22,7 +22,7 @@ NEW = {
     "toy.yaml": "stacks/toy.yaml",
 }
 ENTRY = '    "toy": "gpufleet.job.experiments.toy.spec:ToyConfig",\n'
-REGISTRY = "_EXPERIMENTS = {  # module and config\n"
+REGISTRY = "CONFIGS = {  # by name: the module and the class of its parameters\n"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, place in NEW.items():
         (folder / place).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / "tests" / "sixth" / name, folder / place)
-    registry = folder / "job" / "spec" / "__init__.py"
+    registry = folder / "job" / "experiments" / "__init__.py"
     text = registry.read_text()
     assert text.count(REGISTRY) == 1
     registry.write_text(text.replace(REGISTRY, REGISTRY + ENTRY))

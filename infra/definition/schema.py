@@ -310,7 +310,7 @@ def _parameters(entries: dict[str, Node], where: str, findings: Findings) -> Job
         return config
     known = "one of " + ", ".join(sorted(EXPERIMENTS))
     findings.add("job.experiment", known if name else REQUIRED[Job, "experiment"], nearest(name, EXPERIMENTS))
-    return next(iter(EXPERIMENTS.values()))()
+    return next(iter(KINDS.values()))()
 
 
 def rule_of_key(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:

@@ -257,7 +257,7 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
     if int(tree["device"]["ranks"]) != ranks:
         return f"it was measured with {tree['device']['ranks']} processes, {instance.type} would run {ranks}"
     if not config.code_may_change and tree["code_sha256"] != code_now(definition, root):
-        folders = ", ".join(f"job/{name}" for name in measured.code_folders(tree["experiment"]))
+        folders = ", ".join(f"job/{name}" for name in config.code_folders())
         return f"the code that trains ({folders}) has changed"
     lacking = not_reached(tree, config)
     return f"it did not reach phase {lacking[0]}" if lacking else ""

@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
 
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import receipts
+from gpufleet.infra.evidence.observation import Observation
 
 TRACES = "traces"
-
-
-class Observation(NamedTuple):
-    """What was seen of one zone: `interruptions` in `node_hours` of nodes up and wanted."""
-
-    type: str
-    zone: str | None  # None: not known
-    node_hours: float
-    interruptions: float
-    source: str  # for people: a trace's file, a run's receipt
-    as_of: date | None
-    gpus: int = 1  # of a node
 
 
 def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]:

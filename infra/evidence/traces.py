@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.evidence.observations import Observation
+from gpufleet.infra.evidence.observation import Observation
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields
 

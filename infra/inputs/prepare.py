@@ -10,9 +10,10 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs import code, folders
 from gpufleet.infra.inputs.readiness import dataset_differs
 from gpufleet.job import atomic
-from gpufleet.job.experiments.dataset import prepare, weights
+from gpufleet.job.contract.inputs import DATASET, DatasetManifest
 from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import Given, Say
+from gpufleet.job.spec.common import Say
+from gpufleet.job.spec.dataset import Dataset, Given
 from gpufleet.job.text import counted
 
 OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretraining makes 8
@@ -20,22 +21,22 @@ OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretrain
 
 def prepare_inputs(
     definition: StackDefinition, root: Path, *, text: Path | None, tokenizer: Path | None, say: Say
-) -> prepare.DatasetManifest:
+) -> DatasetManifest:
     """The definition's dataset, as `prepared` gives it, and weights.json in a local folder of base weights; both agree
     with the file then. Raises GpufleetError.
     """
-    parameters = definition.job.parameters
+    dataset = definition.job.parameters.dataset
     try:
         if (folder := definition.storage.weights_folder(root)) is not None:
-            parameters.check_weights(folder, say)  # before an hour of tokenising is spent
+            dataset.check_weights(folder, say)  # before an hour of tokenising is spent
     except (ValueError, ImportError) as error:
         raise _as_user_error(error) from error
     made = prepared(definition, root, text=text, tokenizer=tokenizer, say=say)
     _agrees(definition, root)
     try:
-        parameters.check_dataset(root / definition.storage.dataset, say)
+        dataset.check(root / definition.storage.dataset, say)
         if folder is not None:
-            _list_weights(folder, say)
+            dataset.list_weights(folder, say)
     except ValueError as error:
         raise GpufleetError(str(error)) from error
     return made
@@ -64,33 +65,32 @@ def prepared(
     text: Path | None = None,
     tokenizer: Path | None = None,
     say: Say = lambda line: None,
-) -> prepare.DatasetManifest:
+) -> DatasetManifest:
     """The definition's dataset under `root`, made now or found there. Raises GpufleetError."""
     name = definition.storage.dataset
     if name.startswith("s3://"):
         raise GpufleetError(f"storage.dataset is {name}, prepared already; name a local folder to prepare one here")
-    config = definition.job.parameters
+    dataset = definition.job.parameters.dataset
     if text is not None and text.exists() and not (text.is_file() or text.is_dir()):  # <(zcat ...), /dev/stdin
         raise GpufleetError(f"{text}: a pipe or device, and it is read more than once: write it to a file first")
-    if tokenizer is not None and not config.takes_tokenizer:
+    if tokenizer is not None and not dataset.takes_tokenizer:
         raise GpufleetError(f"{definition.job.experiment} takes no tokenizer: leave out --tokenizer")
-    folder, weights_folder = root / name, definition.storage.weights_folder(root)
+    folder = root / name
+    given = Given(text=text, tokenizer=tokenizer, weights=definition.storage.weights_folder(root), say=say)
     try:
-        if text is None and tokenizer is None and _of_a_file(folder, config):
+        if text is None and tokenizer is None and _is_of_a_file(folder, dataset):
             try:
-                found = prepare.as_found(folder, lambda line: None)
+                return dataset.accept(folder, given)
             except ValueError as error:  # prepare it again, it says to whoever has just done that
                 raise ValueError(f"{error}: `{_prepare_command(definition)}`") from error
-            config.report_found(folder, found, weights_folder, say)
-            return found
-        return config.prepare(folder, Given(text=text, tokenizer=tokenizer, weights=weights_folder, say=say))
+        return dataset.prepare(folder, given)
     except (ValueError, ImportError) as error:
         raise _as_user_error(error) from error
 
 
-def repeated(config: JobConfig, made: prepare.DatasetManifest) -> str:
+def repeated(config: JobConfig, made: DatasetManifest) -> str:
     """How often a run of so many steps, not epochs, reads this dataset; nothing where that is below twice."""
-    read = config.data_read_by_steps(made)
+    read = config.dataset.read_by_steps(made)
     if read is None:
         return ""
     there, unit, key = read
@@ -104,21 +104,13 @@ def repeated(config: JobConfig, made: prepare.DatasetManifest) -> str:
 def require_another_folder(plain: StackDefinition, rehearsal: StackDefinition, root: Path) -> None:
     """Raises GpufleetError where generated data would replace what was made from a file of the user's."""
     folder = root / plain.storage.dataset
-    if plain.storage.dataset != rehearsal.storage.dataset or not _of_a_file(folder, plain.job.parameters):
+    if plain.storage.dataset != rehearsal.storage.dataset or not _is_of_a_file(folder, plain.job.parameters.dataset):
         return
-    if not str((atomic.read_object(folder / prepare.MANIFEST) or {}).get("source")).startswith("generated "):
+    if not str((atomic.read_object(folder / DATASET) or {}).get("source")).startswith("generated "):
         raise GpufleetError(
             f"{folder} holds the data of the file itself, and the rehearsal's would replace it: give `rehearsal`"
             " a storage.dataset of its own"
         )
-
-
-def _list_weights(folder: Path, say: Say) -> None:
-    """Writes weights.json. Raises ValueError."""
-    found = weights.describe(folder)
-    say(f"{folder}: {len(found.files)} files of base weights, {found.bytes / 1e9:.2f} GB")
-    if left := weights.left_out(folder):
-        say(f"{folder}: not needed and left out: {', '.join(left)}, {sum(left.values()) / 1e9:.2f} GB")
 
 
 def _as_user_error(error: ValueError | ImportError) -> GpufleetError:
@@ -128,11 +120,11 @@ def _as_user_error(error: ValueError | ImportError) -> GpufleetError:
     return GpufleetError(f"this data needs a package that is missing ({error}): pip install 'gpufleet[job]'")
 
 
-def _of_a_file(folder: Path, config: JobConfig) -> bool:
+def _is_of_a_file(folder: Path, dataset: Dataset[Any]) -> bool:
     """Whether the dataset that is there was made from a file or folder of the user's, which is not named again."""
-    if not (folder / prepare.MANIFEST).is_file():
+    if not (folder / DATASET).is_file():
         return False
-    return config.is_own_data(str((atomic.read_object(folder / prepare.MANIFEST) or {}).get("source")))
+    return dataset.is_own(str((atomic.read_object(folder / DATASET) or {}).get("source")))
 
 
 def _agrees(definition: StackDefinition, root: Path) -> None:
@@ -146,4 +138,4 @@ def _agrees(definition: StackDefinition, root: Path) -> None:
 
 def _prepare_command(definition: StackDefinition) -> str:
     """The command that makes a dataset of the user's own file anew."""
-    return f"gpufleet prepare {definition.argument} {definition.job.parameters.file_argument(own=True)}".rstrip()
+    return f"gpufleet prepare {definition.argument} {definition.job.parameters.dataset.argument(own=True)}".rstrip()

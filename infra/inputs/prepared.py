@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest, read_manifest
+from gpufleet.job.contract.inputs import DatasetManifest, read_dataset
 
 
 def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:
@@ -17,7 +17,7 @@ def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest
     if folder is None:
         return None
     try:
-        return read_manifest(folder)
+        return read_dataset(folder, definition.job.parameters.dataset_checks)
     except ValueError:
         return None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, Problem
 from gpufleet.infra.inputs import code, folders
-from gpufleet.job.contract.inputs import DATASET
+from gpufleet.job.contract.inputs import DATASET, WEIGHTS, other_size, read_dataset, read_weights
 
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
@@ -31,7 +31,7 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
             sentences.append(f"storage.base_weights, {weights}, is not there: download the weights into that folder.")
         elif reason := _unlisted(folder):
             sentences.append(f"storage.base_weights, {weights}, {reason}: run `gpufleet prepare {name}`.")
-        elif reason := definition.job.parameters.weights_differ(folder):
+        elif reason := definition.job.parameters.dataset.weights_differ(folder):
             sentences.append(f"storage.base_weights, {weights}, {reason}")
     return [*sentences, *folders.missing(definition, root)]
 
@@ -47,17 +47,15 @@ def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
 
 def command(definition: StackDefinition) -> str:
     """The `gpufleet prepare` that makes its dataset; sources that are files are named by hand."""
-    return f"gpufleet prepare {definition.argument} {definition.job.parameters.file_argument()}".rstrip()
+    return f"gpufleet prepare {definition.argument} {definition.job.parameters.dataset.argument()}".rstrip()
 
 
 def _unlisted(folder: Path) -> str:
     """Why these weights cannot be declared yet, or nothing."""
-    from gpufleet.job.experiments.dataset import weights  # here: most callers have none
-
-    if not (folder / weights.MANIFEST).is_file():
-        return f"are not listed in {weights.MANIFEST}"
+    if not (folder / WEIGHTS).is_file():
+        return f"are not listed in {WEIGHTS}"
     try:
-        weights.read(folder)
+        read_weights(folder)
     except ValueError as error:
         return f"are not as listed ({error})"
     return ""
@@ -69,16 +67,12 @@ def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
     """
     if not (folder / DATASET).is_file():
         return "is not prepared"
-    from gpufleet.job.experiments.dataset.prepare import read_manifest  # here: most callers never have a local dataset
-
     try:
-        manifest = read_manifest(folder)
+        manifest = read_dataset(folder, definition.job.parameters.dataset_checks)
     except ValueError as error:
         return f"is damaged ({error})"
-    for file in manifest.files:
-        place = folder / file.name
-        if not place.is_file() or place.stat().st_size != file.bytes:
-            return f"is incomplete ({file.name})"
+    if (other := other_size(folder, manifest)) is not None:
+        return f"is incomplete ({other})"
     return dataset_differs(definition, root)
 
 
@@ -88,10 +82,8 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
     The node asks the same before it trains, when its set-up is paid for already. Raises ValueError for a folder that is
     no prepared dataset.
     """
-    from gpufleet.job.experiments.dataset.prepare import read_manifest
-
     config = definition.job.parameters
-    manifest = read_manifest(root / definition.storage.dataset)
+    manifest = read_dataset(root / definition.storage.dataset, config.dataset_checks)
     if manifest.kind != config.dataset_kind:
         return f"is a dataset of {manifest.kind}, {definition.job.experiment} needs {config.dataset_kind}"
-    return config.dataset_differs(manifest, definition.storage.weights_folder(root))
+    return config.dataset.differs(manifest, definition.storage.weights_folder(root))

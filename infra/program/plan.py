@@ -34,9 +34,7 @@ from gpufleet.infra.program.boot import run_config, user_data
 from gpufleet.infra.program.run_guard import Previous, RunDecision, judge
 from gpufleet.infra.review import policy
 from gpufleet.job.contract import run as run_file
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest, verify
-from gpufleet.job.experiments.dataset.weights import WeightsManifest
-from gpufleet.job.experiments.dataset.weights import read as read_weights
+from gpufleet.job.contract.inputs import DatasetManifest, InputManifest, WeightsManifest, read_weights, verify
 from gpufleet.job.text import stamp
 
 
@@ -201,7 +199,7 @@ def make(
     )
 
 
-def input_entry(place: str, manifest: DatasetManifest | WeightsManifest | None) -> dict[str, Any]:
+def input_entry(place: str, manifest: InputManifest | None) -> dict[str, Any]:
     """A dataset or base weights as run.json names them. `uri` None: the files lie under inputs/<sha256>/ of the run's
     own bucket. No files for an s3:// prefix, where a list of its own names them.
     """

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpufleet.infra.evidence.observations import Observation
+from gpufleet.infra.evidence.observation import Observation
 from gpufleet.job.text import counted
 
 # Losses per hour of a node with one GPU, as zones of public traces have them: nine of 2023 (p3.2xlarge) 0.10 to 1.39,

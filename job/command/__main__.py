@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpufleet.job.contract.codes import TrainerExit
-from gpufleet.job.contract.messages import Fatal
+from gpufleet.job.contract.messages import Fatal, await_start
 from gpufleet.job.contract.run import Task
 from gpufleet.job.contract.workdir import START
-from gpufleet.job.experiments.engine.requests import await_start
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,18 +1,28 @@
-"""Files that a run takes in, as dataset.json, weights.json, run.json and a checkpoint's manifest name them."""
+"""Files that a run takes in, as dataset.json, weights.json, run.json and a checkpoint's manifest name them.
+
+    dataset.json   schema, kind, source, facts, files [{name, bytes, sha256}], train [file..], validation [file..]
+    weights.json   schema, name, files [{name, bytes, sha256}]
+
+Each lies beside its files, and names every one of them but itself.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from gpufleet.job import atomic, progress
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields
 
-DATASET, WEIGHTS = "dataset.json", "weights.json"  # the list of the files, beside them
+DATASET, WEIGHTS = "dataset.json", "weights.json"
+_HEAD = ("schema", "kind", "source", "files", "train", "validation")  # of dataset.json
+M = TypeVar("M", bound="InputManifest")
+Checks = Mapping[str, Callable[[Fields], object]]  # by kind of dataset: reads its facts, and raises DoubtError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,3 +74,111 @@ def files(fields: Fields) -> tuple[InputFile, ...]:
     if len({file.name for file in found}) < len(found):
         raise DoubtError("files names one of them twice")
     return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputManifest:
+    """`files` are all that a node must have, the manifest itself included; `sha256` is the manifest's, which names the
+    others by hash.
+    """
+
+    sha256: str
+    files: tuple[InputFile, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files together."""
+        return sum(file.bytes for file in self.files)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsManifest(InputManifest):
+    """Base weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetManifest(InputManifest):
+    """A prepared dataset. `facts`: numbers and words of its kind; in a file without them, all that it says besides."""
+
+    source: str
+    kind: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    train: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+
+
+def read_dataset(folder: Path, checks: Checks) -> DatasetManifest:
+    """What dataset.json in `folder` says, which is of a kind in `checks`; one that names none is of the first. Raises
+    ValueError when there is none or it is damaged. Hashes no other file.
+    """
+
+    def manifest(fields: Fields, listed: tuple[InputFile, ...], own: InputFile) -> DatasetManifest:
+        kind = fields.take("kind", reading.choice(*checks), next(iter(checks)))
+        besides = {key: value for key, value in fields.tree.items() if key not in _HEAD}
+        facts = fields.section("facts") if "facts" in fields.tree else Fields(besides)
+        checks[kind](facts)
+        shards = reading.listed(reading.choice(*(file.name for file in listed)))
+        return DatasetManifest(
+            sha256=own.sha256,
+            files=(*listed, own),
+            source=fields.need("source", reading.text),
+            kind=kind,
+            facts=facts.tree,
+            train=fields.take("train", shards, ()),
+            validation=fields.take("validation", shards, ()),
+        )
+
+    absent = f"not a prepared dataset, there is no {DATASET}"
+    return _read(folder / DATASET, manifest, absent, "prepare the dataset again")
+
+
+def read_weights(folder: Path) -> WeightsManifest:
+    """What weights.json in `folder` says. Raises ValueError when there is none, it is damaged, or a file has another
+    size.
+    """
+
+    def manifest(fields: Fields, listed: tuple[InputFile, ...], own: InputFile) -> WeightsManifest:
+        return WeightsManifest(sha256=own.sha256, files=(*listed, own))
+
+    absent = f"no {WEIGHTS}; `gpufleet prepare` writes it"
+    found = _read(folder / WEIGHTS, manifest, absent, "delete it and prepare again")
+    if (other := other_size(folder, found)) is not None:
+        raise ValueError(f"{folder / other}: not the file that {WEIGHTS} names; run `gpufleet prepare` again")
+    return found
+
+
+def other_size(folder: Path, manifest: InputManifest) -> str | None:
+    """The first file that is not there in the size that the manifest says; None: they all are. Hashes none."""
+    for file in manifest.files:
+        place = folder / file.name
+        if not place.is_file() or place.stat().st_size != file.bytes:
+            return file.name
+    return None
+
+
+def verify(folder: Path, manifest: DatasetManifest) -> None:
+    """Reads and hashes every file. Raises ValueError naming the first that differs."""
+    with progress.shown(f"checking {folder}", manifest.bytes) as advance:
+        for file in manifest.files:
+            path = folder / file.name
+            if not path.is_file():
+                raise ValueError(f"{path}: missing; prepare the dataset again")
+            if path.stat().st_size != file.bytes or atomic.sha256(path, advance) != file.sha256:
+                raise ValueError(f"{path}: not the file that {DATASET} names; prepare the dataset again")
+
+
+def _read(path: Path, manifest: Callable[[Fields, tuple[InputFile, ...], InputFile], M], absent: str, remedy: str) -> M:
+    """What `manifest` makes of the document, the files that it lists, and itself as one of them. Raises ValueError."""
+    try:
+        content = path.read_bytes()
+    except PermissionError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except OSError as error:
+        raise ValueError(f"{path.parent}: {absent}") from error
+    own = InputFile(name=path.name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    try:
+        fields = Fields(reading.parse(content))
+        fields.schema(1)
+        return manifest(fields, files(fields), own)
+    except DoubtError as error:
+        raise ValueError(f"{path}: damaged, {error}; {remedy}") from error

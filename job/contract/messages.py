@@ -5,6 +5,9 @@ A message is written whole or not at all. One that cannot be read counts as not 
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -12,6 +15,8 @@ from typing import Any, ClassVar, Self
 from gpufleet.job import atomic
 from gpufleet.job.contract import reading, workdir
 from gpufleet.job.contract.reading import DoubtError, Fields
+
+LOOK_S = 0.05  # between two looks for start.json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,16 @@ class Start(Message):
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
         return cls(rung=fields.need("rung", reading.whole_number))
+
+
+def await_start(workdir: Path) -> int:
+    """The rung of start.json, once it is there. Raises SystemExit when whoever started this process is gone."""
+    parent = os.getppid()
+    while (start := Start.read(workdir)) is None:
+        if os.getppid() != parent:
+            sys.exit("nobody is left to say when to begin")
+        time.sleep(LOOK_S)
+    return start.rung
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,53 +1,55 @@
 """What a kind of job is before it runs. Pure: no torch, no AWS, nothing of infra, so that the bill can import it.
 
 `job` has the questions that each kind answers, `common` what kinds share, `command` the kind that is the user's own.
-The ready-made jobs lie in job/experiments/, which nothing here imports. User mistakes raise ValueError with the choice
-to make.
+The ready-made jobs lie in job/experiments/, whose own table names them: without that folder everything works that is
+not about one of them. User mistakes raise ValueError with the choice to make.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from typing import Any
 
 from gpufleet.job.spec import convert
 from gpufleet.job.spec.common import Checkpoint, Guard, Log, bounded
-from gpufleet.job.spec.job import JobConfig
+from gpufleet.job.spec.job import JobConfig, named
 
 __all__ = ["COMMAND", "EXPERIMENTS", "KINDS", "Checkpoint", "Guard", "JobConfig", "Log", "bounded", "from_json"]
 
 COMMAND = "command"  # in run.json, where ready-made jobs have the name of their experiment
-_EXPERIMENTS = {  # module and config
-    "tinystories-growth": "gpufleet.job.experiments.growth.spec:GrowthConfig",
-    "sft-h100": "gpufleet.job.experiments.sft.spec:SftConfig",
-    "pretrain-d64": "gpufleet.job.experiments.pretrain.spec:PretrainConfig",
-    "kernel-sft": "gpufleet.job.experiments.kernel.spec:KernelConfig",
-    "two-tower": "gpufleet.job.experiments.two_tower.spec:TwoTowerConfig",
-}
-_KINDS = {**_EXPERIMENTS, COMMAND: "gpufleet.job.spec.command:CommandConfig"}
+_READY_MADE = "gpufleet.job.experiments:CONFIGS"  # the one place by which they are found
 
 
 class Kinds(Mapping[str, type[JobConfig]]):
     """The config of each kind, by its name. Imported when it is asked for: a bill is of one kind."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
-        self._places = places
+        self.places = places
 
     def __getitem__(self, name: str) -> type[JobConfig]:
-        module, _, config = self._places[name].partition(":")
-        found: type[JobConfig] = getattr(import_module(module), config)
+        found: type[JobConfig] = named(self.places[name])
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
 
-EXPERIMENTS = Kinds(_EXPERIMENTS)
-KINDS = Kinds(_KINDS)  # as run.json names them
+def _ready_made() -> Mapping[str, str]:
+    """Where the config of each ready-made job is, by its name; without their folder there are none."""
+    try:
+        places: Mapping[str, str] = named(_READY_MADE)
+    except ModuleNotFoundError as error:
+        if error.name != _READY_MADE.partition(":")[0]:
+            raise
+        return {}
+    return places
+
+
+EXPERIMENTS = Kinds(_ready_made())
+KINDS = Kinds({**EXPERIMENTS.places, COMMAND: "gpufleet.job.spec.command:CommandConfig"})  # as run.json names them
 
 
 def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:

@@ -12,14 +12,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from gpufleet.job.spec.common import (
     GB,
+    Code,
     Compute,
     Deliver,
-    Given,
     Guard,
     Log,
     Memory,
@@ -31,9 +30,6 @@ from gpufleet.job.spec.common import (
     one_or_more,
 )
 from gpufleet.job.spec.job import JobConfig
-
-if TYPE_CHECKING:
-    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
 
 PHASE = "train"
 SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one second
@@ -84,15 +80,6 @@ FORMATS: dict[str, Format] = {
     "file": Format(),
 }
 GROUPS = ("step", "loss", "val", "step_ms", "total", "epoch", "batch", "batches")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Code:
-    """The folder of the user's repository that is shipped, as a hashed archive."""
-
-    folder: str = "."
-    exclude: tuple[str, ...] = ()  # patterns beside what git ignores
-    max_mib: int = bounded(200, 1, 5000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +180,6 @@ class CommandConfig(JobConfig):
 
     module: ClassVar[str] = "gpufleet.job.command"
     path: ClassVar[str] = "job"
-    trainer: ClassVar[str] = ""
     dataset_kind: ClassVar[str] = ""
     resumes_everywhere: ClassVar[bool] = True
     leaves_results: ClassVar[bool] = False  # its outputs are its own
@@ -405,9 +391,6 @@ class CommandConfig(JobConfig):
     def shortened(self, steps: int) -> CommandConfig:
         """Itself: a command is stopped, not shortened."""
         return self
-
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        raise ValueError("a command's inputs are not prepared: storage.inputs names them as they are")
 
     # What is wrong in it ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """What kinds of job share: sections of parameters with their bounds, and the words in which a job says its work,
-memory and bytes. 1 Say = Callable[[str], None]  # one line for who watches
-GB = 1e9 bytes throughout.
+memory and bytes. 1 GB = 1e9 bytes throughout.
 
 A field's `metadata` holds its allowed values (`minimum`, `maximum`), so that the loader of the definition file and the
 job check the same bounds.
@@ -8,13 +7,9 @@ job check the same bounds.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
-
-from gpufleet.job.text import counted
 
 Say = Callable[[str], None]  # one line for who watches
 GB = 1e9
@@ -23,7 +18,6 @@ DEVICE_RESERVE_GB = 1.0  # CUDA context, cuBLAS workspace, fragmentation: an est
 # Whose weights final/ holds: of the last phase's best evaluation, or those after the last step.
 Deliver = Literal["best", "last"]
 EVALUATIONS_PROBED = 3  # per phase of a job that is shortened to be measured, where it evaluates at all
-BELOW_ONE = 0.99999  # the largest that a share of what was before may be: at 1 it would never change
 
 
 def bounded(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
@@ -41,16 +35,6 @@ def added_later(default: Any) -> Any:
 def one_or_more() -> Any:
     """A field for a list of texts that a single one may stand for; empty by default."""
     return field(default=(), metadata={"one": True})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
-    """What `gpufleet prepare` was given beside the definition."""
-
-    text: Path | None = None  # in place of data.source
-    tokenizer: Path | None = None
-    weights: Path | None = None  # the folder of base weights
-    say: Say = lambda line: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,63 +73,12 @@ class Compute:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig:
-    """A Llama- or Qwen-class causal decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases.
+class Code:
+    """The folder of the user's repository that is shipped, as a hashed archive."""
 
-    `qwen3` adds a norm per head to q and k, `qwen2` biases to q, k and v. The default is Llama-3.1-8B.
-    """
-
-    family: Literal["llama", "qwen2", "qwen3"] = "llama"
-    vocab: int = bounded(128_256, 2, 1_000_000)
-    layers: int = bounded(32, 1, 200)
-    width: int = bounded(4096, 8, 65536)
-    heads: int = bounded(32, 1, 512)
-    kv_heads: int = bounded(8, 1, 512)
-    head_dim: int = bounded(128, 2, 1024)
-    ffn: int = bounded(14_336, 8, 262144)
-    tied: bool = False  # head and embedding are one table
-    norm_eps: float = bounded(1e-5, 1e-9, 1e-2)
-    rope_theta: float = bounded(500_000.0, 1.0, 1e9)
-    rope_scaling: Literal["none", "llama3"] = "llama3"
-
-
-QWEN3_8B = DecoderConfig(
-    family="qwen3",
-    vocab=151_936,
-    layers=36,
-    width=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    ffn=12_288,
-    tied=False,
-    norm_eps=1e-6,
-    rope_theta=1e6,
-    rope_scaling="none",
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CosineAdamW:
-    """AdamW with linear warm-up and a cosine to `floor` x lr at the last step."""
-
-    lr: float = bounded(2e-4, 1e-9, 1.0)
-    warmup: int = bounded(100, 0, 1_000_000)  # steps
-    floor: float = bounded(0.0, 0.0, 1.0)
-    weight_decay: float = bounded(0.0, 0.0, 1.0)
-    betas: tuple[float, ...] = bounded((0.9, 0.95), 0.0, BELOW_ONE)
-    eps: float = bounded(1e-8, 1e-16, 1e-2)  # at 0 a row without gradient is 0 / 0
-    clip: float = bounded(1.0, 0.0, 1e6)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenBatch:
-    """Packed tokens per optimizer step over all GPUs. `micro_tokens` per GPU and forward; None = the largest rung of
-    the ladder that fits.
-    """
-
-    tokens: int = bounded(16_384, 8, 100_000_000)
-    micro_tokens: int | None = bounded(None, 8, 10_000_000)
+    folder: str = "."
+    exclude: tuple[str, ...] = ()  # patterns beside what git ignores
+    max_mib: int = bounded(200, 1, 5000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,49 +178,3 @@ def processes(device: str, gpus: int | None, gpu_count: int, most: int) -> int:
     """One per GPU used; on a CPU as many as asked for; never more than there are pieces of a batch."""
     wanted = (gpus or 1) if device == "cpu" else min(gpus or gpu_count, gpu_count)
     return max(1, min(wanted, most))
-
-
-def cuts(whole: int, start: int | None, plain: list[int]) -> tuple[Rung, ...]:
-    """A ladder from its micro-batches without activation checkpointing, `start` first when it is not among them; then
-    checkpointing from the last of these down to one, halving.
-    """
-    first = min(start or whole, whole)
-    kept = list(dict.fromkeys(m for m in plain if 1 <= m <= first))
-    if first not in kept:
-        kept.insert(0, first)
-    checkpointed, micro = [], kept[-1]
-    while micro >= 1:
-        checkpointed.append(micro)
-        micro //= 2
-    return tuple([Rung(micro=m) for m in kept] + [Rung(micro=m, checkpointing=True) for m in checkpointed])
-
-
-def halves(whole: int) -> list[int]:
-    """`whole` rows, half of them, and so on down to one."""
-    return [whole >> times for times in range(whole.bit_length())]
-
-
-def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, instead: str) -> Iterator[str]:
-    """That optim.`key`, a warm-up of `length` steps, is longer than the `steps` of `whole` for which it warms up."""
-    if length > steps > 0:
-        yield (
-            f"optim.{key} is {counted(length, 'step')}, {whole} {steps}: the learning rate never reaches"
-            f" {rate_in_words(rate)}. Lower optim.{key}, or {instead}"
-        )
-
-
-def rate_in_words(value: float) -> str:
-    """The rate as a definition file writes it: 2e-4, 0.02."""
-    return f"{value:g}" if value >= 1e-3 else re.sub(r"e-0?", "e-", re.sub(r"\.?0+e", "e", f"{value:.3e}"))
-
-
-def too_short(
-    counts: Mapping[str, int | None], unit: str, least: int, sequence: int, notes: Mapping[str, str] | None = None
-) -> str:
-    """Which split of a dataset has fewer than the `least` units that data.sequence needs, or nothing."""
-    for split in ("train", "validation"):
-        count = counts.get(split)
-        if count is not None and count < least:
-            note = (notes or {}).get(split, "")
-            return f"has {count} {unit} for {split}{note}, data.sequence {sequence} needs at least {least}"
-    return ""

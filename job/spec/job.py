@@ -10,32 +10,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, replace
 from functools import lru_cache, wraps
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast
+from importlib import import_module
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
+from gpufleet.job.contract.inputs import Checks
 from gpufleet.job.spec.common import (
     DEVICE_RESERVE_GB,
     Checkpoint,
+    Code,
     Compute,
     Deliver,
-    Given,
     Guard,
     Log,
     Memory,
     PhaseSize,
     Rung,
-    Say,
     Sizes,
     processes,
 )
-
-if TYPE_CHECKING:
-    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
-    from gpufleet.job.spec.command import Code
+from gpufleet.job.spec.dataset import Dataset
 
 Self = TypeVar("Self", bound="JobConfig")
 F = TypeVar("F", bound=Callable[..., Any])
 _KEPT = 4096  # answers
+
+
+def named(place: str) -> Any:
+    """What `place`, module:name, stands for, imported now."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def remembered(function: F) -> F:
@@ -81,22 +84,32 @@ class JobConfig(ABC):
     log: Log
     deliver: Deliver = "last"  # the weights of final/
 
-    module: ClassVar[str] = "gpufleet.job.experiments.engine"  # of the trainer's process: `python -m MODULE WORKDIR`
+    module: ClassVar[str]  # of the trainer's process: `python -m MODULE WORKDIR`
     path: ClassVar[str] = "job.parameters"  # where a definition has them
-    trainer: ClassVar[str]  # module:class, imported when a run asks for it
     # Settings of its own that leave the time of a step, an evaluation or a save as it is (SPEED_LEFT has the others').
     leaves_speed: ClassVar[tuple[str, ...]] = ()
     code_may_change: ClassVar[bool] = False  # whether a measurement of other code counts, with a word about it
     save_wait_s: float = 0.0  # that a probe waits for a save that nobody can ask for
-    dataset_kind: ClassVar[str]  # of dataset.json
-    file_arguments: ClassVar[dict[str, str]] = {}  # by data.source: what the user names for `gpufleet prepare`
-    takes_tokenizer: ClassVar[bool] = True
+    dataset_class: ClassVar[str] = "gpufleet.job.spec.dataset:NoDataset"  # imported when it is asked for
+    dataset_kind: ClassVar[str]  # of dataset.json; empty: it has none
+    dataset_checks: ClassVar[Checks] = {}  # what dataset.json must say
     container_options: ClassVar[str] = ""  # words for `docker run`; {app}: the job archive's folder
     may_stop_early: ClassVar[bool] = False
     leaves_results: ClassVar[bool] = True  # results.json, at the end of a finished run
     one_node: ClassVar[str] = ""  # why several do not help it; empty: they do
     resumes_everywhere: ClassVar[bool] = False  # each of several nodes needs the checkpoint on its own disk
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
+
+    @classmethod
+    def code_folders(cls) -> tuple[str, ...]:
+        """Folders of job/ whose own files decide how long a step takes; empty: the code that trains is the user's."""
+        return ()
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The data that it trains on, for who prepares it."""
+        found: Dataset[Any] = named(self.dataset_class)(self)
+        return found
 
     def work_kind(self) -> str:
         """Whose speeds tell of its own, as the bill's table of measured ones has it: `from scratch`, `all weights`,
@@ -297,50 +310,6 @@ class JobConfig(ABC):
     def changed(self: Self, **sections: Any) -> Self:
         """The parameters with other values."""
         return cast(Self, replace(cast(Any, self), **sections))
-
-    @abstractmethod
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        """Its dataset in `folder`, made now from the text given or data.source, or found there. Raises ValueError."""
-
-    def is_own_data(self, made_from: str) -> bool:
-        """Whether a dataset whose manifest says `made_from` is of a file of the user's, which is not named again."""
-        return not self.data.source.startswith("generated-")
-
-    def file_argument(self, *, own: bool = False) -> str:
-        """What `gpufleet prepare` takes beside the stack, where the source, or the data at hand (`own`), is a file of
-        the user's.
-        """
-        return self.file_arguments.get(self.data.source, "")
-
-    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        """How a prepared dataset of this kind is another than these parameters ask for, in words that follow its name;
-        or nothing. `weights`: the folder of base weights.
-        """
-        return ""
-
-    def check_dataset(self, folder: Path, say: Say) -> None:
-        """Warns of a prepared dataset. Raises ValueError for one that leaves nothing to learn."""
-        return None
-
-    def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
-        """Says what a dataset is that was prepared before."""
-        from gpufleet.job.experiments.dataset.prepare import describe
-
-        say(f"{folder} is prepared already: {describe(manifest)}")
-
-    def data_read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str] | None:
-        """For a run whose length is given in steps: the units it trains on, what a unit is, and the setting. None: its
-        length is given in epochs.
-        """
-        return None
-
-    def weights_differ(self, folder: Path) -> str:
-        """What base weights in `folder` have against these parameters, in words that follow their name; or nothing."""
-        return ""
-
-    def check_weights(self, folder: Path, say: Say) -> None:
-        """Raises ValueError where a node could not read the base weights in `folder`, or would refuse them."""
-        return None
 
     def require(self) -> None:
         """Raises ValueError with every problem, for who is about to build the model."""

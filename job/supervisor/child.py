@@ -18,7 +18,6 @@ from typing import IO, Any, Protocol
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.messages import Ended, Start
-from gpufleet.job.spec import JobConfig
 from gpufleet.job.supervisor.leash import ABOVE
 from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.text import printable
@@ -158,8 +157,8 @@ class Child:
 def trainer(
     workdir: Path,
     rung: int | None,
-    ranks: int = 1,
-    module: str = JobConfig.module,
+    ranks: int,
+    module: str,
     place: Rendezvous | None = None,
     parent: str = "",
 ) -> list[str]:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpufleet.job.experiments.engine.experiment import IGNORED
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.decoder import GROUPS, Decoder, build
-from gpufleet.job.experiments.models.linear_loss import IGNORED
-from gpufleet.job.spec.common import DecoderConfig as Shape
 
 FAMILIES: dict[str, Shape] = {
     "llama": Shape(

@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpufleet.job.experiments.engine.parallel import World, shard
+from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.pretrain.model import CharGpt
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.spec import common
 from gpufleet.job.spec.common import Memory
 
 SHAPES: tuple[dict[str, Any], ...] = (
@@ -160,7 +160,7 @@ def main() -> None:
         )
         measured = many_ranks(config, 4, checkpointing=deep, ranks=8, every=29)
         _say(f"{layers} x {width}", measured, config.memory(0, 4, checkpointing=deep, ranks=8))
-    tuned = SftConfig(method="full", model=replace(common.DecoderConfig(), layers=2))
+    tuned = SftConfig(method="full", model=replace(DecoderConfig(), layers=2))
     _say("decoder, 2 layers", whole_decoder(tuned, 2, ranks=8), tuned.memory(0, 2, ranks=8))
 
 

@@ -33,7 +33,6 @@ from gpufleet.job.experiments.engine.data import draw, split
 from gpufleet.job.experiments.engine.experiment import Experiment, Micro, Phase, Session, Weights, Work
 from gpufleet.job.experiments.growth.spec import AdamW
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
-from gpufleet.job.spec import EXPERIMENTS
 from gpufleet.job.spec.common import Rung
 
 STEPS, ROWS, LENGTH, VOCAB = 12, 16, 9, 37
@@ -264,7 +263,7 @@ def one(
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    EXPERIMENTS["pretrain-d64"].trainer = "rank_world:RankExperiment"
+    PretrainConfig.trainer = "rank_world:RankExperiment"
     if broken == "disk of rank 1" and rank == 1:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -324,5 +323,5 @@ def train_on_one_rank(workdir: Path) -> None:
 
 
 if __name__ == "__main__":  # under torchrun
-    EXPERIMENTS["pretrain-d64"].trainer = "rank_world:RankExperiment"
+    PretrainConfig.trainer = "rank_world:RankExperiment"
     sys.exit(trainer.main())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job import atomic
-from gpufleet.job.experiments.dataset.packed import prepare_sft
+from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.spec import from_json
 

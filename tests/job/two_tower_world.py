@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpufleet.job.experiments.two_tower.data import Indices
+from gpufleet.job.experiments.two_tower.folds import Indices
 from gpufleet.job.experiments.two_tower.ranking import Tables, generate, prepare_ranking
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 from gpufleet.job.spec import from_json

@@ -22,8 +22,9 @@ from gpufleet.infra.evidence import calibration, outcomes, receipts, traces
 from gpufleet.infra.program.run_guard import creation_digest
 from gpufleet.job.contract import attempt, done, metrics
 from gpufleet.job.contract.commit import Best, Manifest
+from gpufleet.job.contract.inputs import read_weights, verify
 from gpufleet.job.contract.run import load as load_run
-from gpufleet.job.experiments.dataset import prepare, weights
+from gpufleet.job.experiments.dataset import prepare
 
 RUNS = [
     pytest.param(RecordedRun(each / name), id=f"{name} of {each.name}")
@@ -213,8 +214,8 @@ def test_what_a_project_keeps_is_read(release: Path, tmp_path: Path) -> None:
     (ended,) = outcomes.read(tmp_path, "growth")
     assert (ended.run, ended.types) == ("r1", ("g5.2xlarge", "g5.2xlarge"))
     dataset = growth.project(tmp_path / "project") / "data" / "stories"
-    prepare.verify(dataset, prepare.read_manifest(dataset))
-    assert len(weights.read(release / "weights").files) == 4
+    verify(dataset, prepare.read_manifest(dataset))
+    assert len(read_weights(release / "weights").files) == 4
     (prices,) = files.folders(release / "prices")
     assert ("g5.2xlarge", "us-east-2") in files.read(prices).spot
     for trace in (release / "traces").iterdir():

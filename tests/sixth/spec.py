@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from gpufleet.job.spec.common import (
-    GB,
-    Checkpoint,
-    Compute,
-    CosineAdamW,
-    Given,
-    Guard,
-    Log,
-    Memory,
-    PhaseSize,
-    Rung,
-    Sizes,
-    bounded,
-    cuts,
-    in_gb,
-)
-from gpufleet.job.spec.job import JobConfig
-
-if TYPE_CHECKING:
-    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+from gpufleet.job.contract.inputs import DatasetManifest
+from gpufleet.job.experiments.dataset import prepare, sources
+from gpufleet.job.experiments.dataset.prepared import PreparedDataset
+from gpufleet.job.experiments.spec import CosineAdamW, ExperimentConfig, cuts
+from gpufleet.job.spec.common import GB, Checkpoint, Compute, Guard, Log, Memory, PhaseSize, Rung, Sizes, bounded, in_gb
+from gpufleet.job.spec.dataset import Given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +32,11 @@ class ToyEval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToyConfig(JobConfig):
+class ToyConfig(ExperimentConfig):
     """toy: an embedding and a head."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.toy.run:Toy"
+    dataset_class: ClassVar[str] = "gpufleet.job.experiments.toy.spec:ToyStories"
     dataset_kind: ClassVar[str] = "windows"
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps",)
 
@@ -113,8 +100,10 @@ class ToyConfig(JobConfig):
     def shortened(self, steps: int) -> ToyConfig:
         return self.changed(steps=min(self.steps, steps))
 
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.dataset import prepare, sources
 
-        stories = sources.Generated(count=self.data.stories, seed=self.seed)
-        return prepare.prepare(folder, stories, model_vocab=self.vocab, say=given.say)
+class ToyStories(PreparedDataset[ToyConfig]):
+    """Windows of tokens."""
+
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        stories = sources.Generated(count=self.config.data.stories, seed=self.config.seed)
+        return prepare.prepare(folder, stories, model_vocab=self.config.vocab, say=given.say)

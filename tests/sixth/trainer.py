@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import FINAL, RESULTS
 from gpufleet.job.experiments.engine import export, optimizer
-from gpufleet.job.experiments.engine.data import Dataset
+from gpufleet.job.experiments.engine.data import TokenDataset
 from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
 from gpufleet.job.spec.common import Rung
 
@@ -44,7 +44,7 @@ class Toy(Experiment):
         assert isinstance(session.config, ToyConfig)
         self.session, self.config = session, session.config
         self.device = session.device.torch
-        self.dataset = Dataset(
+        self.dataset = TokenDataset(
             session.data, vocab=self.config.vocab, sequence=self.config.data.sequence, device=self.device
         )
         self.phases = Phase.chain(self.config.phases())

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.shards import HEADER, read_header
 
 MOST_EXAMPLES = (1 << 15) - 1  # in a row: what a mark can count to

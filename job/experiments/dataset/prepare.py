@@ -1,142 +1,52 @@
 """From text to a prepared dataset: a folder of token shards, what the tokenizer needs, and `dataset.json`.
 
-    dataset.json     schema, kind, source, facts, files [{name, bytes, sha256}]; for kind "windows" also tokenizer
-                     {kind, vocab, id}, train [file..], validation [file..], tokens {train, validation},
-                     stories {train, validation}
+    dataset.json     as job/contract/inputs.py has it; facts.py says what of each kind
     train_00000.bin, validation_00000.bin
     tokenizer.json   (gpt2) or vocab.json (words)
 
 `publish` and `read_manifest` serve every kind: windows (here), packed, characters and ranking (modules of their own).
 
-The same input gives the same bytes; nothing in it is a time or a path. Standard library only, because the program that
-declares the upload reads manifests too. User mistakes raise ValueError with the choice to make.
+The same input gives the same bytes; nothing in it is a time or a path. User mistakes raise ValueError with the choice
+to make.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from gpufleet.job import atomic, progress
-from gpufleet.job.contract import inputs, reading
-from gpufleet.job.contract.inputs import InputFile
-from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract import inputs
+from gpufleet.job.contract.inputs import DatasetManifest
+from gpufleet.job.experiments.dataset.facts import FACTS
 from gpufleet.job.experiments.dataset.shards import write_shard
 from gpufleet.job.experiments.dataset.sources import Source
 from gpufleet.job.experiments.dataset.tokenizer import Gpt2, Tokenizer, Words
 
 MANIFEST = inputs.DATASET
-Kind = Literal["windows", "packed", "characters", "ranking"]
 HELD_OUT = 0.01  # the last stories of a text, for validation
 SHARD_TOKENS = 1 << 25
-# What somebody relies on: a dataset.json must say it, in this way. Other facts are for people.
-_FACTS: dict[Kind, dict[str, Callable[[Any], object]]] = {
-    "windows": {},
-    "packed": {
-        **dict.fromkeys(("row", "longest", "most_examples", "rows", "examples", "tokens", "vocab"), reading.several),
-        **dict.fromkeys(("held_out_examples", "held_out_rows", "loss_tokens", "prompts", "stop"), reading.whole_number),
-        **dict.fromkeys(("loss_on", "template", "tokenizer", "tokenizer_id"), reading.text),
-        **dict.fromkeys(("packing", "texts"), reading.flag),
-    },
-    "characters": dict.fromkeys(("train_characters", "validation_characters", "vocab"), reading.several),
-    "ranking": {**dict.fromkeys(("queries", "models", "width"), reading.several), "encoder": reading.text},
-}
 BATCH = 1000  # stories tokenised at once
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DatasetManifest:
-    """A prepared dataset. `files` are all that a node must have, dataset.json included; `sha256` is dataset.json's,
-    which names the others by hash. From `tokenizer` on: only of windows, empty elsewhere.
-    """
-
-    sha256: str
-    files: tuple[InputFile, ...]
-    source: str
-    kind: Kind = "windows"
-    facts: dict[str, Any] = field(default_factory=dict)  # numbers and words of its kind: tokens, examples, fill, ...
-    train: tuple[str, ...] = ()
-    validation: tuple[str, ...] = ()
-    tokenizer: str = ""  # gpt2, bytes or words
-    vocab: int = 0
-    tokenizer_id: str = ""
-    tokens: dict[str, int] = field(default_factory=dict)
-    stories: dict[str, int] = field(default_factory=dict)
-
-
 def read_manifest(folder: Path) -> DatasetManifest:
-    """What `folder/dataset.json` says. Raises ValueError when there is none or it is damaged. Hashes no other file."""
-    path = folder / MANIFEST
-    try:
-        content = path.read_bytes()
-    except PermissionError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except OSError as error:
-        raise ValueError(f"{folder}: not a prepared dataset, there is no {MANIFEST}") from error
-    try:
-        return _manifest(Fields(reading.parse(content)), content)
-    except DoubtError as error:
-        raise ValueError(f"{path}: damaged, {error}; prepare the dataset again") from error
+    """What dataset.json in `folder` says. Raises ValueError when there is none or it is damaged. Hashes no other
+    file.
+    """
+    return inputs.read_dataset(folder, FACTS)
 
 
-def _manifest(fields: Fields, content: bytes) -> DatasetManifest:
-    fields.schema(1)
-    digest = hashlib.sha256(content).hexdigest()
-    kind: Kind = fields.take("kind", reading.choice(*get_args(Kind)), "windows")
-    listed = inputs.files(fields)
-    shards = reading.listed(reading.choice(*(file.name for file in listed)))
-    windows = kind == "windows"
-    facts = fields.section("facts") if _FACTS[kind] or "facts" in fields.tree else Fields({})
-    for fact, of_kind in _FACTS[kind].items():
-        facts.need(fact, of_kind)
-    found = DatasetManifest(
-        sha256=digest,
-        files=(*listed, InputFile(name=MANIFEST, bytes=len(content), sha256=digest)),
-        source=fields.need("source", reading.text),
-        kind=kind,
-        facts=facts.tree,
-        train=fields.take("train", shards, ()),
-        validation=fields.take("validation", shards, ()),
-    )
-    if not windows:
-        return found
-    tokenizer = fields.section("tokenizer")
-    return replace(
-        found,
-        tokenizer=tokenizer.need("kind", reading.text),
-        vocab=tokenizer.need("vocab", reading.whole_number),
-        tokenizer_id=tokenizer.need("id", reading.text),
-        tokens={split: fields.section("tokens").need(split, reading.whole_number) for split in ("train", "validation")},
-        stories={
-            split: fields.section("stories").need(split, reading.whole_number) for split in ("train", "validation")
-        },
-    )
-
-
-def verify(folder: Path, manifest: DatasetManifest) -> None:
-    """Every file's size and hash. Raises ValueError naming the first that differs."""
-    with progress.shown(f"checking {folder}", sum(file.bytes for file in manifest.files)) as advance:
-        for file in manifest.files:
-            path = folder / file.name
-            if not path.is_file():
-                raise ValueError(f"{path}: missing; prepare the dataset again")
-            if path.stat().st_size != file.bytes or atomic.sha256(path, advance) != file.sha256:
-                raise ValueError(f"{path}: not the file that {MANIFEST} names; prepare the dataset again")
-
-
-def as_found(folder: Path, say: Callable[[str], None]) -> DatasetManifest:
+def checked(folder: Path) -> DatasetManifest:
     """The dataset that is there, every file of it checked. Raises ValueError when it is none, or damaged."""
     manifest = _read_existing(folder)
-    verify(folder, manifest)
-    say(f"{folder} is prepared already: {describe(manifest)}")
+    inputs.verify(folder, manifest)
     return manifest
 
 
@@ -154,7 +64,8 @@ def prepare(
             f"{model_vocab}: raise model.vocab to at least {tokenizer.vocab}, or choose a smaller tokenizer"
         )
     kept = existing_dataset(folder)
-    if kept is not None and (kept.source, kept.tokenizer_id) == (source.name, tokenizer_id):
+    own = None if kept is None or kept.kind != "windows" else (kept.source, kept.facts["tokenizer"]["id"])
+    if kept is not None and own == (source.name, tokenizer_id):
         say(f"{folder} is prepared already: {describe(kept)}")
         return kept
     return _appear(folder, lambda made: _write(made, source, tokenizer, kind, tokenizer_id), say)
@@ -163,7 +74,7 @@ def prepare(
 def publish(
     folder: Path,
     *,
-    kind: Kind,
+    kind: str,
     source: str,
     facts: dict[str, Any],
     write: Callable[[Path], None],
@@ -186,18 +97,19 @@ def publish(
 
 def describe(manifest: DatasetManifest) -> str:
     """One line for people."""
-    size = f"{sum(file.bytes for file in manifest.files) / 1e6:.1f} MB"
+    size, facts = f"{manifest.bytes / 1e6:.1f} MB", manifest.facts
     if manifest.kind != "windows":
-        facts = ", ".join(
+        words = ", ".join(
             f"{name} {value:,}" if isinstance(value, int | float) else f"{name} {value}"
-            for name, value in manifest.facts.items()
+            for name, value in facts.items()
             if isinstance(value, int | float) or (isinstance(value, str) and value not in manifest.source)
         )
         source = re.sub(r"(?<=sha256 [0-9a-f]{12})[0-9a-f]+", "", manifest.source)  # what a person tells apart
-        return f"{manifest.kind} from {source}: {facts}; {size}"
+        return f"{manifest.kind} from {source}: {words}; {size}"
+    tokenizer = facts["tokenizer"]
     return (
-        f"{manifest.stories['train']:,} stories, {manifest.tokens['train']:,} tokens to train on, "
-        f"{manifest.tokens['validation']:,} held out; {manifest.tokenizer}, {manifest.vocab:,} ids; {size}"
+        f"{facts['stories']['train']:,} stories, {facts['tokens']['train']:,} tokens to train on, "
+        f"{facts['tokens']['validation']:,} held out; {tokenizer['kind']}, {tokenizer['vocab']:,} ids; {size}"
     )
 
 
@@ -240,7 +152,7 @@ def existing_dataset(folder: Path) -> DatasetManifest | None:
             f"{'it' if len(strangers) == 1 else 'them'} away"
         )
     try:
-        verify(folder, manifest)
+        inputs.verify(folder, manifest)
     except ValueError:
         return None
     return manifest

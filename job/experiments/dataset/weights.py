@@ -1,7 +1,5 @@
 """Base weights as inputs of a run: a folder somebody downloaded, and beside its files `weights.json` that names them.
 
-    weights.json     schema, name of the folder, files [{name, bytes, sha256}], sorted by name
-
 Only what trainer or deliverable need counts. Repositories hold more, Llama's every weight a second time below
 `original/`, and that would be hashed, uploaded and billed.
 
@@ -12,18 +10,16 @@ only where tensors are looked at.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpufleet.job import atomic
-from gpufleet.job.contract import inputs, reading
-from gpufleet.job.contract.inputs import InputFile
-from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract import inputs
+from gpufleet.job.contract.inputs import WeightsManifest
 
 MANIFEST = inputs.WEIGHTS
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -37,18 +33,6 @@ _DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # as safetensors and nump
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the two tables, as they are published
 _COMPARED = 4096  # rows of two matrices at once
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightsManifest:
-    """`files` are all that a node must have, weights.json included; `sha256` is weights.json's."""
-
-    sha256: str
-    files: tuple[InputFile, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(file.bytes for file in self.files)
 
 
 class Stored(NamedTuple):
@@ -157,30 +141,7 @@ def describe(folder: Path) -> WeightsManifest:
     """Hashes every file and writes weights.json. Raises ValueError like `paths`."""
     files = [asdict(file) for file in inputs.hashed(paths(folder), folder)]
     atomic.write_json(folder / MANIFEST, {"schema": 1, "name": folder.name, "files": files})
-    return read(folder)
-
-
-def read(folder: Path) -> WeightsManifest:
-    """What weights.json says. Raises ValueError when there is none, it is damaged, or a file has another size."""
-    path = folder / MANIFEST
-    try:
-        content = path.read_bytes()
-    except PermissionError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except OSError as error:
-        raise ValueError(f"{folder}: no {MANIFEST}; `gpufleet prepare` writes it") from error
-    try:
-        fields = Fields(reading.parse(content))
-        fields.schema(1)
-        listed = inputs.files(fields)
-    except DoubtError as error:
-        raise ValueError(f"{path}: damaged, {error}; delete it and prepare again") from error
-    for file in listed:
-        place = folder / file.name
-        if not place.is_file() or place.stat().st_size != file.bytes:
-            raise ValueError(f"{place}: not the file that {MANIFEST} names; run `gpufleet prepare` again")
-    digest = hashlib.sha256(content).hexdigest()
-    return WeightsManifest(sha256=digest, files=(*listed, InputFile(name=MANIFEST, bytes=len(content), sha256=digest)))
+    return inputs.read_weights(folder)
 
 
 def tensor_files(folder: Path) -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fcntl
-import importlib
 import os
 import sys
 import traceback
@@ -21,13 +20,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 
 from gpufleet.job.contract.codes import TrainerExit
-from gpufleet.job.contract.messages import Ended, Fatal, Message, Preflight, Unreadable
+from gpufleet.job.contract.messages import Ended, Fatal, Message, Preflight, Unreadable, await_start
 from gpufleet.job.contract.run import Task
 from gpufleet.job.contract.workdir import (
     ACCEPT,
@@ -45,9 +44,11 @@ from gpufleet.job.experiments.engine.experiment import Experiment, Session, Stop
 from gpufleet.job.experiments.engine.loop import Loop
 from gpufleet.job.experiments.engine.metrics import MetricsFile
 from gpufleet.job.experiments.engine.parallel import World
-from gpufleet.job.experiments.engine.requests import Requests, await_start
+from gpufleet.job.experiments.engine.requests import Requests
+from gpufleet.job.experiments.spec import ExperimentConfig
 from gpufleet.job.spec import EXPERIMENTS
 from gpufleet.job.spec.common import PhaseSize
+from gpufleet.job.spec.job import named
 from gpufleet.job.text import printable
 
 SHORT_OF_MEMORY = (  # parts of what others say, in small letters
@@ -183,8 +184,7 @@ def out_of_memory(error: RuntimeError) -> bool:
 
 def imported(name: str) -> Callable[[Session], Experiment]:
     """The class of an experiment."""
-    module, _, kind = EXPERIMENTS[name].trainer.partition(":")
-    found: Callable[[Session], Experiment] = getattr(importlib.import_module(module), kind)
+    found: Callable[[Session], Experiment] = named(cast(type[ExperimentConfig], EXPERIMENTS[name]).trainer)
     return found
 
 

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.packing import GOLDEN, mix64
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest, read_manifest
+from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.dataset.shards import HEADER, read_header
 from gpufleet.job.experiments.dataset.tokenizer import Tokenizer, open_tokenizer
-from gpufleet.job.experiments.engine.experiment import Micro, Work
+from gpufleet.job.experiments.engine.experiment import IGNORED, Micro, Work
 from gpufleet.job.experiments.engine.parallel import World
-from gpufleet.job.experiments.models.linear_loss import IGNORED
 
 Ids = NDArray[np.int64]
 
@@ -91,15 +91,16 @@ class Windows:
         return Micro((tokens_BT, targets_BT), len(real) * self.sequence, part.rows.start)
 
 
-class Dataset:
+class TokenDataset:
     """A prepared dataset of tokens on the training device. Raises ValueError when it does not fit the run."""
 
     def __init__(self, folder: Path, *, vocab: int, sequence: int, device: torch.device) -> None:
         self.manifest: DatasetManifest = read_manifest(folder)
-        if self.manifest.vocab > vocab:
+        tokenizer = self.manifest.facts["tokenizer"]
+        if (ids := tokenizer["vocab"]) > vocab:
             raise ValueError(
-                f"{folder}: {self.manifest.vocab} token ids, but the model's vocabulary (model.vocab) is {vocab}: "
-                f"raise it to at least {self.manifest.vocab} or prepare the dataset with a smaller tokenizer"
+                f"{folder}: {ids} token ids, but the model's vocabulary (model.vocab) is {vocab}: "
+                f"raise it to at least {ids} or prepare the dataset with a smaller tokenizer"
             )
         self.train = Windows(read_tokens(folder, self.manifest.train), sequence, device)
         self.validation = Windows(read_tokens(folder, self.manifest.validation), sequence, device)
@@ -109,7 +110,7 @@ class Dataset:
                     f"{folder}: {len(own)} {name} tokens, a window needs {sequence + 1}: "
                     "prepare more text or lower data.sequence"
                 )
-        self.tokenizer: Tokenizer = open_tokenizer(self.manifest.tokenizer, folder)
+        self.tokenizer: Tokenizer = open_tokenizer(tokenizer["kind"], folder)
 
     def batch(self, seed: int, step: int, sequences: int, micro: int, world: World) -> Work:
         """This rank's part of the global batch of a step: windows that begin anywhere."""

@@ -13,21 +13,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpufleet.job.experiments.engine import parallel
-from gpufleet.job.experiments.growth.spec import AdamW
-from gpufleet.job.spec.common import CosineAdamW
 
 KEYS = (1 << 62) - 1  # with an element's number added it still fits int64
 Tensors = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, first and second moments
 
 
-def make(groups: Iterable[dict[str, Any]], config: AdamW | CosineAdamW, *, seed: int) -> Optimizer:
+class Moments(Protocol):
+    """What a section `optim` says of AdamW's moments."""
+
+    @property
+    def betas(self) -> tuple[float, ...]: ...
+    @property
+    def eps(self) -> float: ...
+
+
+def make(groups: Iterable[dict[str, Any]], config: Moments, *, seed: int) -> Optimizer:
     """The optimizer for these parameters, chosen by their dtype. Its moments exist from the start, as zeros."""
     groups = [group for group in groups if group["params"]]
     betas = (config.betas[0], config.betas[1])

@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.chat import Turn
 from gpufleet.job.experiments.dataset.packed import TEXTS, cut
 from gpufleet.job.experiments.dataset.packing import PackedRows, Split, order
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest
 from gpufleet.job.experiments.dataset.rendering import Renderer
 from gpufleet.job.experiments.engine.data import Ids, Part, in_epochs, split
-from gpufleet.job.experiments.engine.experiment import Micro, Work
+from gpufleet.job.experiments.engine.experiment import IGNORED, Micro, Work
 from gpufleet.job.experiments.engine.parallel import World
-from gpufleet.job.experiments.models.linear_loss import IGNORED
 
 
 class PackedBatches:

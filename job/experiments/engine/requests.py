@@ -1,30 +1,13 @@
-"""What the supervisor asks of a trainer, in small files of the work folder: to begin, and then, looked at once per
-optimizer step, to save or to stop.
-"""
+"""What the supervisor asks of a trainer, looked at once per optimizer step: to save or to stop."""
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
-import time
 from pathlib import Path
 from types import FrameType
 
-from gpufleet.job.contract.messages import Start, Stop
+from gpufleet.job.contract.messages import Stop
 from gpufleet.job.contract.workdir import SAVE, STOP
-
-LOOK_S = 0.05  # between two looks for start.json
-
-
-def await_start(workdir: Path) -> int:
-    """The rung of start.json, once it is there. Raises SystemExit when whoever started this process is gone."""
-    parent = os.getppid()
-    while (start := Start.read(workdir)) is None:
-        if os.getppid() != parent:
-            sys.exit("nobody is left to say when to begin")
-        time.sleep(LOOK_S)
-    return start.rung
 
 
 class Requests:

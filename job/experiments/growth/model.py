@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpufleet.job.experiments.growth.spec import CAPACITY, GrowthConfig, shape
+from gpufleet.job.experiments.growth.spec import GrowthConfig, shape
 from gpufleet.job.experiments.models.blocks import DTYPES, Block, Dispatch, Experts, Norm, at_least_fp32, rotations
+from gpufleet.job.experiments.models.config import CAPACITY
 from gpufleet.job.experiments.models.routing import Routing
 from gpufleet.job.experiments.models.selective import Checkpointed
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import EXPORTS, FINAL, RESULTS
 from gpufleet.job.experiments.engine import export, metrics, optimizer
-from gpufleet.job.experiments.engine.data import Dataset
+from gpufleet.job.experiments.engine.data import TokenDataset
 from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
 from gpufleet.job.experiments.growth import model as growth
 from gpufleet.job.experiments.growth.check import GrowthCheckFailed, check_boundary, expert_load, halves_difference
@@ -38,7 +38,7 @@ class TinystoriesGrowth(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, GrowthConfig)
         self.session, self.config = session, session.config
-        self.dataset = Dataset(
+        self.dataset = TokenDataset(
             session.data,
             vocab=self.config.model.vocab,
             sequence=self.config.data.sequence,
@@ -242,7 +242,7 @@ class TinystoriesGrowth(Experiment):
             "dtype": str(module.embed.weight.dtype).removeprefix("torch."),
             "params_total": self.sizes[phase.index].params_total,
             "params_active": self.sizes[phase.index].params_active,
-            "tokenizer": {"kind": manifest.tokenizer, "id": manifest.tokenizer_id, "vocab": manifest.vocab},
+            "tokenizer": manifest.facts["tokenizer"],
             "dataset_sha256": manifest.sha256,
             "config_sha256": self.session.config_sha256,
         }

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from gpufleet.job.experiments.models.config import CAPACITY, Shape
+from gpufleet.job.experiments.spec import BELOW_ONE, ExperimentConfig, cuts, warmup_doubts
 from gpufleet.job.spec.common import (
-    BELOW_ONE,
     GB,
     Checkpoint,
     Compute,
     Deliver,
-    Given,
     Guard,
     Log,
     Memory,
@@ -24,16 +23,9 @@ from gpufleet.job.spec.common import (
     Rung,
     Sizes,
     bounded,
-    cuts,
-    too_short,
-    warmup_doubts,
 )
-from gpufleet.job.spec.job import JobConfig, remembered
+from gpufleet.job.spec.job import remembered
 
-if TYPE_CHECKING:
-    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
-
-CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
 # Of compiled steps on an H100 and an H200 (bench/results/gpu.md): what is left of a layer's activations, and bytes of a
 # logit. At 16, 32 and 128 windows all three phases come out within 7 % of the peaks counted there.
@@ -113,10 +105,11 @@ class Eval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GrowthConfig(JobConfig):
+class GrowthConfig(ExperimentConfig):
     """tinystories-growth: train dense, upcycle to experts, grow width and depth; verified at each boundary."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.growth.run:TinystoriesGrowth"
+    dataset_class: ClassVar[str] = "gpufleet.job.experiments.growth.data:Stories"
     one_node: ClassVar[str] = "it trains in one process"
     dataset_kind: ClassVar[str] = "windows"
     leaves_speed: ClassVar[tuple[str, ...]] = (
@@ -256,39 +249,6 @@ class GrowthConfig(JobConfig):
     def shortened(self, steps: int) -> GrowthConfig:
         return replace(self, steps_per_phase=min(self.steps_per_phase, -(-steps // len(_PHASES))))
 
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.dataset import prepare, sources
-
-        ids = sources.TextTokenizer(
-            model_vocab=self.model.vocab, cache=folder.parent / "cache", file=given.tokenizer, say=given.say
-        )
-        source: sources.Source
-        if given.text is not None:
-            source = sources.TextFile(path=given.text, text_tokenizer=ids)
-        elif self.data.source == "generated-stories":
-            source = sources.Generated(count=self.data.stories, seed=self.seed)
-        else:
-            source = sources.TinyStories(count=self.data.stories, text_tokenizer=ids, cache=ids.cache, say=given.say)
-        return prepare.prepare(folder, source, model_vocab=self.model.vocab, say=given.say)
-
-    def is_own_data(self, made_from: str) -> bool:
-        from gpufleet.job.experiments.dataset.sources import OWN_TEXT
-
-        return self.data.source == "tinystories" and made_from.startswith(OWN_TEXT)
-
-    def file_argument(self, *, own: bool = False) -> str:
-        return "FILE.txt" if own else ""
-
-    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        if manifest.vocab > self.model.vocab:
-            ids = manifest.vocab
-            return f"has {ids} ids, model.vocab is {self.model.vocab}: raise it to {ids} or more, or prepare anew"
-        notes = {"validation": " (1 % of the stories)"}
-        return too_short(manifest.tokens, "tokens", self.data.sequence + 1, self.data.sequence, notes)
-
-    def data_read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str]:
-        return manifest.tokens["train"], "token", "steps_per_phase"
-
     def rows(self) -> int:
         """Windows of a step."""
         return self.batch.sequences
@@ -316,19 +276,6 @@ class GrowthConfig(JobConfig):
             final_if_cut=tuple(exports[f"phase{i + 1}_end"] for i in range(len(_PHASES))),
             dataset=self.data.stories * BYTES_PER_STORY,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """One phase's model. `experts` 0 = a dense FFN."""
-
-    vocab: int
-    layers: int
-    width: int
-    heads: int
-    ffn: int
-    experts: int
-    top_k: int
 
 
 def shape(model: GrowthModel, phase_index: int) -> Shape:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.chat import Conversation, Turn, hashed, lines_of, object_of, text_at
 from gpufleet.job.experiments.dataset.packed import prepare_packed
 from gpufleet.job.experiments.dataset.packing import Packing
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES, FileTokenizer, Template, own_tokenizer
 from gpufleet.job.experiments.kernel.judge import answers, planted, rules
 from gpufleet.job.experiments.kernel.judge.catalog import TASKS

@@ -10,35 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from gpufleet.job.experiments.dataset.rendering import tokenizer_of
+from gpufleet.job.experiments.models.config import QWEN3_8B, DecoderConfig
+from gpufleet.job.experiments.spec import CosineAdamW, warmup_doubts
 from gpufleet.job.experiments.tuning import spec as tuning
-from gpufleet.job.experiments.tuning.spec import TuningConfig
-from gpufleet.job.spec.common import (
-    GB,
-    QWEN3_8B,
-    Checkpoint,
-    Compute,
-    CosineAdamW,
-    DecoderConfig,
-    Given,
-    Guard,
-    Log,
-    Memory,
-    PhaseSize,
-    Rung,
-    Sizes,
-    TokenBatch,
-    bounded,
-    in_gb,
-    warmup_doubts,
-)
+from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
+from gpufleet.job.spec.common import GB, Checkpoint, Compute, Guard, Log, Memory, PhaseSize, Rung, Sizes, bounded, in_gb
 from gpufleet.job.spec.job import remembered
-
-if TYPE_CHECKING:
-    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
@@ -101,6 +80,7 @@ class KernelConfig(TuningConfig):
     """kernel-sft: all weights of a 7-8 B code model, 20 tasks x 10 candidates, judged on the node's GPUs and CPUs."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.kernel.run:Kernel"
+    dataset_class: ClassVar[str] = "gpufleet.job.experiments.kernel.data:KernelPairs"
     one_node: ClassVar[str] = "its candidates are judged on one node, while the others would wait and be billed"
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
     # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest of that.
@@ -233,25 +213,6 @@ class KernelConfig(TuningConfig):
 
     def doubts(self, steps: int) -> Iterator[str]:
         yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
-
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.kernel.pairs import prepare_kernels  # brings numpy
-
-        return prepare_kernels(
-            folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say
-        )
-
-    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        """The trainer refuses one too short for a curriculum: it would act between two epochs, so between two steps."""
-        if differs := super(KernelConfig, self).dataset_differs(manifest, weights):
-            return differs
-        rows, per_step = int(manifest.facts.get("rows", 0)), self.rows()
-        if self.data.curriculum == "off" or not rows or rows * self.epochs > per_step:
-            return ""
-        return (
-            f"has {rows} rows, of which {self.epochs} epochs are one step of {per_step}, and data.curriculum "
-            f"{self.data.curriculum} acts between two: lower batch.tokens"
-        )
 
     @remembered
     def sizes(self) -> Sizes:

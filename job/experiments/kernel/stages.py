@@ -26,10 +26,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from gpufleet.job.contract import reading
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.contract.workdir import STAGES
 from gpufleet.job.experiments.dataset.chat import Turn
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest
 from gpufleet.job.experiments.dataset.rendering import Renderer
 from gpufleet.job.experiments.engine import parallel
 from gpufleet.job.experiments.engine.device import NodeRefusedError

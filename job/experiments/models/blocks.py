@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpufleet.job.experiments.growth.spec import CAPACITY, Shape
+from gpufleet.job.experiments.models.config import CAPACITY, Shape
 from gpufleet.job.experiments.models.routing import Routing, grouped_experts, padded_experts
 from gpufleet.job.experiments.models.selective import keep_products
 

@@ -33,10 +33,10 @@ from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 from gpufleet.job.experiments.models.blocks import Linear, at_least_fp32, rotate
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.hf_config import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW
 from gpufleet.job.experiments.models.linear_loss import chunk_loss, linear_loss
 from gpufleet.job.experiments.models.selective import Checkpointed, keep_products
-from gpufleet.job.spec.common import DecoderConfig as Shape
 
 INIT_STD = 0.02
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from gpufleet.job import atomic
 from gpufleet.job.experiments.models import lora
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
+from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.models.hf_config import ADAPTER_CONFIG, CONFIG, check, config_tree, published
-from gpufleet.job.experiments.sft.spec import Lora
-from gpufleet.job.spec.common import DecoderConfig as Shape
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"

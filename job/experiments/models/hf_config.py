@@ -16,7 +16,7 @@ from typing import Any, Literal
 from gpufleet.job import atomic
 from gpufleet.job.experiments.dataset import weights
 from gpufleet.job.experiments.dataset.weights import EMBED, HEAD, Stored
-from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.text import counted
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORED = -100  # a target that counts nothing, as in F.cross_entropy
+from gpufleet.job.experiments.engine.experiment import IGNORED
+
 CHUNK_TOKENS = 1024  # whose logits are alive at a time: 0.5 GB in fp32 for 128,256 ids (job/spec counts with it)
 
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from gpufleet.job.experiments.engine.parallel import full_tensor
 from gpufleet.job.experiments.models.blocks import Linear
+from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.models.decoder import Decoder, DecoderBlock, Table
-from gpufleet.job.experiments.sft.spec import Lora
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 Mode = Literal["base", "adapter", "merged"]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset import prepare
 from gpufleet.job.experiments.dataset.shards import read_header, write_payload
 from gpufleet.job.experiments.pretrain.spec import SYMBOLS, CharData
@@ -71,7 +72,7 @@ class Sums:
 
 def prepare_characters(
     folder: Path, data: CharData, *, seed: int, text: Path | None = None, say: Callable[[str], None] = lambda line: None
-) -> prepare.DatasetManifest:
+) -> DatasetManifest:
     """The prepared dataset in `folder`, made now or found there. `text` goes before `data.source`. Raises ValueError:
     no text, a character outside the symbols, with its position, or too few characters for one row of `data.sequence` +
     1 in both parts.

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from gpufleet.job.experiments.spec import BELOW_ONE, ExperimentConfig, cuts, halves, warmup_doubts
 from gpufleet.job.spec.common import (
-    BELOW_ONE,
     GB,
     Checkpoint,
     Compute,
     Deliver,
-    Given,
     Guard,
     Log,
     Memory,
@@ -25,15 +23,8 @@ from gpufleet.job.spec.common import (
     Rung,
     Sizes,
     bounded,
-    cuts,
-    halves,
-    too_short,
-    warmup_doubts,
 )
-from gpufleet.job.spec.job import JobConfig, remembered
-
-if TYPE_CHECKING:
-    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+from gpufleet.job.spec.job import remembered
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
@@ -113,13 +104,12 @@ class CharEval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PretrainConfig(JobConfig):
+class PretrainConfig(ExperimentConfig):
     """pretrain-d64: as deep as the budget allows, stopped when validation stops improving, then served."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.pretrain.run:Pretrain"
+    dataset_class: ClassVar[str] = "gpufleet.job.experiments.pretrain.data:Characters"
     dataset_kind: ClassVar[str] = "characters"
-    file_arguments: ClassVar[dict[str, str]] = {"text": "FILE.txt"}
-    takes_tokenizer: ClassVar[bool] = False
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps", "early_stop", "data.characters", "data.held_out")
     may_stop_early: ClassVar[bool] = True
     several_ranks: ClassVar[bool] = True
@@ -245,21 +235,6 @@ class PretrainConfig(JobConfig):
     def shortened(self, steps: int) -> PretrainConfig:
         stop = replace(self.early_stop, after=max(self.early_stop.after, steps))
         return replace(self, steps=min(self.steps, steps), early_stop=stop)
-
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.pretrain.characters import prepare_characters
-
-        return prepare_characters(folder, self.data, seed=self.seed, text=given.text, say=given.say)
-
-    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        held = manifest.facts.get("held_out", self.data.held_out)
-        if held != self.data.held_out:
-            return f"was prepared with data.held_out {held:g}, the file says {self.data.held_out:g}"
-        counts = {split: manifest.facts.get(f"{split}_characters") for split in ("train", "validation")}
-        return too_short(counts, "characters", 2 * self.data.sequence + 1, self.data.sequence)
-
-    def data_read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str]:
-        return manifest.facts["train_characters"], "character", "steps"
 
     def rows(self) -> int:
         return self.batch.rows

@@ -27,11 +27,11 @@ import torch
 
 from gpufleet.job import ledger
 from gpufleet.job.contract import reading
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.contract.reading import Fields
 from gpufleet.job.contract.workdir import FINAL, STAGES
 from gpufleet.job.experiments.dataset import weights as base_weights
 from gpufleet.job.experiments.dataset.packed import PROMPTS
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest
 from gpufleet.job.experiments.dataset.rendering import open_chat_tokenizer
 from gpufleet.job.experiments.engine.experiment import Phase, Session, Weights
 from gpufleet.job.experiments.engine.packed_rows import PackedBatches

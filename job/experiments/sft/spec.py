@@ -8,58 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from gpufleet.job.experiments.dataset.rendering import TEMPLATES, FileTokenizer, tokenizer_of
+from gpufleet.job.experiments.dataset.rendering import TEMPLATES
+from gpufleet.job.experiments.models.config import DecoderConfig, Lora
+from gpufleet.job.experiments.spec import CosineAdamW, rate_in_words, warmup_doubts
 from gpufleet.job.experiments.tuning import spec as tuning
-from gpufleet.job.experiments.tuning.spec import TuningConfig
+from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
 from gpufleet.job.spec.common import (
     Checkpoint,
     Compute,
-    CosineAdamW,
-    DecoderConfig,
     Deliver,
-    Given,
     Guard,
     Log,
     Memory,
     PhaseSize,
     Rung,
-    Say,
     Sizes,
-    TokenBatch,
-    added_later,
     bounded,
     in_gb,
-    rate_in_words,
-    warmup_doubts,
 )
 from gpufleet.job.spec.job import remembered
-from gpufleet.job.text import counted
-
-if TYPE_CHECKING:
-    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
 
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
 BASE_BYTES = 2  # of a frozen parameter: bf16, whatever the products are in
 COMPILED_KEEPS = 0.885  # of what autograd keeps beside adapters, compiled: 8 B, H100 and H200, bench/results/gpu.md
 FP32_COST = 15  # of a token in true fp32 against bf16 tensor cores: H100 989 over 67 TFLOP/s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lora:
-    """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank. With `template_tokens` also the
-    rows of the chat template's tokens in embedding and head, which many a base has never trained. `shard_base` is for
-    one that no single GPU holds.
-    """
-
-    rank: int = bounded(64, 1, 4096)
-    alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
-    dropout: float = bounded(0.05, 0.0, 0.9)
-    template_tokens: bool = False
-    shard_base: bool = added_later(False)  # FSDP2 brings each layer together where it is used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +76,7 @@ class SftConfig(TuningConfig):
     """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated five ways."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.sft.run:Sft"
+    dataset_class: ClassVar[str] = "gpufleet.job.experiments.sft.data:Conversations"
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "data.examples", "data.held_out", "lora.alpha")
 
     epochs: int = bounded(3, 1, 1000)
@@ -250,29 +226,6 @@ class SftConfig(TuningConfig):
         facts = super(SftConfig, self).dataset_facts()
         facts |= {"loss_on": self.data.loss_on, "packing": self.measures.packing}
         return facts if self.measures.pretokenised else {**facts, "texts": True}
-
-    def facts_differ(self, manifest: DatasetManifest) -> Iterator[str]:
-        from gpufleet.job.experiments.dataset.packing import held_out_of  # brings numpy
-
-        yield from super(SftConfig, self).facts_differ(manifest)
-        if held := manifest.facts.get("held_out_examples", 0):
-            share = held_out_of(held + manifest.facts.get("examples", 0), self.data.held_out)
-            if held != share:
-                yield f"{counted(f'{held:,}', 'example')} held out, data.held_out in the file says {share:,}"
-
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.dataset.packed import prepare_sft  # brings numpy
-
-        return prepare_sft(
-            folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say
-        )
-
-    def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
-        from gpufleet.job.experiments.dataset.packed import warn_of_untrained  # brings numpy
-
-        super(SftConfig, self).report_found(folder, manifest, weights, say)
-        if (own := tokenizer_of(weights)) is not None:
-            warn_of_untrained(self, FileTokenizer(own), say)
 
     @remembered
     def sizes(self) -> Sizes:

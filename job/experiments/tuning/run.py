@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gpufleet.job import atomic
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.contract.workdir import FINAL
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest
 from gpufleet.job.experiments.dataset.rendering import (
     CHAT_TEMPLATE,
     TEMPLATES,
@@ -29,18 +29,18 @@ from gpufleet.job.experiments.dataset.rendering import (
 )
 from gpufleet.job.experiments.engine import export, parallel
 from gpufleet.job.experiments.engine.experiment import Session
-from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.experiments.models import decoder, hf, lora
 from gpufleet.job.experiments.models.blocks import DTYPES
+from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.models.decoder import Decoder
-from gpufleet.job.experiments.sft.spec import Lora, SftConfig
-from gpufleet.job.spec.common import CosineAdamW
+from gpufleet.job.experiments.spec import CosineAdamW
+from gpufleet.job.experiments.tuning.spec import TuningConfig
 
 TOKENIZERS = ("tokenizer.json", "words.json")
 TRAINED_TEMPLATE = "trained_chat_template.jinja"
 
 
-def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig | KernelConfig) -> None:
+def check_dataset(session: Session, manifest: DatasetManifest, config: TuningConfig) -> None:
     """Raises ValueError where the prepared rows are not those of the run config."""
     if manifest.kind != "packed":
         raise ValueError(f"{session.data}: a dataset of {manifest.kind}, this experiment needs packed rows; prepare it")
@@ -68,12 +68,12 @@ def _tokenizer_id(session: Session) -> str | None:
     return file_id(path.read_bytes()) if path is not None and path.is_file() else None
 
 
-def renderer(session: Session, manifest: DatasetManifest, config: SftConfig | KernelConfig) -> Renderer:
+def renderer(session: Session, manifest: DatasetManifest, config: TuningConfig) -> Renderer:
     """The dataset's own tokenizer, the model's template."""
     return Renderer(TEMPLATES[config.model.family], open_chat_tokenizer(manifest.facts["tokenizer"], session.data))
 
 
-def template_ids(session: Session, manifest: DatasetManifest, config: SftConfig) -> list[int]:
+def template_ids(session: Session, manifest: DatasetManifest, config: TuningConfig) -> list[int]:
     """The ids of the tokens that the chat template writes."""
     tokenizer = open_chat_tokenizer(manifest.facts["tokenizer"], session.data)
     return [tokenizer.special(name) for name in TEMPLATES[config.model.family].specials]
@@ -81,7 +81,7 @@ def template_ids(session: Session, manifest: DatasetManifest, config: SftConfig)
 
 def base(
     session: Session,
-    config: SftConfig | KernelConfig,
+    config: TuningConfig,
     dtype: torch.dtype,
     *,
     written: bool = True,
@@ -117,7 +117,7 @@ def base(
     return module
 
 
-def trained_whole(session: Session, config: SftConfig | KernelConfig, *, written: bool) -> Decoder:
+def trained_whole(session: Session, config: TuningConfig, *, written: bool) -> Decoder:
     """The base with fp32 weights, all of them trained, spread over the ranks."""
     return base(session, config, torch.float32, written=written, spread=True)
 
@@ -140,7 +140,7 @@ def of_weights(step: int, val_loss: float | None) -> str:
 def leave(
     session: Session,
     manifest: DatasetManifest,
-    config: SftConfig | KernelConfig,
+    config: TuningConfig,
     module: nn.Module,
     meta: Mapping[str, Any],
 ) -> None:
@@ -162,7 +162,7 @@ def gathered(session: Session, module: nn.Module, *, heed: bool = True) -> Itera
 def deliver(
     session: Session,
     manifest: DatasetManifest,
-    config: SftConfig | KernelConfig,
+    config: TuningConfig,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     meta: Mapping[str, Any],

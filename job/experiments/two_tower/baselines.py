@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpufleet.job.experiments.two_tower.arrays import Floats, Labels, unit_rows
-from gpufleet.job.experiments.two_tower.data import Indices, Member, fold_of, gains
+from gpufleet.job.experiments.two_tower.folds import Indices, Member, fold_of, gains
 from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
 from gpufleet.job.experiments.two_tower.spec import MOST_RANKED
 

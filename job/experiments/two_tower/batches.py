@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpufleet.job.experiments.engine.data import mix
 from gpufleet.job.experiments.engine.experiment import Micro, Work
-from gpufleet.job.experiments.two_tower.data import Member, rows_of, watched
+from gpufleet.job.experiments.two_tower.folds import Member, rows_of, watched
 from gpufleet.job.experiments.two_tower.members import Members
 from gpufleet.job.experiments.two_tower.model import Noise, draw_noise
 from gpufleet.job.experiments.two_tower.ranking import Tables

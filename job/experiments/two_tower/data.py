@@ -1,166 +1,46 @@
-"""Folds, the members trained on them, weak labels, and the tensors of one joint step. numpy; no model, no training.
-
-A member is one model: what it may learn from, what it watches to choose its epoch, and the fold it is tested on.
-
-| protocol | learns from | watches | tested on |
-|---|---|---|---|
-| honest | the other folds | fold k + 1 | fold k, once, at the chosen epoch |
-| optimistic (the original plan's) | every fold but k | fold k | fold k, at its best epoch |
-
-A member's arrays hold its own training queries only, so no label of another query can reach it; weak labels are made
-from the same queries. Legend: Q judged queries, N discovery queries, M models, S sentence width, T training queries,
-R rows of a member.
-"""
+"""two-tower's ranking: a folder of judged queries, or relevance that is made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from gpufleet.job.experiments.two_tower.arrays import Floats, Labels
-from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
-from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig, Weak
-
-Protocol = Literal["honest", "optimistic", "refit"]
-Indices = NDArray[np.int64]
+from gpufleet.job.contract.inputs import DatasetManifest
+from gpufleet.job.experiments.dataset.prepared import PreparedDataset
+from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
+from gpufleet.job.spec.common import Say
+from gpufleet.job.spec.dataset import Given
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
-    """Queries are rows of the dataset, ascending."""
+class RankingData(PreparedDataset[TwoTowerConfig]):
+    """Queries, models and labels. Its modules are imported when they are used: they bring numpy."""
 
-    protocol: Protocol
-    fold: int  # that it is tested on; -1 for the refit
-    train: Indices
-    watch: Indices
-    test: Indices
+    arguments: ClassVar[dict[str, str]] = {"million-llms": "FOLDER"}
+    takes_tokenizer: ClassVar[bool] = False
 
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.experiments.two_tower.ranking import prepare_ranking
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberRows:
-    """What one member learns from, padded to as many rows as its neighbours have."""
+        return prepare_ranking(folder, self.config, text=given.text, say=given.say)
 
-    sentences: Floats  # [R, S]; zero where padded
-    targets: Floats  # [R, M]: gains that sum to 1, or all 0
-    weights: Floats  # [R]: mean 1 over the rows, 0 for rows without a target
-    weak: int  # discovery queries among them
+    def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        from gpufleet.job.experiments.two_tower.ranking import mismatches
 
+        queries, models, width = (int(manifest.facts.get(fact, 0)) for fact in ("queries", "models", "width"))
+        problems = mismatches(self.config, (queries, width), (queries, models))
+        return f"is of other settings ({'; '.join(problems)})" if problems else ""
 
-def fold_of(queries: int, folds: int, seed: int) -> Indices:
-    """The fold of each query: the shuffled queries dealt out one by one."""
-    found = np.empty(queries, dtype=np.int64)
-    found[np.random.default_rng(seed).permutation(queries)] = np.arange(queries) % folds
-    return found
+    def check(self, folder: Path, say: Say) -> None:
+        """Says which folds can choose no epoch."""
+        from gpufleet.job.experiments.two_tower.folds import members, require_relevant, without_relevant
+        from gpufleet.job.experiments.two_tower.ranking import read
 
-
-def members(config: TwoTowerConfig) -> list[Member]:
-    """Honest ones by fold, then optimistic ones by fold."""
-    folds = config.data.folds
-    fold_Q = fold_of(config.data.queries, folds, config.seed)
-
-    def indices_where(mask: NDArray[np.bool_]) -> Indices:
-        return np.flatnonzero(mask)
-
-    def member(protocol: Protocol, fold: int) -> Member:
-        watch = (fold + 1) % folds if protocol == "honest" else fold
-        return Member(
-            protocol=protocol,
-            fold=fold,
-            train=indices_where((fold_Q != fold) & (fold_Q != watch)),
-            watch=indices_where(fold_Q == watch),
-            test=indices_where(fold_Q == fold),
-        )
-
-    protocols: list[Protocol] = ["honest", "optimistic"] if config.optimistic else ["honest"]
-    return [member(protocol, fold) for protocol in protocols for fold in range(folds)]
-
-
-def refit_member(queries: int) -> Member:
-    """Learns from every judged query and watches none."""
-    none = np.empty(0, dtype=np.int64)
-    return Member(protocol="refit", fold=-1, train=np.arange(queries), watch=none, test=none)
-
-
-def gains(labels: Labels) -> Floats:
-    """What a label is worth, to learn from."""
-    return worth(labels).astype(np.float32)
-
-
-def worth(labels: Labels) -> NDArray[np.float64]:
-    """The gain of each label in fp64, to judge by: in fp32 0.7 is another number, and nDCG would agree with
-    scikit-learn's to 1e-8 only."""
-    return np.array(GAINS)[labels]
-
-
-def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak: Weak) -> tuple[Indices, Floats]:
-    """(discovery queries that got labels, ascending; their gains).
-
-    Neighbours are the `neighbours` most similar queries with cosine >= `similarity`; a label is their mean, weighted by
-    similarity. Kept are the `queries` most confident with confidence >= `confidence`: mean similarity of the
-    neighbours x their share of `neighbours`. Which queries are kept depends on no label.
-    """
-    cosine_NT = discovery_NS @ queries_TS.T
-    count = min(weak.neighbours, cosine_NT.shape[1])
-    nearest = np.argsort(-cosine_NT, axis=1, kind="stable")[:, :count]
-    similar = np.take_along_axis(cosine_NT, nearest, axis=1)
-    similar = np.where(similar >= weak.similarity, similar, 0.0).astype(np.float32)
-    near = (similar > 0).sum(axis=1)
-    mean = similar.sum(axis=1) / np.maximum(near, 1)
-    confidence = mean * near / weak.neighbours
-    order = np.argsort(-confidence, kind="stable")
-    kept = np.sort(order[: weak.queries][confidence[order[: weak.queries]] >= max(weak.confidence, 1e-9)])
-    shares_NT = np.zeros((len(kept), cosine_NT.shape[1]), dtype=np.float32)
-    total = similar[kept].sum(axis=1, keepdims=True)
-    np.put_along_axis(shares_NT, nearest[kept], similar[kept] / total, axis=1)
-    return kept, shares_NT @ gains_TM
-
-
-def require_relevant(member: Member, labels: Labels) -> None:
-    """Raises ValueError where the member would have nothing to learn."""
-    if not (labels[member.train] > 0).any():
-        raise ValueError(
-            f"labels.csv: none of {len(member.train)} queries that the {member.protocol} model of fold {member.fold}"
-            " learns from has a label 1 or 2; judge more queries, or let job.parameters.seed deal other folds"
-        )
-
-
-def without_relevant(config: TwoTowerConfig, labels: Labels) -> list[int]:
-    """Folds none of whose queries has a relevant model: every epoch scores 0 on them."""
-    fold_Q = fold_of(config.data.queries, config.data.folds, config.seed)
-    return [fold for fold in range(config.data.folds) if not (labels[fold_Q == fold] > 0).any()]
-
-
-def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows:
-    """The member's training queries, then its weakly labelled ones, padded to `rows`. Raises ValueError where none of
-    them has a relevant model.
-    """
-    require_relevant(member, tables.labels)
-    gains_TM = gains(tables.labels[member.train])
-    queries_TS = tables.queries[member.train]
-    kept, weak_gains = weak_labels(tables.discovery, queries_TS, gains_TM, weak)
-    real = len(member.train) + len(kept)
-    assert real <= rows, (real, rows)
-    sentences = np.zeros((rows, queries_TS.shape[1]), dtype=np.float32)
-    targets = np.zeros((rows, gains_TM.shape[1]), dtype=np.float32)
-    sentences[:real] = np.concatenate([queries_TS, tables.discovery[kept]])
-    targets[:real] = np.concatenate([gains_TM, weak_gains])
-    mass = targets.sum(axis=1, keepdims=True)
-    np.divide(targets, mass, out=targets, where=mass > 0)
-    learnt = (mass[:, 0] > 0).astype(np.float32)
-    weights = learnt * np.float32(rows / learnt.sum())
-    return MemberRows(sentences=sentences, targets=targets, weights=weights, weak=len(kept))
-
-
-def watched(chosen: Sequence[Member], tables: Tables) -> tuple[Indices, NDArray[np.float64], NDArray[np.float64]]:
-    """(queries [K, V], gains [K, V, M], weights [K, V] that sum to 1): what each member watches, padded."""
-    width = max(len(member.watch) for member in chosen)
-    queries = np.zeros((len(chosen), width), dtype=np.int64)
-    weights = np.zeros((len(chosen), width))
-    for row, member in enumerate(chosen):
-        queries[row, : len(member.watch)] = member.watch
-        weights[row, : len(member.watch)] = 1 / len(member.watch)
-    return queries, worth(tables.labels[queries]), weights
+        labels = read(folder).labels
+        for member in members(self.config):
+            require_relevant(member, labels)
+        if empty := without_relevant(self.config, labels):
+            say(
+                f"warning: no query of fold {', '.join(map(str, empty))} has a label 1 or 2: the model that watches"
+                " such a fold keeps its first epoch, and the one tested on it scores 0; fewer folds"
+                " (job.parameters.data.folds) have one each"
+            )

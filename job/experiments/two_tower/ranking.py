@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset import prepare
 from gpufleet.job.experiments.dataset.chat import require_characters, require_lines
 from gpufleet.job.experiments.dataset.encodings import not_utf8
@@ -62,7 +63,7 @@ def prepare_ranking(
     *,
     text: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> prepare.DatasetManifest:
+) -> DatasetManifest:
     """The prepared dataset in `folder`, made now or found there. `text` is the folder of a million-llms dataset. Raises
     ValueError: no text, damaged lines, or other counts than `data` says.
     """

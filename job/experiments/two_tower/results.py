@@ -16,7 +16,7 @@ from gpufleet.job.experiments.engine import metrics
 from gpufleet.job.experiments.engine.experiment import Phase
 from gpufleet.job.experiments.two_tower import tables as tables_of
 from gpufleet.job.experiments.two_tower.arrays import Floats
-from gpufleet.job.experiments.two_tower.data import Member, fold_of, worth
+from gpufleet.job.experiments.two_tower.folds import Member, fold_of, worth
 from gpufleet.job.experiments.two_tower.ranking import Tables
 from gpufleet.job.experiments.two_tower.spec import REFIT, TwoTowerConfig
 

@@ -25,15 +25,16 @@ from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.engine import export, optimizer
 from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
 from gpufleet.job.experiments.models.blocks import DTYPES
+from gpufleet.job.experiments.spec import CosineAdamW
 from gpufleet.job.experiments.two_tower import baselines, ranking, results
 from gpufleet.job.experiments.two_tower.batches import Batches
-from gpufleet.job.experiments.two_tower.data import Member, members, refit_member
+from gpufleet.job.experiments.two_tower.folds import Member, members, refit_member
 from gpufleet.job.experiments.two_tower.members import Members, clip_each
 from gpufleet.job.experiments.two_tower.model import TwoTowerModel as Towers
 from gpufleet.job.experiments.two_tower.model import decays
 from gpufleet.job.experiments.two_tower.spec import REFIT, TwoTowerConfig, parameters, variants
 from gpufleet.job.experiments.two_tower.tables import spread
-from gpufleet.job.spec.common import CosineAdamW, Rung
+from gpufleet.job.spec.common import Rung
 from gpufleet.job.text import counted
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none

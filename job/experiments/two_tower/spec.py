@@ -10,29 +10,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
+from gpufleet.job.experiments.spec import ExperimentConfig, cuts
 from gpufleet.job.spec.common import (
     EVALUATIONS_PROBED,
     GB,
     Checkpoint,
     Compute,
-    Given,
     Guard,
     Log,
     Memory,
     PhaseSize,
     Rung,
-    Say,
     Sizes,
     bounded,
-    cuts,
 )
-from gpufleet.job.spec.job import JobConfig, remembered
-
-if TYPE_CHECKING:
-    from gpufleet.job.experiments.dataset.prepare import DatasetManifest
+from gpufleet.job.spec.job import remembered
 
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
@@ -108,14 +102,13 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TwoTowerConfig(JobConfig):
+class TwoTowerConfig(ExperimentConfig):
     """two-tower: rank models for a query; cross-validation that never looks at its own test fold."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.two_tower.run:TwoTower"
     one_node: ClassVar[str] = "it trains in one process"
+    dataset_class: ClassVar[str] = "gpufleet.job.experiments.two_tower.data:RankingData"
     dataset_kind: ClassVar[str] = "ranking"
-    file_arguments: ClassVar[dict[str, str]] = {"million-llms": "FOLDER"}
-    takes_tokenizer: ClassVar[bool] = False
     leaves_speed: ClassVar[tuple[str, ...]] = (
         "steps_per_epoch",
         "epochs",
@@ -220,33 +213,6 @@ class TwoTowerConfig(JobConfig):
     def shortened(self, steps: int) -> TwoTowerConfig:
         each = max(1, min(self.steps_per_epoch, steps // len(self.phases()) // EVALUATIONS_PROBED))
         return replace(self, epochs=min(self.epochs, EVALUATIONS_PROBED), steps_per_epoch=each)  # each is evaluated
-
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.two_tower.ranking import prepare_ranking  # brings numpy
-
-        return prepare_ranking(folder, self, text=given.text, say=given.say)
-
-    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        from gpufleet.job.experiments.two_tower.ranking import mismatches
-
-        queries, models, width = (int(manifest.facts.get(fact, 0)) for fact in ("queries", "models", "width"))
-        problems = mismatches(self, (queries, width), (queries, models))
-        return f"is of other settings ({'; '.join(problems)})" if problems else ""
-
-    def check_dataset(self, folder: Path, say: Say) -> None:
-        """Says which folds can choose no epoch."""
-        from gpufleet.job.experiments.two_tower.data import members, require_relevant, without_relevant
-        from gpufleet.job.experiments.two_tower.ranking import read  # brings numpy
-
-        labels = read(folder).labels
-        for member in members(self):
-            require_relevant(member, labels)
-        if empty := without_relevant(self, labels):
-            say(
-                f"warning: no query of fold {', '.join(map(str, empty))} has a label 1 or 2: the model that watches"
-                " such a fold keeps its first epoch, and the one tested on it scores 0; fewer folds"
-                " (job.parameters.data.folds) have one each"
-            )
 
     @remembered
     def rows(self) -> int:

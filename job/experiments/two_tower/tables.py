@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpufleet.job.experiments.student import t95
 from gpufleet.job.experiments.two_tower.arrays import Floats
-from gpufleet.job.experiments.two_tower.data import Indices
+from gpufleet.job.experiments.two_tower.folds import Indices
 from gpufleet.job.experiments.two_tower.ranking_metrics import ndcg, reciprocal_rank
 
 METRICS = ("ndcg@10", "ndcg@5", "mrr")

@@ -22,7 +22,8 @@ from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.catalog.reclaim import Reclaimed, reclaimed
 from gpufleet.infra.definition.model import StackDefinition, Variant
-from gpufleet.infra.evidence.observations import Observation, observations
+from gpufleet.infra.evidence.observation import Observation
+from gpufleet.infra.evidence.observations import observations
 from gpufleet.infra.risk.hazard import Hazard, Key, learn
 from gpufleet.infra.risk.simulation import quantiles, simulate
 from gpufleet.infra.risk.unknown import P90, Unknown

@@ -24,15 +24,15 @@ from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.loader import load, rehearsal_text
-from gpufleet.infra.evidence.observations import Observation
+from gpufleet.infra.evidence.observation import Observation
 from gpufleet.infra.inputs import prepare as inputs
-from gpufleet.job.experiments.dataset import weights
+from gpufleet.job.contract.inputs import read_weights
 from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES
 from gpufleet.job.experiments.kernel.pairs import byte_tokenizer
 from gpufleet.job.experiments.models import hf_config
-from gpufleet.job.experiments.two_tower.data import fold_of
-from gpufleet.job.spec.common import DecoderConfig
+from gpufleet.job.experiments.models.config import DecoderConfig
+from gpufleet.job.experiments.two_tower.folds import fold_of
 
 STACK = "tinystories-growth"
 SMALL: dict[str, Any] = {"vocab": 32, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 8}
@@ -49,14 +49,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_rehearsals_dataset_is_made_without_a_network(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", STACK, "--rehearsal"]) == 0
     manifest = read_manifest(project / "data" / "generated-stories")
-    assert manifest.stories["train"] == 1980
+    assert manifest.facts["stories"]["train"] == 1980
     assert "1,980 stories" in capsys.readouterr().out
 
 
 def test_a_text_of_ones_own_becomes_the_dataset(project: Path) -> None:
     (project / "mine.txt").write_text("\n\n".join(f"Story {n}." for n in range(900)))
     assert main(["prepare", STACK, "mine.txt", "--rehearsal"]) == 0
-    assert read_manifest(project / "data" / "generated-stories").tokenizer == "bytes"
+    assert read_manifest(project / "data" / "generated-stories").facts["tokenizer"]["kind"] == "bytes"
 
 
 OWN_DATA = {  # by stack: what is given, a key of the rehearsal's that it has to have, a change that wants other data
@@ -274,7 +274,7 @@ def test_base_weights_are_listed_for_the_upload_and_what_is_left_out_is_said(
     (folder / "original" / "consolidated.pth").touch()
     assert main(["prepare", "sft-h100", "examples.jsonl"]) == 0
     needed = ["config.json", "model.safetensors", "tokenizer.json", "weights.json"]
-    assert sorted(each.name for each in weights.read(folder).files) == needed
+    assert sorted(each.name for each in read_weights(folder).files) == needed
     assert "not needed and left out: original/, 0.00 GB" in capsys.readouterr().out
 
 

@@ -15,8 +15,8 @@ from gpufleet.infra.inputs.prepare import prepared
 from gpufleet.infra.inputs.readiness import not_ready
 from gpufleet.job.experiments.dataset import weights
 from gpufleet.job.experiments.models import hf_config
+from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.spec.common import DecoderConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 SHIPPED = ROOT / "stacks"

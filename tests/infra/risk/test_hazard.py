@@ -8,7 +8,7 @@ from datetime import date
 import numpy as np
 import pytest
 
-from gpufleet.infra.evidence.observations import Observation
+from gpufleet.infra.evidence.observation import Observation
 from gpufleet.infra.risk.hazard import (
     DRIFT,
     HAZARD_MEDIAN,

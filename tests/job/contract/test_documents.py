@@ -19,6 +19,7 @@ from gpufleet.job.contract import inputs, metrics, reading
 from gpufleet.job.contract.attempt import AttemptRecord
 from gpufleet.job.contract.commit import Best, Commit, Manifest
 from gpufleet.job.contract.done import FINISHED, Done
+from gpufleet.job.contract.inputs import read_weights
 from gpufleet.job.contract.run import RunFile, load
 from gpufleet.job.experiments.dataset import prepare, weights
 from gpufleet.job.experiments.engine.committed import Committed
@@ -70,7 +71,7 @@ def of_a_shard(name: Any, folder: Path) -> object:
 
 def of_weights(name: Any, folder: Path) -> object:
     (folder / weights.MANIFEST).write_text(json.dumps({"schema": 1, "name": "w", "files": listing(name)}))
-    return weights.read(folder)
+    return read_weights(folder)
 
 
 def of_run_json(name: Any, folder: Path) -> object:
@@ -178,7 +179,7 @@ def dataset_json(content: bytes, folder: Path) -> None:
 
 def weights_json(content: bytes, folder: Path) -> None:
     (folder / weights.MANIFEST).write_bytes(content)
-    weights.read(folder)
+    read_weights(folder)
 
 
 @cache

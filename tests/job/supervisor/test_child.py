@@ -21,6 +21,8 @@ from gpufleet.job.contract.messages import Stop
 from gpufleet.job.supervisor import bootstrap, machine
 from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, MetricsFollower, trainer
 
+ENGINE = "gpufleet.job.experiments.engine"
+
 
 def start(log: JobLog, code: str) -> Child:
     return Child(lambda: GroupedProcess([sys.executable, "-c", code], os.environ), log, time.time)
@@ -174,14 +176,9 @@ def test_the_trainer_does_not_outlive_a_killed_supervisor() -> None:
 
 
 def test_the_trainers_command_line_is_the_contracts() -> None:
-    words = trainer(Path("/gpufleet/run"), 3)
-    assert words[words.index("gpufleet.job.experiments.engine") :] == [
-        "gpufleet.job.experiments.engine",
-        "/gpufleet/run",
-        "--rung",
-        "3",
-    ]
-    assert trainer(Path("/gpufleet/run"), None)[-2:] == ["/gpufleet/run", "--wait"]
+    words = trainer(Path("/gpufleet/run"), 3, 1, ENGINE)
+    assert words[words.index(ENGINE) :] == [ENGINE, "/gpufleet/run", "--rung", "3"]
+    assert trainer(Path("/gpufleet/run"), None, 1, ENGINE)[-2:] == ["/gpufleet/run", "--wait"]
 
 
 def test_progress_follows_new_lines_only_and_waits_for_whole_ones(tmp_path: Path) -> None:
@@ -244,7 +241,7 @@ def test_only_what_the_image_lacks_is_installed_with_its_hashes() -> None:
 @pytest.mark.parametrize(
     ("module", "needed"),
     [
-        ("gpufleet.job.experiments.engine", {"safetensors", "tokenizers"}),
+        (ENGINE, {"safetensors", "tokenizers"}),
         ("gpufleet.job.command", {"boto3", "botocore"}),
     ],
 )
@@ -264,7 +261,7 @@ def test_pip_is_told_to_take_nothing_but_the_pinned_bytes(tmp_path: Path) -> Non
 
 
 def test_nothing_is_installed_when_nothing_is_missing(tmp_path: Path) -> None:
-    bootstrap.ensure(tmp_path / "packages", bootstrap.listed("gpufleet.job.experiments.engine"))
+    bootstrap.ensure(tmp_path / "packages", bootstrap.listed(ENGINE))
     assert not (tmp_path / "packages").exists()
 
 
@@ -329,6 +326,6 @@ def test_torchrun_is_told_to_wait_only_where_it_can_be(
     (tmp_path / "torch" / "distributed" / "run.py").write_text(f"parser.add_argument({options})")
     spec = importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    words = trainer(Path("/gpufleet/run"), 0, 2)
+    words = trainer(Path("/gpufleet/run"), 0, 2, ENGINE)
     assert ("--shutdown-timeout" in words) is told
     assert words[words.index("--nproc-per-node") + 1] == "2"

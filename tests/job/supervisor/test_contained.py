@@ -91,6 +91,6 @@ def test_a_container_that_cannot_be_had_is_a_crash_with_docker_s_reason(
 
 
 def test_a_trainer_there_is_held_by_the_shell_of_its_container(workdir: Path) -> None:
-    words = trainer(workdir, 0, module="platform", parent="-")[1:]
+    words = trainer(workdir, 0, 1, "platform", parent="-")[1:]
     code, printed = LetGo(workdir, *words[: words.index("platform") + 1]).ended()
     assert code == 0, printed

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from sft_world import CHATML, LLAMA, bpe, jsonl
 
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset import packed
 from gpufleet.job.experiments.dataset.chat import GeneratedPairs, JsonlChats
 from gpufleet.job.experiments.dataset.packing import PackedRows, Packing, evened, first_fit_decreasing, order
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest, read_manifest
+from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.dataset.rendering import (
     TEMPLATES,
     FileTokenizer,
@@ -23,8 +24,9 @@ from gpufleet.job.experiments.dataset.rendering import (
     WordTokenizer,
     open_chat_tokenizer,
 )
+from gpufleet.job.experiments.models.config import DecoderConfig
+from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import ChatData, RowEval, SftConfig
-from gpufleet.job.spec.common import DecoderConfig
 
 CONFIG = SftConfig(
     model=DecoderConfig(vocab=512, layers=2, width=64, heads=4, kv_heads=2, head_dim=16, ffn=176),
@@ -47,7 +49,7 @@ def rows_of(folder: Path, manifest: DatasetManifest) -> list[list[tuple[int, ...
 
 
 def test_every_example_is_packed_whole_and_once(tmp_path: Path) -> None:
-    manifest = packed.prepare_sft(tmp_path / "data", CONFIG)
+    manifest = prepare_sft(tmp_path / "data", CONFIG)
     pairs = GeneratedPairs(600, CONFIG.seed)
     renderer = Renderer(TEMPLATES["llama"], WordTokenizer.from_text(pairs.text(), TEMPLATES["llama"]))
     wanted = sorted(tuple(r.tokens) for r in renderer.render(list(pairs.conversations())))
@@ -90,30 +92,30 @@ def test_the_loss_counts_the_answer_alone_or_everything_but_the_first_token(tmp_
 
 
 def test_generated_pairs_for_base_weights_are_in_their_tokenizers_ids(tmp_path: Path) -> None:
-    manifest = packed.prepare_sft(tmp_path / "data", CONFIG, tokenizer=bpe(tmp_path, *LLAMA))
+    manifest = prepare_sft(tmp_path / "data", CONFIG, tokenizer=bpe(tmp_path, *LLAMA))
     assert manifest.facts["tokenizer"] == "tokenizer.json"
 
 
 def test_the_same_input_gives_the_same_bytes_and_is_recognised(tmp_path: Path) -> None:
     said: list[str] = []
-    one = packed.prepare_sft(tmp_path / "one", CONFIG)
-    two = packed.prepare_sft(tmp_path / "two", CONFIG)
+    one = prepare_sft(tmp_path / "one", CONFIG)
+    two = prepare_sft(tmp_path / "two", CONFIG)
     assert one.sha256 == two.sha256
-    packed.prepare_sft(tmp_path / "one", CONFIG, say=said.append)
+    prepare_sft(tmp_path / "one", CONFIG, say=said.append)
     assert said[0].endswith("is prepared already")
     assert "594 examples" in said[1]
-    other = packed.prepare_sft(tmp_path / "one", replace(CONFIG, seed=3))
+    other = prepare_sft(tmp_path / "one", replace(CONFIG, seed=3))
     assert other.sha256 != one.sha256
 
 
 def test_a_folder_that_cannot_be_replaced_is_said_before_anything_is_tokenised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed.prepare_sft(tmp_path / "data", CONFIG)
+    prepare_sft(tmp_path / "data", CONFIG)
     (tmp_path / "data" / "mine.jsonl").write_text("{}")
     monkeypatch.setattr(packed, "_read", lambda *_: pytest.fail("tokenised"))
     with pytest.raises(ValueError, match=r"holds mine\.jsonl besides the dataset"):
-        packed.prepare_sft(tmp_path / "data", replace(CONFIG, seed=3))
+        prepare_sft(tmp_path / "data", replace(CONFIG, seed=3))
     assert (tmp_path / "data" / "mine.jsonl").exists()
 
 
@@ -122,7 +124,7 @@ def test_long_examples_are_cut_and_reported_and_those_without_an_answer_left_out
     path, file = jsonl(tmp_path, *PAIRS, long), bpe(tmp_path, *LLAMA)
     config = replace(CONFIG, data=ChatData(row=128, longest=40))
     said: list[str] = []
-    manifest = packed.prepare_sft(tmp_path / "data", config, text=path, tokenizer=file, say=said.append)
+    manifest = prepare_sft(tmp_path / "data", config, text=path, tokenizer=file, say=said.append)
     assert manifest.facts["dropped"] == 1
     assert manifest.facts["truncated"] > 1
     assert max(len(e) for row in rows_of(tmp_path / "data", manifest) for e in row) == 40
@@ -131,7 +133,7 @@ def test_long_examples_are_cut_and_reported_and_those_without_an_answer_left_out
 
 def test_without_packing_each_row_holds_one_example(tmp_path: Path) -> None:
     config = replace(CONFIG, measures=replace(CONFIG.measures, packing=False))
-    manifest = packed.prepare_sft(tmp_path / "data", config)
+    manifest = prepare_sft(tmp_path / "data", config)
     assert manifest.facts["rows"] == manifest.facts["examples"]
     assert manifest.facts["most_examples"] == 1
     assert manifest.facts["fill"] < 0.4
@@ -140,15 +142,15 @@ def test_without_packing_each_row_holds_one_example(tmp_path: Path) -> None:
 def test_held_out_examples_that_are_trained_on_too_are_said(tmp_path: Path) -> None:
     said, config = list[str](), replace(CONFIG, data=ChatData(row=128, longest=64, held_out=0.1))
     tokenizer = bpe(tmp_path, *LLAMA)
-    packed.prepare_sft(tmp_path / "once", config, text=jsonl(tmp_path, *PAIRS), tokenizer=tokenizer, say=said.append)
+    prepare_sft(tmp_path / "once", config, text=jsonl(tmp_path, *PAIRS), tokenizer=tokenizer, say=said.append)
     assert "warning" not in "".join(said)
     lines = jsonl(tmp_path, *[PAIRS[0]] * 50)
-    packed.prepare_sft(tmp_path / "copies", config, text=lines, tokenizer=tokenizer, say=said.append)
+    prepare_sft(tmp_path / "copies", config, text=lines, tokenizer=tokenizer, say=said.append)
     assert "warning: held-out examples that are trained on as well: 5 of 5, and the validation loss" in said[-1]
 
 
 def test_held_out_questions_are_kept_with_their_answers(tmp_path: Path) -> None:
-    manifest = packed.prepare_sft(tmp_path / "data", CONFIG)
+    manifest = prepare_sft(tmp_path / "data", CONFIG)
     prompts = [json.loads(line) for line in (tmp_path / "data" / packed.PROMPTS).read_text().splitlines()]
     assert len(prompts) == 3 == manifest.facts["prompts"]
     held = PackedRows(tmp_path / "data", manifest, "validation").tokens.tolist()
@@ -165,7 +167,7 @@ def test_no_question_is_longer_than_an_example_of_training(tmp_path: Path) -> No
     endless = {"messages": turn * 30}  # its first answer lies within data.longest, its last question far beyond
     path, file = jsonl(tmp_path, *PAIRS, *[endless] * 40), bpe(tmp_path, *LLAMA)
     config = replace(CONFIG, data=ChatData(row=128, longest=64, held_out=0.5), eval=RowEval(prompts=200))
-    manifest = packed.prepare_sft(tmp_path / "data", config, text=path, tokenizer=file)
+    manifest = prepare_sft(tmp_path / "data", config, text=path, tokenizer=file)
     prompts = [json.loads(line) for line in (tmp_path / "data" / packed.PROMPTS).read_text().splitlines()]
     assert max(len(prompt["tokens"]) for prompt in prompts) <= 64
     assert 20 < len(prompts) == manifest.facts["prompts"] < manifest.facts["held_out_examples"]
@@ -176,7 +178,7 @@ def test_keys_that_say_something_and_are_not_read_are_named_with_their_lines(tmp
     extra = [{"context": "c", "input": "", "id": n} for n in range(3)] + [{"input": "only here", "\ud800": 1}]
     lines = [{"instruction": "a", "response": "b", **keys} for keys in extra] + [{"messages": turns, "tools": []}]
     path, said = jsonl(tmp_path, *lines), list[str]()
-    packed.prepare_sft(tmp_path / "data", CONFIG, text=path, tokenizer=bpe(tmp_path, *LLAMA), say=said.append)
+    prepare_sft(tmp_path / "data", CONFIG, text=path, tokenizer=bpe(tmp_path, *LLAMA), say=said.append)
     assert "left out, unused in training: context (3 lines), id (3 lines), input (1" in "".join(said)
     assert "messages.name (1" in "".join(said)
     assert "\\ud800 (1 line)" in "".join(said)  # which no output takes as it is
@@ -198,7 +200,7 @@ def test_an_answer_that_is_not_to_be_learned_is_context_alone(
     said: list[str] = []
     config = replace(CONFIG, data=replace(CONFIG.data, loss_on=loss_on))
     tokenizer = bpe(tmp_path, *LLAMA)
-    packed.prepare_sft(tmp_path / "data", config, text=jsonl(tmp_path, *lines), tokenizer=tokenizer, say=said.append)
+    prepare_sft(tmp_path / "data", config, text=jsonl(tmp_path, *lines), tokenizer=tokenizer, say=said.append)
     assert "not learned, as the file says of them: 3 answers" in said
     rows = PackedRows(tmp_path / "data", read_manifest(tmp_path / "data"), "train")
     bpe_ids = FileTokenizer(tokenizer)
@@ -216,7 +218,7 @@ def test_blanks_are_kept_or_counted_as_the_familys_template_has_them(
     config = replace(CONFIG, model=replace(CONFIG.model, family=family))
     lines = [{"instruction": "def add(a, b):", "response": "    total = a + b\n    return total\n"}] * 3
     tokenizer = bpe(tmp_path, *specials)
-    packed.prepare_sft(tmp_path / "data", config, text=jsonl(tmp_path, *lines), tokenizer=tokenizer, say=said.append)
+    prepare_sft(tmp_path / "data", config, text=jsonl(tmp_path, *lines), tokenizer=tokenizer, say=said.append)
     counted = "without the blanks around them, as template llama-3 has them: 3 turns" in "".join(said)
     assert counted is not kept
     prompt = json.loads((tmp_path / "data" / packed.PROMPTS).read_text().splitlines()[0])
@@ -247,7 +249,7 @@ def test_what_cannot_be_prepared_says_what_to_do(change: dict[str, Any], words: 
     tokenizer = asked.get("tokenizer", bpe(tmp_path, *asked["specials"]))
     config = replace(CONFIG, data=ChatData(row=128, longest=64), model=replace(CONFIG.model, vocab=asked["vocab"]))
     with pytest.raises(ValueError, match=words):
-        packed.prepare_sft(tmp_path / "data", config, text=asked["text"], tokenizer=tokenizer)
+        prepare_sft(tmp_path / "data", config, text=asked["text"], tokenizer=tokenizer)
     assert not (tmp_path / "data").exists()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from gpufleet.job.contract.inputs import verify
 from gpufleet.job.experiments.dataset import prepare, sources
 from gpufleet.job.experiments.dataset.prepare import existing_dataset, read_manifest
 from gpufleet.job.experiments.dataset.shards import HEADER, read_header
@@ -43,7 +44,7 @@ def tokens(folder: Path, name: str) -> list[int]:
 def test_a_text_becomes_stories_by_blank_line_or_end_of_text(separator: str, tmp_path: Path) -> None:
     source = text_file(tmp_path, separator.join(STORIES).encode())
     manifest = prepare.prepare(tmp_path / "set", source, model_vocab=300)
-    assert manifest.stories == {"train": 148, "validation": 2}
+    assert manifest.facts["stories"] == {"train": 148, "validation": 2}
     held_out = tokens(tmp_path / "set", "validation_00000.bin")
     assert held_out == [*STORIES[148].encode(), 256, *STORIES[149].encode(), 256]
 
@@ -71,8 +72,9 @@ def test_the_manifest_lists_every_file_with_its_hash_itself_too(tmp_path: Path) 
 
 def test_the_rehearsals_stories_are_small_and_their_words_fit_its_model(tmp_path: Path) -> None:
     manifest = prepare.prepare(tmp_path / "set", Generated(count=2000, seed=1337), model_vocab=512)
-    assert (manifest.tokenizer, manifest.stories) == ("words", {"train": 1980, "validation": 20})
-    assert 55_000 < sum(manifest.tokens.values()) < 75_000
+    facts = manifest.facts
+    assert (facts["tokenizer"]["kind"], facts["stories"]) == ("words", {"train": 1980, "validation": 20})
+    assert 55_000 < sum(facts["tokens"].values()) < 75_000
     tokenizer = open_tokenizer("words", tmp_path / "set")
     for prompt in ("Once upon a time", "The little girl", "One day, a dog"):
         assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
@@ -102,9 +104,9 @@ def test_a_damaged_dataset_is_made_again(tmp_path: Path) -> None:
     shard = folder / "train_00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2] + b"\xff\xff")
     with pytest.raises(ValueError, match=r"train_00000\.bin: not the file"):
-        prepare.verify(folder, manifest)
+        verify(folder, manifest)
     prepare.prepare(folder, Generated(count=100, seed=3), model_vocab=300)
-    prepare.verify(folder, manifest)
+    verify(folder, manifest)
 
 
 def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_a_vocabulary_larger_than_the_models_says_what_to_change(tmp_path: Path)
 
 def test_a_small_model_gets_bytes_and_is_told_why(tmp_path: Path, said: list[str]) -> None:
     source = text_file(tmp_path, "\n\n".join(STORIES).encode(), said)
-    assert prepare.prepare(tmp_path / "set", source, model_vocab=300).tokenizer == "bytes"
+    assert prepare.prepare(tmp_path / "set", source, model_vocab=300).facts["tokenizer"]["kind"] == "bytes"
     assert said == ["tokenizer: bytes, 257 ids, because the model's vocabulary, 300, is below GPT-2's 50257"]
 
 
@@ -185,7 +187,7 @@ def test_gpt2s_file_given_by_hand_travels_with_the_dataset(
     chosen = TextTokenizer(model_vocab=300, cache=tmp_path, file=tmp_path / "tokenizer.json", say=said.append)
     source = TextFile(path=tmp_path / "stories.txt", text_tokenizer=chosen)
     manifest = prepare.prepare(tmp_path / "set", source, model_vocab=300)
-    assert manifest.tokenizer == "gpt2"
+    assert manifest.facts["tokenizer"]["kind"] == "gpt2"
     assert "tokenizer.json" in {file.name for file in manifest.files}
     ids = tokens(tmp_path / "set", "validation_00000.bin")
     opened = open_tokenizer("gpt2", tmp_path / "set")

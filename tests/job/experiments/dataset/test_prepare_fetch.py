@@ -151,7 +151,7 @@ def test_tinystories_becomes_a_dataset_of_its_first_stories(
     # Too little at first: it grows.
     monkeypatch.setattr("gpufleet.job.experiments.dataset.sources.TINYSTORIES_STORY_BYTES", 10)
     manifest = prepare.prepare(tmp_path / "set", tinystories(url, files, tmp_path, 200), model_vocab=300)
-    assert manifest.stories == {"train": 198, "validation": 2}
+    assert manifest.facts["stories"] == {"train": 198, "validation": 2}
     assert files.sent < len(files.content)
     assert len(files.asked) > 1
 

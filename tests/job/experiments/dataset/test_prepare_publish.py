@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpufleet.job.experiments.dataset.prepare import DatasetManifest, describe, publish, read_manifest, verify
+from gpufleet.job.contract.inputs import DatasetManifest, verify
+from gpufleet.job.experiments.dataset.prepare import describe, publish, read_manifest
 
 FACTS = {"train_characters": 1200, "validation_characters": 12, "vocab": 17}
 
@@ -86,7 +87,8 @@ def test_a_manifest_written_before_there_were_kinds_is_one_of_windows(tmp_path: 
     }
     (tmp_path / "dataset.json").write_text(json.dumps(old))
     manifest = read_manifest(tmp_path)
-    assert (manifest.kind, manifest.vocab, manifest.tokens["train"]) == ("windows", 257, 10)
+    facts = manifest.facts
+    assert (manifest.kind, facts["tokenizer"]["vocab"], facts["tokens"]["train"]) == ("windows", 257, 10)
 
 
 def test_one_line_says_what_a_dataset_is(tmp_path: Path) -> None:

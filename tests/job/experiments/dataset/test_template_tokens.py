@@ -18,12 +18,13 @@ from torch import Tensor
 from train_world import StopAt
 
 from gpufleet.job.experiments.dataset import weights
-from gpufleet.job.experiments.dataset.packed import prepare_sft
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES
 from gpufleet.job.experiments.kernel.pairs import byte_tokenizer
 from gpufleet.job.experiments.models import hf, lora
+from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.models.decoder import Decoder, build
-from gpufleet.job.experiments.sft.spec import Lora, SftConfig
+from gpufleet.job.experiments.sft.data import prepare_sft
+from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.spec import from_json
 
 IDS = list(range(256, 260))  # of Llama's four, in a tokenizer of bytes

@@ -17,6 +17,7 @@ from repository import ROOT
 from safetensors.numpy import save_file
 from supervisor_world import Bench
 
+from gpufleet.job.contract.inputs import read_weights
 from gpufleet.job.contract.run import load
 from gpufleet.job.experiments.dataset import weights
 from gpufleet.job.experiments.dataset.prepare import read_manifest
@@ -143,7 +144,7 @@ def test_a_file_that_may_not_be_read_is_not_to_be_downloaded_again(
     ("name", "read"),
     [
         ("config.json", hf_config.read_shape),
-        ("weights.json", weights.read),
+        ("weights.json", read_weights),
         ("dataset.json", read_manifest),
     ],
 )
@@ -222,7 +223,7 @@ def test_what_is_not_as_listed_is_refused(folder: Path, damage: object, said: st
     weights.describe(folder)
     damage(folder)  # type: ignore[operator]
     with pytest.raises(ValueError, match=said):
-        weights.read(folder)
+        read_weights(folder)
 
 
 @pytest.mark.parametrize(

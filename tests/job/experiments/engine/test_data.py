@@ -11,10 +11,9 @@ import torch
 import train_world as world
 
 from gpufleet.job.experiments.dataset.shards import HEADER, write_shard
-from gpufleet.job.experiments.engine.data import Dataset, Windows, draw, mix, read_tokens, split
-from gpufleet.job.experiments.engine.experiment import Work
+from gpufleet.job.experiments.engine.data import TokenDataset, Windows, draw, mix, read_tokens, split
+from gpufleet.job.experiments.engine.experiment import IGNORED, Work
 from gpufleet.job.experiments.engine.parallel import World
-from gpufleet.job.experiments.models.linear_loss import IGNORED
 
 CPU = torch.device("cpu")
 SEQUENCE = 16
@@ -26,11 +25,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dataset(folder: Path) -> Dataset:
-    return Dataset(folder, vocab=160, sequence=SEQUENCE, device=CPU)
+def dataset(folder: Path) -> TokenDataset:
+    return TokenDataset(folder, vocab=160, sequence=SEQUENCE, device=CPU)
 
 
-def batch(dataset: Dataset, seed: int, step: int, micro: int = 8) -> torch.Tensor:
+def batch(dataset: TokenDataset, seed: int, step: int, micro: int = 8) -> torch.Tensor:
     return tokens_of(dataset.batch(seed, step, 8, micro, World()))
 
 
@@ -42,7 +41,7 @@ def windows(folder: Path, start: int, sequence: int, *names: str) -> tuple[torch
     return Windows(read_tokens(folder, names), sequence, CPU).windows(torch.tensor([start]))
 
 
-def test_a_step_has_the_same_batch_whatever_was_drawn_before(dataset: Dataset) -> None:
+def test_a_step_has_the_same_batch_whatever_was_drawn_before(dataset: TokenDataset) -> None:
     alone = batch(dataset, 1, 41)
     torch.manual_seed(0)
     for step in (40, 7, 41):
@@ -50,7 +49,7 @@ def test_a_step_has_the_same_batch_whatever_was_drawn_before(dataset: Dataset) -
     assert torch.equal(alone, after)
 
 
-def test_steps_and_seeds_have_different_batches(dataset: Dataset) -> None:
+def test_steps_and_seeds_have_different_batches(dataset: TokenDataset) -> None:
     batches = [batch(dataset, seed, step) for seed in (1, 2) for step in (0, 1)]
     assert all(not torch.equal(a, b) for i, a in enumerate(batches) for b in batches[:i])
 
@@ -58,7 +57,7 @@ def test_steps_and_seeds_have_different_batches(dataset: Dataset) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("micro", [1, 3, 8])
 def test_the_parts_of_all_ranks_together_are_the_global_batch_in_order(
-    dataset: Dataset, ranks: int, micro: int
+    dataset: TokenDataset, ranks: int, micro: int
 ) -> None:
     works = [dataset.batch(1, 3, 8, micro, World(rank=rank, size=ranks)) for rank in range(ranks)]
     assert {work.total for work in works} == {8 * SEQUENCE}
@@ -79,7 +78,7 @@ def test_every_row_has_one_rank_and_the_ranks_meet_in_micro_batches_of_one_size(
     assert sum(part.missing for own in parts for part in own) < ranks
 
 
-def test_where_rows_run_short_some_without_targets_take_their_place(dataset: Dataset) -> None:
+def test_where_rows_run_short_some_without_targets_take_their_place(dataset: TokenDataset) -> None:
     works = [dataset.batch(1, 3, 5, 2, World(rank=rank, size=2)) for rank in range(2)]
     micros = [list(work.micros) for work in works]
     assert [[micro.tokens // SEQUENCE for micro in own] for own in micros] == [[2, 1], [2, 0]]
@@ -87,7 +86,7 @@ def test_where_rows_run_short_some_without_targets_take_their_place(dataset: Dat
     assert {work.total for work in works} == {5 * SEQUENCE}
 
 
-def test_a_micro_batch_that_does_not_divide_leaves_a_smaller_last_one(dataset: Dataset) -> None:
+def test_a_micro_batch_that_does_not_divide_leaves_a_smaller_last_one(dataset: TokenDataset) -> None:
     micros = list(dataset.batch(1, 3, 8, 3, World()).micros)
     assert [(len(micro.inputs[0]), micro.place) for micro in micros] == [(3, 0), (3, 3), (2, 6)]
 
@@ -114,13 +113,13 @@ def test_starts_cover_the_corpus_evenly() -> None:
     assert torch.bincount(starts, minlength=10).min() > 900
 
 
-def test_every_window_of_the_corpus_is_drawn(dataset: Dataset) -> None:
+def test_every_window_of_the_corpus_is_drawn(dataset: TokenDataset) -> None:
     short = copy.copy(dataset)
     short.train = Windows(np.arange(SEQUENCE + 2, dtype=np.uint16), SEQUENCE, CPU)
     assert set(batch(short, 1, 0)[:, 0].tolist()) == {0, 1}
 
 
-def test_targets_are_the_tokens_one_position_on(dataset: Dataset) -> None:
+def test_targets_are_the_tokens_one_position_on(dataset: TokenDataset) -> None:
     for micro in dataset.batch(1, 0, 4, 4, World()).micros:
         tokens, targets = micro.inputs
         assert torch.equal(tokens[:, 1:], targets[:, :-1])
@@ -147,7 +146,7 @@ def test_a_vocabulary_beyond_65536_takes_four_bytes(tmp_path: Path) -> None:
     assert windows(tmp_path, 0, 1, "a.bin")[0].tolist() == [[70000]]
 
 
-def test_validation_windows_are_always_the_same_and_spread_over_the_held_out_text(dataset: Dataset) -> None:
+def test_validation_windows_are_always_the_same_and_spread_over_the_held_out_text(dataset: TokenDataset) -> None:
     first, second = (tokens_of(dataset.fixed(4, micro, World())) for micro in (4, 3))
     assert torch.equal(first, second)
     assert first.shape == (4, SEQUENCE)
@@ -156,12 +155,12 @@ def test_validation_windows_are_always_the_same_and_spread_over_the_held_out_tex
 
 def test_a_vocabulary_smaller_than_the_datasets_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"132 token ids, but the model's vocabulary \(model.vocab\) is 100"):
-        Dataset(folder, vocab=100, sequence=SEQUENCE, device=CPU)
+        TokenDataset(folder, vocab=100, sequence=SEQUENCE, device=CPU)
 
 
 def test_a_window_longer_than_the_held_out_text_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="validation tokens, a window needs 1025"):
-        Dataset(folder, vocab=160, sequence=1024, device=CPU)
+        TokenDataset(folder, vocab=160, sequence=1024, device=CPU)
 
 
 @pytest.mark.parametrize("bytes_more", [-2, 2])
@@ -171,9 +170,9 @@ def test_a_shard_of_other_tokens_than_its_header_says_is_refused(tmp_path: Path,
     content = path.read_bytes()
     path.write_bytes((content + b"\0\0")[: len(content) + bytes_more])
     with pytest.raises(ValueError, match="the header promises"):
-        Dataset(tmp_path / "data", vocab=160, sequence=SEQUENCE, device=CPU)
+        TokenDataset(tmp_path / "data", vocab=160, sequence=SEQUENCE, device=CPU)
 
 
-def test_the_dataset_carries_its_tokenizer(dataset: Dataset) -> None:
+def test_the_dataset_carries_its_tokenizer(dataset: TokenDataset) -> None:
     tokenizer = dataset.tokenizer
     assert tokenizer.decode(tokenizer.encode("One day, a dog")) == "One day, a dog"

@@ -21,14 +21,14 @@ from train_world import STEPS, StopAt
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.codes import TrainerExit
-from gpufleet.job.contract.messages import Stop
+from gpufleet.job.contract.messages import Stop, await_start
 from gpufleet.job.contract.metrics import KEYS
 from gpufleet.job.contract.workdir import ACCEPT, PREFLIGHT, START
 from gpufleet.job.experiments.engine import __main__ as trainer
 from gpufleet.job.experiments.engine import export, rungs, step
 from gpufleet.job.experiments.engine.experiment import LossNotFiniteError, Stopped
 from gpufleet.job.experiments.engine.loop import Loop
-from gpufleet.job.experiments.engine.requests import Requests, await_start
+from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.growth import growing
 from gpufleet.job.experiments.growth.run import TinystoriesGrowth
 from gpufleet.job.spec import from_json

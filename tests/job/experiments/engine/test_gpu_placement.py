@@ -20,7 +20,7 @@ from torch.nn.attention import varlen
 
 from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.engine import optimizer
-from gpufleet.job.experiments.engine.data import Dataset
+from gpufleet.job.experiments.engine.data import TokenDataset
 from gpufleet.job.experiments.engine.experiment import Micro
 from gpufleet.job.experiments.engine.packed_rows import PackedBatches
 from gpufleet.job.experiments.engine.parallel import World
@@ -47,7 +47,7 @@ def grown(tmp_path: Path, dispatch: str) -> Made:
     module.set_dispatch(dispatch)  # type: ignore[arg-type]
 
     def batch() -> Iterable[Micro]:
-        data = Dataset(folder / "data", vocab=config.model.vocab, sequence=config.data.sequence, device=GPU)
+        data = TokenDataset(folder / "data", vocab=config.model.vocab, sequence=config.data.sequence, device=GPU)
         return data.batch(config.seed, 0, 4, 3, World()).micros
 
     def opt(module: nn.Module) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from gpufleet.job.experiments.engine.experiment import Phase
 from gpufleet.job.experiments.engine.export import META
 from gpufleet.job.experiments.growth import model as growth
 from gpufleet.job.experiments.growth.run import TinystoriesGrowth
-from gpufleet.job.experiments.growth.spec import CAPACITY
+from gpufleet.job.experiments.models.config import CAPACITY
 
 TOTAL = 3 * STEPS
 # Looks at the stop file: one before each phase's first step, one after each step, one after each phase.

@@ -12,8 +12,8 @@ from gpufleet.job.experiments.kernel import spec as kernel
 from gpufleet.job.experiments.kernel.judge import adversarial, planted, tasks
 from gpufleet.job.experiments.kernel.judge.catalog import TASKS
 from gpufleet.job.experiments.kernel.spec import Funnel, Generation, KernelConfig
+from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.tuning import spec as tuning
-from gpufleet.job.spec.common import DecoderConfig
 
 FULL = KernelConfig()
 CODER = DecoderConfig(

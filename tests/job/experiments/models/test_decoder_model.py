@@ -12,14 +12,15 @@ from decoder_models import FAMILIES, as_arguments, examples, generator, model, p
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpufleet.job.experiments.engine.experiment import IGNORED
 from gpufleet.job.experiments.engine.optimizer import groups
 from gpufleet.job.experiments.models import decoder, lora
+from gpufleet.job.experiments.models.config import QWEN3_8B, Lora
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.decoder import build, decays, frequencies, positions
 from gpufleet.job.experiments.models.generate import _choose, generate, uniform
-from gpufleet.job.experiments.models.linear_loss import CHUNK_TOKENS, IGNORED, chunk_loss, linear_loss
-from gpufleet.job.experiments.sft.spec import Lora, SftConfig
-from gpufleet.job.spec.common import QWEN3_8B
-from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.experiments.models.linear_loss import CHUNK_TOKENS, chunk_loss, linear_loss
+from gpufleet.job.experiments.sft.spec import SftConfig
 
 QWEN25_7B = Shape(
     family="qwen2",

@@ -15,13 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from gpufleet.job.experiments.dataset import weights
+from gpufleet.job.experiments.engine.experiment import IGNORED
 from gpufleet.job.experiments.models import hf, hf_config, lora
+from gpufleet.job.experiments.models.config import QWEN3_8B, Lora
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.decoder import Decoder, build
 from gpufleet.job.experiments.models.generate import generate
-from gpufleet.job.experiments.models.linear_loss import IGNORED
-from gpufleet.job.experiments.sft.spec import Lora
-from gpufleet.job.spec.common import QWEN3_8B
-from gpufleet.job.spec.common import DecoderConfig as Shape
 
 SHARD = 20_000  # bytes: every family needs several files
 

@@ -16,10 +16,10 @@ from gpufleet.job.experiments.growth import model as growth
 from gpufleet.job.experiments.growth.run import TinystoriesGrowth
 from gpufleet.job.experiments.models import decoder
 from gpufleet.job.experiments.models.blocks import any_length
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.generate import generate
 from gpufleet.job.experiments.pretrain import model as char_gpt
 from gpufleet.job.experiments.pretrain.spec import CharModel
-from gpufleet.job.spec.common import DecoderConfig as Shape
 
 SHAPE = Shape(
     vocab=32, layers=1, width=16, heads=4, kv_heads=2, head_dim=4, ffn=16, rope_theta=1e4, rope_scaling="none"

@@ -18,10 +18,10 @@ from gpufleet.job.experiments.engine.step import compiled
 from gpufleet.job.experiments.growth import model as growth
 from gpufleet.job.experiments.growth.spec import Batch, GrowthConfig, GrowthModel, Precision, TextData
 from gpufleet.job.experiments.models import decoder, lora
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
+from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.pretrain import model as char_gpt
 from gpufleet.job.experiments.pretrain.spec import CharModel
-from gpufleet.job.experiments.sft.spec import Lora
-from gpufleet.job.spec.common import DecoderConfig as Shape
 
 ROW = 8
 GROWTH = GrowthConfig(

@@ -16,10 +16,11 @@ from gpufleet.job.experiments.growth.model import Growth, build, load
 from gpufleet.job.experiments.growth.spec import Precision
 from gpufleet.job.experiments.models import decoder, lora
 from gpufleet.job.experiments.models.blocks import DTYPES, rotations
-from gpufleet.job.experiments.sft.spec import Lora, SftConfig
-from gpufleet.job.experiments.tuning.spec import layer_activation_bytes
-from gpufleet.job.spec.common import Compute, TokenBatch
-from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
+from gpufleet.job.experiments.models.config import Lora
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.tuning.spec import TokenBatch, layer_activation_bytes
+from gpufleet.job.spec.common import Compute
 
 pytestmark = pytest.mark.xdist_group("growth")
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpufleet.job.experiments.models import decoder
-from gpufleet.job.spec.common import DecoderConfig as Shape
+from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 
 SHAPE = Shape(
     vocab=64, layers=1, width=64, heads=4, kv_heads=2, head_dim=16, ffn=96, rope_theta=1e4, rope_scaling="none"

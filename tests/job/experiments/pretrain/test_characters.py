@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpufleet.job.experiments.engine.experiment import IGNORED
 from gpufleet.job.experiments.engine.parallel import World
-from gpufleet.job.experiments.models.linear_loss import IGNORED
 from gpufleet.job.experiments.pretrain import characters
 from gpufleet.job.experiments.pretrain.characters import Sums, encode, prepare_characters
 from gpufleet.job.experiments.pretrain.rows import Rows

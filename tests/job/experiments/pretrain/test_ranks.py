@@ -25,7 +25,7 @@ from gpufleet.job.experiments.engine import parallel
 from gpufleet.job.experiments.engine.experiment import Phase
 from gpufleet.job.experiments.pretrain import muon
 from gpufleet.job.experiments.pretrain.run import Pretrain
-from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.spec.common import Rung
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -50,7 +50,7 @@ def rank(number: int, size: int, port: int, works: list[tuple[Path, int | None]]
         rank_world.environment(number, size, port + place, nodes)
         folder = rank_world.of_node(given, parallel.expected().node)
         if folder.name == "rising":
-            EXPERIMENTS["pretrain-d64"].trainer = f"{__name__}:{RisingRanks.__name__}"
+            PretrainConfig.trainer = f"{__name__}:{RisingRanks.__name__}"
         code = trainer.train(folder, 0, world.StopAt(folder, look))
         assert code == 0, code
 

@@ -12,14 +12,14 @@ import sft_world as sft
 import torch
 from decoder_models import FAMILIES, generator, slow_varlen
 
-from gpufleet.job.experiments.dataset.packed import prepare_sft
 from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
+from gpufleet.job.experiments.engine.experiment import IGNORED
 from gpufleet.job.experiments.engine.packed_rows import PackedBatches
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.models import decoder
 from gpufleet.job.experiments.models.decoder import positions
-from gpufleet.job.experiments.models.linear_loss import IGNORED
+from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.spec import from_json
 

@@ -18,11 +18,12 @@ from sft_world import CHATML, bpe, jsonl
 from gpufleet.job import atomic, ledger
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.experiments.dataset import weights
-from gpufleet.job.experiments.dataset.packed import PROMPTS, prepare_sft
+from gpufleet.job.experiments.dataset.packed import PROMPTS
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES, jinja
 from gpufleet.job.experiments.models import hf, hf_config
 from gpufleet.job.experiments.models.decoder import build
 from gpufleet.job.experiments.models.generate import generate
+from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.spec import from_json

@@ -21,13 +21,15 @@ from train_world import StopAt
 from gpufleet.job import atomic
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.experiments.models import decoder, hf, hf_config, lora
+from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.models.decoder import build
 from gpufleet.job.experiments.sft import merge
 from gpufleet.job.experiments.sft.run import Sft
 from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.spec import CosineAdamW
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.spec import from_json
-from gpufleet.job.spec.common import CosineAdamW, DecoderConfig, Rung
+from gpufleet.job.spec.common import Rung
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

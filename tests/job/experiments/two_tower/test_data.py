@@ -10,7 +10,7 @@ import two_tower_world as world
 from two_tower_world import TABLES, flipped
 
 from gpufleet.job.experiments.two_tower import baselines
-from gpufleet.job.experiments.two_tower.data import (
+from gpufleet.job.experiments.two_tower.folds import (
     Member,
     fold_of,
     gains,

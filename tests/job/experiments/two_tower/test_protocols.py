@@ -21,7 +21,7 @@ from gpufleet.job.experiments.student import t95
 from gpufleet.job.experiments.two_tower import baselines, ranking, results
 from gpufleet.job.experiments.two_tower import tables as tables_of
 from gpufleet.job.experiments.two_tower.batches import Batches
-from gpufleet.job.experiments.two_tower.data import fold_of, members, rows_of, watched
+from gpufleet.job.experiments.two_tower.folds import fold_of, members, rows_of, watched
 from gpufleet.job.experiments.two_tower.members import Members
 from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
 from gpufleet.job.experiments.two_tower.run import REFIT_SEEDS, TwoTower

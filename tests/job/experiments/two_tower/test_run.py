@@ -23,7 +23,7 @@ from gpufleet.job.experiments.dataset import prepare
 from gpufleet.job.experiments.two_tower import baselines, ranking
 from gpufleet.job.experiments.two_tower import run as two_tower
 from gpufleet.job.experiments.two_tower.batches import Batches
-from gpufleet.job.experiments.two_tower.data import Member, fold_of
+from gpufleet.job.experiments.two_tower.folds import Member, fold_of
 from gpufleet.job.experiments.two_tower.ranking_metrics import ndcg
 
 SWEEP: dict[str, Any] = {"sweep": ["o", "r"], "epochs": 2, "steps_per_epoch": 2}

@@ -12,7 +12,7 @@ from memory_count import Alive
 
 from gpufleet.job.experiments.two_tower import baselines
 from gpufleet.job.experiments.two_tower import spec as two_tower
-from gpufleet.job.experiments.two_tower.data import members, refit_member, rows_of
+from gpufleet.job.experiments.two_tower.folds import members, refit_member, rows_of
 from gpufleet.job.experiments.two_tower.members import Members
 from gpufleet.job.experiments.two_tower.model import TwoTowerModel, draw_noise
 from gpufleet.job.experiments.two_tower.ranking import generate

@@ -1,0 +1,18 @@
+"""One observation of interruptions."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import NamedTuple
+
+
+class Observation(NamedTuple):
+    """What was seen of one zone: `interruptions` in `node_hours` of nodes up and wanted."""
+
+    type: str
+    zone: str | None  # None: not known
+    node_hours: float
+    interruptions: float
+    source: str  # for people: a trace's file, a run's receipt
+    as_of: date | None
+    gpus: int = 1  # of a node

@@ -1,0 +1,46 @@
+"""What dataset.json must say of each kind of dataset, because somebody relies on it. Other facts are for people.
+
+Of windows it says, beside the files: tokenizer {kind, vocab, id}, tokens {train, validation}, stories {train,
+validation}. Packed rows, characters and rankings have these in a section of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.reading import Fields
+
+
+def _windows(fields: Fields) -> None:
+    tokenizer = fields.section("tokenizer")
+    tokenizer.need("kind", reading.text)
+    tokenizer.need("vocab", reading.whole_number)
+    tokenizer.need("id", reading.text)
+    for counts in (fields.section("tokens"), fields.section("stories")):
+        for split in ("train", "validation"):
+            counts.need(split, reading.whole_number)
+
+
+def _all_of(**facts: Callable[[Any], object]) -> Callable[[Fields], None]:
+    def read(fields: Fields) -> None:
+        for fact, value in facts.items():
+            fields.need(fact, value)
+
+    return read
+
+
+FACTS: Mapping[str, Callable[[Fields], object]] = {  # the first: of a dataset.json that names no kind
+    "windows": _windows,
+    "packed": _all_of(
+        **dict.fromkeys(("row", "longest", "most_examples", "rows", "examples", "tokens", "vocab"), reading.several),
+        **dict.fromkeys(("held_out_examples", "held_out_rows", "loss_tokens", "prompts", "stop"), reading.whole_number),
+        **dict.fromkeys(("loss_on", "template", "tokenizer", "tokenizer_id"), reading.text),
+        **dict.fromkeys(("packing", "texts"), reading.flag),
+    ),
+    "characters": _all_of(
+        train_characters=reading.several, validation_characters=reading.several, vocab=reading.several
+    ),
+    "ranking": _all_of(queries=reading.several, models=reading.several, width=reading.several, encoder=reading.text),
+}

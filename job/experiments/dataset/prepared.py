@@ -1,0 +1,43 @@
+"""What the datasets of ready-made jobs have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from gpufleet.job.contract.inputs import DatasetManifest
+from gpufleet.job.experiments.dataset import prepare, weights
+from gpufleet.job.spec.common import Say
+from gpufleet.job.spec.dataset import Dataset, Given
+from gpufleet.job.spec.job import JobConfig
+
+C = TypeVar("C", bound=JobConfig)
+
+
+class PreparedDataset(Dataset[C]):
+    """A folder with a dataset.json, as prepare.py writes it."""
+
+    arguments: ClassVar[dict[str, str]] = {}  # by data.source: what the user names for `gpufleet prepare`
+
+    def accept(self, folder: Path, given: Given) -> DatasetManifest:
+        manifest = prepare.checked(folder)
+        given.say(f"{folder} is prepared already: {prepare.describe(manifest)}")
+        return manifest
+
+    def is_own(self, made_from: str) -> bool:
+        return not self.source.startswith("generated-")
+
+    def argument(self, *, own: bool = False) -> str:
+        return self.arguments.get(self.source, "")
+
+    def list_weights(self, folder: Path, say: Say) -> None:
+        found = weights.describe(folder)
+        say(f"{folder}: {len(found.files)} files of base weights, {found.bytes / 1e9:.2f} GB")
+        if left := weights.left_out(folder):
+            say(f"{folder}: not needed and left out: {', '.join(left)}, {sum(left.values()) / 1e9:.2f} GB")
+
+    @property
+    def source(self) -> str:
+        """data.source."""
+        data: Any = self.config.data
+        return str(data.source)

@@ -1,0 +1,34 @@
+"""kernel-sft's pairs of a PyTorch program and a Triton one, of the user's or made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpufleet.job.contract.inputs import DatasetManifest
+from gpufleet.job.experiments.dataset.rendering import tokenizer_of
+from gpufleet.job.experiments.kernel.spec import KernelConfig
+from gpufleet.job.experiments.tuning.data import PackedData
+from gpufleet.job.spec.dataset import Given
+
+
+class KernelPairs(PackedData[KernelConfig]):
+    """Packed rows of pairs."""
+
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.experiments.kernel.pairs import prepare_kernels  # brings numpy
+
+        own = tokenizer_of(given.weights, given.tokenizer)
+        return prepare_kernels(folder, self.config, text=given.text, tokenizer=own, say=given.say)
+
+    def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        """The trainer refuses one too short for a curriculum: it would act between two epochs, so between two steps."""
+        if differs := super().differs(manifest, weights):
+            return differs
+        config = self.config
+        rows, per_step = int(manifest.facts.get("rows", 0)), config.rows()
+        if config.data.curriculum == "off" or not rows or rows * config.epochs > per_step:
+            return ""
+        return (
+            f"has {rows} rows, of which {config.epochs} epochs are one step of {per_step}, and data.curriculum "
+            f"{config.data.curriculum} acts between two: lower batch.tokens"
+        )

@@ -1,0 +1,74 @@
+"""The shapes of models, and of what is trained beside them. Pure: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gpufleet.job.spec.common import added_later, bounded
+
+CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """A Llama- or Qwen-class causal decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases.
+
+    `qwen3` adds a norm per head to q and k, `qwen2` biases to q, k and v. The default is Llama-3.1-8B.
+    """
+
+    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    vocab: int = bounded(128_256, 2, 1_000_000)
+    layers: int = bounded(32, 1, 200)
+    width: int = bounded(4096, 8, 65536)
+    heads: int = bounded(32, 1, 512)
+    kv_heads: int = bounded(8, 1, 512)
+    head_dim: int = bounded(128, 2, 1024)
+    ffn: int = bounded(14_336, 8, 262144)
+    tied: bool = False  # head and embedding are one table
+    norm_eps: float = bounded(1e-5, 1e-9, 1e-2)
+    rope_theta: float = bounded(500_000.0, 1.0, 1e9)
+    rope_scaling: Literal["none", "llama3"] = "llama3"
+
+
+QWEN3_8B = DecoderConfig(
+    family="qwen3",
+    vocab=151_936,
+    layers=36,
+    width=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ffn=12_288,
+    tied=False,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_scaling="none",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank. With `template_tokens` also the
+    rows of the chat template's tokens in embedding and head, which many a base has never trained. `shard_base` is for
+    one that no single GPU holds.
+    """
+
+    rank: int = bounded(64, 1, 4096)
+    alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
+    dropout: float = bounded(0.05, 0.0, 0.9)
+    template_tokens: bool = False
+    shard_base: bool = added_later(False)  # FSDP2 brings each layer together where it is used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """One phase's model. `experts` 0 = a dense FFN."""
+
+    vocab: int
+    layers: int
+    width: int
+    heads: int
+    ffn: int
+    experts: int
+    top_k: int
