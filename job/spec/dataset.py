@@ -78,7 +78,7 @@ class Dataset(ABC, Generic[C]):
 
 
 class NoDataset(Dataset[C]):
-    """Of a job whose inputs are taken as they are."""
+    """What is asked of a job whose inputs are taken as they are."""
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         raise ValueError("a command's inputs are not prepared: storage.inputs names them as they are")
