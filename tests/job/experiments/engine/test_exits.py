@@ -136,14 +136,14 @@ def test_a_trainer_told_to_wait_begins_at_the_rung_it_is_told(tmp_path: Path, mo
         if len(looks) == 3:
             atomic.write_json(tmp_path / START, {"rung": 2})
 
-    monkeypatch.setattr("gpufleet.job.experiments.engine.requests.time.sleep", sleep)
+    monkeypatch.setattr("gpufleet.job.contract.messages.time.sleep", sleep)
     assert await_start(tmp_path) == 2
     assert len(looks) == 3
 
 
 def test_a_trainer_that_waits_ends_with_whoever_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = iter([7, 7, 1])
-    monkeypatch.setattr("gpufleet.job.experiments.engine.requests.os.getppid", lambda: next(parents))
+    monkeypatch.setattr("gpufleet.job.contract.messages.os.getppid", lambda: next(parents))
     with pytest.raises(SystemExit, match="nobody is left"):
         await_start(tmp_path)
 
