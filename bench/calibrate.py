@@ -31,7 +31,7 @@ from gpufleet.infra.evidence import calibration, measurement
 from gpufleet.infra.inputs.prepare import prepared
 from gpufleet.job import atomic, measured, probe
 from gpufleet.job.experiments.growth.spec import GrowthConfig
-from gpufleet.job.spec import JobConfig
+from gpufleet.job.kind import JobConfig
 from gpufleet.job.supervisor import machine
 from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, trainer
 

@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 
 from gpufleet.job.experiments.engine.guard import LossSpikeError, SpikeGuard
-from gpufleet.job.spec import Guard
+from gpufleet.job.kind import Guard
 
 STEPS, SEEDS, EVERY = 20_000, 60, 10
 EASY, HARD, DIVERGED = 1.0, 30.0, 7.0

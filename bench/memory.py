@@ -31,9 +31,9 @@ from gpufleet.job.experiments.engine.experiment import Experiment, Phase
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.engine.step import compiled, update
-from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import Rung
-from gpufleet.job.spec.dataset import Given
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.common import Rung
+from gpufleet.job.kind.dataset import Given
 
 ROOT = Path(__file__).parents[1]
 WARM = 2  # steps before the clock counts: compilation, and the allocator's first

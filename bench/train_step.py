@@ -36,7 +36,7 @@ from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.engine.step import compiled, update
 from gpufleet.job.experiments.growth.model import build
 from gpufleet.job.experiments.growth.spec import GrowthConfig
-from gpufleet.job.spec.common import PhaseSize, Rung
+from gpufleet.job.kind.common import PhaseSize, Rung
 
 ROOT = Path(__file__).parents[1]
 STEPS = 20

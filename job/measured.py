@@ -16,7 +16,7 @@ from typing import Any
 
 from gpufleet import job
 from gpufleet.job.contract import metrics
-from gpufleet.job.spec import KINDS
+from gpufleet.job.kind import KINDS
 
 SCHEMA = 1
 # Settings that leave the time of a step, an evaluation or a save as it is: how much is done, from which seed, at which

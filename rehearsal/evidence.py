@@ -22,7 +22,7 @@ from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.done import FINISHED, Done
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
-from gpufleet.job.spec.common import PhaseSize
+from gpufleet.job.kind.common import PhaseSize
 from gpufleet.rehearsal import account
 from gpufleet.rehearsal.account import Resource
 from gpufleet.rehearsal.cloud import Cloud

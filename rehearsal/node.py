@@ -22,7 +22,7 @@ from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.contract.environment import COMMAND, USER_PATH
-from gpufleet.job.spec.job import JobConfig
+from gpufleet.job.kind.job import JobConfig
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.images import Docker
 from gpufleet.rehearsal.launch import CloudInstance

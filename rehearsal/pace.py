@@ -15,7 +15,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import measured
 from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract.done import FAILURES, Done
-from gpufleet.job.spec.command import SAVE_INTERVALS, STEP_COUNTS, CommandConfig, setting
+from gpufleet.job.kind.command import SAVE_INTERVALS, STEP_COUNTS, CommandConfig, setting
 from gpufleet.rehearsal.evidence import Rehearsal
 from gpufleet.rehearsal.watch import Watch
 

@@ -13,7 +13,7 @@ from typing import cast
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal.standins import command
 
 STEPS, TRAINS_S = 200, 45.0  # long enough for two interruptions

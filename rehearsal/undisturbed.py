@@ -16,7 +16,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import ledger
 from gpufleet.job.contract.done import MAX_HOURS
 from gpufleet.job.contract.workdir import FINAL, METRICS
-from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.kind.command import CommandConfig
 from gpufleet.job.supervisor.forecast import LATENCY_S, RESERVE_S
 from gpufleet.job.text import counted
 from gpufleet.rehearsal import pace

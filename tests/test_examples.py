@@ -11,7 +11,7 @@ import pytest
 from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
-from gpufleet.job.spec.command import CommandConfig, filled
+from gpufleet.job.kind.command import CommandConfig, filled
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

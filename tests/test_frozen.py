@@ -25,7 +25,7 @@ from gpufleet.infra.cli import main
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.program.resources.identity import node_statements
-from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.rehearsal import scratch
 
 FROZEN = Path(__file__).parent / "frozen"

@@ -27,7 +27,7 @@ from repository import ROOT
 
 from gpufleet.infra.cli import COMMANDS
 from gpufleet.infra.definition.loader import PROGRAM, SCHEMA
-from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.kind import EXPERIMENTS
 
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))

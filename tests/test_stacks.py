@@ -30,9 +30,9 @@ from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.definition.schema import SECTIONS
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.spec import EXPERIMENTS
-from gpufleet.job.spec.command import CommandConfig
-from gpufleet.job.spec.convert import describe
+from gpufleet.job.kind import EXPERIMENTS
+from gpufleet.job.kind.command import CommandConfig
+from gpufleet.job.kind.convert import describe
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 STACKS = [ROOT / "stacks" / f"{name}.yaml" for name in EXPERIMENTS]  # a user's own files are their own affair

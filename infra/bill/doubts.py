@@ -16,7 +16,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.calibration import RefusedCalibration
 from gpufleet.infra.risk import unknown
 from gpufleet.job.contract.aws import NOTICE_S
-from gpufleet.job.spec import JobConfig
+from gpufleet.job.kind import JobConfig
 from gpufleet.job.text import counted
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption

@@ -12,8 +12,8 @@ from gpufleet.infra.bill.runtime import SHA256_GB_S, Runtime, scratch_rate, uplo
 from gpufleet.infra.catalog import Catalog, Instance
 from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.job.contract.aws import NOTICE_S
-from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import DEVICE_RESERVE_GB, Memory, Rung
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.common import DEVICE_RESERVE_GB, Memory, Rung
 
 POLL_S = 5.0  # the supervisor looks this often
 _HOST_RESERVE_GB = 4.0  # operating system, container, trainer: assumption

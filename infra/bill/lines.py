@@ -16,7 +16,7 @@ from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.catalog import Catalog, Price
 from gpufleet.infra.definition.model import CapacityBlock, Disk, StackDefinition
 from gpufleet.job.contract.aws import MINIMUM_S
-from gpufleet.job.spec.common import PART_BYTES
+from gpufleet.job.kind.common import PART_BYTES
 
 MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")

@@ -11,7 +11,7 @@ from gpufleet.infra.bill.project import bill_of
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError
-from gpufleet.job.spec.common import Say
+from gpufleet.job.kind.common import Say
 from gpufleet.job.text import counted
 
 

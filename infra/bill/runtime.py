@@ -23,8 +23,8 @@ from gpufleet.infra.evidence import roofline
 from gpufleet.infra.evidence.calibration import Calibration, PhaseSpeed
 from gpufleet.infra.evidence.speeds import NOBODY, OURS, Expected, SpeedGroup, Speeds, family, shipped
 from gpufleet.infra.risk import unknown
-from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import PhaseSize
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.common import PhaseSize
 
 SETUP_MINUTES = {"g": 8.0, "p": 15.0}  # launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
 SAVE_BLOCKS_S = 0.1  # per save, beside the copy; a 1.2 GB save on CPU blocked 0.35 s in all (measured, 2 cores)

@@ -19,7 +19,7 @@ from gpufleet.infra.risk.cadence import BestInterval, optimal
 from gpufleet.infra.risk.hazard import HAZARD_WORDS, Floats, Hazard, Key, find, wait
 from gpufleet.infra.risk.unknown import Unknown
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
-from gpufleet.job.spec import JobConfig
+from gpufleet.job.kind import JobConfig
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 
 UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))

@@ -18,7 +18,7 @@ from pathlib import Path
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import names_of, project_root
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.rehearsal import environment
 
 

@@ -23,7 +23,7 @@ from gpufleet.infra.definition.model import Capacity, Claim, Limits, StackDefini
 from gpufleet.infra.evidence.outcomes import FinishedRun
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.text import hours
-from gpufleet.job.spec import JobConfig
+from gpufleet.job.kind import JobConfig
 from gpufleet.job.text import counted
 
 

@@ -23,7 +23,7 @@ from gpufleet.infra.definition.model import (
 )
 from gpufleet.infra.definition.schema import Findings, nearest
 from gpufleet.infra.definition.type_checks import gpus_asked, instance_types, several_nodes
-from gpufleet.job.spec import JobConfig
+from gpufleet.job.kind import JobConfig
 from gpufleet.job.text import counted, stamp
 
 if TYPE_CHECKING:

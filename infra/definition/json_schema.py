@@ -27,10 +27,10 @@ from gpufleet.infra.definition.loader import SCHEMA
 from gpufleet.infra.definition.model import Account, Fleet, Interruptions, Job, Storage, Variant
 from gpufleet.infra.definition.rules import REQUIRED
 from gpufleet.infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
-from gpufleet.job.spec import COMMAND, EXPERIMENTS
-from gpufleet.job.spec.command import SECRET, VARIABLE, CommandConfig
-from gpufleet.job.spec.convert import Rule, describe, unwrap
-from gpufleet.job.spec.convert import hints as hints_of
+from gpufleet.job.kind import COMMAND, EXPERIMENTS
+from gpufleet.job.kind.command import SECRET, VARIABLE, CommandConfig
+from gpufleet.job.kind.convert import Rule, describe, unwrap
+from gpufleet.job.kind.convert import hints as hints_of
 
 FILE = (
     Path(__file__).resolve().with_name("definition.schema.json")

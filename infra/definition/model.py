@@ -15,8 +15,8 @@ from typing import Literal
 
 from gpufleet.infra.definition.yaml_tree import Mapping, Scalar, find_node
 from gpufleet.infra.errors import Problem
-from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import added_later
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.common import added_later
 from gpufleet.job.text import stamp
 
 

@@ -1,4 +1,4 @@
-"""What one key of a definition file may hold beyond its type, and why. The experiment's own bounds stand in job.spec.
+"""What one key of a definition file may hold beyond its type, and why. The experiment's own bounds stand in job.kind.
 
 docs/definition.md explains every key, and a test compares it with this table.
 """
@@ -25,8 +25,8 @@ from gpufleet.infra.definition.model import (
     Vpc,
 )
 from gpufleet.job.contract.terms import MOST_NODES
-from gpufleet.job.spec import EXPERIMENTS
-from gpufleet.job.spec.convert import Rule
+from gpufleet.job.kind import EXPERIMENTS
+from gpufleet.job.kind.convert import Rule
 
 # As docker tells a registry from a folder of Docker Hub's: by a dot or a port in its name.
 _REGISTRY = r"(?=[^/]*[.:])[a-z0-9.-]+(:443)?"

@@ -1,6 +1,6 @@
 """From a tree of text to the dataclasses of infra.definition, every problem collected on the way.
 
-What a key may hold stands in rules.py, or, for the experiment's own parameters, in job.spec's field metadata.
+What a key may hold stands in rules.py, or, for the experiment's own parameters, in job.kind's field metadata.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from gpufleet.infra.definition.model import (
 from gpufleet.infra.definition.rules import REQUIRED, RULES
 from gpufleet.infra.definition.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, find_node
 from gpufleet.infra.errors import Problem
-from gpufleet.job.spec import COMMAND, EXPERIMENTS, KINDS, JobConfig
-from gpufleet.job.spec.convert import Rule, describe, rule_of, unwrap
-from gpufleet.job.spec.convert import hints as hints_of
+from gpufleet.job.kind import COMMAND, EXPERIMENTS, KINDS, JobConfig
+from gpufleet.job.kind.convert import Rule, describe, rule_of, unwrap
+from gpufleet.job.kind.convert import hints as hints_of
 
 SECTIONS: dict[str, type[Any]] = {
     "run": Run,
@@ -447,7 +447,7 @@ def _placeholder(hint: Any) -> Any:
 
 def _written(node: Node) -> str:
     if isinstance(node, Scalar):
-        from gpufleet.job.spec.command import without_keys  # here: for an error alone
+        from gpufleet.job.kind.command import without_keys  # here: for an error alone
 
         return without_keys(node.text)
     return "a list" if isinstance(node, Items) else "a section"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from gpufleet.infra.definition.model import Fleet
 from gpufleet.infra.definition.schema import Findings
-from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import DEVICE_RESERVE_GB
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.common import DEVICE_RESERVE_GB
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import files_in
 from gpufleet.job.contract.environment import COMMAND
-from gpufleet.job.spec.command import STEP, FormatName
+from gpufleet.job.kind.command import STEP, FormatName
 
 MOST_FILES, MOST_BYTES = 2_000, 1_000_000  # a repository's Python; larger files are data or generated
 _SKIPPED = {"node_modules", "site-packages", "build", "dist", ".tox"}

@@ -17,7 +17,7 @@ from gpufleet.infra.discover.script import (
     ScriptFacts,
 )
 from gpufleet.infra.inputs.code import ENVIRONMENTS
-from gpufleet.job.spec.command import FORMATS, INPUT, SAVE_INTERVALS, STEP_COUNTS, setting
+from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS, STEP_COUNTS, setting
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # of slow ones; a fast script is given more (rehearsal/pace.py)

@@ -24,7 +24,7 @@ from gpufleet.infra.inputs import code
 from gpufleet.job import atomic, measured
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import Fields
-from gpufleet.job.spec import JobConfig
+from gpufleet.job.kind import JobConfig
 
 FOLDER = "calibrations"
 # Boards with EC2's chips but other clocks or memory, or parts of a GPU: no EC2 type has them.

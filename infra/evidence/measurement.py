@@ -26,9 +26,9 @@ from gpufleet.job.command.places import own_environment
 from gpufleet.job.contract.environment import USER_PATH
 from gpufleet.job.contract.run import probe_document
 from gpufleet.job.contract.workdir import CODE, DATA, INPUTS, NAMED, RUN, USER
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.common import EVALUATIONS_PROBED
 from gpufleet.job.measured import WARM_UP
-from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import EVALUATIONS_PROBED
 from gpufleet.job.supervisor import machine
 from gpufleet.job.text import stamp
 

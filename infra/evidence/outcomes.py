@@ -13,7 +13,7 @@ from typing import Any
 from gpufleet.job.contract import metrics, reading
 from gpufleet.job.contract.reading import Fields
 from gpufleet.job.contract.workdir import METRICS, RECEIPT, RUN
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 FOLDER = "results"
 

@@ -11,7 +11,7 @@ from gpufleet.infra.catalog import Instance
 from gpufleet.infra.evidence import calibration, receipts
 from gpufleet.infra.evidence.roofline import launch_ms, limit_ms
 from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds, family, shipped
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 _HOST_BOUND = 0.7  # of a step, from which the host's launches say more of it than the GPU does
 NEWEST = 10  # nodes whose start-up counts

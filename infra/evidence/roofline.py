@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpufleet.infra.catalog import Instance
-from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import GB, PhaseSize, Rung
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.common import GB, PhaseSize, Rung
 
 # Share of a link's data sheet that an all-reduce over eight GPUs reaches: 231 of 300 GB/s on p4d.24xlarge
 # (github.com/NVIDIA/nccl/issues/527, 2022), 28 of 63 over PCIe 5.0 (issues/1639 there, 2025).

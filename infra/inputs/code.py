@@ -23,7 +23,7 @@ from gpufleet.job import atomic, progress
 from gpufleet.job.contract.bucket import CODE
 
 if TYPE_CHECKING:
-    from gpufleet.job.spec.common import Code
+    from gpufleet.job.kind.common import Code
 
 MIB = 1024 * 1024
 LARGEST = 5  # files that are named where all together are too large

@@ -11,9 +11,9 @@ from gpufleet.infra.inputs import code, folders
 from gpufleet.infra.inputs.readiness import dataset_differs
 from gpufleet.job import atomic
 from gpufleet.job.contract.inputs import DATASET, DatasetManifest
-from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import Say
-from gpufleet.job.spec.dataset import Dataset, Given
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.common import Say
+from gpufleet.job.kind.dataset import Dataset, Given
 from gpufleet.job.text import counted
 
 OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretraining makes 8

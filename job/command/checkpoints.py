@@ -24,7 +24,7 @@ from gpufleet.job.contract import commit
 from gpufleet.job.contract.commit import COMMIT, Commit, Reason
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.workdir import CHECKPOINTS, STEPS, step_folder
-from gpufleet.job.spec.command import PHASE, CommandConfig
+from gpufleet.job.kind.command import PHASE, CommandConfig
 
 FILES = "files"  # below a step's folder in ckpt/: names of the command's own meet none of gpufleet's
 LOOK_S = 1.0  # between two looks that must be equal

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.kind.command import CommandConfig
 
 REACHED = 0.99  # of the declared steps: the last ones may be logged nowhere
 MEMORY = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.workdir import CODE, KEPT, NAMED, OUTPUTS, STATE, STOP, USER
-from gpufleet.job.spec.command import CommandConfig, filled
+from gpufleet.job.kind.command import CommandConfig, filled
 
 PROGRESS = "progress.jsonl"  # below the user's folder, where the command names no file of its own
 HIDDEN = 8  # characters that a secret has at least, to be blanked in what is printed

@@ -25,7 +25,7 @@ from gpufleet.job.contract.messages import CommandEnd, Fatal, Message, Spent, St
 from gpufleet.job.contract.run import Task
 from gpufleet.job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, SCALARS, STOP
 from gpufleet.job.gpus import Sampler
-from gpufleet.job.spec.command import CommandConfig, filled
+from gpufleet.job.kind.command import CommandConfig, filled
 from gpufleet.job.supervisor import machine
 from gpufleet.job.text import printable
 

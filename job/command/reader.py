@@ -20,8 +20,8 @@ from typing import Any
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.gpus import Sampler
+from gpufleet.job.kind.command import PHASE
 from gpufleet.job.measured import WARM_UP
-from gpufleet.job.spec.command import PHASE
 
 LAST = 20  # lines that an ending tells
 LONGEST = 32 * 1024  # a line is cut there

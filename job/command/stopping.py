@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.messages import Stop
-from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.kind.command import CommandConfig
 
 LAST_S = 3.0  # before the machine goes away: what is not whole by then is given up
 BY_HAND_S = 1740.0  # a minute less than the supervisor waits where nothing presses

@@ -22,7 +22,7 @@ from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.contract.terms import Terms
 from gpufleet.job.contract.workdir import RUN
-from gpufleet.job.spec import JobConfig, from_json
+from gpufleet.job.kind import JobConfig, from_json
 
 SCHEMA = 1
 LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter counts a line of the bill

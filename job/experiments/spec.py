@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from gpufleet.job.contract.inputs import Checks
 from gpufleet.job.experiments.dataset.facts import FACTS
-from gpufleet.job.spec.common import Rung, bounded
-from gpufleet.job.spec.job import JobConfig
+from gpufleet.job.kind.common import Rung, bounded
+from gpufleet.job.kind.job import JobConfig
 from gpufleet.job.text import counted
 
 BELOW_ONE = 0.99999  # the largest that a share of what was before may be: at 1 it would never change
-SHARED = ("experiments/engine", "experiments/models", "spec", "experiments")  # folders of job/
+SHARED = ("experiments/engine", "experiments/models", "kind", "experiments")  # folders of job/
 
 
 class ExperimentConfig(JobConfig):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
-from gpufleet.job.spec import JobConfig
+from gpufleet.job.kind import JobConfig
 
 GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
 RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpufleet.job.spec.common import PART_BYTES
+from gpufleet.job.kind.common import PART_BYTES
 
 MIB = 1024 * 1024
 METADATA_TIMEOUT_S = 5  # of each request; botocore's own is 1

@@ -26,8 +26,8 @@ from gpufleet.job.contract import commit
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.contract.messages import Message
 from gpufleet.job.contract.run import config_digest
-from gpufleet.job.spec import convert
-from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.kind import convert
+from gpufleet.job.kind.command import CommandConfig
 
 OWN_CODE = Path(__file__).parent / "own_code"
 PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable

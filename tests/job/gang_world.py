@@ -23,7 +23,7 @@ from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.gang import Presence
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import config_digest, load
-from gpufleet.job.spec import Checkpoint
+from gpufleet.job.kind import Checkpoint
 from gpufleet.job.supervisor.child import JobLog
 from gpufleet.job.supervisor.fleet import History
 from gpufleet.job.supervisor.gang import BEAT_S

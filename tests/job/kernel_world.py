@@ -8,7 +8,7 @@ from typing import Any
 
 from gpufleet.job.experiments.kernel.pairs import prepare_kernels
 from gpufleet.job.experiments.kernel.spec import KernelConfig
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 PARAMETERS: dict[str, Any] = {
     "epochs": 1,

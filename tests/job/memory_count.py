@@ -27,7 +27,7 @@ from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.pretrain.model import CharGpt
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.spec.common import Memory
+from gpufleet.job.kind.common import Memory
 
 SHAPES: tuple[dict[str, Any], ...] = (
     {"layers": 4, "width": 64, "head_dim": 32},

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpufleet.job.experiments.pretrain.characters import prepare_characters
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 PARAMETERS: dict[str, Any] = {
     "steps": 12,

@@ -33,7 +33,7 @@ from gpufleet.job.experiments.engine.data import draw, split
 from gpufleet.job.experiments.engine.experiment import Experiment, Micro, Phase, Session, Weights, Work
 from gpufleet.job.experiments.growth.spec import AdamW
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 STEPS, ROWS, LENGTH, VOCAB = 12, 16, 9, 37
 WORLDS = 8  # that the processes of one launch form, one after another, at most

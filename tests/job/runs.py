@@ -18,7 +18,7 @@ from gpufleet.job.contract.reading import iso
 from gpufleet.job.experiments.dataset.prepare import prepare, read_manifest
 from gpufleet.job.experiments.dataset.sources import Generated
 from gpufleet.job.experiments.growth.spec import Batch, Eval, GrowthConfig, GrowthModel, Precision, TextData
-from gpufleet.job.spec import Checkpoint, Log
+from gpufleet.job.kind import Checkpoint, Log
 
 LAUNCHED = 1_800_000_000.0
 

@@ -9,7 +9,7 @@ from typing import Any
 from gpufleet.job import atomic
 from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 PARAMETERS: dict[str, Any] = {
     "epochs": 1,

@@ -20,7 +20,7 @@ from gpufleet.job.contract.commit import Published
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import config_digest, load
 from gpufleet.job.gpus import Sampler
-from gpufleet.job.spec import Checkpoint
+from gpufleet.job.kind import Checkpoint
 from gpufleet.job.supervisor.attempt import Supervisor
 from gpufleet.job.supervisor.child import JobLog
 from gpufleet.job.supervisor.fleet import History

@@ -26,7 +26,7 @@ import rank_world
 import runs
 
 from gpufleet.job.experiments.growth.spec import Batch, TextData
-from gpufleet.job.spec import Checkpoint
+from gpufleet.job.kind import Checkpoint
 from gpufleet.rehearsal.imds import Imds
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -10,7 +10,7 @@ import pytest
 
 from gpufleet.job import measured
 from gpufleet.job.experiments.growth.spec import GrowthConfig
-from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.kind import EXPERIMENTS
 
 
 def line(phase: str, step: int, ts: float, step_ms: float | None, **more: Any) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def test_the_code_that_trains_has_a_name_that_changes_with_it(tmp_path: Path) ->
     own = (
         "experiments/engine/loop.py",
         "experiments/models/dense.py",
-        "spec/one.py",
+        "kind/one.py",
         "experiments/student.py",
         "experiments/kernel/run.py",
     )

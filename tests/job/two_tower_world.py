@@ -10,7 +10,7 @@ from typing import Any
 from gpufleet.job.experiments.two_tower.folds import Indices
 from gpufleet.job.experiments.two_tower.ranking import Tables, generate, prepare_ranking
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 REHEARSAL: dict[str, Any] = {
     "epochs": 15,

@@ -15,7 +15,7 @@ import pytest
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import metrics
-from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal import pace
 from gpufleet.rehearsal.rehearse import rehearse
 from gpufleet.rehearsal.watch import Planned

@@ -19,7 +19,7 @@ from repository import ROOT
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import rehearse as command
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.job.spec.job import JobConfig
+from gpufleet.job.kind.job import JobConfig
 from gpufleet.rehearsal import environment, scratch
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud

@@ -10,8 +10,8 @@ from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset import prepare, sources
 from gpufleet.job.experiments.dataset.prepared import PreparedDataset
 from gpufleet.job.experiments.spec import CosineAdamW, ExperimentConfig, cuts
-from gpufleet.job.spec.common import GB, Checkpoint, Compute, Guard, Log, Memory, PhaseSize, Rung, Sizes, bounded, in_gb
-from gpufleet.job.spec.dataset import Given
+from gpufleet.job.kind.common import GB, Checkpoint, Compute, Guard, Log, Memory, PhaseSize, Rung, Sizes, bounded, in_gb
+from gpufleet.job.kind.dataset import Given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from gpufleet.job.contract.workdir import FINAL, RESULTS
 from gpufleet.job.experiments.engine import export, optimizer
 from gpufleet.job.experiments.engine.data import TokenDataset
 from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 
 class Answer(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, TypeVar
 
 from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset import prepare, weights
-from gpufleet.job.spec.common import Say
-from gpufleet.job.spec.dataset import Dataset, Given
-from gpufleet.job.spec.job import JobConfig
+from gpufleet.job.kind.common import Say
+from gpufleet.job.kind.dataset import Dataset, Given
+from gpufleet.job.kind.job import JobConfig
 
 C = TypeVar("C", bound=JobConfig)
 

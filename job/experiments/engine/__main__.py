@@ -46,9 +46,9 @@ from gpufleet.job.experiments.engine.metrics import MetricsFile
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.spec import ExperimentConfig
-from gpufleet.job.spec import EXPERIMENTS
-from gpufleet.job.spec.common import PhaseSize
-from gpufleet.job.spec.job import named
+from gpufleet.job.kind import EXPERIMENTS
+from gpufleet.job.kind.common import PhaseSize
+from gpufleet.job.kind.job import named
 from gpufleet.job.text import printable
 
 SHORT_OF_MEMORY = (  # parts of what others say, in small letters
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """One start of the trainer."""
     parser = argparse.ArgumentParser(prog="python -m gpufleet.job.experiments.engine", description=__doc__)
     parser.add_argument("workdir", type=Path)
-    parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/spec)")
+    parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/kind)")
     parser.add_argument("--wait", action="store_true", help=f"for WORKDIR/{START}")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what is meant

@@ -25,7 +25,7 @@ from torch.compiler._cache import CacheArtifactManager, CacheInfo
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import COMPILED, GRAPHS
 from gpufleet.job.experiments.engine.experiment import Phase, Session
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 SHA256_BYTES = 32
 HIT, MISS, UNCACHEABLE = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass"

@@ -20,8 +20,8 @@ from gpufleet.job.experiments.engine.device import Device
 from gpufleet.job.experiments.engine.metrics import MetricsFile
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.requests import Requests
-from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import PhaseSize, Rung
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.common import PhaseSize, Rung
 
 IGNORED = -100  # a target that counts nothing, as in F.cross_entropy
 SPOKEN_S = 60.0  # between two lines of an evaluation: a trainer that says nothing for long is taken for a stuck one

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpufleet.job.experiments.engine.device import Device
 from gpufleet.job.experiments.engine.experiment import LostError
-from gpufleet.job.spec import Guard
+from gpufleet.job.kind import Guard
 
 # The level is the upper tenth of a window, the lowest that any had: a step in ten may hold a hard row (2 % of rows,
 # four a step), and it is still that of the others. Ten in a row far above it hardly ever happen in 20,000 healthy steps

@@ -41,7 +41,7 @@ from gpufleet.job.experiments.engine.experiment import (
 )
 from gpufleet.job.experiments.engine.guard import SpikeGuard
 from gpufleet.job.experiments.engine.journal import Journal
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 
 class Loop:

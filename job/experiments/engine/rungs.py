@@ -8,7 +8,7 @@ from gpufleet.job.contract.messages import UsedRung
 from gpufleet.job.contract.workdir import RUNG
 from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.engine.experiment import Phase, Session
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 
 def choose(session: Session, phase: Phase) -> Rung:

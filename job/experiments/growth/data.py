@@ -9,7 +9,7 @@ from gpufleet.job.experiments.dataset import prepare, sources
 from gpufleet.job.experiments.dataset.prepared import PreparedDataset
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.spec import too_short
-from gpufleet.job.spec.dataset import Given
+from gpufleet.job.kind.dataset import Given
 
 
 class Stories(PreparedDataset[GrowthConfig]):

@@ -27,7 +27,7 @@ from gpufleet.job.experiments.growth.check import GrowthCheckFailed, check_bound
 from gpufleet.job.experiments.growth.growing import grow
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.models.blocks import any_length
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 PROBE = 8  # windows of held-out text on which old and new model must agree
 

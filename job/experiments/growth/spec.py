@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from gpufleet.job.experiments.models.config import CAPACITY, Shape
 from gpufleet.job.experiments.spec import BELOW_ONE, ExperimentConfig, cuts, warmup_doubts
-from gpufleet.job.spec.common import (
+from gpufleet.job.kind.common import (
     GB,
     Checkpoint,
     Compute,
@@ -24,7 +24,7 @@ from gpufleet.job.spec.common import (
     Sizes,
     bounded,
 )
-from gpufleet.job.spec.job import remembered
+from gpufleet.job.kind.job import remembered
 
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
 # Of compiled steps on an H100 and an H200 (bench/results/gpu.md): what is left of a layer's activations, and bytes of a

@@ -8,7 +8,7 @@ from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.rendering import tokenizer_of
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.experiments.tuning.data import PackedData
-from gpufleet.job.spec.dataset import Given
+from gpufleet.job.kind.dataset import Given
 
 
 class KernelPairs(PackedData[KernelConfig]):

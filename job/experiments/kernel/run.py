@@ -34,7 +34,7 @@ from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.experiments.models import decoder
 from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.tuning import run as tuning
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 
 class Kernel(Experiment):

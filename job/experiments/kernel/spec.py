@@ -16,8 +16,8 @@ from gpufleet.job.experiments.models.config import QWEN3_8B, DecoderConfig
 from gpufleet.job.experiments.spec import CosineAdamW, warmup_doubts
 from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
-from gpufleet.job.spec.common import GB, Checkpoint, Compute, Guard, Log, Memory, PhaseSize, Rung, Sizes, bounded, in_gb
-from gpufleet.job.spec.job import remembered
+from gpufleet.job.kind.common import GB, Checkpoint, Compute, Guard, Log, Memory, PhaseSize, Rung, Sizes, bounded, in_gb
+from gpufleet.job.kind.job import remembered
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gpufleet.job.spec.common import added_later, bounded
+from gpufleet.job.kind.common import added_later, bounded
 
 CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from gpufleet.job.experiments.engine.experiment import IGNORED
 
-CHUNK_TOKENS = 1024  # whose logits are alive at a time: 0.5 GB in fp32 for 128,256 ids (job/spec counts with it)
+CHUNK_TOKENS = 1024  # whose logits are alive at a time: 0.5 GB in fp32 for 128,256 ids (job/kind counts with it)
 
 
 ChunkLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]

@@ -10,7 +10,7 @@ from gpufleet.job.experiments.dataset.prepared import PreparedDataset
 from gpufleet.job.experiments.pretrain.characters import prepare_characters
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.spec import too_short
-from gpufleet.job.spec.dataset import Given
+from gpufleet.job.kind.dataset import Given
 
 
 class Characters(PreparedDataset[PretrainConfig]):

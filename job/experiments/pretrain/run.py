@@ -25,7 +25,7 @@ from gpufleet.job.experiments.pretrain import characters, muon
 from gpufleet.job.experiments.pretrain.model import CharGpt, generate, initial
 from gpufleet.job.experiments.pretrain.rows import Rows
 from gpufleet.job.experiments.pretrain.spec import SYMBOLS, EarlyStop, MuonAdamW, PretrainConfig
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 EXPERIMENT = "pretrain-d64"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from gpufleet.job.experiments.spec import BELOW_ONE, ExperimentConfig, cuts, halves, warmup_doubts
-from gpufleet.job.spec.common import (
+from gpufleet.job.kind.common import (
     GB,
     Checkpoint,
     Compute,
@@ -24,7 +24,7 @@ from gpufleet.job.spec.common import (
     Sizes,
     bounded,
 )
-from gpufleet.job.spec.job import remembered
+from gpufleet.job.kind.job import remembered
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient

@@ -17,7 +17,7 @@ from gpufleet.job.experiments.dataset.rendering import (
 from gpufleet.job.experiments.dataset.untrained import untrained
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning.data import PackedData
-from gpufleet.job.spec.dataset import Given
+from gpufleet.job.kind.dataset import Given
 from gpufleet.job.text import counted
 
 

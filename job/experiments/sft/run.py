@@ -26,7 +26,7 @@ from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.sft import merge
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning import run as tuning
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 from gpufleet.job.text import counted
 
 EXPERIMENT = "sft-h100"

@@ -15,7 +15,7 @@ from gpufleet.job.experiments.models.config import DecoderConfig, Lora
 from gpufleet.job.experiments.spec import CosineAdamW, rate_in_words, warmup_doubts
 from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
-from gpufleet.job.spec.common import (
+from gpufleet.job.kind.common import (
     Checkpoint,
     Compute,
     Deliver,
@@ -28,7 +28,7 @@ from gpufleet.job.spec.common import (
     bounded,
     in_gb,
 )
-from gpufleet.job.spec.job import remembered
+from gpufleet.job.kind.job import remembered
 
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens

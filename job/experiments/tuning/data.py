@@ -12,8 +12,8 @@ from gpufleet.job.experiments.dataset.prepared import PreparedDataset
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
 from gpufleet.job.experiments.models import hf_config
 from gpufleet.job.experiments.tuning.spec import TuningConfig
-from gpufleet.job.spec.common import Say
-from gpufleet.job.spec.dataset import Given
+from gpufleet.job.kind.common import Say
+from gpufleet.job.kind.dataset import Given
 
 T = TypeVar("T", bound=TuningConfig)
 _KEYS = {  # of the parameters, by the fact of packed rows

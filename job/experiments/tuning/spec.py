@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES
 from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.spec import ExperimentConfig, cuts, halves
-from gpufleet.job.spec.common import Rung, bounded
+from gpufleet.job.kind.common import Rung, bounded
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LARGER_BATCHES = 2, 4, 8  # times the file's, that a comparison shows

@@ -8,8 +8,8 @@ from typing import ClassVar
 from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.prepared import PreparedDataset
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
-from gpufleet.job.spec.common import Say
-from gpufleet.job.spec.dataset import Given
+from gpufleet.job.kind.common import Say
+from gpufleet.job.kind.dataset import Given
 
 
 class RankingData(PreparedDataset[TwoTowerConfig]):

@@ -34,7 +34,7 @@ from gpufleet.job.experiments.two_tower.model import TwoTowerModel as Towers
 from gpufleet.job.experiments.two_tower.model import decays
 from gpufleet.job.experiments.two_tower.spec import REFIT, TwoTowerConfig, parameters, variants
 from gpufleet.job.experiments.two_tower.tables import spread
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 from gpufleet.job.text import counted
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none

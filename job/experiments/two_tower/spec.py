@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import ClassVar, Literal, get_args
 
 from gpufleet.job.experiments.spec import ExperimentConfig, cuts
-from gpufleet.job.spec.common import (
+from gpufleet.job.kind.common import (
     EVALUATIONS_PROBED,
     GB,
     Checkpoint,
@@ -26,7 +26,7 @@ from gpufleet.job.spec.common import (
     Sizes,
     bounded,
 )
-from gpufleet.job.spec.job import remembered
+from gpufleet.job.kind.job import remembered
 
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.

@@ -20,7 +20,7 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import CapacityBlock, Limits, StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.risk import unknown
-from gpufleet.job.spec.command import (
+from gpufleet.job.kind.command import (
     CommandCheckpoint,
     CommandConfig,
     CommandWork,

@@ -23,7 +23,7 @@ from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
-from gpufleet.job.spec import JobConfig
+from gpufleet.job.kind import JobConfig
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -23,7 +23,7 @@ from gpufleet.infra.definition.loader import load, project_root
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import calibration, measurement
 from gpufleet.job import measured, probe
-from gpufleet.job.spec import EXPERIMENTS, JobConfig, from_json
+from gpufleet.job.kind import EXPERIMENTS, JobConfig, from_json
 from gpufleet.job.supervisor import machine
 from gpufleet.job.supervisor.machine import DriverGpu
 

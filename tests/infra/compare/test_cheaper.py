@@ -22,7 +22,7 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import Limits, StackDefinition
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.review.policy import Policy
-from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.kind import EXPERIMENTS
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -16,7 +16,7 @@ from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.infra.program.run_guard import creation_digest
-from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.kind.command import CommandConfig
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 SAVES = {"format": "hf-trainer", "every": {"steps": 10}, "size_gb": 1}

@@ -20,7 +20,7 @@ from gpufleet.infra.cli import main
 from gpufleet.infra.definition import json_schema
 from gpufleet.infra.definition.layers import MODELINE, purpose
 from gpufleet.infra.definition.schema import SECTIONS
-from gpufleet.job.spec import EXPERIMENTS
+from gpufleet.job.kind import EXPERIMENTS
 
 SCHEMA = json.loads(json_schema.FILE.read_text())
 VALIDATOR = Draft7Validator(SCHEMA)

@@ -11,7 +11,7 @@ import yaml
 
 from gpufleet.infra.definition import yaml_tree
 from gpufleet.infra.definition.schema import Findings, build
-from gpufleet.job.spec import EXPERIMENTS, from_json
+from gpufleet.job.kind import EXPERIMENTS, from_json
 
 
 def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

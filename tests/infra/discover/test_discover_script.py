@@ -13,7 +13,7 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.discover.script import OUT, RESUME, look
 from gpufleet.infra.discover.template import draft
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.job.spec.command import SAVE_INTERVALS, STEP_COUNTS
+from gpufleet.job.kind.command import SAVE_INTERVALS, STEP_COUNTS
 
 GLOBALS = """
 import os, torch

@@ -101,7 +101,7 @@ def test_many_changes_are_counted_not_listed(tmp_path: Path) -> None:
 
 def test_changed_job_code_is_refused(tmp_path: Path) -> None:
     place(tmp_path, measurement(code_sha256="0" * 64))
-    folders = "job/experiments/engine, job/experiments/models, job/spec, job/experiments, job/experiments/growth"
+    folders = "job/experiments/engine, job/experiments/models, job/kind, job/experiments, job/experiments/growth"
     assert f"the code that trains ({folders}) has changed" in refusal(tmp_path)
 
 

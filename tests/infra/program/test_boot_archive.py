@@ -83,7 +83,9 @@ def test_the_real_package_brings_its_code_and_its_requirements() -> None:
     packed = archive.build(Path(job.__file__).parent)
 
     brought = set(names(packed.content))
-    assert {f"gpufleet/job/{name}" for name in ("spec/growth.py", "spec/sft.py", "requirements.txt")} <= brought
+    assert {
+        f"gpufleet/job/{name}" for name in ("kind/command.py", "experiments/sft/spec.py", "requirements.txt")
+    } <= brought
     assert {name.split("/")[1] for name in brought} == {"__init__.py", "job"}
 
 

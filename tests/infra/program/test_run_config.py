@@ -18,7 +18,7 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.boot.run_config import run_config
 from gpufleet.job.contract.run import encode
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 INPUTS: dict[str, Any] = {
     "archive": {"sha256": "a" * 64, "bytes": 1000},

@@ -19,8 +19,8 @@ from gpufleet.job.command.checkpoints import CommandCheckpoints
 from gpufleet.job.command.names import Names, torn
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.metrics import Save
-from gpufleet.job.spec import convert
-from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.kind import convert
+from gpufleet.job.kind.command import CommandConfig
 
 
 def config(**checkpoint: Any) -> CommandConfig:

@@ -14,8 +14,8 @@ from command_world import PYTHON, CommandJob, kill, of_format, parameters
 
 from gpufleet.job.command.endings import End, judge
 from gpufleet.job.contract.messages import CommandEnd, Fatal, Stop
-from gpufleet.job.spec import convert
-from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.kind import convert
+from gpufleet.job.kind.command import CommandConfig
 
 Z = ("bye",)
 

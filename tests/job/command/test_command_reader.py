@@ -13,7 +13,7 @@ from gpufleet.job import atomic
 from gpufleet.job.command.given import blanked
 from gpufleet.job.command.reader import Metrics, Output, StepReader
 from gpufleet.job.contract.metrics import Save
-from gpufleet.job.spec.command import FORMATS
+from gpufleet.job.kind.command import FORMATS
 
 STEP = r"^step (?P<step>\d+)( loss (?P<loss>[\d.]+))?( val (?P<val>[\d.]+))?( of (?P<total>\d+))?"
 

@@ -13,7 +13,7 @@ import pytest
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.spec import JobConfig
+from gpufleet.job.kind import JobConfig
 
 PAGE = Path(__file__).parents[3] / "bench" / "results" / "gpu.md"
 PHASES = {"dense": 0, "moe": 1, "grown": 2}

@@ -10,8 +10,8 @@ from gpufleet.job.experiments.pretrain.spec import CharModel, MuonAdamW, Pretrai
 from gpufleet.job.experiments.sft.spec import SftConfig, answers_at_once
 from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
-from gpufleet.job.spec import JobConfig
-from gpufleet.job.spec.common import Memory, Rung
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.common import Memory, Rung
 
 FULL = GrowthConfig()
 SMALL = replace(

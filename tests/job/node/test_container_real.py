@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.job.node import container
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.settings import InstanceIdentity, Settings
-from gpufleet.job.spec import EXPERIMENTS
 
 pytestmark = [
     pytest.mark.skipif(

@@ -10,7 +10,7 @@ from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
-from gpufleet.job.spec import JobConfig, from_json
+from gpufleet.job.kind import JobConfig, from_json
 from gpufleet.job.supervisor.forecast import Forecast
 
 

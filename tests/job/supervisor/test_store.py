@@ -13,7 +13,7 @@ import pytest
 from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from gpufleet.job.spec.common import PART_BYTES
+from gpufleet.job.kind.common import PART_BYTES
 from gpufleet.job.supervisor.store import (
     FolderStore,
     GivenUpError,

@@ -25,7 +25,7 @@ from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.models.decoder import Decoder, build
 from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 IDS = list(range(256, 260))  # of Llama's four, in a tokenizer of bytes
 END = IDS[-1]

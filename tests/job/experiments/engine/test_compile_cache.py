@@ -25,7 +25,7 @@ from gpufleet.job.experiments.engine import step
 from gpufleet.job.experiments.engine.compile_cache import CompileCache, name
 from gpufleet.job.experiments.engine.experiment import Phase, Session
 from gpufleet.job.experiments.models.selective import keep_products
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the compiler's own code
 PHASE = Phase(index=0, name="dense", first=0, steps=10, flops_per_token=1.0, tokens_per_step=8)

@@ -31,7 +31,7 @@ from gpufleet.job.experiments.engine.loop import Loop
 from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.growth import growing
 from gpufleet.job.experiments.growth.run import TinystoriesGrowth
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 
 def fatal(workdir: Path) -> str:

@@ -33,7 +33,7 @@ from gpufleet.job.experiments.pretrain.rows import Rows
 from gpufleet.job.experiments.pretrain.run import make_optimizer
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 GPU = torch.device("cuda", 0)
 Made = tuple[nn.Module, Callable[[], Iterable[Micro]], Callable[[nn.Module], torch.optim.Optimizer]]

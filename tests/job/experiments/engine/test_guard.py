@@ -31,8 +31,8 @@ from gpufleet.job.experiments.engine.guard import LossSpikeError, SpikeGuard, Th
 from gpufleet.job.experiments.pretrain.run import Pretrain
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.two_tower.run import TwoTower
-from gpufleet.job.spec import Guard
-from gpufleet.job.spec.job import JobConfig
+from gpufleet.job.kind import Guard
+from gpufleet.job.kind.job import JobConfig
 from gpufleet.job.supervisor.publish import commits
 
 GPU = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24.0, driver=None, peak_tflops=70)

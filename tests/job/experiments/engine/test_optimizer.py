@@ -18,7 +18,7 @@ from gpufleet.job.experiments.engine.step import update
 from gpufleet.job.experiments.growth.model import build
 from gpufleet.job.experiments.growth.run import TinystoriesGrowth
 from gpufleet.job.experiments.growth.spec import AdamW, GrowthConfig
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 CONFIG = AdamW(weight_decay=0.1)
 

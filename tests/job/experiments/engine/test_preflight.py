@@ -26,7 +26,7 @@ from gpufleet.job.experiments.engine import parallel, preflight
 from gpufleet.job.experiments.engine.device import Device, NodeRefusedError, PeerRefusedError, choose
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.preflight import Measured, judge, parse_clocks
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 from gpufleet.job.supervisor.machine import DriverGpu
 
 SOUND = Measured(

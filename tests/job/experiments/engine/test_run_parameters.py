@@ -9,7 +9,7 @@ import pytest
 import train_world as world
 
 from gpufleet.job import atomic
-from gpufleet.job.spec import EXPERIMENTS, from_json
+from gpufleet.job.kind import EXPERIMENTS, from_json
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from gpufleet.job.experiments.engine.device import Device
 from gpufleet.job.experiments.growth.run import TinystoriesGrowth
 from gpufleet.job.experiments.kernel.run import Kernel
 from gpufleet.job.experiments.pretrain.run import Pretrain
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 from gpufleet.job.supervisor.publish import commits
 
 pytestmark = pytest.mark.xdist_group("kernels")

@@ -30,8 +30,8 @@ from gpufleet.job.experiments.kernel.judge.planted import Candidate
 from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches
 from gpufleet.job.experiments.kernel.run import Kernel
 from gpufleet.job.experiments.kernel.spec import AT_ONCE
+from gpufleet.job.kind import from_json
 from gpufleet.job.ledger import Ledger
-from gpufleet.job.spec import from_json
 
 pytestmark = [pytest.mark.usefixtures("one_judge"), pytest.mark.xdist_group("kernels")]
 

@@ -20,7 +20,7 @@ from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning.spec import TokenBatch, layer_activation_bytes
-from gpufleet.job.spec.common import Compute
+from gpufleet.job.kind.common import Compute
 
 pytestmark = pytest.mark.xdist_group("growth")
 

@@ -26,7 +26,7 @@ from gpufleet.job.experiments.engine.experiment import Phase
 from gpufleet.job.experiments.pretrain import muon
 from gpufleet.job.experiments.pretrain.run import Pretrain
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -21,7 +21,7 @@ from gpufleet.job.experiments.models import decoder
 from gpufleet.job.experiments.models.decoder import positions
 from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from gpufleet.job.experiments.models.generate import generate
 from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning import run as tuning
-from gpufleet.job.spec import from_json
+from gpufleet.job.kind import from_json
 
 FAMILY = {"family": "qwen3", "tied": True, "norm_eps": 1e-6, "rope_theta": 1e6}
 CHANGED = {

@@ -28,8 +28,8 @@ from gpufleet.job.experiments.sft.run import Sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.spec import CosineAdamW
 from gpufleet.job.experiments.tuning import run as tuning
-from gpufleet.job.spec import from_json
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind import from_json
+from gpufleet.job.kind.common import Rung
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

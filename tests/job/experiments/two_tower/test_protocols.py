@@ -26,7 +26,7 @@ from gpufleet.job.experiments.two_tower.members import Members
 from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
 from gpufleet.job.experiments.two_tower.run import REFIT_SEEDS, TwoTower
 from gpufleet.job.experiments.two_tower.spec import REFIT, variants
-from gpufleet.job.spec.common import Rung
+from gpufleet.job.kind.common import Rung
 
 CONFIG = world.config()
 HONEST = [member for member in members(CONFIG) if member.protocol == "honest"]

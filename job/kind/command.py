@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from gpufleet.job.spec.common import (
+from gpufleet.job.kind.common import (
     GB,
     Code,
     Compute,
@@ -29,7 +29,7 @@ from gpufleet.job.spec.common import (
     in_gb,
     one_or_more,
 )
-from gpufleet.job.spec.job import JobConfig
+from gpufleet.job.kind.job import JobConfig
 
 PHASE = "train"
 SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one second

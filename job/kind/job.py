@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 from gpufleet.job.contract.inputs import Checks
-from gpufleet.job.spec.common import (
+from gpufleet.job.kind.common import (
     DEVICE_RESERVE_GB,
     Checkpoint,
     Code,
@@ -28,7 +28,7 @@ from gpufleet.job.spec.common import (
     Sizes,
     processes,
 )
-from gpufleet.job.spec.dataset import Dataset
+from gpufleet.job.kind.dataset import Dataset
 
 Self = TypeVar("Self", bound="JobConfig")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -90,7 +90,7 @@ class JobConfig(ABC):
     leaves_speed: ClassVar[tuple[str, ...]] = ()
     code_may_change: ClassVar[bool] = False  # whether a measurement of other code counts, with a word about it
     save_wait_s: float = 0.0  # that a probe waits for a save that nobody can ask for
-    dataset_class: ClassVar[str] = "gpufleet.job.spec.dataset:NoDataset"  # imported when it is asked for
+    dataset_class: ClassVar[str] = "gpufleet.job.kind.dataset:NoDataset"  # imported when it is asked for
     dataset_kind: ClassVar[str]  # of dataset.json; empty: it has none
     dataset_checks: ClassVar[Checks] = {}  # what dataset.json must say
     container_options: ClassVar[str] = ""  # words for `docker run`; {app}: the job archive's folder

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from gpufleet.job.contract.inputs import DatasetManifest
-from gpufleet.job.spec.common import Say
+from gpufleet.job.kind.common import Say
 
 C = TypeVar("C")
 

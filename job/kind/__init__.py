@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpufleet.job.spec import convert
-from gpufleet.job.spec.common import Checkpoint, Guard, Log, bounded
-from gpufleet.job.spec.job import JobConfig, named
+from gpufleet.job.kind import convert
+from gpufleet.job.kind.common import Checkpoint, Guard, Log, bounded
+from gpufleet.job.kind.job import JobConfig, named
 
 __all__ = ["COMMAND", "EXPERIMENTS", "KINDS", "Checkpoint", "Guard", "JobConfig", "Log", "bounded", "from_json"]
 
@@ -49,7 +49,7 @@ def _ready_made() -> Mapping[str, str]:
 
 
 EXPERIMENTS = Kinds(_ready_made())
-KINDS = Kinds({**EXPERIMENTS.places, COMMAND: "gpufleet.job.spec.command:CommandConfig"})  # as run.json names them
+KINDS = Kinds({**EXPERIMENTS.places, COMMAND: "gpufleet.job.kind.command:CommandConfig"})  # as run.json names them
 
 
 def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:
