@@ -8,6 +8,7 @@ then committed: what the command prunes or overwrites meanwhile makes another lo
 from __future__ import annotations
 
 import fcntl
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -74,7 +75,7 @@ class CommandCheckpoints:
     ) -> None:
         self.names = Names(config)
         self.folder, self.newest, self.committed_at = folder, -1, clock()
-        self.begun_at = 0.0  # of the newest commit: when its first file was seen
+        self.newest_is_on_signal = False  # whether the command made the newest commit because it was asked to leave
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
         self._digest, self._gpus = digest, gpus
         self._alive, self._writing, self._step_at, self._val_of = alive, writing, step_at, val_of
@@ -88,7 +89,8 @@ class CommandCheckpoints:
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
         self.reason: Reason = "timed"  # of what is committed from now on
-        self._before_signal: dict[int | None, FoundCheckpoint] | None = None  # as they were; None: none was sent
+        self._signalled_at = math.inf  # as the disk tells time, in steps of some ms; inf: no signal was sent
+        self._begun_before: set[int | None] = set()  # those that were not committed at the signal
 
     # Putting back -----------------------------------------------------------------------------------------------------
 
@@ -189,8 +191,13 @@ class CommandCheckpoints:
                     return  # older ones are of no use any more
 
     def signalled(self) -> None:
-        """A signal is about to be sent: what is there already is none of its saves."""
-        self._before_signal = {each.step: each for each in self.names.find(self.folder, self._user)}
+        """A signal is about to be sent: a save that has begun by now, or is whole, was not made because of it."""
+        self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
+        with suppress(OSError):  # a full disk: the names alone tell then
+            mark.touch()
+            self._signalled_at = mark.stat().st_mtime_ns / 1e9
+        there = self.names.find(self.folder, self._user)
+        self._begun_before = {each.step for each in there if self._done.get(each.step) != each}
 
     def prune(self, published: int) -> None:
         """Keeps the newest of the command's own, as many as it asks for, and what is not in the bucket yet."""
@@ -269,8 +276,9 @@ class CommandCheckpoints:
         unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
         also = self._companion_files(found.step)
+        on_signal = found.written > self._signalled_at and found.step not in self._begun_before
         reason = self.reason
-        if reason == "stop" and (self._before_signal is None or self._before_signal.get(found.step) == found):
+        if reason == "stop" and not on_signal:
             reason = "timed"  # it would have come anyway
         try:
             for name in {**found.files, **also}:
@@ -302,8 +310,9 @@ class CommandCheckpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         self.names.learn({name: look.bytes for name, look in found.files.items()})
-        self.newest, self.begun_at, self.committed_at = step, watched.begun, self._clock()
+        self.newest, self.newest_is_on_signal, self.committed_at = step, on_signal, self._clock()
         self._done[found.step] = found
+        self._begun_before.discard(found.step)
         blocked_s = max(0.0, found.written - watched.begun)  # while it was written, as far as that was seen
         took = time.monotonic() - started
         took_s = round(blocked_s + took, 3)

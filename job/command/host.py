@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,7 +251,7 @@ class Host:
                 time.time(),
                 saving=lambda: start.name != SETUP and self.checkpoints.saving(),
                 committed=self.checkpoints.newest,
-                begun_at=self.checkpoints.begun_at,
+                on_signal=self.checkpoints.newest_is_on_signal,
                 send=self._send_stop,
                 say=say,
             )
@@ -333,14 +334,15 @@ class Host:
         return [] if self.first is None else processes.descendants(self.first)
 
     def _send_stop(self, name: str) -> None:
-        self.checkpoints.signalled()
-        self._send(name)
+        self._send(name, self.checkpoints.signalled)
 
-    def _send(self, name: str) -> None:
+    def _send(self, name: str, just_before: Callable[[], None] = lambda: None) -> None:
+        """`just_before` is called when all is known and nothing is sent yet."""
         if self.first is not None:
             number = processes.number(name)
             to = processes.addressees(self.first, number)
             say(f"SIG{name} to {len(to)} processes")
+            just_before()
             processes.send(to, number)
 
     def _kill(self) -> None:
