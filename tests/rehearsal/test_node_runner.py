@@ -281,7 +281,8 @@ def test_a_log_group_that_comes_late_gets_what_was_said_before(cloud: Cloud, tmp
     words = ("run", *LOGS, *stream, IMAGE, "python", "-c", until)
     process = docker(tmp_path, *words, **cloud.environment())
     assert process.stdout is not None
-    process.stdout.readline()
+    assert process.stderr is not None
+    assert "awslogs: no stream: " in process.stderr.readline()
     logs = cloud.client("logs")
     logs.create_log_group(logGroupName="/late")
 

@@ -12,8 +12,6 @@ import pytest
 from boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
 from waiting import wait_for
 
-from gpufleet.job.node.allowance import SOON_S
-
 
 @pytest.fixture
 def node(tmp_path: Path) -> StubNode:
@@ -151,7 +149,7 @@ def test_a_refused_deletion_is_seen_although_the_call_succeeds_and_left_to_the_s
 
     assert said in outcome.log
     assert said in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
-    assert node.moves()[-1:] == ([] if fails else [node.after_a_moment_of_its_life(SOON_S)])
+    assert node.moves()[-1:] == ([] if fails else [node.after_a_moment_of_its_life(90)])
     assert outcome.calls_starting(DELETE, TERMINATE, SHUTDOWN) == [DELETE] * 3 + [SHUTDOWN]
 
 
