@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
             ranked,
             compare_table.regions(found.regions),
             compare_table.batches(found.batches),
-            compare_table.policy(*found.policy) if found.policy else "",
             compare_table.ages(found.rows, now.date(), found.definition.estimate.max_price_age_days),
+            compare_table.policy(*found.policy) if found.policy else "",
         ]
     sys.stdout.write("\n".join(filter(None, parts)))
     for file in filter(None, (args.plot, args.html)):
