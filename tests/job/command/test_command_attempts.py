@@ -170,7 +170,7 @@ def test_a_command_that_cannot_succeed_ends_the_run_with_its_last_words(tmp_path
     node = SupervisedNode(tmp_path, run, "i-1")
     assert node.code() == 70, node.log
     detail = node.stored("done.json")["detail"]
-    assert "the command ended with exit code 1 at step 3, twice with the same last line" in detail
+    assert "the command ended with exit code 1 at step 3, twice for the same reason" in detail
     assert "  | no such corpus" in detail
 
 

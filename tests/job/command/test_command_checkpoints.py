@@ -16,7 +16,9 @@ import pytest
 
 from gpufleet.job.command import checkpoints as module
 from gpufleet.job.command.checkpoints import CommandCheckpoints
+from gpufleet.job.command.lines import Counting, Place
 from gpufleet.job.command.names import Names, torn
+from gpufleet.job.command.progress import Progress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.spec import convert
@@ -46,12 +48,19 @@ class WatchedDisk:
             gpus=1,
             alive=lambda: self.alive,
             writing=lambda pids: self.open,
-            step_at=lambda moment: self.step,
-            val_of=lambda step: self.val.get(step),
-            saved=lambda save, written: self.saves.append(save),
+            lines=self,
             say=self.said.append,
             clock=lambda: self.now,
         )
+
+    spread = 1
+
+    def told_by(self, moment: float) -> Progress:
+        place = Place(step=self.step) if self.step else None
+        return Progress(step=self.step or None, counting=Counting(unit="step", newest=place))
+
+    def saved(self, save: Save, written: float, *, is_counted: bool) -> None:
+        self.saves.append(save)
 
     def write(self, name: str, content: bytes | str = b"x" * 100) -> Path:
         path = self.folder / name
@@ -91,6 +100,8 @@ class WatchedDisk:
          {300: ["000300/global_step300/m.pt", "000300/latest"]}),
         ({"each": ["ckpt.pt"], "rewritten": True}, ["ckpt.pt", "ckpt.pt.tmp"], {None: ["ckpt.pt"]}),
         ({"each": ["a{step}.pt"]}, ["a123456789012.pt"], {}),  # more digits than a step has
+        ({"each": ["epoch_{epoch:02d}/"]}, ["epoch_03/a", "epoch_x/a"], {3: ["epoch_03/a"]}),
+        ({"each": ["e{epoch}-s{step}.pt"]}, ["e1-s50.pt", "e2-s100.pt"], {50: ["e1-s50.pt"], 100: ["e2-s100.pt"]}),
     ],
 )  # fmt: skip
 def test_which_files_belong_to_which_step(
@@ -100,7 +111,7 @@ def test_which_files_belong_to_which_step(
     for name in names:
         disk.write(name)
     seen = Names(config(**checkpoint)).find(disk.folder, tmp_path)
-    assert {each.step: sorted(each.files) for each in seen} == found
+    assert {each.number: sorted(each.files) for each in seen} == found
 
 
 def test_a_link_out_of_the_command_s_folders_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
@@ -215,7 +226,7 @@ def test_a_later_one_that_lacks_a_name_never_counts_and_it_is_said_once(tmp_path
             disk.write(f"step-{step}/{name}.bin")
         disk.wait(70)
     assert disk.committed() == [1, 3]
-    assert disk.said.count("checkpoint of step 2 does not count: step-#/b.bin is not there") == 1
+    assert disk.said.count("checkpoint of step 2 does not count: b.bin is not there") == 1
 
 
 def test_what_a_format_says_of_itself_decides(tmp_path: Path) -> None:
