@@ -91,7 +91,8 @@ class StepReader:
         self.at = 0.0
         self.counting = Counting(unit=config.unit)
         self._is_fresh, self._is_begun, self._is_else = True, False, False
-        self._history: deque[tuple[float, int, Counting]] = deque(maxlen=REMEMBERED)
+        self._is_told = False  # a line of this start has told a step of the run
+        self._history: deque[tuple[float, int | None, Counting]] = deque(maxlen=REMEMBERED)
         self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         self._gaps: deque[int] = deque(maxlen=50)
         self._pending: dict[str, Any] = {}
@@ -117,7 +118,7 @@ class StepReader:
             kept = {} if restored is None else restored.lines
             self.counting = Counting.from_json(kept, self._config.unit, self._config.work.steps_per_epoch)
             self._interval = self.counting.interval or interval or self._interval
-            self._is_fresh, self._is_begun, self._is_else = restored is None, False, False
+            self._is_fresh, self._is_begun, self._is_else, self._is_told = restored is None, False, False, False
             self.step, self._began, self._offset, self.first, self._doubted = step, step, 0, None, None
             self._pending = {"resumed": step} if step else {}
             self._seen.clear()
@@ -148,8 +149,8 @@ class StepReader:
 
     @property
     def is_believed(self) -> bool:
-        """Whether a line of this start has told a step, and none has shown that it counts something else."""
-        return self.first is not None and not self._is_else
+        """Whether a line of this start has told a step of the run, and none has shown that it counts something else."""
+        return self._is_told and not self._is_else
 
     def told_by(self, moment: float) -> Progress:
         """What lines had told by then."""
@@ -235,23 +236,33 @@ class StepReader:
         if not self._config.work.steps_per_epoch and (place.batches or 0) > (self.counting.batches or 0):
             self.counting = replace(self.counting, batches=place.batches)  # the last epoch may be cut
         position = self.counting.position(place)
-        if position is None or (place.is_beginning and position <= 0):
+        if place.is_beginning and (position or 0) <= 0:
+            return False
+        if position is None:  # it can be held against other lines alone
+            self._remember(place, at)
             return False
         if self._config.resume.check == "none" and self.first is None and position < self._began - self.spread:
             self._offset = self._began  # the user has said that it goes on: it counts what this start does
         position += self._offset
         if self._is_beyond(line, position):
             return False
+        is_next = self._follows(position)
+        if self.first is None or is_next:
+            if is_next:
+                self._move(position, at)
+                self._is_told = True
+            self._remember(place if is_next else None, at, first=place)
+        return is_next
+
+    def _remember(self, place: Place | None, at: float, first: Place | None = None) -> None:
+        """The newest place, for who asks what was told by a moment; and the first one of this start."""
         if self.first is None:
-            self.first, self._is_begun = place, True
+            self.first, self._is_begun = first or place, True
             if self._is_fresh:
-                self.counting = replace(self.counting, first=place)
-        if not self._follows(position):
-            return False
-        self._move(position, at)
-        self.counting = replace(self.counting, newest=place)
-        self._history.append((at, self.step, self.counting))
-        return True
+                self.counting = replace(self.counting, first=self.first)
+        if place is not None:
+            self.counting = replace(self.counting, newest=place)
+            self._history.append((at, self.step if self._is_told else None, self.counting))
 
     def _is_of_training(self, line: Line) -> bool:
         """By the words before its bar, and by its total: the declared one, or else of several the longest."""

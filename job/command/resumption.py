@@ -38,8 +38,9 @@ class Resumption:
         self.why = ""
         self._config, self._restored, self._checkpoint, self._counting = config, restored, checkpoint, counting
         self._interval, total = counting.interval or 1, config.total
-        # Of a run that counts from 0 the last step is one less; no line comes any more where the next is not due.
-        self.is_done = total is not None and (restored.step >= total - 1 or restored.step + self._interval > total)
+        # Steps that are counted from 0 end with one less; no line comes any more where the next is not due.
+        last = total - (config.unit == "step") if total is not None else None
+        self.is_done = last is not None and (restored.step >= last or restored.step + self._interval > last + 1)
         self._reads_lines = not self.is_done and config.stages < 2
 
     @property

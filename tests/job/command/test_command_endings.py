@@ -34,7 +34,7 @@ RULES = {"exit": {"fatal": [3], "again": [4], "restarts": 2}}
     [
         # Exit code 0, and nobody had asked.
         (STEPS, {"step": 59_990, "spread": 50}, False, "finished", ""),  # the last line came before the last step
-        (STEPS, {"step": 58_000, "spread": 500}, False, "failed", "ended by itself at step 58,000 of 60,000; if it may"),
+        (STEPS, {"step": 58_000, "spread": 500}, False, "failed", "ended by itself at step 58,000 of 60,000; if"),
         (STEPS, {"step": 58_000, "spread": 500, "is_delivered": True}, False, "finished", ""),
         (STEPS, {"step": 50_000, "saved": 60_000}, False, "finished", ""),
         (EPOCHS, {"step": 5}, False, "finished", ""),  # the last epoch is told when it begins, or from 0
