@@ -5,7 +5,7 @@ same, and no file's own format says that it is cut. Then it is copied into ckpt/
 then committed: what the command prunes or overwrites meanwhile makes another look differ, and the copy is thrown away.
 
 Its step is the one that its name counts, where the run counts the same; else what the command's lines had told when it
-was begun. So a commit has two places, that of its name and that of its lines (Commit.lines), and neither is made of the
+was written. So a commit has two places, that of its name and that of its lines (Commit.lines), and neither is made of the
 other.
 """
 
@@ -270,7 +270,8 @@ class CommandCheckpoints:
         elif before is None:
             self._watched[found.key] = Watched(found, now, now)
         elif before.found != found:
-            self._watched[found.key] = Watched(found, now, before.begun)
+            is_another = found.number is None and before.still  # it was whole, and is written over
+            self._watched[found.key] = Watched(found, now, now if is_another else before.begun)
 
     def _begins_anew(self, found: FoundCheckpoint) -> bool:
         """Whether the names of this start count from the beginning, which the user has said is no matter."""
@@ -324,8 +325,7 @@ class CommandCheckpoints:
     def _snapshot(self, watched: Watched, alive: bool) -> None:
         """Raises OSError, or ValueError for one that has changed or is cut."""
         found, started = watched.found, time.monotonic()
-        begun = min(watched.begun, found.first_written)
-        step, is_counted = self._step(found, self._lines.told_by(begun + ARRIVAL_S).step)
+        step, is_counted = self._step(found, self._lines.told_by(found.first_written + ARRIVAL_S).step)
         unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
         also = self._companion_files()
@@ -353,7 +353,7 @@ class CommandCheckpoints:
                 goes_on_from=step,
                 val_loss=self._lines.val.get(step),
                 world_size=self._gpus,
-                lines=self._lines.told_by(begun).counting.to_json(),
+                lines=self._lines.told_by(min(watched.begun, found.first_written)).counting.to_json(),
             )
             atomic.write_json(unfinished / COMMIT, told.to_json())
             if folder.exists():  # of a start before this one, which will not be gone on from
@@ -377,7 +377,7 @@ class CommandCheckpoints:
 
     def _step(self, found: FoundCheckpoint, told: int | None) -> tuple[int, bool]:
         """The run's step of one, and whether anything tells it: else it is one more than the one before. `told`: by
-        lines when it was begun.
+        lines when its first file was whole.
         """
         unit = self._config.unit
         if unit == "epoch" and found.number == 0 and not self.count and not self._put_back:

@@ -34,7 +34,7 @@ class Search:
         return self._answer
 
     def _search(self) -> str:
-        written = list(self._written())
+        written = list(dict.fromkeys(self._written()))
         for path in written:
             if (place := self._matching(path)) is not None:
                 return f"{_below(path, self._folders.user)} was written, where nobody looks: {self._cure(place)}"
@@ -66,7 +66,7 @@ class Search:
         """Files that are new since the start, below the folders that the host sees; the checkpoints' first."""
         for root in (self._folder, self._folders.code, *self._folders.written):
             for top, folders, names in os.walk(root):
-                folders[:] = [each for each in folders if each not in SKIPPED]
+                folders[:] = sorted(each for each in folders if each not in SKIPPED)
                 for path in (Path(top, name) for name in sorted(names)):
                     try:
                         is_new = path.lstat().st_mtime >= self._began and not TEMPORARY.search(path.name)
@@ -107,7 +107,7 @@ def _pattern(names: list[str]) -> tuple[str, bool]:
         values = {re.findall(r"\d+", each)[index] for each in alike}
         if len(values) > 1 or len(numbers) == 1:
             width = len(number[0]) if number[0].startswith("0") and len(number[0]) > 1 else 0
-            word = "epoch" if re.search(r"ep(och)?[-_=]?$", name[: number.start()], re.IGNORECASE) else "step"
+            word = "epoch" if re.search(r"(?<![a-z])ep(och)?[-_=]?$", name[: number.start()], re.IGNORECASE) else "step"
             count = f"{{{word}:0{width}d}}" if width else f"{{{word}}}"
             text = name[: number.start()] + count + name[number.end() :]
             return text.partition("/")[0] + "/" if "/" in text and count in text.partition("/")[0] else text, True

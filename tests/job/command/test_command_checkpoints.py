@@ -25,8 +25,9 @@ from gpufleet.job.spec import convert
 from gpufleet.job.spec.command import CommandConfig
 
 
-def config(**checkpoint: Any) -> CommandConfig:
-    return convert.from_json(CommandConfig, {"command": "x", "checkpoint": checkpoint}, "job", CommandConfig())
+def config(*, epochs: int | None = None, **checkpoint: Any) -> CommandConfig:
+    tree = {"command": "x", "checkpoint": checkpoint, "work": {"epochs": epochs}}
+    return convert.from_json(CommandConfig, tree, "job", CommandConfig())
 
 
 class WatchedDisk:
@@ -315,6 +316,55 @@ def test_one_that_is_overwritten_has_the_step_that_was_told_and_never_the_same_t
         b"b",
         b"c",
     ]  # overwritten in place, on the same inode: none of the copies has changed
+
+
+@pytest.mark.parametrize(
+    ("each", "names"),
+    [
+        ("*/last.pt", ["exp/last.pt", "exp2/last.pt", "exp3/last.pt"]),  # a folder for each start
+        ("version_*/last.ckpt", ["version_0/last.ckpt", "version_1/last.ckpt", "version_2/last.ckpt"]),
+        ("last*.ckpt", ["last.ckpt", "last-v1.ckpt", "last-v2.ckpt"]),
+    ],
+)
+def test_of_several_matches_of_a_rewritten_name_the_newest_is_the_checkpoint(
+    tmp_path: Path, each: str, names: list[str]
+) -> None:
+    disk = WatchedDisk(tmp_path, each=[each], rewritten=True)
+    for step, name in enumerate(names, 1):
+        disk.step = 10 * step
+        disk.write(name, a_zip(tmp_path / "made"))
+        disk.wait(70)
+        assert disk.files(10 * step) == [name]
+        restored = disk.found.restore()
+        assert restored is not None
+        assert restored.step == 10 * step
+        assert disk.found.place(restored) == disk.folder / name
+
+
+def test_shards_of_one_rewritten_checkpoint_count_together_alone(tmp_path: Path) -> None:
+    disk = WatchedDisk(tmp_path, each=["shard_*.bin"], rewritten=True)
+    disk.step = 10
+    for rank in range(3):
+        disk.write(f"shard_{rank}.bin")
+    disk.wait(70)
+    assert disk.files(10) == ["shard_0.bin", "shard_1.bin", "shard_2.bin"]
+    disk.found.restore()
+    disk.step = 20
+    for rank in range(3):
+        disk.write(f"shard_{rank}.bin", b"y" * 100)
+        disk.wait(5)
+        assert disk.committed() == ([10] if rank < 2 else [10, 20])
+
+
+def test_epochs_counted_from_0_are_epochs_that_are_done(tmp_path: Path) -> None:
+    disk = WatchedDisk(tmp_path, epochs=3, each=["epoch_{epoch}.bin"])
+    for epoch in (0, 1):
+        disk.write(f"epoch_{epoch}.bin")
+        disk.wait(4)
+    disk.found.restore()
+    disk.write("epoch_2.bin")
+    disk.wait(4)
+    assert disk.committed() == [1, 2, 3]
 
 
 def test_what_is_put_back_is_all_that_is_there(tmp_path: Path) -> None:
