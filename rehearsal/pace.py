@@ -19,7 +19,7 @@ from gpufleet.job.spec.command import SAVE_INTERVALS, STEP_COUNTS, CommandConfig
 from gpufleet.rehearsal.evidence import Rehearsal
 from gpufleet.rehearsal.watch import Watch
 
-TRAINS_S = 60.0  # of training, for two interruptions to find it at work
+TRAINS_S = 30.0  # of training, for two interruptions to find it at work
 SAVES = 6
 LEAST_MS = 0.5  # of a step: lines of faster ones come together, and tell no time
 
@@ -34,15 +34,20 @@ class TooFastError(GpufleetError):
         super().__init__(why)
 
 
+def failed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
+    """Why the run did not do its work; None: it did."""
+    kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
+    done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
+    if done.reason not in FAILURES:
+        return None
+    left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
+    rest = f"\nStill to come would have been: {left}." if left else ""
+    return GpufleetError(f"{done.detail.removeprefix('the command failed: ')}{rest}")
+
+
 def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
     """Why the run was over before all of its interruptions."""
     left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
-    kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
-    done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
-    if done.reason in FAILURES:
-        return GpufleetError(
-            f"the run failed, before the interruptions that were still to come ({left}): {done.detail}"
-        )
     if rehearsal.definition.job.parameters.is_users_own and not watch.manifests:
         config = cast(CommandConfig, rehearsal.definition.job.parameters)
         return GpufleetError(

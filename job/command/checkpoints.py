@@ -5,8 +5,8 @@ same, and no file's own format says that it is cut. Then it is copied into ckpt/
 then committed: what the command prunes or overwrites meanwhile makes another look differ, and the copy is thrown away.
 
 Its step is the one that its name counts, where the run counts the same; else what the command's lines had told when it
-was written. So a commit has two places, that of its name and that of its lines (Commit.lines), and neither is made of the
-other.
+was written. So a commit has two places, that of its name and that of its lines (Commit.lines), and neither is made of
+the other.
 """
 
 from __future__ import annotations

@@ -141,16 +141,17 @@ class CommandStart:
         now = self._clock()
         if now < self._observed_at + OBSERVED_S and not is_over:
             return None
-        self._observed_at = now
+        self._observed_at, there = now, self._checkpoints.find()
         seen = Observed(
             lines=self._output.lines,
             told=self._progress.first is not None,
             unread=tuple(self._output.unread),
+            begun=len(there),
             checkpoints=self._checkpoints.count,
             restored=None if self.restored is None else self.restored.step,
             resumes="" if self._resumption is None else self._resumption.verdict,
             why="" if self._resumption is None else self._resumption.why,
-            elsewhere="" if self._checkpoints.find() else self._search.look(now, at_once=is_over),
+            elsewhere="" if there else self._search.look(now, at_once=is_over),
         )
         if seen == self._observed:
             return None

@@ -231,6 +231,7 @@ class Observed(Message):
     lines: int = 0  # that it has printed
     told: bool = False  # one of them told a step
     unread: tuple[str, ...] = ()  # the last ones with numbers that told none
+    begun: int = 0  # checkpoints that are there
     checkpoints: int = 0  # whole ones
     restored: int | None = None  # the step of the checkpoint that it was given
     resumes: str = ""  # goes on, begins anew, not shown; empty: it was given none
@@ -243,6 +244,7 @@ class Observed(Message):
             lines=fields.take("lines", reading.whole_number, 0),
             told=fields.take("told", reading.flag, False),
             unread=fields.take("unread", reading.listed(reading.text), ()),
+            begun=fields.take("begun", reading.whole_number, 0),
             checkpoints=fields.take("checkpoints", reading.whole_number, 0),
             restored=fields.take("restored", reading.step, None),
             resumes=fields.take("resumes", reading.text, ""),

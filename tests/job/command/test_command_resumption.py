@@ -93,10 +93,10 @@ NOT_SHOWN: dict[str, tuple[Case, str]] = {
 @pytest.mark.parametrize("name", NOT_SHOWN)
 @pytest.mark.parametrize("resumes", [True, False])
 def test_what_nothing_shows_is_not_said_and_what_would_show_it_is(tmp_path: Path, name: str, resumes: bool) -> None:
-    (script, *rest), says = NOT_SHOWN[name]
-    case: Case = (replace(script, resumes=resumes or script.names == "step"), *rest)
-    world = world_of(tmp_path, case)
-    start = lost_and_started_again(world, case[3])
+    (script, work, every, lost_at), says = NOT_SHOWN[name]
+    script = replace(script, resumes=resumes or script.names == "step")
+    world = world_of(tmp_path, (script, work, every, lost_at))
+    start = lost_and_started_again(world, lost_at)
     assert start.restored is not None
     assert world.run(start, until=40) is not None
     assert world.verdicts[-1] == "not shown"
@@ -192,12 +192,13 @@ def combinations() -> list[Combination]:
             keeps=draw.choice((None, None, 1)),
         )
         counts = draw.choice(("steps", "epochs", "both", "nothing"))
-        work: dict[str, Any] = {
-            "steps": {"steps": 60},
-            "epochs": {"epochs": 6},
-            "both": {"epochs": 6, "steps_per_epoch": 10},
-            "nothing": {"hours": {"low": 1, "likely": 2, "high": 3}},
-        }[counts]
+        declared: dict[str, dict[str, Any]] = {
+            "steps": STEPS,
+            "epochs": EPOCHS,
+            "both": {**EPOCHS, "steps_per_epoch": 10},
+            "nothing": HOURS,
+        }
+        work = declared[counts]
         if script.lines == "epoch" and counts == "steps":
             work = {"steps": 60, "steps_per_epoch": 10}
         said: dict[str, Any] = {"epochs": 1} if counts in ("epochs", "both") else {"minutes": 1}
