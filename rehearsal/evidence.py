@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from gpufleet.job import ledger
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.done import FINISHED, Done
+from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
 from gpufleet.job.spec.common import PhaseSize
@@ -79,11 +80,9 @@ class Resumption:
     last_step: int
     resumed_step: int
     started_s: float | None  # from its launch to the next node's first step
-    told_step: int | None  # the first one that the next node has logged
     signalled: bool  # a command was sent its signal
     reason: str  # why the checkpoint was made that the next node goes on from; empty: there was none
-    resumes: str = ""  # of a command, whether that goes on from it: messages.Observed
-    why: str = ""
+    observed: Observed = field(default_factory=Observed)  # of a command, by the next node
 
     def saved(self, every: int | None) -> bool | None:
         """Whether the next node goes on from what a command has saved since its signal. None: that is not shown, no
@@ -153,11 +152,9 @@ class Evidence:
                     last_step=max(left.last_step, before.last_step),
                     resumed_step=taken.resumed_step,
                     started_s=None if taken.started_s is None else float(taken.started_s),
-                    told_step=after.first_step,
                     signalled=before.signalled,
                     reason=watch.manifests.get(taken.resumed_step, ""),
-                    resumes=after.observed.resumes,
-                    why=after.observed.why,
+                    observed=after.observed,
                 )
             )
         return found
@@ -175,7 +172,6 @@ class Evidence:
             last_step=begun.reached,
             resumed_step=max(begun.step, 0),
             started_s=None,
-            told_step=None,
             signalled=view.signalled,
             reason=watch.manifests.get(begun.step, ""),
         )

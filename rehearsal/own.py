@@ -93,8 +93,9 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     views = list(rehearsal.watch.views.values())
     told = sum(view.observed.told for view in views)
     yield Promise(name=f"lines that tell its {_unit(config)}", figure=f"from {told} of {len(views)} nodes", held=True)
-    if (resumptions := [each for each in evidence.resumptions() if each.resumes]) and not rehearsal.stand_in:
-        yield _resumes(resumptions)
+    nodes = [each.observed for each in evidence.resumptions() if each.observed.resumes]
+    if nodes and not rehearsal.stand_in:
+        yield resumes(nodes)
     published = sorted(rehearsal.watch.manifests)
     sizes = [save.bytes for line in evidence.metrics for save in metrics.saves(line)]
     largest = max(sizes, default=0)
@@ -118,18 +119,16 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
         yield Promise(name="saves on the signal of a notice", figure=figure, held=True)
 
 
-def _resumes(resumptions: Sequence[Resumption]) -> Promise:
-    """In one of three words whether it goes on from what it was given. One node that shows it is enough: a node that
+def resumes(nodes: Sequence[Observed]) -> Promise:
+    """In one of three words whether it goes on from what its nodes were given. One that shows it is enough: a node that
     shows the contrary has ended the run.
     """
-    name = "goes on from its checkpoint"
-    unchecked = [each for each in resumptions if "resume.check" in each.why]
-    if unchecked:
-        return Promise(name=name, figure=f"not looked at: {unchecked[0].why}", held=True)
-    if shown := [each for each in resumptions if each.resumes == "goes on"]:
-        return Promise(name=name, figure=f"goes on: {shown[-1].why}", held=True)
-    figure = f"not shown: {resumptions[-1].why}"
-    return Promise(name=name, figure=figure, held=False, shown=False)
+    name, by_verdict = "goes on from its checkpoint", {each.resumes: each.why for each in nodes}
+    if (why := by_verdict.get("goes on")) is not None:
+        return Promise(name=name, figure=f"goes on: {why}", held=True)
+    if (why := by_verdict.get("not looked at")) is not None:
+        return Promise(name=name, figure=f"not looked at: {why}", held=True)
+    return Promise(name=name, figure=f"not shown: {nodes[-1].why}", held=False, shown=False)
 
 
 def _unit(config: JobConfig) -> str:

@@ -24,7 +24,7 @@ from gpufleet.job.command.names import FoundCheckpoint, place
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.spec.command import CommandConfig
 
-Verdict = Literal["goes on", "begins anew", "not shown"]
+Verdict = Literal["goes on", "begins anew", "not shown", "not looked at"]
 
 
 class Resumption:
@@ -35,7 +35,7 @@ class Resumption:
     ) -> None:
         """`checkpoint`: as its files were put back; `counting`: what its commit has kept of the lines."""
         self.verdict: Verdict = "not shown"
-        self.why = ""
+        self.why = "it has told nothing and saved nothing yet"
         self._config, self._restored, self._checkpoint, self._counting = config, restored, checkpoint, counting
         self._interval, total = counting.interval or 1, config.total
         # Steps that are counted from 0 end with one less; no line comes any more where the next is not due.
@@ -51,16 +51,15 @@ class Resumption:
     @property
     def is_open(self) -> bool:
         """Whether the next file may still change the verdict."""
-        return self.verdict == "not shown" and self._config.resume.check != "none"
+        return self.verdict == "not shown"
 
     def look(self, anew: Iterable[FoundCheckpoint], first: Place | None, *, is_over: bool = False) -> Verdict:
         """The verdict, by the checkpoints that this start has written, and by what it has told first. `is_over`: the
         start has ended, and nothing more comes.
         """
         if self._config.resume.check == "none":
-            self.why = "job.resume.check is none"
-            return self.verdict
-        if self.verdict != "begins anew":
+            self.verdict, self.why = "not looked at", "job.resume.check is none"
+        elif self.verdict != "begins anew":
             self._judge(list(anew), first, is_over=is_over)
         return self.verdict
 
