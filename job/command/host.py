@@ -311,7 +311,8 @@ class Host:
             return
         until = time.time() + self.config.exit.hold_minutes * 60
         minutes, clock = self.config.exit.hold_minutes, time.strftime("%H:%M", time.gmtime(until))
-        self.alarm(f"{why}; the node is held for {minutes:g} min, until {clock} UTC: gpufleet shell looks into it")
+        text = f"{why}; the node is held for {minutes:g} min, until {clock} UTC: gpufleet shell looks into it"
+        self.alarm("held", text)
         said_at = time.time()
         while time.time() < until and not (self.workdir / STOP).exists():
             if time.time() >= said_at + HOLD_S:
@@ -371,10 +372,10 @@ class Host:
         """A warning in the log."""
         say(f"warning: {text}")
 
-    def alarm(self, text: str) -> None:
-        """A warning in the log, and for whoever the definition names."""
+    def alarm(self, kind: str, text: str) -> None:
+        """A warning in the log, in status and receipt, and for whoever the definition names."""
         self.warn(text)
-        self._note(Alarm(text=text))
+        self._note(Alarm(kind=kind, text=text))
 
     def _note(self, message: Message | None) -> None:
         """Writes a message, where there is one."""

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -77,10 +78,10 @@ class StepReader:
         metrics: Metrics,
         config: CommandConfig,
         note: Callable[[str], None],
-        alarm: Callable[[str], None],
+        alarm: Callable[[str, str], None],
         gpus: Sampler | None = None,
     ) -> None:
-        """`note` is told what is kept out, `alarm` of a loss that is no number; each once."""
+        """`note` is told what is kept out, `alarm` of a loss that is no number (its name, a sentence); each once."""
         self._metrics, self._config, self._note, self._alarm, self._gpus = metrics, config, note, alarm, gpus
         self._patterns = Patterns(config.patterns)
         self._longest = 0  # total of several bars, where the definition declares none
@@ -218,7 +219,8 @@ class StepReader:
             figures = dict(line.figures)
             for name in ("loss", "val"):
                 if name in figures and not math.isfinite(figures[name]):
-                    self._say_once(name, f"{name} is {figures[name]} from step {self.step:,} on", self._alarm)
+                    text = f"{name} is {figures[name]} from {self._config.unit} {self.step:,} on"
+                    self._say_once(name, text, partial(self._alarm, name))
             record = {key: value for key, value in figures.items() if key != "val" and math.isfinite(value)}
             if self.step - self._began <= WARM_UP:
                 record.pop("step_ms", None)

@@ -255,14 +255,15 @@ class Observed(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm(Message):
-    """What people should hear while a run trains: a loss that is no number, a node that is held."""
+    """What people should hear while a run trains: a loss that is no number, a node that is held. Of each kind once."""
 
     FILE = workdir.ALARM
+    kind: str
     text: str
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
-        return cls(text=fields.need("text", reading.text))
+        return cls(kind=fields.need("kind", reading.name), text=fields.need("text", reading.text))
 
 
 # Between a command's host and the node, in WORKDIR/control.

@@ -103,9 +103,8 @@ class ScriptWorld:
         self.folders = Folders.from_workdir(self.folder)
         self.folders.make()
         self.values = self.folders.values("r1", 1)
-        self.reader = StepReader(
-            Metrics(self.folder / "metrics.jsonl"), self.config, self.notes.append, self.notes.append
-        )
+        metrics = Metrics(self.folder / "metrics.jsonl")
+        self.reader = StepReader(metrics, self.config, self.notes.append, lambda kind, text: None)
         pipe, other = os.pipe()
         self.output = Output(pipe, self.reader.line, lambda _: None, lambda line: line, lambda: self.now)
         os.close(pipe)

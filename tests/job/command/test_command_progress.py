@@ -37,7 +37,7 @@ class Reading:
             **sections,
         }
         self.config = convert.from_json(CommandConfig, tree, "job", CommandConfig())
-        self.progress = StepReader(Metrics(self.metrics), self.config, self.notes.append, self.alarms.append)
+        self.progress = StepReader(Metrics(self.metrics), self.config, self.notes.append, self.alarm)
         self.begin()
         pipe, self._other = os.pipe()
         self.output = Output(
@@ -45,6 +45,9 @@ class Reading:
         )
         os.close(pipe)
         os.close(self._other)
+
+    def alarm(self, kind: str, text: str) -> None:
+        self.alarms.append(f"{kind}: {text}")
 
     def begin(self, restored: Commit | None = None) -> None:
         self.progress.begin(restored, self.file)
@@ -183,7 +186,7 @@ def test_a_loss_that_is_no_number_is_said_once_with_its_step_and_goes_on(tmp_pat
     reading = Reading(tmp_path)
     for step in range(1, 5):
         reading.take(f"step {step} loss {'nan' if step > 2 else 1.5}\n".encode())
-    assert reading.alarms == ["loss is nan from step 3 on"]
+    assert reading.alarms == ["loss: loss is nan from step 3 on"]
     assert [(record["step"], record["loss"], record["event"]) for record in reading.records()] == [
         (1, 1.5, None),
         (2, 1.5, None),

@@ -28,7 +28,7 @@ class Script:
         monkeypatch.setattr(progress, "FLUSH_S", 0.0)
         monkeypatch.setattr(time, "time", lambda: self.now)
         config = CommandConfig(command="x", progress=Progress(stdout=(LINE,)))
-        self.reader = StepReader(Metrics(self.path), config, lambda text: None, lambda text: None)
+        self.reader = StepReader(Metrics(self.path), config, lambda text: None, lambda kind, text: None)
         self.reader.begin(as_restored(restored) if restored else None, folder / "progress.jsonl")
 
     def step(self, step: int, took: float, more: str = "") -> None:
