@@ -184,6 +184,8 @@ def _attempt(
             if docker is not None:
                 cloud.has_images(docker.digests)
                 docker.require_reach(cloud.endpoint)
+                if impatience := docker.impatience(definition):
+                    out(f"Warning: {impatience}")
             runner = NodeRunner(cloud, project / "nodes", programs, docker)
             stack.callback(runner.close)
             engine = stack.enter_context(

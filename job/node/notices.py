@@ -1,5 +1,6 @@
 """What a node tells whoever the definition names: that the run trains, that AWS takes the node, that most of its means
-are used up, what its job warns of, how it ended. And the hour at which AWS tells that nothing has trained for long, moved while this one does.
+are used up, what its job warns of, how it ended. And the hour at which AWS tells that nothing has trained for long,
+moved while this one does.
 
 Nothing waits longer than WAIT_S for a message, and none is sent twice: one that cannot be sent is said in the boot log.
 """

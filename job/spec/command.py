@@ -312,8 +312,11 @@ class CommandConfig(JobConfig):
 
     @property
     def saves(self) -> bool:
-        """Whether it has checkpoints."""
         return self.checkpoint.format != "none"
+
+    @property
+    def held_minutes(self) -> float:
+        return self.exit.hold_minutes
 
     @property
     def saves_on_signal(self) -> bool | None:

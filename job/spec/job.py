@@ -196,6 +196,16 @@ class JobConfig(ABC):
         """What weights, gradients and moments are kept in, and what is in fp32 besides."""
         return "fp32; loss and norms in fp32"
 
+    @property
+    def saves(self) -> bool:
+        """Whether it has checkpoints: without any a loss repeats all that it has done."""
+        return True
+
+    @property
+    def held_minutes(self) -> float:
+        """That a node stays after its run has failed."""
+        return 0.0
+
     def waits_for_saves(self) -> bool:
         """Whether training stands still until a save is written."""
         return False
