@@ -273,7 +273,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
     else:
         every = config.steps_between_saves()
         figure += f", saves every {every} steps" if every else ""
-        held = resumption.resumed_step > 0 and reached
+        held = (resumption.resumed_step > 0 and reached) or not config.saves
         yield Promise(name="steps repeated after a loss without notice", figure=figure, held=held)
     if resumption.started_s is None:
         return

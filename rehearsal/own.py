@@ -103,7 +103,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     yield Promise(
         name="whole checkpoints in the bucket",
         figure=_few(published) + size,
-        held=bool(published) or not getattr(config, "saves", True),
+        held=bool(published) or not config.saves,
     )
     if not rehearsal.stand_in:
         after = listing(definition, rehearsal.root)

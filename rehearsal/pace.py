@@ -48,7 +48,8 @@ def failed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
 def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
     """Why the run was over before all of its interruptions."""
     left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
-    if rehearsal.definition.job.parameters.is_users_own and not watch.manifests:
+    own = rehearsal.definition.job.parameters
+    if own.is_users_own and own.saves and not watch.manifests:
         config = cast(CommandConfig, rehearsal.definition.job.parameters)
         return GpufleetError(
             f"the run ended, and no whole checkpoint of it was ever seen: nothing named {', '.join(config.names)} came"

@@ -342,6 +342,7 @@ def _follow(rehearsal: Rehearsal) -> None:
         definition.run.id,
         stage_lines=definition.interruptions.stage_results,
         falls_back=definition.fleet.falls_back,
+        saves=counted.saves,
         **({"doubts": own.doubts(counted)} if isinstance(counted, CommandConfig) and not rehearsal.stand_in else {}),
     )
     words, times_torch = ("wait", rehearsal.name), not definition.job.parameters.is_users_own

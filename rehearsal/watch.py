@@ -153,18 +153,19 @@ class Watch:
         *,
         stage_lines: int = 1,
         falls_back: bool = False,
+        saves: bool = True,
         doubts: Callable[[Observed, int], str] = lambda observed, step: "",
     ) -> None:
         """`stage_lines`: results of a stage after which a node is taken away in it. `falls_back`: after the last
-        interruption spot never comes back, and the run has to go on on demand. `doubts`: why a command of which so much
-        was seen, and which is so far, will not hold; empty: it may.
+        interruption spot never comes back, and the run has to go on on demand. `saves`: the job has checkpoints.
+        `doubts`: why a command of which so much was seen, and which is so far, will not hold; empty: it may.
         """
         self.cloud = cloud
         self.runner = runner
         self.timeline = timeline
         self.planned = list(planned)
         self.bucket, self.run_id = bucket, run_id
-        self.stage_lines, self.falls_back, self._doubts = stage_lines, falls_back, doubts
+        self.stage_lines, self.falls_back, self.saves, self._doubts = stage_lines, falls_back, saves, doubts
         self.views: dict[str, NodeView] = {}
         self.manifests: dict[int, str] = {}  # by step: why that checkpoint was made
         self.generations: dict[int, Begun] = {}  # of several nodes, by number
@@ -238,7 +239,8 @@ class Watch:
             return False
         # With nothing in the bucket the run would begin anew; and what any start tells first shows no going on.
         first = min((each.first_step for each in self.views.values() if each.first_step is not None), default=0)
-        if planned.kind == "loss" and max(self.manifests, default=0) <= (first if view.observed.lines else 0):
+        shown = max(self.manifests, default=0) > (first if view.observed.lines else 0)
+        if planned.kind == "loss" and self.saves and not shown:
             return False
         return planned.place != "save" or self._saving(view)
 
