@@ -23,7 +23,7 @@ from gpufleet.job.text import counted
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
 LEAST_GB = 0.0001  # that job.checkpoint.size_gb may be
-LATE = 3  # times its interval without any checkpoint
+LATE = 3  # times its interval without any checkpoint, or checkpoints without any step
 Listing = Mapping[str, tuple[int, int]]  # by name: bytes and time of writing
 
 
@@ -77,6 +77,12 @@ def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
             found.append(
                 f"no line matched job.progress.stdout, {patterns}; the last ones with numbers were:\n"
                 + "\n".join(f"  | {line}" for line in observed.unread)
+            )
+        elif config.checkpoint.rewritten and not observed.told and observed.checkpoints >= LATE:
+            found.append(
+                f"{observed.checkpoints} checkpoints are whole, and nothing tells their steps: a file that is overwritten"
+                f" has none in its name, and no line came. Print one with each step, unbuffered (stdbuf -oL), or JSON"
+                f" lines into $GPUFLEET_PROGRESS, or save under names with {{step}}"
             )
         return ".\n".join(found)
 

@@ -25,7 +25,7 @@ from gpufleet.job import atomic
 from gpufleet.job.command.names import FoundCheckpoint, Names, place, torn
 from gpufleet.job.command.places import give_to_everybody
 from gpufleet.job.command.processes import File, written
-from gpufleet.job.command.progress import Progress
+from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.commit import COMMIT, Commit, Reason
 from gpufleet.job.contract.metrics import Save
@@ -58,14 +58,14 @@ class Watched:
     not_before: float = 0.0
 
 
-class Lines(Protocol):
+class LineReader(Protocol):
     """What the command's output has told."""
 
     @property
     def val(self) -> Mapping[int, float]: ...
     @property
     def spread(self) -> int: ...
-    def told_by(self, moment: float) -> Progress: ...
+    def told_by(self, moment: float) -> ToldProgress: ...
     def saved(self, save: Save, written: float, *, is_counted: bool) -> None: ...
 
 
@@ -84,7 +84,7 @@ class CommandCheckpoints:
         digest: str,
         gpus: int,
         alive: Callable[[], Sequence[int]],
-        lines: Lines,
+        lines: LineReader,
         say: Callable[[str], None],
         writing: Callable[[Sequence[int]], set[File] | None] = written,
         clock: Callable[[], float] = time.time,

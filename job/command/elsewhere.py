@@ -20,7 +20,7 @@ TEMPORARY = re.compile(r"tmp|temp|part|lock|^\.", re.IGNORECASE)
 
 
 class Search:
-    """Of one start. `folder`: where its checkpoints are looked for."""
+    """Looks for what one start has written. `folder`: where its checkpoints are looked for."""
 
     def __init__(self, config: CommandConfig, names: Names, folders: Folders, folder: Path, began: float) -> None:
         self._config, self._names, self._folders, self._folder, self._began = config, names, folders, folder, began
@@ -37,7 +37,7 @@ class Search:
         written = list(dict.fromkeys(self._written()))
         for path in written:
             if (place := self._matching(path)) is not None:
-                return f"{_below(path, self._folders.user)} was written, where nobody looks: {self._cure(place)}"
+                return f"{_shown(path, self._folders.user)} was written, where nobody looks: {self._cure(place)}"
         inside = [path.relative_to(self._folder).as_posix() for path in written if path.is_relative_to(self._folder)]
         if inside:
             each, is_counted = _pattern(inside)
@@ -47,7 +47,7 @@ class Search:
                 f" {', '.join(self._config.names)}, names none of them: write each: '{each}'{more}, if that is one"
                 " checkpoint"
             )
-        if kept := [_below(path, self._folders.user) for path in written if path.suffix in KEPT_AS]:
+        if kept := [_shown(path, self._folders.user) for path in written if path.suffix in KEPT_AS]:
             return (
                 f"nothing came into {self._config.checkpoint.folder}; written were {', '.join(kept[:SHOWN])}: say in"
                 " job.checkpoint.folder and each which of these is a checkpoint"
@@ -91,7 +91,7 @@ class Search:
             yield text, self._folders.user / name
 
 
-def _below(path: Path, user: Path) -> str:
+def _shown(path: Path, user: Path) -> str:
     """As the user knows it."""
     relative = path.relative_to(user).parts
     return "/".join(relative[1:] if relative[0] == "code" else ("{" + relative[0] + "}", *relative[1:]))

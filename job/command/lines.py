@@ -30,7 +30,7 @@ _ELSE = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Position:
     """Where a training is, as a line says it. None: it does not say."""
 
     step: int | None = None
@@ -39,7 +39,7 @@ class Place:
     batches: int | None = None  # of this epoch
 
     @classmethod
-    def from_json(cls, tree: Any) -> Place | None:
+    def from_json(cls, tree: Any) -> Position | None:
         """None for anything but what `asdict` gives."""
         if not isinstance(tree, dict) or not set(tree) <= set(cls.__slots__):
             return None
@@ -59,8 +59,8 @@ class Counting:
     unit: Unit
     batches: int | None = None  # of a whole epoch
     base: int | None = None  # the number of the first epoch, 0 or 1
-    first: Place | None = None  # what a start without a checkpoint has told first
-    newest: Place | None = None  # what was told last by then
+    first: Position | None = None  # what a start without a checkpoint has told first
+    newest: Position | None = None  # what was told last by then
     interval: int | None = None  # steps between two lines, usually
 
     def to_json(self) -> dict[str, Any]:
@@ -76,11 +76,11 @@ class Counting:
             batches=batches or kept["batches"],
             base=kept["base"],
             interval=kept["interval"],
-            first=Place.from_json(tree.get("first")),
-            newest=Place.from_json(tree.get("newest")),
+            first=Position.from_json(tree.get("first")),
+            newest=Position.from_json(tree.get("newest")),
         )
 
-    def position(self, place: Place) -> int | None:
+    def position(self, place: Position) -> int | None:
         """So many of `unit` are done there; None: that cannot be told."""
         if self.unit == "step":
             if place.step is not None or place.epoch is None or self.batches is None:
@@ -94,18 +94,18 @@ class Counting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class OutputLine:
     """What a line says. `total`: of its counter; a bar of it has `words` before it."""
 
     text: str
-    place: Place | None
+    place: Position | None
     total: int | None
     figures: Mapping[str, float]
     is_else: bool = False  # its bar is of something else than training
     is_doubtful: bool = False  # its bar has words that may be of anything
 
     @classmethod
-    def from_groups(cls, groups: Mapping[str, Any], text: str = "") -> Line:
+    def from_groups(cls, groups: Mapping[str, Any], text: str = "") -> OutputLine:
         """From what the groups of a pattern, or the keys of a JSON line, hold."""
         numbers = {name: value for name in groups if (value := number(groups[name])) is not None}
         whole = {
@@ -114,7 +114,7 @@ class Line:
             if (value := numbers.pop(name, math.nan)) == value and math.isfinite(value)
         }
         total = whole.pop("total", None)
-        place = Place(**whole) if whole.keys() & {"step", "epoch"} else None
+        place = Position(**whole) if whole.keys() & {"step", "epoch"} else None
         words = bar["words"] if (bar := _BAR.search(text)) else ""
         trains, other = bool(_TRAINS.search(words)), bool(_ELSE.search(words))
         return cls(
@@ -133,13 +133,13 @@ class Patterns:
     def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = [widened(each) for each in patterns]
 
-    def read(self, text: str) -> Line | None:
+    def read(self, text: str) -> OutputLine | None:
         """What a line without control sequences says; None where no pattern matches it."""
         groups: dict[str, str] = {}
         for pattern in self._patterns:
             if (match := pattern.search(text)) is not None:
                 groups |= {name: value for name, value in match.groupdict().items() if value is not None}
-        return Line.from_groups(groups, text) if groups else None
+        return OutputLine.from_groups(groups, text) if groups else None
 
 
 def widened(pattern: str) -> re.Pattern[str]:

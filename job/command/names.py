@@ -175,8 +175,8 @@ class Names:
         return ""
 
     def newest(self, found: FoundCheckpoint, before: FoundCheckpoint | None) -> FoundCheckpoint:
-        """Of one whose names count nothing, and match several files: those that were written since it looked like
-        `before`, where these are a checkpoint by themselves.
+        """The checkpoint with those of its files alone that were written since it looked like `before`, where its names
+        count nothing, match several files, and these are a checkpoint by themselves; else as it is.
         """
         files = {name: look for name, look in found.files.items() if before is None or before.files.get(name) != look}
         if found.number is not None or not files or not self._has_parts:

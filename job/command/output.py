@@ -34,7 +34,7 @@ NCCL = re.compile(
 PLAIN = re.compile(r"no space left on device|disk quota exceeded|uncorrectable ECC|out of memory", re.IGNORECASE)
 
 
-class Cause:
+class CauseOfEnd:
     """What a command has died of, by its lines. `text`: empty before anything went wrong."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Output:
     ) -> None:
         self.at = clock()
         self.last: deque[str] = deque(maxlen=LAST)
-        self.cause, self.unread, self.lines = Cause(), deque[str](maxlen=SAMPLES), 0
+        self.cause, self.unread, self.lines = CauseOfEnd(), deque[str](maxlen=SAMPLES), 0
         self._pipe, self._line, self._show, self._blank, self._clock = pipe, line, show, blank, clock
         self._rest, self._bar_at = b"", 0.0
         self._ended, self._read_all = threading.Event(), threading.Event()
@@ -95,7 +95,7 @@ class Output:
         """A new start, of which nothing is printed yet."""
         self.last.clear()
         self.unread.clear()
-        self.cause, self.lines = Cause(), 0
+        self.cause, self.lines = CauseOfEnd(), 0
 
     def finish(self) -> None:
         """Returns when all that is there is read, a last line without an end too."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpufleet.job.command.lines import Counting, Line, Patterns, Place
+from gpufleet.job.command.lines import Counting, OutputLine, Patterns, Position
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.contract.metrics import Save
@@ -61,7 +61,7 @@ class Metrics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class ToldProgress:
     """What the lines of a start had told by a moment. `step`: of the run; None: no line has told any in this start."""
 
     step: int | None
@@ -87,7 +87,7 @@ class StepReader:
         self._longest = 0  # total of several bars, where the definition declares none
         self._lock = threading.Lock()
         self.step = self._began = self._offset = 0
-        self.first: Place | None = None
+        self.first: Position | None = None
         self.val: dict[int, float] = {}  # by step
         self.at = 0.0
         self.counting = Counting(unit=config.unit)
@@ -153,13 +153,13 @@ class StepReader:
         """Whether a line of this start has told a step of the run, and none has shown that it counts something else."""
         return self._is_told and not self._is_else
 
-    def told_by(self, moment: float) -> Progress:
+    def told_by(self, moment: float) -> ToldProgress:
         """What lines had told by then."""
         with self._lock:
             for at, step, counting in reversed(self._history):
                 if at <= moment and not self._is_else:
-                    return Progress(step=step, counting=replace(counting, interval=self.interval))
-            return Progress(step=None, counting=replace(self.counting, newest=None))
+                    return ToldProgress(step=step, counting=replace(counting, interval=self.interval))
+            return ToldProgress(step=None, counting=replace(self.counting, newest=None))
 
     def event(self, text: str) -> None:
         """Into the next line of metrics.jsonl."""
@@ -196,7 +196,7 @@ class StepReader:
                 for each in whole.splitlines():
                     with suppress(ValueError):
                         record = json.loads(each)
-                        if isinstance(record, dict) and (line := Line.from_groups(record)).place is not None:
+                        if isinstance(record, dict) and (line := OutputLine.from_groups(record)).place is not None:
                             self._take(line, time.time())
         with self._lock:
             now = time.time()
@@ -208,7 +208,7 @@ class StepReader:
         with self._lock:
             self._flush(time.time(), last=True)
 
-    def _take(self, line: Line, at: float) -> bool:
+    def _take(self, line: OutputLine, at: float) -> bool:
         """Whether the line tells a step of the training."""
         with self._lock:
             accepted = line.place is not None and self._accept(line, line.place, at)
@@ -229,7 +229,7 @@ class StepReader:
             self._pending = {**self._pending, **record, "step": self.step}
             return accepted
 
-    def _accept(self, line: Line, place: Place, at: float) -> bool:
+    def _accept(self, line: OutputLine, place: Position, at: float) -> bool:
         """Whether it is a step of the training, which is then the newest."""
         if self._is_else or not self._is_of_training(line):
             return False
@@ -256,7 +256,7 @@ class StepReader:
             self._remember(place if is_next else None, at, first=place)
         return is_next
 
-    def _remember(self, place: Place | None, at: float, first: Place | None = None) -> None:
+    def _remember(self, place: Position | None, at: float, first: Position | None = None) -> None:
         """The newest place, for who asks what was told by a moment; and the first one of this start."""
         if self.first is None:
             self.first, self._is_begun = first or place, True
@@ -266,7 +266,7 @@ class StepReader:
             self.counting = replace(self.counting, newest=place)
             self._history.append((at, self.step if self._is_told else None, self.counting))
 
-    def _is_of_training(self, line: Line) -> bool:
+    def _is_of_training(self, line: OutputLine) -> bool:
         """By the words before its bar, and by its total: the declared one, or else of several the longest."""
         if line.is_else:
             return False
@@ -288,7 +288,7 @@ class StepReader:
         self._longest = max(self._longest, line.total or 0)
         return line.total is None or line.total == self._longest
 
-    def _is_beyond(self, line: Line, position: int) -> bool:
+    def _is_beyond(self, line: OutputLine, position: int) -> bool:
         """Whether it lies beyond the declared end. The second such step shows that all of them count something else."""
         total = self._config.total
         if total is None or position <= total * (1 + SLACK) + self.spread:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from gpufleet.job.command.lines import Counting, Place
+from gpufleet.job.command.lines import Counting, Position
 from gpufleet.job.command.names import FoundCheckpoint, place
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.spec.command import CommandConfig
@@ -27,8 +27,8 @@ from gpufleet.job.spec.command import CommandConfig
 Verdict = Literal["goes on", "begins anew", "not shown", "not looked at"]
 
 
-class Resumption:
-    """Of one start. `verdict` so far, and `why` in a sentence."""
+class ResumeCheck:
+    """Judges one start: its `verdict` so far, and `why` in a sentence."""
 
     def __init__(
         self, config: CommandConfig, restored: Commit, checkpoint: FoundCheckpoint | None, counting: Counting
@@ -53,7 +53,7 @@ class Resumption:
         """Whether the next file may still change the verdict."""
         return self.verdict == "not shown"
 
-    def look(self, anew: Iterable[FoundCheckpoint], first: Place | None, *, is_over: bool = False) -> Verdict:
+    def look(self, anew: Iterable[FoundCheckpoint], first: Position | None, *, is_over: bool = False) -> Verdict:
         """The verdict, by the checkpoints that this start has written, and by what it has told first. `is_over`: the
         start has ended, and nothing more comes.
         """
@@ -63,7 +63,7 @@ class Resumption:
             self._judge(list(anew), first, is_over=is_over)
         return self.verdict
 
-    def _judge(self, anew: list[FoundCheckpoint], first: Place | None, *, is_over: bool) -> None:
+    def _judge(self, anew: list[FoundCheckpoint], first: Position | None, *, is_over: bool) -> None:
         before, again, after = self._files(anew)
         by_lines, told = self._lines(first)
         if before is not None and self._config.stages < 2:
@@ -82,7 +82,9 @@ class Resumption:
     def _files(
         self, anew: list[FoundCheckpoint]
     ) -> tuple[FoundCheckpoint | None, FoundCheckpoint | None, FoundCheckpoint | None]:
-        """Of what this start has written: one from before the restored checkpoint, that one itself, the next one."""
+        """What this start has written: one from before the restored checkpoint, that one itself, the next one; None for
+        each that it has not.
+        """
         kept = self._checkpoint
         if kept is None or kept.number is None:
             return None, None, None
@@ -94,11 +96,11 @@ class Resumption:
         after = next((each for each, number in same if apart and kept.number < number <= kept.number + apart), None)
         return before, again, after
 
-    def _lines(self, first: Place | None) -> tuple[Verdict, str]:
+    def _lines(self, first: Position | None) -> tuple[Verdict, str]:
         """What the first line shows, and its place in words."""
         if first is None:
             return "not shown", ""
-        kept, fresh = self._counting.newest or Place(), self._counting.first or Place()
+        kept, fresh = self._counting.newest or Position(), self._counting.first or Position()
         now, then, usual, slack = first.epoch or 0, kept.epoch, fresh.epoch, 0
         words = f"epoch {now:,}"
         if first.step is not None:

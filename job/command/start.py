@@ -13,7 +13,7 @@ from gpufleet.job.command.given import Folders, progress_file
 from gpufleet.job.command.lines import Counting
 from gpufleet.job.command.output import Output
 from gpufleet.job.command.progress import StepReader
-from gpufleet.job.command.resumption import Resumption
+from gpufleet.job.command.resumption import ResumeCheck
 from gpufleet.job.command.stopping import Leaving
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.contract.messages import Observed
@@ -46,10 +46,10 @@ class CommandStart:
         output.begin()
         self.began = clock()
         self._search = Search(config, checkpoints.names, folders, checkpoints.folder, self.began)
-        self._resumption: Resumption | None = None
+        self._resumption: ResumeCheck | None = None
         if self.restored is not None:
             kept = Counting.from_json(self.restored.lines, config.unit, config.work.steps_per_epoch)
-            self._resumption = Resumption(config, self.restored, checkpoints.restored, kept)
+            self._resumption = ResumeCheck(config, self.restored, checkpoints.restored, kept)
         self._observed, self._observed_at = Observed(), 0.0
 
     def begin(self) -> None:

@@ -34,7 +34,7 @@ LATE = 15  # steps of a process before its first line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
+class FakeScript:
     """Trains `epochs` of `batches` steps, and saves every `every` steps. Counts from `base`."""
 
     lines: str = "step"  # of PATTERNS
@@ -92,7 +92,7 @@ class ScriptWorld:
     """A work folder in which a script starts, is lost, and starts again."""
 
     folder: Path
-    script: Script
+    script: FakeScript
     config: CommandConfig
     now: float = field(default_factory=time.time)
     notes: list[str] = field(default_factory=list)

@@ -247,6 +247,8 @@ UNREAD = ("ep 3 of 9", "ep 4 of 9")
         ({"lines": 50, "told": True}, 29, []),
         ({"lines": 50, "told": True}, 31, ["nothing came into {checkpoints} by step 31, though job.checkpoint.every"]),
         ({"lines": 50, "told": True, "begun": 1}, 31, []),
+        ({"begun": 1, "checkpoints": 2}, 0, []),  # its lines may come in blocks
+        ({"begun": 1, "checkpoints": 3}, 0, ["3 checkpoints are whole, and nothing tells their steps"]),
     ],
 )  # fmt: skip
 def test_what_will_not_hold_is_said_as_soon_as_that_is_sure(

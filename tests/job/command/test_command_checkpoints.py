@@ -16,9 +16,9 @@ import pytest
 
 from gpufleet.job.command import checkpoints as module
 from gpufleet.job.command.checkpoints import CommandCheckpoints
-from gpufleet.job.command.lines import Counting, Place
+from gpufleet.job.command.lines import Counting, Position
 from gpufleet.job.command.names import Names, torn
-from gpufleet.job.command.progress import Progress
+from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.spec import convert
@@ -56,9 +56,9 @@ class WatchedDisk:
 
     spread = 1
 
-    def told_by(self, moment: float) -> Progress:
-        place = Place(step=self.step) if self.step else None
-        return Progress(step=self.step or None, counting=Counting(unit="step", newest=place))
+    def told_by(self, moment: float) -> ToldProgress:
+        place = Position(step=self.step) if self.step else None
+        return ToldProgress(step=self.step or None, counting=Counting(unit="step", newest=place))
 
     def saved(self, save: Save, written: float, *, is_counted: bool) -> None:
         self.saves.append(save)

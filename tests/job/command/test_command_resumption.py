@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from script_world import Script, ScriptWorld, lost_and_started_again
+from script_world import FakeScript, ScriptWorld, lost_and_started_again
 
 SEED, QUICK, ALL = 43, 40, 200
 STEPS, EPOCHS, HOURS = {"steps": 60}, {"epochs": 6}, {"hours": {"low": 1, "likely": 2, "high": 3}}
 TENTH, EACH, MINUTE = {"steps": 10}, {"epochs": 1}, {"minutes": 1}
-Case = tuple[Script, dict[str, Any], dict[str, Any], int]  # a script, job.work, job.checkpoint.every, where it is lost
+Case = tuple[
+    FakeScript, dict[str, Any], dict[str, Any], int
+]  # a script, job.work, job.checkpoint.every, where it is lost
 
 
 def world_of(folder: Path, case: Case, **sections: Any) -> ScriptWorld:
@@ -25,18 +27,19 @@ def world_of(folder: Path, case: Case, **sections: Any) -> ScriptWorld:
 
 ANEW: dict[str, Case] = {
     "names count epochs and lines steps": (
-        Script(names="epoch as step", each=5, resumes=False), STEPS, TENTH, 45),
-    "names count epochs, and say so": (Script(names="epoch", each=5, resumes=False), EPOCHS, EACH, 45),
-    "epochs counted from 1, one file": (Script(names="one", lines="batch", resumes=False), STEPS, MINUTE, 35),
-    "epochs counted from 0, one file": (Script(names="one", lines="batch", base=0, resumes=False), STEPS, MINUTE, 35),
-    "its first line comes late": (Script(each=25, resumes=False), STEPS, TENTH, 55),
-    "its lines come in blocks": (Script(delivery="in blocks", resumes=False), STEPS, TENTH, 45),
-    "no line tells a step": (Script(delivery="none", resumes=False), HOURS, MINUTE, 45),
+        FakeScript(names="epoch as step", each=5, resumes=False), STEPS, TENTH, 45),
+    "names count epochs, and say so": (FakeScript(names="epoch", each=5, resumes=False), EPOCHS, EACH, 45),
+    "epochs counted from 1, one file": (FakeScript(names="one", lines="batch", resumes=False), STEPS, MINUTE, 35),
+    "epochs counted from 0, one file": (
+        FakeScript(names="one", lines="batch", base=0, resumes=False), STEPS, MINUTE, 35),
+    "its first line comes late": (FakeScript(each=25, resumes=False), STEPS, TENTH, 55),
+    "its lines come in blocks": (FakeScript(delivery="in blocks", resumes=False), STEPS, TENTH, 45),
+    "no line tells a step": (FakeScript(delivery="none", resumes=False), HOURS, MINUTE, 45),
     "it writes other names than before": (
-        Script(delivery="none", every=15, shift=4, resumes=False), HOURS, MINUTE, 35),
-    "it writes what it was given again": (Script(delivery="none", every=20, resumes=False), HOURS, MINUTE, 25),
-    "it writes one file before its first line": (Script(names="one", each=15, resumes=False), STEPS, TENTH, 55),
-    "it prunes what it wrote": (Script(delivery="none", keeps=1, resumes=False), HOURS, MINUTE, 45),
+        FakeScript(delivery="none", every=15, shift=4, resumes=False), HOURS, MINUTE, 35),
+    "it writes what it was given again": (FakeScript(delivery="none", every=20, resumes=False), HOURS, MINUTE, 25),
+    "it writes one file before its first line": (FakeScript(names="one", each=15, resumes=False), STEPS, TENTH, 55),
+    "it prunes what it wrote": (FakeScript(delivery="none", keeps=1, resumes=False), HOURS, MINUTE, 45),
 }  # fmt: skip
 
 
@@ -53,13 +56,13 @@ def test_a_start_that_begins_anew_is_refused(tmp_path: Path, name: str) -> None:
 
 
 GOES_ON: dict[str, Case] = {
-    "names count epochs and lines steps": (Script(names="epoch as step", each=5), STEPS, TENTH, 45),
-    "names count epochs, and say so": (Script(names="epoch", each=5), EPOCHS, EACH, 45),
-    "epochs counted from 1, one file": (Script(names="one", lines="batch"), STEPS, MINUTE, 35),
-    "epochs alone, counted from 0": (Script(names="epoch", lines="epoch", base=0), EPOCHS, EACH, 45),
-    "its lines come in blocks": (Script(delivery="in blocks"), STEPS, TENTH, 45),
-    "no line tells a step, and it saves every so many": (Script(delivery="none"), STEPS, TENTH, 45),
-    "it saves what it was given once more": (Script(saves_again=True), STEPS, TENTH, 45),
+    "names count epochs and lines steps": (FakeScript(names="epoch as step", each=5), STEPS, TENTH, 45),
+    "names count epochs, and say so": (FakeScript(names="epoch", each=5), EPOCHS, EACH, 45),
+    "epochs counted from 1, one file": (FakeScript(names="one", lines="batch"), STEPS, MINUTE, 35),
+    "epochs alone, counted from 0": (FakeScript(names="epoch", lines="epoch", base=0), EPOCHS, EACH, 45),
+    "its lines come in blocks": (FakeScript(delivery="in blocks"), STEPS, TENTH, 45),
+    "no line tells a step, and it saves every so many": (FakeScript(delivery="none"), STEPS, TENTH, 45),
+    "it saves what it was given once more": (FakeScript(saves_again=True), STEPS, TENTH, 45),
 }
 
 
@@ -80,13 +83,13 @@ def test_a_start_that_goes_on_is_shown_to_and_finishes(tmp_path: Path, name: str
 
 NOT_SHOWN: dict[str, tuple[Case, str]] = {
     "one file and no line": (
-        (Script(names="one", delivery="none"), HOURS, MINUTE, 45), "no line of this start told a step"),
+        (FakeScript(names="one", delivery="none"), HOURS, MINUTE, 45), "no line of this start told a step"),
     "names alone, saved by the clock": (
-        (Script(delivery="none"), HOURS, MINUTE, 45), "no line of this start told a step"),
+        (FakeScript(delivery="none"), HOURS, MINUTE, 45), "no line of this start told a step"),
     "a checkpoint from before the first line": (
-        (Script(names="one", each=25), HOURS, MINUTE, 29), "none had told any before that checkpoint"),
+        (FakeScript(names="one", each=25), HOURS, MINUTE, 29), "none had told any before that checkpoint"),
     "in the first epoch": (
-        (Script(names="one", lines="batch", every=5), HOURS, MINUTE, 8), "may tell as well"),
+        (FakeScript(names="one", lines="batch", every=5), HOURS, MINUTE, 8), "may tell as well"),
 }  # fmt: skip
 
 
@@ -114,7 +117,7 @@ def test_where_names_count_epochs_steps_go_on_where_they_were(tmp_path: Path) ->
 
 
 def test_a_start_that_does_nothing_with_what_it_was_given_has_not_finished(tmp_path: Path) -> None:
-    world = world_of(tmp_path, case := (Script(does_nothing=True), HOURS, MINUTE, 45))
+    world = world_of(tmp_path, case := (FakeScript(does_nothing=True), HOURS, MINUTE, 45))
     start = lost_and_started_again(world, case[3])
     end = world.run(start)
     assert end is not None
@@ -123,7 +126,7 @@ def test_a_start_that_does_nothing_with_what_it_was_given_has_not_finished(tmp_p
 
 def test_what_comes_after_the_last_step_shows_nothing(tmp_path: Path) -> None:
     """It is lost while it evaluates, with lines like those of its steps."""
-    world = world_of(tmp_path, (Script(evaluates=20), STEPS, TENTH, 0))
+    world = world_of(tmp_path, (FakeScript(evaluates=20), STEPS, TENTH, 0))
     world.run(world.start())
     start = world.start()
     assert start.restored is not None
@@ -134,7 +137,7 @@ def test_what_comes_after_the_last_step_shows_nothing(tmp_path: Path) -> None:
 
 
 def test_an_epoch_more_than_there_should_be_is_no_matter(tmp_path: Path) -> None:
-    script = Script(names="epoch as step", lines="epoch", epochs=7)
+    script = FakeScript(names="epoch as step", lines="epoch", epochs=7)
     world = world_of(tmp_path, (script, {"epochs": 6}, EACH, 0))
     world.run(world.start(), until=60, code=-1)
     start = world.start()
@@ -144,7 +147,7 @@ def test_an_epoch_more_than_there_should_be_is_no_matter(tmp_path: Path) -> None
 
 
 def test_where_nobody_looks_a_counter_that_begins_anew_loses_no_checkpoint(tmp_path: Path) -> None:
-    world = world_of(tmp_path, case := (Script(counts_anew=True), STEPS, TENTH, 35), resume={"check": "none"})
+    world = world_of(tmp_path, case := (FakeScript(counts_anew=True), STEPS, TENTH, 35), resume={"check": "none"})
     start = lost_and_started_again(world, case[3])
     assert start.restored is not None
     assert start.restored.step == 30
@@ -156,7 +159,7 @@ def test_where_nobody_looks_a_counter_that_begins_anew_loses_no_checkpoint(tmp_p
 
 def test_two_stages_of_one_command_are_warned_of_and_never_refused(tmp_path: Path) -> None:
     command = "python train.py pretrain {checkpoints} && python train.py tune {checkpoints}"
-    world = world_of(tmp_path, (Script(resumes=False), {"steps": 90}, TENTH, 45), command=command)
+    world = world_of(tmp_path, (FakeScript(resumes=False), {"steps": 90}, TENTH, 45), command=command)
     assert any("trains 2 times" in each for each in world.config.doubts(90))
     start = lost_and_started_again(world, 45)
     assert world.run(start) is not None
@@ -167,7 +170,7 @@ def test_two_stages_of_one_command_are_warned_of_and_never_refused(tmp_path: Pat
 class Combination:
     """A script with its definition, where it is lost, and how its second start ends."""
 
-    script: Script
+    script: FakeScript
     sections: dict[str, Any]
     lost_at: int
     code: int  # of the second start
@@ -180,7 +183,7 @@ def combinations() -> list[Combination]:
     """
     draw, made = random.Random(SEED), list[Combination]()
     while len(made) < ALL:
-        script = Script(
+        script = FakeScript(
             names=draw.choice(("step", "epoch", "epoch as step", "one")),
             lines=draw.choice(("step", "epoch", "batch")),
             base=draw.choice((0, 1)),
