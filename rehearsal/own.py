@@ -80,9 +80,9 @@ def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
             )
         elif config.checkpoint.rewritten and not observed.told and observed.checkpoints >= LATE:
             found.append(
-                f"{observed.checkpoints} checkpoints are whole, and nothing tells their steps: a file that is overwritten"
-                f" has none in its name, and no line came. Print one with each step, unbuffered (stdbuf -oL), or JSON"
-                f" lines into $GPUFLEET_PROGRESS, or save under names with {{step}}"
+                f"{observed.checkpoints} checkpoints are whole, and nothing tells their steps: a file that is"
+                " overwritten has none in its name, and no line came. Print one with each step, unbuffered (stdbuf"
+                " -oL), or JSON lines into $GPUFLEET_PROGRESS, or save under names with {step}"
             )
         return ".\n".join(found)
 
