@@ -49,6 +49,7 @@ class End:
     is_delivered: bool = False  # something was written to the outputs after the last step was told
     restored: int | None = None  # the step of the checkpoint that it was given
     is_idle: bool = False  # no step was told, nothing saved, nothing delivered
+    follows: bool = False  # of several nodes it is none that has to print or save: the first one tells
     lines: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()  # lines with numbers that job.progress.stdout does not match
     why: str = ""
@@ -109,6 +110,8 @@ def _is_finished_by_stop(config: CommandConfig, end: End) -> bool:
 
 def _contradiction(config: CommandConfig, end: End) -> str:
     """Why an exit code of 0 cannot mean that the work is done; empty: it can."""
+    if end.follows:
+        return ""
     total, unit = config.total, config.unit
     reached = max(end.step if end.is_told else 0, end.saved, end.restored or 0)
     is_reached = total is not None and (reached >= REACHED * total or reached + end.spread >= total)

@@ -86,7 +86,7 @@ class StepReader:
         self._patterns = Patterns(config.patterns)
         self._longest = 0  # total of several bars, where the definition declares none
         self._lock = threading.Lock()
-        self.step = self._began = self._offset = 0
+        self.step = self._began = self._offset = self._saved = 0
         self.first: Position | None = None
         self.val: dict[int, float] = {}  # by step
         self.at = 0.0
@@ -120,7 +120,8 @@ class StepReader:
             self.counting = Counting.from_json(kept, self._config.unit, self._config.work.steps_per_epoch)
             self._interval = self.counting.interval or interval or self._interval
             self._is_fresh, self._is_begun, self._is_else, self._is_told = restored is None, False, False, False
-            self.step, self._began, self._offset, self.first, self._doubted = step, step, 0, None, None
+            self.step, self._began, self._saved, self._offset = step, step, step, 0
+            self.first, self._doubted = None, None
             self._pending = {"resumed": step} if step else {}
             self._seen.clear()
             self._history.clear()
@@ -173,6 +174,7 @@ class StepReader:
         with self._lock:
             self._saves.append((save, written))
             self._is_begun = True
+            self._saved = save.step if is_counted else self._saved
             if is_counted and not self.is_believed and save.step > self.step:
                 self._move(save.step, written)
                 self._pending = {**self._pending, "step": save.step}
@@ -302,7 +304,7 @@ class StepReader:
         )
         if len(self._beyond) > 1:
             self._is_else = True
-            self.step = max([self._began, *(save.step for save, _ in self._saves)])
+            self.step = self._saved
             self._pending.pop("step", None)
         return True
 

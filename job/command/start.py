@@ -47,7 +47,8 @@ class CommandStart:
         self.began = clock()
         self._search = Search(config, checkpoints.names, folders, checkpoints.folder, self.began)
         self._resumption: ResumeCheck | None = None
-        if self.restored is not None:
+        self._follows = str(values["node_rank"]) != "0"
+        if self.restored is not None and not self._follows:
             kept = Counting.from_json(self.restored.lines, config.unit, config.work.steps_per_epoch)
             self._resumption = ResumeCheck(config, self.restored, checkpoints.restored, kept)
         self._observed, self._observed_at = Observed(), 0.0
@@ -110,6 +111,7 @@ class CommandStart:
             is_delivered=is_delivered,
             restored=None if self.restored is None else self.restored.step,
             is_idle=not (is_told or anew or is_delivered),
+            follows=self._follows,
             lines=tuple(self._output.last),
             unread=tuple(self._output.unread),
             why=why,

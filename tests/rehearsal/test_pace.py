@@ -75,6 +75,21 @@ def test_a_fast_script_is_given_the_steps_that_two_interruptions_need(
     assert config.device == "cpu"
 
 
+def test_so_is_one_that_counts_epochs(tmp_path: Path) -> None:
+    found = definition(tmp_path, "python train.py --epochs=8")
+    text = found.source.read_text()
+    for old, new in (("{steps: 2000, step_ms: {L40S: 10}}", "{epochs: 90}"), ("{steps: 60}", "{epochs: 8}")):
+        assert old in text
+        text = text.replace(old, new)
+    text = text.replace("every: {steps: 500}", "every: {epochs: 1}")
+    found.source.write_text(text.replace("    checkpoint: {every: {steps: 10}}\n", "").replace("[500]", "[100]"))
+    found = load(found.source, now=datetime.now(UTC), rehearsal=True)
+    laid = tmp_path / "stacks" / "laid.yaml"
+    laid.write_text(rehearsal_text(found.source, tmp_path, changed=pace.longer(found, 100.0)))
+    config = cast(CommandConfig, load(laid, now=datetime.now(UTC)).job.parameters)
+    assert (config.command, config.work.epochs) == ("python train.py --epochs=300", 300)
+
+
 @pytest.mark.parametrize(
     ("command", "step_ms"),
     [("python train.py", 1.0), ("python train.py --max_steps 61", 1.0), ("python train.py --max_steps 60", 2000.0)],

@@ -48,6 +48,7 @@ RULES = {"exit": {"fatal": [3], "again": [4], "restarts": 2}}
          "was given the checkpoint of step 30, told no step, wrote nothing and ended with exit code 0"),
         (STEPS, {"step": 30, "is_told": False, "restored": 30, "is_idle": True}, False, "failed", "it does not go on"),
         (STEPS, {"step": 60_000, "is_told": False, "restored": 60_000, "is_idle": True}, False, "finished", ""),
+        ({}, {"step": 30, "is_told": False, "restored": 30, "is_idle": True, "follows": True}, False, "finished", ""),
         # Exit code 0 after a stop: the last step must be certain.
         (STEPS, {"step": 60_000}, True, "stopped", ""),  # by its lines alone
         (STEPS, {"step": 59_990, "saved": 59_990, "spread": 50}, True, "stopped", ""),

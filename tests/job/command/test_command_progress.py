@@ -226,6 +226,7 @@ def test_steps_beyond_the_last_one_show_that_lines_count_something_else_and_chec
     reading.take(*(f"{batch}/? [\n".encode() for batch in (180, 190)))
     reading.progress.saved(Save(step=50, reason="timed", bytes=7, blocked_s=0.0), 150.0, is_counted=True)
     assert reading.progress.step == 190
+    reading.progress.flush()
     reading.take(*(f"{batch}/? [\n".encode() for batch in (230, 240, 199)))
     assert reading.progress.step == 50
     assert not reading.progress.is_believed
