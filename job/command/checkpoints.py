@@ -133,8 +133,9 @@ class CommandCheckpoints:
             for each in self._put_back.values():
                 self.names.learn(each)
                 self._number = max(self._number, each.number or 0)
-                apart = newest.step - each.counts.get(self._config.unit, newest.step)
-                self._counts_else = self._config.unit == "step" and apart != 0
+                number = self._in_unit(each)
+                apart = 0 if number is None else newest.step - number
+                self._counts_else = self._config.unit == "step" and "step" in each.counts and apart != 0
                 self._offset = 0 if self._counts_else else apart
         give_to_everybody(self.folder)
         self.committed_at = self._clock()
@@ -375,16 +376,21 @@ class CommandCheckpoints:
         size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
         self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
 
+    def _in_unit(self, found: FoundCheckpoint) -> int | None:
+        """What its name counts, in the run's unit but for `_offset`; None: nothing that can be told in it."""
+        each = self._config.work.steps_per_epoch
+        if self._config.unit == "step" and "step" not in found.counts and each is not None and "epoch" in found.counts:
+            return found.counts["epoch"] * each
+        return found.counts.get(self._config.unit)
+
     def _step(self, found: FoundCheckpoint, told: int | None) -> tuple[int, bool]:
         """The run's step of one, and whether anything tells it: else it is one more than the one before. `told`: by
         lines when its first file was whole.
         """
-        unit = self._config.unit
-        if unit == "epoch" and found.number == 0 and not self.count and not self._put_back:
-            self._offset = 1  # a name of 0 is that of the first epoch
-        number, each = found.counts.get(unit), self._config.work.steps_per_epoch
-        if number is None and unit == "step" and each is not None and "epoch" in found.counts:
-            number = found.counts["epoch"] * each
+        number, counts_epochs = self._in_unit(found), "step" not in found.counts
+        if counts_epochs and found.number == 0 and not self.count and not self._put_back:
+            # A name of 0 is that of the first epoch.
+            self._offset = 1 if self._config.unit == "epoch" else self._config.work.steps_per_epoch or 0
         if number is not None:
             number += self._offset
             # A name cannot be of a step that lay far behind when it was begun.

@@ -43,6 +43,7 @@ class End:
     code: int
     step: int  # how far it came, as far as that is known
     is_told: bool = True  # whether a line or a checkpoint of this start has told it
+    is_read: bool = True  # whether a line has
     spread: int = 1  # steps that may be done after the last one told
     saved: int = -1  # the newest step that a whole checkpoint tells
     is_saved: bool = False  # this start has left a whole checkpoint
@@ -114,7 +115,10 @@ def _contradiction(config: CommandConfig, end: End) -> str:
         return ""
     total, unit = config.total, config.unit
     reached = max(end.step if end.is_told else 0, end.saved, end.restored or 0)
-    is_reached = total is not None and (reached >= REACHED * total or reached + end.spread >= total)
+    is_reached = False
+    if total is not None:
+        last = total - (unit == "step")  # of steps that are counted from 0
+        is_reached = reached >= REACHED * total or reached + end.spread >= last
     if end.restored is not None and end.is_idle and not is_reached and not config.work.early:
         return (
             f"{end.what} was given the checkpoint of {unit} {end.restored:,}, told no step, wrote nothing and ended"
@@ -127,7 +131,8 @@ def _contradiction(config: CommandConfig, end: End) -> str:
     if not end.is_told:
         hint = _unread(end) or ", and no line told a step: job.progress says which lines do"
         return f"{end.what} ended by itself, and nothing tells how far it came of {total:,}{hint}"
-    return f"{end.what} ended by itself at {unit} {reached:,} of {total:,}; if it may, set work.early: true"
+    by_names = "" if end.is_read else ", by the names of its checkpoints (write {epoch} where these count epochs)"
+    return f"{end.what} ended by itself at {unit} {reached:,} of {total:,}{by_names}; if it may, set work.early: true"
 
 
 def _unread(end: End) -> str:

@@ -77,14 +77,14 @@ class CommandStart:
             self._checkpoints.look(found)
         return self.refusal
 
-    def _counts(self) -> bool:
+    def _counts(self, *, is_over: bool = False) -> bool:
         """Whether what is saved now is of this run: not where it begins anew; nor of one file whose step its lines
-        tell, before they have told that it goes on.
+        tell, before they have told that it goes on. `is_over`: it has ended well, and no line comes any more.
         """
         found = self._resumption
         if found is None or not self._config.checkpoint.rewritten or self._config.resume.check == "none":
             return not self.refusal
-        waits = found.expects_lines and self._progress.first is None
+        waits = found.expects_lines and self._progress.first is None and not is_over
         return not self.refusal and not waits
 
     def end(self, code: int, why: str, what: str) -> End:
@@ -95,7 +95,7 @@ class CommandStart:
         anew = self._checkpoints.written_anew(self._checkpoints.find())
         if self._resumption is not None:
             self._resumption.look(anew, self._progress.first, is_over=is_own)
-        if self._counts():
+        if self._counts(is_over=is_own):
             self._checkpoints.reason = "final" if is_own and self.leaving is None else self._checkpoints.reason
             self._checkpoints.end(by_itself=is_own)
             self._progress.flush()
@@ -105,6 +105,7 @@ class CommandStart:
             code=code,
             step=progress.step,
             is_told=is_told,
+            is_read=progress.is_believed,
             spread=progress.spread,
             saved=self._checkpoints.counted,
             is_saved=self._checkpoints.count > 0,
