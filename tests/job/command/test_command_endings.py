@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -182,30 +180,6 @@ def test_a_command_that_does_not_resume_ends_the_run_within_a_logging_interval(t
     )
     last = max(map(int, re.findall(r"^step (\d+) loss", job.log[began:], re.MULTILINE)))
     assert last < restored
-
-    without = {**deaf, "resume": {"args": "", "env": None, "check": "none"}}
-    (job.workdir / "run.json").write_text(
-        json.dumps({**job.tree, "job": {"experiment": "command", "parameters": without}})
-    )
-    process = job.start()
-    job.finish(process, lambda: job.wait_for(lambda: "step 9 loss" in job.log.rpartition("restored")[2], process))
-
-
-def test_what_a_command_writes_before_it_has_told_that_it_goes_on_is_none_of_the_run_s(tmp_path: Path) -> None:
-    """One file, written over at step 0, as scripts do that save first: nothing but its lines says which step it is."""
-    told = of_format("file", "--steps 400 --every 60")
-    anew = "cp ../anew {checkpoints}/ckpt.pt; sleep 2.5; echo step 1 loss 1; exec sleep 60"
-    told["command"] = f"if [ -e ../anew ]; then {anew}; fi; exec {told['command']}"
-    job = CommandJob(tmp_path / "w", told | {"resume": {"args": "", "env": None, "check": "step"}})
-    process = job.start()
-    job.wait_for(job.steps, process)
-    kill(process)
-    kept = job.steps()
-    with zipfile.ZipFile(job.workdir / "user" / "anew", "w") as file:
-        file.writestr("data", "of step 0")
-    assert job.run() == 65, job.log
-    assert "it does not resume" in job.log
-    assert job.steps() == kept
 
 
 def test_a_command_that_stands_still_is_started_again_and_that_is_counted(tmp_path: Path) -> None:
