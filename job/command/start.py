@@ -20,7 +20,7 @@ from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.workdir import SCALARS
 from gpufleet.job.spec.command import CommandConfig
 
-OBSERVED_S = 1.0  # between two writings of what was seen of it
+LOOK_S = 1.0  # between two looks at its files once its resume is judged, and between two writings of what was seen
 
 
 class CommandStart:
@@ -43,23 +43,19 @@ class CommandStart:
         self.restored: Commit | None = checkpoints.restore()
         self._progress_file = progress_file(config, folders, values)
         progress.begin(self.restored, self._progress_file)
-        output.begin()
-        self.began = clock()
-        self._search = Search(config, checkpoints.names, folders, checkpoints.folder, self.began)
+        self.begin()
         self._resumption: ResumeCheck | None = None
         self._follows = str(values["node_rank"]) != "0"
         if self.restored is not None and not self._follows:
             kept = Counting.from_json(self.restored.lines, config.unit, config.work.steps_per_epoch)
             self._resumption = ResumeCheck(config, self.restored, checkpoints.restored, kept)
-        self._observed, self._observed_at = Observed(), 0.0
+        self._observed, self._observed_at, self._looked_at = Observed(), 0.0, 0.0
 
     def begin(self) -> None:
         """The command is about to be started: what the set-up did before is none of its doing."""
         self._output.begin()
-        self.began = self._clock()
-        self._search = Search(
-            self._config, self._checkpoints.names, self._folders, self._checkpoints.folder, self.began
-        )
+        self.began, saved = self._clock(), self._checkpoints
+        self._search = Search(self._config, saved.names, self._folders, saved.folder, self.began)
 
     @property
     def refusal(self) -> str:
@@ -69,9 +65,9 @@ class CommandStart:
 
     def look(self, *, commit: bool = True) -> str:
         """Looks at its files and lines. Why it must not go on; empty: it may. `commit`: what it saves may be taken."""
-        found = None
-        if self._resumption is not None and (self._resumption.is_open or self._progress.first is None):
-            found = self._checkpoints.find()
+        found, now = None, self._clock()
+        if self._resumption is not None and (self._resumption.is_open or now >= self._looked_at + LOOK_S):
+            found, self._looked_at = self._checkpoints.find(), now
             self._resumption.look(self._checkpoints.written_anew(found), self._progress.first)
         if commit and self._counts():
             self._checkpoints.look(found)
@@ -142,7 +138,7 @@ class CommandStart:
     def observe(self, *, is_over: bool = False) -> Observed | None:
         """What was seen of it, where that is news; asked for often. `is_over`: nothing more comes."""
         now = self._clock()
-        if now < self._observed_at + OBSERVED_S and not is_over:
+        if now < self._observed_at + LOOK_S and not is_over:
             return None
         self._observed_at, there = now, self._checkpoints.find()
         seen = Observed(

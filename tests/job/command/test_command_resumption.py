@@ -116,6 +116,19 @@ def test_where_names_count_epochs_steps_go_on_where_they_were(tmp_path: Path) ->
     assert world.committed()[-2:] == [50, 60]
 
 
+def test_what_shows_that_it_begins_anew_counts_whenever_it_comes(tmp_path: Path) -> None:
+    """It saves more rarely than before, and prints in blocks: its first checkpoint is the next one by its name."""
+    script = FakeScript(resumes=False, each=4)
+    world = world_of(tmp_path, (script, STEPS, TENTH, 25))
+    start = lost_and_started_again(world, 25)
+    assert start.restored is not None
+    assert start.restored.step == 20
+    world.script = replace(script, every=30, delivery="in blocks")
+    assert world.run(start) is None
+    assert "goes on" in world.verdicts
+    assert start.refusal.endswith("the command began at step 1: it does not resume")
+
+
 def test_a_start_that_does_nothing_with_what_it_was_given_has_not_finished(tmp_path: Path) -> None:
     world = world_of(tmp_path, case := (FakeScript(does_nothing=True), HOURS, MINUTE, 45))
     start = lost_and_started_again(world, case[3])
