@@ -126,7 +126,7 @@ def test_what_shows_that_it_begins_anew_counts_whenever_it_comes(tmp_path: Path)
     world.script = replace(script, every=30, delivery="in blocks")
     assert world.run(start) is None
     assert "goes on" in world.verdicts
-    assert start.refusal.endswith("the command began at step 1: it does not resume")
+    assert start.refusal.endswith("the command began at step 4: it does not resume")
 
 
 def test_a_start_that_does_nothing_with_what_it_was_given_has_not_finished(tmp_path: Path) -> None:
