@@ -162,7 +162,7 @@ def shorten(config: JobConfig, steps: int) -> Shortened:
     sizes = short.phases()
     length = min([steps, *(size.steps for size in sizes if size.steps)])
     log = replace(config.log, every=max(1, min(config.log.every, length // LINES)), tensorboard=False)
-    short = short.changed(log=log, checkpoint=config.untimed())
+    short = short.untimed().changed(log=log)
     if short.eval is not None:
         every = max(1, min(short.eval.every, length // EVALUATIONS_PROBED))
         short = short.changed(eval=replace(short.eval, every=every))

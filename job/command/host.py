@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -180,9 +181,9 @@ class Host:
                 self.scripts.offer()
             self.progress.poll()
             code = self.scripts.code(name) if code is None else code
-            refusal = (
-                start.look(commit=code is None or left_at is not None) if what != SETUP else ""
-            )  # else `end` judges
+            refusal = ""
+            if what != SETUP:  # what is there once it has ended, `end` takes
+                refusal = start.look(commit=code is None or left_at is not None)
             if why == "":
                 why = self._why_not(start, what, watch, refusal)
                 if why:
@@ -262,11 +263,11 @@ class Host:
 
     def _every_s(self) -> float | None:
         """Between two checkpoints, as declared; None: nobody has said, or the time of a step is not known."""
-        every = self.config.checkpoint.every
-        if every.minutes is not None:
-            return every.minutes * 60
+        every, count = self.config.checkpoint.every, self.config.steps_between_saves()
+        if not self.config.saves or every.minutes is not None:
+            return math.inf if every.minutes is None else every.minutes * 60
         step_s = self.progress.step_s
-        return every.steps * step_s if every.steps is not None and step_s else None
+        return count * step_s if count is not None and step_s else None
 
     def _spent(self) -> float | None:
         found = Spent.read(self.workdir)
@@ -307,7 +308,7 @@ class Host:
         """Keeps the failed command's container for `gpufleet shell`, as long as the definition says, and no longer than
         until a stop or a limit.
         """
-        if not self.config.exit.hold_minutes or self.place is None:
+        if not self.config.exit.hold_minutes or self.place is None or self.config.device == "cpu":  # a rehearsal
             return
         until = time.time() + self.config.exit.hold_minutes * 60
         minutes, clock = self.config.exit.hold_minutes, time.strftime("%H:%M", time.gmtime(until))

@@ -101,7 +101,7 @@ class OutputLine:
     place: Position | None
     total: int | None
     figures: Mapping[str, float]
-    is_else: bool = False  # its bar is of something else than training
+    is_other: bool = False  # its bar is of something else than training
     is_doubtful: bool = False  # its bar has words that may be of anything
 
     @classmethod
@@ -122,7 +122,7 @@ class OutputLine:
             place=place,
             total=total,
             figures=numbers,
-            is_else=other,
+            is_other=other,
             is_doubtful=not trains and bool(re.search(r"[^\W\d_]{3}", words)),
         )
 

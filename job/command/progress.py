@@ -91,7 +91,7 @@ class StepReader:
         self.val: dict[int, float] = {}  # by step
         self.at = 0.0
         self.counting = Counting(unit=config.unit)
-        self._is_fresh, self._is_begun, self._is_else = True, False, False
+        self._is_fresh, self._is_begun, self._counts_else = True, False, False
         self._is_told = False  # a line of this start has told a step of the run
         self._history: deque[tuple[float, int | None, Counting]] = deque(maxlen=REMEMBERED)
         self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
@@ -119,7 +119,7 @@ class StepReader:
             kept = {} if restored is None else restored.lines
             self.counting = Counting.from_json(kept, self._config.unit, self._config.work.steps_per_epoch)
             self._interval = self.counting.interval or interval or self._interval
-            self._is_fresh, self._is_begun, self._is_else, self._is_told = restored is None, False, False, False
+            self._is_fresh, self._is_begun, self._counts_else, self._is_told = restored is None, False, False, False
             self.step, self._began, self._saved, self._offset = step, step, step, 0
             self.first, self._doubted = None, None
             self._pending = {"resumed": step} if step else {}
@@ -152,13 +152,13 @@ class StepReader:
     @property
     def is_believed(self) -> bool:
         """Whether a line of this start has told a step of the run, and none has shown that it counts something else."""
-        return self._is_told and not self._is_else
+        return self._is_told and not self._counts_else
 
     def told_by(self, moment: float) -> ToldProgress:
         """What lines had told by then."""
         with self._lock:
             for at, step, counting in reversed(self._history):
-                if at <= moment and not self._is_else:
+                if at <= moment and not self._counts_else:
                     return ToldProgress(step=step, counting=replace(counting, interval=self.interval))
             return ToldProgress(step=None, counting=replace(self.counting, newest=None))
 
@@ -233,7 +233,7 @@ class StepReader:
 
     def _accept(self, line: OutputLine, place: Position, at: float) -> bool:
         """Whether it is a step of the training, which is then the newest."""
-        if self._is_else or not self._is_of_training(line):
+        if self._counts_else or not self._is_of_training(line):
             return False
         if self._is_fresh and self.counting.base is None and place.epoch in (0, 1):
             self.counting = replace(self.counting, base=place.epoch)
@@ -243,7 +243,7 @@ class StepReader:
         if place.is_beginning and (position or 0) <= 0:
             return False
         if position is None:  # it can be held against other lines alone
-            self._remember(place, at)
+            self._remember(place, at, is_newest=True)
             return False
         if self._config.resume.check == "none" and self.first is None and position < self._began - self.spread:
             self._offset = self._began  # the user has said that it goes on: it counts what this start does
@@ -251,26 +251,25 @@ class StepReader:
         if self._is_beyond(line, position):
             return False
         is_next = self._follows(position)
-        if self.first is None or is_next:
-            if is_next:
-                self._move(position, at)
-                self._is_told = True
-            self._remember(place if is_next else None, at, first=place)
+        if is_next:
+            self._move(position, at)
+            self._is_told = True
+        self._remember(place, at, is_newest=is_next)
         return is_next
 
-    def _remember(self, place: Position | None, at: float, first: Position | None = None) -> None:
-        """The newest place, for who asks what was told by a moment; and the first one of this start."""
+    def _remember(self, place: Position, at: float, *, is_newest: bool) -> None:
+        """The first place of this start, and the newest, for who asks what was told by a moment."""
         if self.first is None:
-            self.first, self._is_begun = first or place, True
+            self.first, self._is_begun = place, True
             if self._is_fresh:
-                self.counting = replace(self.counting, first=self.first)
-        if place is not None:
+                self.counting = replace(self.counting, first=place)
+        if is_newest:
             self.counting = replace(self.counting, newest=place)
             self._history.append((at, self.step if self._is_told else None, self.counting))
 
     def _is_of_training(self, line: OutputLine) -> bool:
         """By the words before its bar, and by its total: the declared one, or else of several the longest."""
-        if line.is_else:
+        if line.is_other:
             return False
         tells_steps = line.place is not None and line.place.step is not None
         declared = self._config.steps if tells_steps else self._config.work.epochs
@@ -303,7 +302,7 @@ class StepReader:
             self._note,
         )
         if len(self._beyond) > 1:
-            self._is_else = True
+            self._counts_else = True
             self.step = self._saved
             self._pending.pop("step", None)
         return True

@@ -136,7 +136,7 @@ class CommandStart:
         return False
 
     def observe(self, *, is_over: bool = False) -> Observed | None:
-        """What was seen of it, where that is news; asked for often. `is_over`: nothing more comes."""
+        """What was seen of it, where that is news; asked for often. `is_over`: nothing more comes, and all of it is."""
         now = self._clock()
         if now < self._observed_at + LOOK_S and not is_over:
             return None
@@ -152,7 +152,7 @@ class CommandStart:
             why="" if self._resumption is None else self._resumption.why,
             elsewhere="" if there else self._search.look(now, at_once=is_over),
         )
-        if seen == self._observed:
+        if seen == self._observed and not is_over:
             return None
         self._observed = seen
         return seen

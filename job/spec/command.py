@@ -418,9 +418,9 @@ class CommandConfig(JobConfig):
             checkpoint=replace(self.checkpoint, size_gb=size, every=every), stop=replace(self.stop, saves=saves)
         )
 
-    def untimed(self) -> CommandCheckpoint:
-        """It saves when it does."""
-        return self.checkpoint
+    def untimed(self) -> CommandConfig:
+        """The parameters for a probe: it saves when it does, and nobody waits once it has failed."""
+        return self.changed(exit=replace(self.exit, hold_minutes=0.0))
 
     @property
     def save_wait_s(self) -> float:  # type: ignore[override]

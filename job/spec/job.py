@@ -220,9 +220,9 @@ class JobConfig(ABC):
         """
         return self
 
-    def untimed(self) -> Beating:
-        """Its section `checkpoint` without saves that a clock asks for: a probe asks for its own."""
-        return replace(cast(Checkpoint, self.checkpoint), interval_s=86400.0)
+    def untimed(self: Self) -> Self:
+        """The parameters for a probe, which asks for its own saves: without those that a clock asks for."""
+        return self.changed(checkpoint=replace(cast(Checkpoint, self.checkpoint), interval_s=86400.0))
 
     def declared_step_ms(self, gpu: str) -> float | None:
         """Milliseconds of a step on this GPU, as its own parameters say; None: they do not."""

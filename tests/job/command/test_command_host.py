@@ -43,7 +43,8 @@ def test_a_command_that_saves_nothing_begins_anew_after_a_crash_and_finishes(tmp
 
 
 def test_a_node_that_has_failed_is_held_until_somebody_ends_it(tmp_path: Path) -> None:
-    job = CommandJob(tmp_path / "w", parameters("exit 3", exit={"fatal": [3], "hold_minutes": 600}))
+    held = {"fatal": [3], "hold_minutes": 600}
+    job = CommandJob(tmp_path / "w", parameters("exit 3", exit=held, device="cuda"))  # a rehearsal holds nothing
     process = job.start()
 
     def end() -> None:
