@@ -50,7 +50,7 @@ BUCKET = "gpufleet-test"
 FLEET = "fleet-0a1b2c3d"
 SCHEDULE = "gpufleet-schedules/stop"
 TIMER_S = 9000
-EXPIRES = iso(float(int(time.time()) + 10 * 365 * 86_400))  # when AWS ends the fleet, if nobody moves that hour
+EXPIRES = iso(time.time() + 10 * 365 * 86_400)  # when AWS ends the fleet, if nobody moves that hour
 DECLARED = {  # as GetSchedule answers
     "Arn": f"arn:aws:scheduler:us-east-2:111122223333:schedule/{SCHEDULE}",
     "ActionAfterCompletion": "NONE",
@@ -58,7 +58,7 @@ DECLARED = {  # as GetSchedule answers
     "FlexibleTimeWindow": {"Mode": "OFF"},
     "GroupName": "gpufleet-schedules",
     "Name": "stop",
-    "ScheduleExpression": f"at({EXPIRES[:-1]})",
+    "ScheduleExpression": f"at({EXPIRES[:19]})",
     "ScheduleExpressionTimezone": "UTC",
     "State": "ENABLED",
     "Target": {"Arn": "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets", "RoleArn": "arn:aws:iam::1:role/stop"},
