@@ -75,6 +75,10 @@ class TrainingRun(pulumi.ComponentResource):
         except GpufleetError as error:
             raise pulumi.RunError(printable(f"{name}: {error}\nNothing of it was declared.")) from error
         super().__init__(TYPE, name, None, opts)
+        try:
+            engine.begin(plan.verdict, was, f"{name}-run", self)
+        except GpufleetError as error:
+            raise pulumi.RunError(printable(f"{name}: {error}\nNothing of it was declared.")) from error
         engine.say(plan, root, self)
 
         from gpufleet.infra.program.resources.declare import Surroundings, declare

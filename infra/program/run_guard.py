@@ -82,8 +82,8 @@ def judge(
     """Compare the definition with the stack as it is.
 
     Raises DefinitionError: another file or region than the stack's; same run id with another digest, or kept for less
-    than its fleet may live; the id of an earlier run, or of one that an `up` cut short has begun, or whose place it was
-    about to take; a new run past its deadline.
+    than its fleet may live, or in a stack whose fleet is another run's; the id of an earlier run, or of one that an
+    `up` cut short has begun, or whose place it was about to take; a new run past its deadline.
     """
     _stays(definition, previous)
     run_id, recorded = definition.run.id, _record(previous.outputs.get("run"))
@@ -132,6 +132,14 @@ def _continued(
 ) -> RunDecision:
     """The recorded run goes on, or is over; `asked` is what the file says under its id."""
     run_id = recorded.id
+    if previous.fleets and not previous.fleets & {run_id, ""}:
+        others = " and ".join(sorted(previous.fleets))
+        raise _used(
+            definition,
+            f"The stack's record says {run_id}, but its fleet is run {others}'s, and `up` would delete that: an `up` "
+            "was cut short, or `refresh --run-program` wrote the record. Leave the stack as it is until "
+            f"{others} is done, or give run.id a new value, whose fleet takes that one's place.",
+        )
     # A folder of inputs that is gone says nothing about the run; `up` asks for it elsewhere.
     other_inputs = (asked.dataset and asked.dataset != recorded.dataset) or (
         asked.weights and asked.weights != recorded.weights

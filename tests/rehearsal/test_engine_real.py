@@ -85,6 +85,8 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
 
     facts["first_fleet"] = fleet_id()
     edit(file, "id: r1", "id: r2")
+    for command in ("up", "refresh"):
+        steps[f"program {command}"] = engine._command(command, "--run-program", "--yes", "--skip-preview")
     cloud.deny("CreateFleet")
     steps["refused"] = engine.up()
     cloud.allow("CreateFleet")
@@ -240,6 +242,16 @@ def test_a_refresh_sees_what_was_changed_behind_the_program_s_back(story: RealSt
 
 def test_an_up_after_that_declares_again_what_is_gone(story: RealStory) -> None:
     assert "storage-expiry" in story.steps["refused"].affected("create")
+
+
+@pytest.mark.parametrize("command", ["up", "refresh"])
+def test_a_new_run_is_refused_where_the_engine_would_not_replace_the_fleet(story: RealStory, command: str) -> None:
+    """What the next plain `up` does with the rights of the run before, another test tells."""
+    refused = story.steps[f"program {command}"]
+    assert not refused.ok
+    assert "Run r2 is new, and with --run-program or --target" in refused.diagnostics
+    assert {each.name for each in refused.steps if each.operation not in ("same", "refresh")} <= {"run"}
+    assert {each.name for each in refused.steps if each.type.startswith("aws:")} == set()
 
 
 def test_a_refused_fleet_leaves_the_run_unbegun(story: RealStory) -> None:

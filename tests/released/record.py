@@ -71,7 +71,7 @@ def record_definitions(target: Path) -> None:
     write_archive(target / "definitions.tar.gz", ((path.name, path.read_bytes()) for path in found))
     digests = {path.name: creation_digest(load(path, now=datetime.now(UTC))) for path in found}
     (target / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
-    (target / "keys.json").write_text(json.dumps(sorted(definition_keys()), indent=0) + "\n")
+    (target / "keys.json").write_text(json.dumps(sorted(definition_keys())) + "\n")
 
 
 def record_prices(target: Path) -> None:
