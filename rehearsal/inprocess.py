@@ -28,7 +28,6 @@ from gpufleet.rehearsal.handlers import handler, table
 from gpufleet.rehearsal.handlers.table import Aws, UnsupportedError
 from gpufleet.rehearsal.provider import plain, struct
 
-
 STASH = "pulumi:index:Stash"  # the engine's own, in its state alone
 
 

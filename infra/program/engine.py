@@ -5,7 +5,7 @@ Errors come before the first resource, the bill and its warnings into the engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ def root_directory() -> Path:
     return Path(pulumi.runtime.get_root_directory())
 
 
-def last_update(component: tuple[str, str] | None = None, definition: str = "") -> Previous:
-    """What this Pulumi stack, or a `component` of it (type and name) that runs a `definition`, was before."""
+def last_update(component: tuple[str, Sequence[str]] | None = None, definition: str = "") -> Previous:
+    """What this Pulumi stack, or a `component` of it (type and names) that runs a `definition`, was before."""
     stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
 
     def invoke(token: str, arguments: dict[str, Any]) -> Mapping[str, Any]:

@@ -57,6 +57,7 @@ class Previous:
     fleet_ids: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()  # keys in the bucket, but for those that wait for their deletion
     region: str = ""  # where its resources are
+    other: str = ""  # of a component: another one of the stack, which ran this definition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +101,12 @@ def judge(
     runs = tuple(dict.fromkeys([*earlier, run_id]))
     if recorded is not None and recorded.id == run_id:
         return _continued(definition, recorded, asked, runs, previous, now)
+    if run_id in previous.fleets and previous.other:
+        raise _used(
+            definition,
+            f"The component {previous.other} of this stack runs it. If that is this one under another name, say so in "
+            f'its options: aliases=[pulumi.Alias(name="{previous.other}")].',
+        )
     if run_id in earlier:
         raise _used(
             definition,

@@ -38,7 +38,7 @@ def test_a_run_goes_on_until_its_fleet_expires(run: RecordedRun, tmp_path: Path)
         if name == "growth":
             was = previous(STACKS[name], state.invoke)
         else:
-            was = previous_of_component(STACKS[name], TYPE, "training", "command", state.invoke)
+            was = previous_of_component(STACKS[name], TYPE, ["training"], "command", state.invoke)
         began, until = (datetime.fromisoformat(state.run[key]) for key in ("began", "valid_until"))
         for now, over in ((began + timedelta(minutes=30), False), (until, True)):
             verdict = plan.make(project, run.definition, now=now, previous=was, preview=False).verdict

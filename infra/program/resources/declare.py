@@ -27,6 +27,7 @@ class Surroundings:
     """What a program around the run decides: nothing, where the run has a program to itself."""
 
     prefix: str = ""  # of the resources' names, where there may be several runs
+    earlier: tuple[str, ...] = ()  # prefixes that they had before their component was renamed
     opts: pulumi.ResourceOptions | None = None  # of all of them: parent, provider
     vpc: GivenVpc | None = None
     permissions_boundary: pulumi.Input[str] | None = None
@@ -49,7 +50,10 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
     storage = StorageComponent(
         f"{prefix}storage",
         definition,
-        uploads=[replace(each, name=f"{prefix}{each.name}") for each in uploads(plan, root)],
+        uploads=[
+            replace(each, name=f"{prefix}{each.name}", earlier=tuple(f"{old}{each.name}" for old in around.earlier))
+            for each in uploads(plan, root)
+        ],
         runs=verdict.runs,
         frozen=verdict.continues,
         opts=options,

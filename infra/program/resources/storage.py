@@ -29,6 +29,7 @@ class Upload:
     """A local file or a small text to be an object. `name` labels the resource, `key` the object."""
 
     name: str
+    earlier: tuple[str, ...] = ()  # names that the resource had: it is not called after its parent, so these are stated
     key: str
     file: Path | None = None
     text: str | None = None
@@ -121,6 +122,7 @@ class StorageComponent(pulumi.ComponentResource):
             tags=labels,
             opts=pulumi.ResourceOptions(
                 parent=self,
+                aliases=[pulumi.Alias(name=each) for each in upload.earlier],
                 retain_on_delete=upload.belongs_to_run,
                 # A run's nodes check these objects' hashes at every boot. New code or prices wait for a new run id.
                 # contentBase64: of runs that began when the archive was declared so.
