@@ -94,15 +94,21 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         valid_until=verdict.run.valid_until,
         frozen=verdict.continues,
         over=verdict.over,
-        depends_on=[*network.ready, *storage.ready, *identity.ready],
+        depends_on=[
+            *network.ready,
+            *storage.ready,
+            *identity.ready,
+            *stop.ready,
+            *(notices.ready if notices else []),
+        ],
         opts=options,
     )
-    if fleet.fleet:
-        both = [fleet.fleet, *([fleet.fallback] if fleet.fallback else [])]
-        stop.declare_for(both, verdict.run.valid_until)
+    launched = None
+    if not verdict.over:
+        switch: list[pulumi.Resource] = []
         if fleet.fallback:
             due, priced = datetime.fromisoformat(verdict.run.valid_until), plan.fallback  # None: prices are gone
-            FallbackSwitch(
+            switch = FallbackSwitch(
                 f"{prefix}fallback",
                 definition,
                 fleet=fleet.fallback,
@@ -111,13 +117,15 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 enabled=priced is None or priced.paid_from_start,
                 permissions_boundary=around.permissions_boundary,
                 opts=options,
-            )
-        if notices:
-            notices.declare_for(both)
+            ).ready
+        launched = fleet.declare_fleet(switch)
+        both = [launched, *([fleet.fallback] if fleet.fallback else [])]
+        ends = stop.declare_for(both, verdict.run.valid_until)
+        fleet.declare_known(launched, [ends, *(notices.declare_for(both) if notices else [])])
     return DeclaredRun(
         bucket=storage.bucket.bucket,
         log_group=identity.log_group.name,
-        fleet_id=fleet.fleet.id if fleet.fleet else None,
+        fleet_id=launched.id if launched else None,
     )
 
 
