@@ -185,6 +185,13 @@ def test_the_bill_is_among_diagnostics_and_outputs(story: RealStory) -> None:
     assert story.outputs["created"]["usd"]["p50"].startswith("$")
 
 
+def test_the_last_word_on_the_upload_is_that_it_is_over(story: RealStory) -> None:
+    said = [line for line in story.steps["created"].text.splitlines() if "storage" in line and "upload" in line]
+    assert re.search(r"uploaded \d+\.\d MB", said[-1]), said
+    for step in ("after_end", "bad"):  # which upload nothing
+        assert not re.search(r"upload(ing:|ed \d)", story.steps[step].text)
+
+
 def test_the_bucket_names_the_one_fleet_that_the_state_knows_of(story: RealStory) -> None:
     for when, run, step in (("known", "r1", "created"), ("newly_known", "r2", "new_run")):
         assert story.facts[when] == [f"{run}/{fleet_key(story.outputs[step]['fleet_id'])}"]
