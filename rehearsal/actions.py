@@ -318,7 +318,7 @@ _replace(StepFunctionResponse, "list_state_machine_versions", _list_state_machin
 
 
 def _rule_description(rule: SecurityGroupRule) -> str | None:
-    """Of a rule that names a group, too."""
+    """A rule's description, which moto forgets where the rule names a group."""
     found: str | None = rule.ip_range.get("Description") or rule.source_group.get("Description")
     return found
 

@@ -38,7 +38,7 @@ class ShownFleets:
         assert operation in ("describe_fleets", "describe_tags")
         return self
 
-    def paginate(self, Filters: Any = None) -> list[dict[str, Any]]:  # noqa: N803 - as boto3 calls it
+    def paginate(self, Filters: Any = None) -> list[dict[str, Any]]:
         if self.refuses:
             raise self.refuses
         return [{"Fleets": self.fleets}]
