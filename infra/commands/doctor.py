@@ -15,9 +15,7 @@ MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser)
     parser.add_argument("--pin", action="store_true", help="write the newest AMI and the image's digest into the file")
-    parser.add_argument(
-        "--rights", action="store_true", help="print the rights that you need, as an IAM policy"
-    )
+    parser.add_argument("--rights", action="store_true", help="print the rights that you need, as an IAM policy")
 
 
 def run(args: argparse.Namespace) -> int:
