@@ -341,7 +341,7 @@ def _bucket_put(response: S3Response, request: Any, bucket: str, query: dict[str
     return answer
 
 
-S3Response._bucket_response_put = _bucket_put  # type: ignore[method-assign]
+S3Response._bucket_response_put = _bucket_put  # type: ignore[method-assign, assignment]
 
 _moto_get_permission = FakeBucket.get_permission
 

@@ -174,7 +174,7 @@ def definition_keys() -> dict[str, Field[Any]]:
     return {f"{name}.{key}": found for name, kind in SECTIONS.items() for key, found in _keys(kind)}
 
 
-def _keys(kind: type) -> Iterator[tuple[str, Field[Any]]]:
+def _keys(kind: Any) -> Iterator[tuple[str, Field[Any]]]:
     hints = get_type_hints(kind)
     for each in fields(kind):
         yield each.name, each

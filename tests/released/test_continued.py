@@ -27,8 +27,8 @@ def test_the_next_node_goes_on_from_the_newest_checkpoint(record: Path, tmp_path
         said = process.communicate(timeout=200)[0].decode()
         assert process.returncode == 0, said
         left = tmp_path / run.name / "r1"
-        record = json.loads((left / "attempts" / "i-2.json").read_text())
-        assert (record["attempt"], record["resumed_step"]) == (2, run.restored), said
+        attempt = json.loads((left / "attempts" / "i-2.json").read_text())
+        assert (attempt["attempt"], attempt["resumed_step"]) == (2, run.restored), said
 
         before = [line["step"] for line in atomic.objects(run.interrupted["r1/metrics.jsonl"])]
         lines = atomic.objects((left / "metrics.jsonl").read_bytes())

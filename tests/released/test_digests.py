@@ -79,5 +79,5 @@ def test_no_key_at_its_default_changes_a_digest(file: Path, tmp_path: Path) -> N
     plain.write_text(yaml.safe_dump(tree))
     written.write_text(yaml.safe_dump(whole))
     for version in DIGESTS:
-        found, expected = (creation_digest(load(path, now=NOW), version=version) for path in (written, plain))
-        assert found == expected, f"{version}: {written.read_text()}"
+        as_written, as_plain = (creation_digest(load(path, now=NOW), version=version) for path in (written, plain))
+        assert as_written == as_plain, f"{version}: {written.read_text()}"
