@@ -1,16 +1,17 @@
 """The rights that `up`, `refresh` and `destroy` themselves need of whoever runs them, and whether they are there.
 
-By the types of what the program declares: the calls that the provider makes for each, to create, read, change and
-delete it (terraform-provider-aws internal/service/, 2026-11-27). AWS's policy simulator tells whether the caller may
-make them. It knows the organisation's policies and the caller's boundary, but neither policies of a session nor what is
-allowed on certain EC2 resources alone.
+By the types of what the program declares: rights.csv has the calls that the provider makes for each. AWS's policy
+simulator tells whether the caller may make them. It knows the organisation's policies and the caller's boundary, but
+neither policies of a session nor what is allowed on certain EC2 resources alone.
 """
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from gpufleet.infra.account.aws import pages
@@ -18,208 +19,46 @@ from gpufleet.infra.account.checks import Check
 from gpufleet.infra.definition.model import StackDefinition
 
 AT_ONCE = 50  # actions in a request
-_TAGS = "ec2:CreateTags ec2:DeleteTags"
-_SCHEDULES = "scheduler:ListTagsForResource scheduler:TagResource"
-_BUCKET = "Acl CORS Location Logging ObjectLockConfiguration Policy RequestPayment Tagging Versioning Website"
+COMMANDS = "gpufleet's own"  # in the column `when`: what gpufleet's commands ask beside it
 
 
-def _always(definition: StackDefinition) -> bool:
-    return True
-
-
-def _own_network(definition: StackDefinition) -> bool:
-    return definition.account.vpc is None
-
-
-def _behind_nat(definition: StackDefinition) -> bool:
-    return definition.fleet.cards == "all" and _own_network(definition)
-
-
-def _several(definition: StackDefinition) -> bool:
-    return definition.nodes > 1
-
-
-def _falls_back(definition: StackDefinition) -> bool:
-    return definition.fleet.falls_back
-
-
-def _notifies(definition: StackDefinition) -> bool:
-    return definition.notify.email is not None
-
-
-def _own_lifecycle(definition: StackDefinition) -> bool:
-    return definition.storage.keep.lifecycle == "own"
-
-
-# By type: when it is declared, and the actions.
-NEEDS: dict[str, tuple[Callable[[StackDefinition], bool], str]] = {
-    "aws:ec2/vpc:Vpc": (
-        _own_network,
-        f"{_TAGS} ec2:CreateVpc ec2:DeleteVpc ec2:DescribeNetworkAcls ec2:DescribeVpcAttribute ec2:DescribeVpcs "
-        "ec2:ModifyVpcAttribute",
-    ),
-    "aws:ec2/subnet:Subnet": (
-        _own_network,
-        f"{_TAGS} ec2:CreateSubnet ec2:DeleteSubnet ec2:DescribeNetworkInterfaces ec2:DescribeSubnets "
-        "ec2:ModifySubnetAttribute",
-    ),
-    "aws:ec2/internetGateway:InternetGateway": (
-        _own_network,
-        f"{_TAGS} ec2:AttachInternetGateway ec2:CreateInternetGateway ec2:DeleteInternetGateway "
-        "ec2:DescribeInternetGateways ec2:DetachInternetGateway",
-    ),
-    "aws:ec2/routeTable:RouteTable": (
-        _own_network,
-        f"{_TAGS} ec2:CreateRouteTable ec2:DeleteRouteTable ec2:DescribeRouteTables",
-    ),
-    "aws:ec2/route:Route": (_own_network, "ec2:CreateRoute ec2:DeleteRoute ec2:DescribeRouteTables"),
-    "aws:ec2/routeTableAssociation:RouteTableAssociation": (
-        _own_network,
-        "ec2:AssociateRouteTable ec2:DescribeRouteTables ec2:DisassociateRouteTable",
-    ),
-    "aws:ec2/vpcEndpoint:VpcEndpoint": (
-        _own_network,
-        f"{_TAGS} ec2:CreateVpcEndpoint ec2:DeleteVpcEndpoints ec2:DescribePrefixLists ec2:DescribeVpcEndpoints "
-        "ec2:ModifyVpcEndpoint",
-    ),
-    "aws:ec2/eip:Eip": (
-        _behind_nat,
-        f"{_TAGS} ec2:AllocateAddress ec2:DescribeAddresses ec2:DescribeAddressesAttribute ec2:ReleaseAddress",
-    ),
-    "aws:ec2/natGateway:NatGateway": (
-        _behind_nat,
-        f"{_TAGS} ec2:CreateNatGateway ec2:DeleteNatGateway ec2:DescribeNatGateways",
-    ),
-    "aws:ec2/securityGroup:SecurityGroup": (
-        _always,
-        f"{_TAGS} ec2:CreateSecurityGroup ec2:DeleteSecurityGroup ec2:DescribeSecurityGroups "
-        "ec2:RevokeSecurityGroupEgress",
-    ),
-    "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": (
-        _always,
-        f"{_TAGS} ec2:AuthorizeSecurityGroupEgress ec2:DescribeSecurityGroupRules ec2:ModifySecurityGroupRules "
-        "ec2:RevokeSecurityGroupEgress",
-    ),
-    "aws:vpc/securityGroupIngressRule:SecurityGroupIngressRule": (
-        _several,
-        f"{_TAGS} ec2:AuthorizeSecurityGroupIngress ec2:DescribeSecurityGroupRules ec2:ModifySecurityGroupRules "
-        "ec2:RevokeSecurityGroupIngress",
-    ),
-    "aws:s3/bucket:Bucket": (
-        _always,
-        "s3:CreateBucket s3:DeleteBucket s3:DeleteObject s3:DeleteObjectVersion s3:GetAccelerateConfiguration "
-        "s3:GetEncryptionConfiguration s3:GetLifecycleConfiguration s3:GetReplicationConfiguration s3:ListBucket "
-        "s3:ListBucketVersions s3:PutBucketTagging s3:TagResource s3:ListTagsForResource "
-        + " ".join(f"s3:GetBucket{each}" for each in _BUCKET.split()),
-    ),
-    "aws:s3/bucketPublicAccessBlock:BucketPublicAccessBlock": (
-        _always,
-        "s3:GetBucketPublicAccessBlock s3:PutBucketPublicAccessBlock",
-    ),
-    "aws:s3/bucketServerSideEncryptionConfiguration:BucketServerSideEncryptionConfiguration": (
-        _always,
-        "s3:GetEncryptionConfiguration s3:PutEncryptionConfiguration",
-    ),
-    "aws:s3/bucketPolicy:BucketPolicy": (_always, "s3:DeleteBucketPolicy s3:GetBucketPolicy s3:PutBucketPolicy"),
-    "aws:s3/bucketLifecycleConfiguration:BucketLifecycleConfiguration": (
-        _own_lifecycle,
-        "s3:GetLifecycleConfiguration s3:PutLifecycleConfiguration",
-    ),
-    "aws:s3/bucketObjectv2:BucketObjectv2": (
-        _always,
-        "s3:DeleteObject s3:GetObject s3:GetObjectTagging s3:PutObject s3:PutObjectTagging",
-    ),
-    "aws:iam/role:Role": (
-        _always,
-        "iam:CreateRole iam:DeleteRole iam:GetRole iam:ListAttachedRolePolicies iam:ListInstanceProfilesForRole "
-        "iam:ListRolePolicies iam:TagRole iam:UntagRole iam:UpdateAssumeRolePolicy",
-    ),
-    "aws:iam/rolePolicy:RolePolicy": (_always, "iam:DeleteRolePolicy iam:GetRolePolicy iam:PutRolePolicy"),
-    "aws:iam/instanceProfile:InstanceProfile": (
-        _always,
-        "iam:AddRoleToInstanceProfile iam:CreateInstanceProfile iam:DeleteInstanceProfile iam:GetInstanceProfile "
-        "iam:PassRole iam:RemoveRoleFromInstanceProfile iam:TagInstanceProfile iam:UntagInstanceProfile",
-    ),
-    "aws:cloudwatch/logGroup:LogGroup": (
-        _always,
-        "logs:CreateLogGroup logs:DeleteLogGroup logs:DescribeLogGroups logs:ListTagsForResource "
-        "logs:PutRetentionPolicy logs:TagResource logs:UntagResource",
-    ),
-    "aws:scheduler/scheduleGroup:ScheduleGroup": (
-        _always,
-        f"{_SCHEDULES} scheduler:CreateScheduleGroup scheduler:DeleteScheduleGroup scheduler:GetScheduleGroup",
-    ),
-    "aws:scheduler/schedule:Schedule": (
-        _always,
-        "iam:PassRole scheduler:CreateSchedule scheduler:DeleteSchedule scheduler:GetSchedule scheduler:UpdateSchedule",
-    ),
-    "aws:sfn/stateMachine:StateMachine": (
-        _falls_back,
-        "iam:PassRole states:CreateStateMachine states:DeleteStateMachine states:DescribeStateMachine "
-        "states:ListStateMachineVersions states:ListTagsForResource states:TagResource states:UntagResource "
-        "states:UpdateStateMachine states:ValidateStateMachineDefinition",
-    ),
-    "aws:sns/topic:Topic": (
-        _notifies,
-        "sns:CreateTopic sns:DeleteTopic sns:GetTopicAttributes sns:ListTagsForResource sns:SetTopicAttributes "
-        "sns:TagResource sns:UntagResource",
-    ),
-    "aws:sns/topicSubscription:TopicSubscription": (
-        _notifies,
-        "sns:GetSubscriptionAttributes sns:Subscribe sns:Unsubscribe",
-    ),
-    "aws:sns/topicPolicy:TopicPolicy": (_notifies, "sns:GetTopicAttributes sns:SetTopicAttributes"),
-    "aws:cloudwatch/eventRule:EventRule": (
-        _notifies,
-        "events:DeleteRule events:DescribeRule events:ListTagsForResource events:PutRule events:TagResource "
-        "events:UntagResource",
-    ),
-    "aws:cloudwatch/eventTarget:EventTarget": (
-        _notifies,
-        "events:ListTargetsByRule events:PutTargets events:RemoveTargets",
-    ),
-    "aws:ec2/launchTemplate:LaunchTemplate": (
-        _always,
-        f"{_TAGS} ec2:CreateLaunchTemplate ec2:CreateLaunchTemplateVersion ec2:DeleteLaunchTemplate "
-        "ec2:DescribeLaunchTemplateVersions ec2:DescribeLaunchTemplates ec2:ModifyLaunchTemplate",
-    ),
-    "aws:ec2/fleet:Fleet": (
-        _always,
-        "ec2:CreateFleet ec2:CreateTags ec2:DeleteFleets ec2:DescribeFleets ec2:DescribeTags ec2:RunInstances "
-        "ec2:TerminateInstances iam:PassRole",
-    ),
-}
-
-
-# What gpufleet's commands ask beside it, whatever the file declares.
-COMMANDS = (
-    "ec2:Describe* ec2:GetEbsDefaultKmsKeyId ecr:DescribeImages iam:GetInstanceProfile iam:GetPolicy "
-    "iam:GetPolicyVersion iam:GetRole iam:ListAttachedRolePolicies iam:ListInstanceProfiles iam:ListRolePolicies "
-    "iam:ListRoleTags iam:ListRoles iam:SimulatePrincipalPolicy kms:DescribeKey kms:GetKeyPolicy kms:ListGrants "
-    "logs:DescribeLogGroups logs:FilterLogEvents logs:ListTagsForResource s3:GetBucketTagging s3:GetObject "
-    "s3:ListAllMyBuckets s3:ListBucket s3:ListBucketMultipartUploads s3:ListMultipartUploadParts s3:PutObject "
-    "scheduler:GetSchedule scheduler:ListScheduleGroups scheduler:ListTagsForResource "
-    "secretsmanager:DescribeSecret servicequotas:GetAWSDefaultServiceQuota servicequotas:GetServiceQuota "
-    "ssm:DescribeParameters ssm:GetParameter states:ListStateMachines "
-    "states:ListTagsForResource"
-)
+def declared(definition: StackDefinition) -> dict[str, list[str]]:
+    """The types that the program declares for it, each with the actions that the provider needs."""
+    own_network = definition.account.vpc is None
+    holds = {
+        "": True,
+        "own network": own_network,
+        "NAT gateway": own_network and definition.fleet.cards == "all",
+        "several nodes": definition.nodes > 1,
+        "fallback": definition.fleet.falls_back,
+        "e-mail": definition.notify.email is not None,
+        "own lifecycle": definition.storage.keep.lifecycle == "own",
+        COMMANDS: False,
+    }
+    return {row["type"]: row["actions"].split() for row in _rows() if holds[row["when"]]}
 
 
 def needed(definition: StackDefinition) -> list[str]:
     """Every action, sorted."""
-    declared = [actions for when, actions in NEEDS.values() if when(definition)]
+    actions = {action for each in declared(definition).values() for action in each}
     if definition.account.kms_key:
-        declared.append("kms:Decrypt kms:GenerateDataKey")  # of the bucket's objects
+        actions |= {"kms:Decrypt", "kms:GenerateDataKey"}  # of the bucket's objects
     if definition.account.permissions_boundary:
-        declared.append("iam:PutRolePermissionsBoundary")
-    return sorted({action for actions in declared for action in actions.split()})
+        actions.add("iam:PutRolePermissionsBoundary")
+    return sorted(actions)
+
+
+def _rows() -> list[dict[str, str]]:
+    text = Path(__file__).with_name("rights.csv").read_text(encoding="utf-8")
+    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 
 
 def policy(definition: StackDefinition) -> str:
     """They and those of the commands as an IAM policy, for whoever grants them."""
+    (commands,) = (row["actions"] for row in _rows() if row["when"] == COMMANDS)
     statements = [
         {"Sid": sid, "Effect": "Allow", "Action": actions, "Resource": "*"}
-        for sid, actions in (("PulumiUp", needed(definition)), ("GpufleetCommands", COMMANDS.split()))
+        for sid, actions in (("PulumiUp", needed(definition)), ("GpufleetCommands", commands.split()))
     ]
     return json.dumps({"Version": "2012-10-17", "Statement": statements}, indent=2)
 

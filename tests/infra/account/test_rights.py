@@ -60,7 +60,7 @@ def test_all_that_is_declared_and_called_for_it_is_asked_for(world: tuple[Cloud,
         declared = {each["type"] for each in engine.declared()}
         assert engine.destroy().ok
     asked = definition(file)
-    assert declared == {kind for kind, (when, _) in rights.NEEDS.items() if when(asked)}
+    assert declared == set(rights.declared(asked))
     assert cloud._gate is not None
     called = {action for key, action in cloud._gate.calls if key == USER_KEY} - {"GetCallerIdentity", ""}
     assert called - {each.partition(":")[2] for each in rights.needed(asked)} == set()

@@ -76,7 +76,7 @@ def test_the_rights_that_up_asks_for_are_those_of_all_that_is_declared(
         path = tmp_path / "pretrain-d64.yaml"
         path.write_text(several_nodes(cards))
         definition = load(path, now=datetime.now(UTC))
-        assert declared.kinds == {kind for kind, (when, _) in rights.NEEDS.items() if when(definition)}
+        assert declared.kinds == set(rights.declared(definition))
 
 
 def test_a_type_without_efa_has_a_plain_interface(tmp_path: Path) -> None:
