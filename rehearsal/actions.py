@@ -213,13 +213,13 @@ def _describe_tags(fleets: FleetController, response: Any) -> Any:
     wanted = {each["Name"]: set(each["Values"]) for each in _params(response).get("Filters") or []}
     if wanted.get("resource-type") != {"fleet"}:
         return _MOTO["describe_tags"](response)
-    found = [
+    tags = [
         tag
         for tag in fleets.described_tags(response.region)
         if all(tag["Value"] in values for name, values in wanted.items() if name == f"tag:{tag['Key']}")
         and all(tag["Key"] == name[4:] for name in wanted if name.startswith("tag:"))
     ]
-    return ActionResult({"Tags": found})
+    return ActionResult({"Tags": tags})
 
 
 def _modify_security_group_rules(fleets: FleetController, response: Any) -> Any:
@@ -234,8 +234,8 @@ def _modify_security_group_rules(fleets: FleetController, response: Any) -> Any:
 def _validate_state_machine(fleets: FleetController, response: Any) -> Any:
     """ValidateStateMachineDefinition: whether it is JSON and begins with one of its states."""
     try:
-        told = json.loads(response._get_param("definition"))
-        wrong = "" if told["StartAt"] in told["States"] else f"no state is called {told['StartAt']}"
+        machine = json.loads(response._get_param("definition"))
+        wrong = "" if machine["StartAt"] in machine["States"] else f"no state is called {machine['StartAt']}"
     except (ValueError, TypeError, KeyError) as error:
         wrong = str(error)
     diagnostic = {"severity": "ERROR", "code": "SCHEMA_VALIDATION_FAILED", "message": wrong}
@@ -246,10 +246,10 @@ def _validate_state_machine(fleets: FleetController, response: Any) -> Any:
 
 def _list_state_machine_versions(fleets: FleetController, response: Any) -> Any:
     machine = response.stepfunction_backend.describe_state_machine(response._get_param("stateMachineArn"))
-    found = [
+    versions = [
         {"stateMachineVersionArn": each.arn, "creationDate": each.creation_date} for each in machine.versions.values()
     ]
-    return ActionResult({"stateMachineVersions": found})
+    return ActionResult({"stateMachineVersions": versions})
 
 
 def _quota(fleets: FleetController, code: str) -> dict[str, Any]:
@@ -319,8 +319,8 @@ _replace(StepFunctionResponse, "list_state_machine_versions", _list_state_machin
 
 def _rule_description(rule: SecurityGroupRule) -> str | None:
     """A rule's description, which moto forgets where the rule names a group."""
-    found: str | None = rule.ip_range.get("Description") or rule.source_group.get("Description")
-    return found
+    description: str | None = rule.ip_range.get("Description") or rule.source_group.get("Description")
+    return description
 
 
 SecurityGroupRule.description = property(_rule_description)  # type: ignore[assignment]

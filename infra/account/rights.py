@@ -72,8 +72,8 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
     if name.startswith("assumed-role/"):
         who = str(iam.get_role(RoleName=name.split("/")[1])["Role"]["Arn"])
     elif not name.startswith("user/"):
-        found = f"cannot tell whether {name} may do all that `up` does: AWS simulates users and roles alone"
-        yield Check(name="rights", state="warning", found=found)
+        sentence = f"cannot tell whether {name} may do all that `up` does: AWS simulates users and roles alone"
+        yield Check(name="rights", state="warning", found=sentence)
         return
     context = {"aws:RequestedRegion": definition.fleet.region, "iam:PassedToService": "ec2.amazonaws.com"}
     if boundary := definition.account.permissions_boundary:
@@ -103,11 +103,11 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
                     (unsure if open_ else missing).add(str(answer["EvalActionName"]))
     fix = f"gpufleet doctor {definition.argument} --rights prints them all as a policy, for whoever grants them."
     if missing:
-        found = f"`up` needs rights that {name} lacks: {', '.join(sorted(missing))}"
-        yield Check(name="rights", state="problem", found=found, fix=fix)
+        sentence = f"`up` needs rights that {name} lacks: {', '.join(sorted(missing))}"
+        yield Check(name="rights", state="problem", found=sentence, fix=fix)
     if unsure:
-        found = f"{name} lacks these, or has them on some resources or conditions alone: {', '.join(sorted(unsure))}"
-        yield Check(name="rights", state="warning", found=found, fix=fix)
+        sentence = f"{name} lacks these, or has them on some resources or conditions alone: {', '.join(sorted(unsure))}"
+        yield Check(name="rights", state="warning", found=sentence, fix=fix)
     if not missing | unsure:
         yield Check(name="rights", found=f"{name} may do all that `up` and `destroy` do")
 

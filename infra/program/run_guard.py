@@ -245,15 +245,15 @@ def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -
 def _digested(value: Any, version: str) -> Any:
     """As asdict has it, without the fields that came after the version and are at their default."""
     if is_dataclass(value):
-        found = {}
-        for each in fields(value):
-            own = getattr(value, each.name)
-            if own == each.default:
-                if each.metadata.get("added", "") > version:
+        counted = {}
+        for key in fields(value):
+            own = getattr(value, key.name)
+            if own == key.default:
+                if key.metadata.get("added", "") > version:
                     continue
-                own = each.default  # 6.0 as 6
-            found[each.name] = _digested(own, version)
-        return found
+                own = key.default  # 6.0 as 6
+            counted[key.name] = _digested(own, version)
+        return counted
     if isinstance(value, dict):
         return {key: _digested(each, version) for key, each in value.items()}
     return [_digested(each, version) for each in value] if isinstance(value, (list, tuple)) else value

@@ -186,8 +186,8 @@ def test_the_bill_is_among_diagnostics_and_outputs(story: RealStory) -> None:
 
 
 def test_the_last_word_on_the_upload_is_that_it_is_over(story: RealStory) -> None:
-    said = [line for line in story.steps["created"].text.splitlines() if "storage" in line and "upload" in line]
-    assert re.search(r"uploaded \d+\.\d MB", said[-1]), said
+    lines = [line for line in story.steps["created"].text.splitlines() if "storage" in line and "upload" in line]
+    assert re.search(r"uploaded \d+\.\d MB", lines[-1]), lines
     for step in ("after_end", "bad"):  # which upload nothing
         assert not re.search(r"upload(ing:|ed \d)", story.steps[step].text)
 

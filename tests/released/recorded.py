@@ -171,7 +171,7 @@ SECTIONS: dict[str, type] = {
 
 def definition_keys() -> dict[str, Field[Any]]:
     """Every key that counts in a run's digest, by its dotted path from its section, or from its kind of job."""
-    return {f"{name}.{key}": found for name, kind in SECTIONS.items() for key, found in _keys(kind)}
+    return {f"{name}.{key}": field for name, kind in SECTIONS.items() for key, field in _keys(kind)}
 
 
 def _keys(kind: Any) -> Iterator[tuple[str, Field[Any]]]:
@@ -179,10 +179,10 @@ def _keys(kind: Any) -> Iterator[tuple[str, Field[Any]]]:
     for each in fields(kind):
         yield each.name, each
         types = [hints[each.name]]
-        for found in types:
-            types += get_args(found)
-            if is_dataclass(found):
-                yield from ((f"{each.name}.{key}", below) for key, below in _keys(found))
+        for hint in types:
+            types += get_args(hint)
+            if is_dataclass(hint):
+                yield from ((f"{each.name}.{key}", below) for key, below in _keys(hint))
 
 
 def program(folder: Path) -> None:

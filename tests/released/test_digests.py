@@ -30,8 +30,9 @@ def version_of(record: Path) -> str:
 @every_record
 def test_every_file_of_its_time_has_the_digest_that_its_runs_recorded(record: Path, tmp_path: Path) -> None:
     place(opened(record / "definitions.tar.gz"), tmp_path)
-    found = {path.name: creation_digest(load(path, now=NOW), version=version_of(record)) for path in tmp_path.iterdir()}
-    assert found == json.loads((record / "digests.json").read_text())
+    version = version_of(record)
+    digests = {path.name: creation_digest(load(path, now=NOW), version=version) for path in tmp_path.iterdir()}
+    assert digests == json.loads((record / "digests.json").read_text())
     assert version_of(record) in DIGESTS
 
 
@@ -71,9 +72,9 @@ def test_no_key_at_its_default_changes_a_digest(file: Path, tmp_path: Path) -> N
     (own,) = (each["then"]["properties"] for each in SCHEMA["allOf"] if kind in json.dumps(each["if"]))
     whole = dict(tree)
     for name in ("job", "fleet", "storage", "limits", "account", "notify"):
-        schema, refused = SCHEMA["properties"][name], own.get(name, {}).get("properties", {})
-        found = (own["job"], {}) if name == "job" else (schema, refused)
-        whole[name] = with_defaults(tree.get(name) or {}, *found)
+        schema = own["job"] if name == "job" else SCHEMA["properties"][name]
+        refused = {} if name == "job" else own.get(name, {}).get("properties", {})
+        whole[name] = with_defaults(tree.get(name) or {}, schema, refused)
     assert len(json.dumps(whole)) > len(json.dumps(tree)) + 300
     plain, written = tmp_path / "plain.yaml", tmp_path / "written.yaml"
     plain.write_text(yaml.safe_dump(tree))

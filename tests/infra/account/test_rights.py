@@ -122,9 +122,9 @@ def test_what_the_caller_lacks_is_a_problem_and_what_nobody_can_tell_a_warning(
     file = project(tmp_path / "project")
     with_all(file)
     iam = Simulator(**decisions)
-    found: list[Check] = list(rights.check(definition(file), Caller(who), iam))
-    assert len(found) == len(expected)
-    for check, (state, words) in zip(found, expected, strict=True):
+    checks: list[Check] = list(rights.check(definition(file), Caller(who), iam))
+    assert len(checks) == len(expected)
+    for check, (state, words) in zip(checks, expected, strict=True):
         assert check.state == state
         assert words in check.found
         assert ("--rights" in check.fix) == (state != "ok" and "cannot" not in words)
