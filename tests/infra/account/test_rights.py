@@ -65,6 +65,13 @@ def test_all_that_is_declared_and_called_for_it_is_asked_for(world: tuple[Cloud,
     called = {action for key, action in cloud._gate.calls if key == USER_KEY} - {"GetCallerIdentity", ""}
     assert called - {each.partition(":")[2] for each in rights.needed(asked)} == set()
 
+    def states() -> list[str]:
+        return [each.state for each in rights.check(asked, cloud.client("sts"), cloud.client("iam"))]
+
+    assert states() == ["ok"]
+    cloud.deny("CreateSchedule")
+    assert states() == ["problem"]
+
 
 class Simulator:
     """IAM, with decisions by action; all else is allowed."""
