@@ -22,6 +22,7 @@ from gpufleet.job.kind.common import (
     PhaseSize,
     Rung,
     Sizes,
+    added_later,
     bounded,
 )
 from gpufleet.job.kind.job import remembered
@@ -127,9 +128,9 @@ class GrowthConfig(ExperimentConfig):
     batch: Batch = Batch()
     optim: AdamW = AdamW()
     precision: Precision = Precision()
-    deliver: Deliver = "last"
+    deliver: Deliver = added_later("last", version="0.1.0")
     checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = Guard()
+    guard: Guard = added_later(Guard(), version="0.1.0")
     eval: Eval = Eval()
     log: Log = Log()
 

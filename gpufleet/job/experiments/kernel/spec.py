@@ -16,7 +16,20 @@ from gpufleet.job.experiments.models.config import QWEN3_8B, DecoderConfig
 from gpufleet.job.experiments.spec import CosineAdamW, warmup_doubts
 from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
-from gpufleet.job.kind.common import GB, Checkpoint, Compute, Guard, Log, Memory, PhaseSize, Rung, Sizes, bounded, in_gb
+from gpufleet.job.kind.common import (
+    GB,
+    Checkpoint,
+    Compute,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Sizes,
+    added_later,
+    bounded,
+    in_gb,
+)
 from gpufleet.job.kind.job import remembered
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
@@ -99,7 +112,7 @@ class KernelConfig(TuningConfig):
     generate: Generation = Generation()
     funnel: Funnel = Funnel()
     checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = Guard()
+    guard: Guard = added_later(Guard(), version="0.1.0")
     log: Log = Log()
 
     def work_kind(self) -> str:

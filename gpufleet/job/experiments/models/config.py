@@ -57,7 +57,7 @@ class Lora:
     rank: int = bounded(64, 1, 4096)
     alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
     dropout: float = bounded(0.05, 0.0, 0.9)
-    template_tokens: bool = False
+    template_tokens: bool = added_later(False, version="0.1.0")
     shard_base: bool = added_later(False)  # FSDP2 brings each layer together where it is used
 
 

@@ -25,6 +25,7 @@ from gpufleet.job.kind.common import (
     PhaseSize,
     Rung,
     Sizes,
+    added_later,
     bounded,
     in_gb,
 )
@@ -92,9 +93,9 @@ class SftConfig(TuningConfig):
     precision: Compute = Compute()
     measures: Measures = Measures()
     reshard_after_forward: bool = True  # full weights only: True = ZeRO-3, False = ZeRO-2
-    deliver: Deliver = "best"
+    deliver: Deliver = added_later("best", version="0.1.0")
     checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = Guard()
+    guard: Guard = added_later(Guard(), version="0.1.0")
     eval: RowEval = RowEval()
     log: Log = Log()
 

@@ -24,6 +24,7 @@ from gpufleet.job.kind.common import (
     PhaseSize,
     Rung,
     Sizes,
+    added_later,
     bounded,
 )
 from gpufleet.job.kind.job import remembered
@@ -137,7 +138,7 @@ class TwoTowerConfig(ExperimentConfig):
     optim: TowerOptim = TowerOptim()
     precision: Compute = Compute(compute="fp32")
     checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = Guard()
+    guard: Guard = added_later(Guard(), version="0.1.0")
     log: Log = Log(every=100)
 
     def problems(self) -> list[tuple[str, str]]:
