@@ -7,9 +7,9 @@ BIN := .venv/bin
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup rehearse rehearse-all test test-dates test-slow chaos test-all wheel test-wheel lint fix
+.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel test-wheel lint fix
 help: ## list these targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
 setup: .venv/ready ## make .venv, as every other target does the first time
 
@@ -29,8 +29,14 @@ rehearse-all: .venv/ready ## rehearse every stack in turn, and print one table
 	@$(BIN)/gpufleet rehearse --all
 
 # One worker more than cores: a fifth of the tests' time is waiting for processes of theirs.
-test: .venv/ready ## run the tests that CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadgroup --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadgroup --no-loadscope-reorder
+EXPERIMENTS := tests/job/experiments
+
+test: .venv/ready ## run the tests of all but the ready-made jobs
+	$(PYTEST) --ignore $(EXPERIMENTS)
+
+test-experiments: .venv/ready ## run the tests of the ready-made jobs: their data, models and training
+	$(PYTEST) $(EXPERIMENTS)
 
 # What moves the clock is compiled when it is installed; tests/dates.py says what that needs where it could not be.
 test-dates: .venv/ready ## run them as of other days: DAY='29 February' TESTS=tests/released
