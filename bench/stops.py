@@ -207,8 +207,6 @@ class Drawn:
     def spot(self, at: float) -> float:
         return self._prices[min(int((at - T0) // HOUR), len(self._prices) - 1)]
 
-    # What AWS does --------------------------------------------------------------------------------------------------
-
     def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
         """UpdateSchedule."""
         if self.scheduler_out(self.now) or self.now >= self.keys_die:
@@ -243,8 +241,6 @@ class Drawn:
                 hourly = self.spot(each.launched + at) if self.stack.spot else float(rates.on_demand)
                 usd, at = usd + part / HOUR * (hourly + float(rates.extras)), at + part
         return seconds, usd
-
-    # The run --------------------------------------------------------------------------------------------------------
 
     def go(self) -> DrawnResult:
         while not self.ended_by:
@@ -440,8 +436,6 @@ class Drawn:
         left = min(abs(each - self.now) for each in near)
         step = 20.0 if left < 900 or (self._limit(node.meter, 900) and not self._limit(node.meter, -900)) else 240.0
         return max(min(step, lost_at - self.now), 1.0)
-
-    # Its ends -------------------------------------------------------------------------------------------------------
 
     def _end(self, node: Machine, by: str, takes: float) -> None:
         self.now += takes

@@ -138,9 +138,6 @@ def test_the_rehearsals_file_loads_to_the_rehearsal(path: Path, rehearsed: Stack
     assert dataclasses.replace(load(copy, now=NOW), source=path) == rehearsed
 
 
-# docs/definition.md ---------------------------------------------------------------------------------------------------
-
-
 def documented(section: str) -> dict[str, str]:
     """Key -> value column, of the tables under a heading."""
     _, _, rest = PAGE.partition(f"\n## {section}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,3 +58,8 @@ def test_every_docstring_says_itself_what_comes_back() -> None:
         and (ast.get_docstring(node) or "").startswith(("Of ", "The same"))
     ]
     assert found == []
+
+
+def test_no_comment_is_a_banner() -> None:
+    banner = re.compile(r"^\s*#.*[-=*#]{4,}\s*$", re.MULTILINE)
+    assert [path for path in (*SOURCES, *TESTS) if banner.search(path.read_text())] == []

@@ -137,8 +137,6 @@ class Cloud:
         del FLEETS[self.account]
         account.forget(self.account)
 
-    # For those who use it -------------------------------------------------------------------------------------------
-
     def environment(self) -> dict[str, str]:
         """The variables with which any SDK, the AWS CLI and our own program talk to this Cloud and to nothing else."""
         return {
@@ -262,8 +260,6 @@ class Cloud:
         return {
             key: has for key, has in self.inventory().items() if key not in self._baseline and wanted <= has.items()
         }
-
-    # Inside ---------------------------------------------------------------------------------------------------------
 
     def _fleet_tags(self, region: str) -> list[tuple[str, dict[str, str]]]:
         fleets = self.fleets.fleets.values()

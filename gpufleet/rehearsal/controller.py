@@ -53,8 +53,6 @@ class FleetController:
         self.instances: dict[str, CloudInstance] = {}
         self.lock = threading.RLock()
 
-    # The EC2 API's actions ------------------------------------------------------------------------------------------
-
     def create(self, region: str, request: dict[str, Any]) -> dict[str, Any]:
         """CreateFleet. Refuses what AWS refuses at once; everything else shows in the history."""
         with self.lock:
@@ -198,8 +196,6 @@ class FleetController:
             end = begin + int(request.get("MaxResults") or HISTORY_PAGE)
             last = {"NextToken": str(end)} if end < len(records) else {"LastEvaluatedTime": self.clock.now()}
             return {"FleetId": fleet.id, "HistoryRecords": records[begin:end], "StartTime": start, **last}
-
-    # What happens without a request ---------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Brings every fleet to where the clock says it must be."""

@@ -52,9 +52,6 @@ def tests(path: str) -> Any:
     return module
 
 
-# Kills --------------------------------------------------------------------------------------------------------------
-
-
 def node_lost(seed: int, folder: Path) -> int:
     """Supervisor and trainer killed while they train: the weights are those of a run that nobody disturbed."""
     module, phase = tests("job/test_interruption_contract.py"), random.Random(seed).randrange(3)
@@ -119,9 +116,6 @@ def engine_cut_off(seed: int, folder: Path) -> int:
         found = account.kill(draw.choice(("up", "destroy")), mode, draw.randint(1, CALLS))
     assert found.holds, found
     return int(found.fired)
-
-
-# S3, metadata, EC2 --------------------------------------------------------------------------------------------------
 
 
 class SeededStore(FaultyStore):

@@ -58,8 +58,6 @@ def test_the_plugin_that_is_installed_is_there() -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
-# With the engine -----------------------------------------------------------------------------------------------------
-
 REAL = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 REMOTE = """\
 import pulumi, pulumi_aws as aws

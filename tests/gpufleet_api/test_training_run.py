@@ -184,8 +184,6 @@ def test_a_provider_of_another_region_is_refused(tmp_path: Path) -> None:
     assert "the provider is of us-west-2, and fleet.region of the definition is us-east-2" in found["error"]
 
 
-# With the engine -----------------------------------------------------------------------------------------------------
-
 REAL = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 FLEET = "aws:ec2/fleet:Fleet"
 STAMPING = """

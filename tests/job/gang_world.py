@@ -365,8 +365,6 @@ class Town:
             machine.is_dead = True
             machine.go.set()
 
-    # What a script says -----------------------------------------------------------------------------------------------
-
     def notice(self, machine: TownNode, seconds: float = 120.0) -> None:
         """EC2 says that it ends the machine in so many, and does."""
         machine.metadata.notice = machine.clock() + seconds
@@ -384,8 +382,6 @@ class Town:
         """No way to the store for so long."""
         machine.is_cut = self.was_cut = True
         self.schedule(self.now - START + seconds, lambda: setattr(machine, "is_cut", False))
-
-    # What came of it --------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:

@@ -133,9 +133,6 @@ def test_what_aws_refuses_comes_before_the_fleet_that_bills_or_its_node_is_not_k
         assert not [each["Key"] for each in listed if FLEETS in each["Key"]]
 
 
-# A stolen node --------------------------------------------------------------------------------------------------------
-
-
 def test_no_target_that_a_stolen_node_gives_the_schedule_launches_more_than_the_one_node(run: FallbackRun) -> None:
     """It passes one role, which may end this run, tell of it, and begin the fallback as it was declared."""
     node, other, declared = as_node(run.cloud, "scheduler"), run.fleets()["on-demand"]["FleetId"], run.schedule()
@@ -189,9 +186,6 @@ THEFTS: dict[str, Callable[[FallbackRun], Any]] = {
 def test_a_stolen_node_gains_nothing(run: FallbackRun, theft: Callable[[FallbackRun], Any]) -> None:
     with pytest.raises(ClientError, match=r"AccessDenied|UnauthorizedOperation"):
         theft(run)
-
-
-# Its hour ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_fallback_is_begun_at_its_hour_and_twice_is_once(run: FallbackRun) -> None:

@@ -259,9 +259,6 @@ def _keyword(node: ast.Call, name: str) -> ast.expr | None:
     return next((each.value for each in node.keywords if each.arg == name), None)
 
 
-# Names of checkpoints -------------------------------------------------------------------------------------------------
-
-
 def _pattern(place: ast.expr, local: Mapping[str, ast.expr], depth: int = 0) -> str:
     """The last part of a path as a pattern with {step} and *; empty where that is not clear."""
     if isinstance(place, ast.Name) and depth < 4 and place.id in local:
@@ -313,9 +310,6 @@ def _counted(loop: ast.For, local: Mapping[str, ast.expr], name: str) -> ScriptF
         return None
     from_one = begin is not None and re.search(r"(^|\+ )1$", ast.unparse(begin))
     return ScriptFinding(str(value - 1 if from_one else value), f"{name}:{loop.lineno}")
-
-
-# Lines that tell the step ---------------------------------------------------------------------------------------------
 
 
 def _regexes(call: ast.Call) -> Iterator[str]:
@@ -387,9 +381,6 @@ def _group(value: ast.expr, before: str, after: str, used: set[str]) -> str:
     if re.match(r"\s*ms\b", after) and re.search(r"dt|time|ms|elapsed", named + near) and "step_ms" not in used:
         return "step_ms"
     return ""
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
 
 
 def _arguments(near: Mapping[str, ast.Module], found: ScriptFacts) -> dict[str, ScriptArgument]:

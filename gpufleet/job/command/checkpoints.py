@@ -114,8 +114,6 @@ class CommandCheckpoints:
         self._signalled_at = math.inf  # as the disk tells time, in steps of some ms; inf: no signal was sent
         self._begun_before: set[Key] = set()  # those that were not committed at the signal
 
-    # Putting back -----------------------------------------------------------------------------------------------------
-
     def restore(self) -> Commit | None:
         """The newest commit is all that is in the command's folder now. None: there is none, and the folder is empty.
         Raises OSError.
@@ -167,8 +165,6 @@ class CommandCheckpoints:
     def counts(self, restored: Commit) -> dict[str, int]:
         """What it is told as {step} and {epoch}: what the names of the checkpoint count."""
         return {"step": restored.step, **(self.restored.counts if self.restored else {})}
-
-    # Watching ---------------------------------------------------------------------------------------------------------
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written now: a file of it is open, or some of it has just come."""
@@ -316,8 +312,6 @@ class CommandCheckpoints:
         with suppress(OSError):
             return self.names.shows_a_cut(self.folder, found)
         return False
-
-    # Copying ----------------------------------------------------------------------------------------------------------
 
     def _companion_files(self) -> dict[str, Path]:
         """What is kept with each, by its name below the folder."""

@@ -158,8 +158,6 @@ class Host:
             told |= {name: filled(value, values) for name, value in (self.config.resume.env or {}).items()}
         return {**told, **self.secrets}
 
-    # Running ----------------------------------------------------------------------------------------------------------
-
     def _run(self, start: CommandStart, what: str, command: str, name: str) -> End:
         """Until no process of it is left. Raises GoneError."""
         self.folders.stop_file.unlink(missing_ok=True)
@@ -303,8 +301,6 @@ class Host:
     def _kill(self) -> None:
         if self.first is not None and not processes.kill(self.first):
             say("a process of the command cannot be ended")
-
-    # Ending -----------------------------------------------------------------------------------------------------------
 
     def _hold(self, why: str) -> None:
         """Keeps the failed command's container for `gpufleet shell`, as long as the definition says, and no longer than

@@ -230,8 +230,6 @@ class CommandConfig(JobConfig):
     def __hash__(self) -> int:
         return hash(repr(self))  # it holds maps, which have none of their own
 
-    # What the file means, with its format filled in ------------------------------------------------------------------
-
     @property
     def format(self) -> Format:
         """What the format fills in; nothing without one."""
@@ -308,8 +306,6 @@ class CommandConfig(JobConfig):
     def saves_on_signal(self) -> bool | None:
         """Whether a stop leaves a checkpoint; None: not known."""
         return {"true": True, "false": False, "unknown": None}[self.stop.saves] if self.saves else False
-
-    # What bill, supervisor and rehearsal ask --------------------------------------------------------------------------
 
     def phases(self) -> tuple[PhaseSize, ...]:
         steps = self.total
@@ -461,8 +457,6 @@ class CommandConfig(JobConfig):
     def shortened(self, steps: int) -> CommandConfig:
         """Itself: a command is stopped, not shortened."""
         return self
-
-    # What is wrong in it ----------------------------------------------------------------------------------------------
 
     def problems(self) -> list[tuple[str, str]]:
         """What no field's own range can say, as (path under job, sentence)."""

@@ -114,8 +114,6 @@ class NodeRun:
             say(traceback.format_exc())
             self._crash("the node script stopped unexpectedly")
 
-    # The way to the job ---------------------------------------------------------------------------------------------
-
     def _attempt(self) -> int:
         """Everything up to the end of the job: its exit code."""
         self._leave_if_over()
@@ -322,8 +320,6 @@ class NodeRun:
         say(f"the container ended with {code}")
         return code
 
-    # The ends -------------------------------------------------------------------------------------------------------
-
     def _conclude(self, code: int) -> NoReturn:
         """What the job's exit code makes of the attempt."""
         self._yield()
@@ -470,8 +466,6 @@ class NodeRun:
             self._ended = True
             raise TerminatedError
 
-    # What stays of it -----------------------------------------------------------------------------------------------
-
     def _noticed(self) -> bool:
         return '"action"' in (self.metadata.get(NOTICE_PATH) or "")
 
@@ -509,8 +503,6 @@ class NodeRun:
 
     def _upload_log(self) -> None:
         retry(2, lambda: self.objects.put(self.folder / "boot.log", boot_log_key(self.machine.instance)))
-
-    # The fleet ------------------------------------------------------------------------------------------------------
 
     def _stop_fleet(self, *, alone: bool = False) -> None:
         """A deleted fleet has no expiry that would end a machine which hangs while it shuts down: AWS ends this one

@@ -164,8 +164,6 @@ class Supervisor:
             self.publisher.cancel()  # nothing under way keeps this process
             self.graphs.cancel()
 
-    # Arriving ---------------------------------------------------------------------------------------------------------
-
     def _read_done(self) -> ends.Done | None:
         """done.json, where the run has ended already. Raises StoreError."""
         return ends.read(self._patiently(lambda: self.store.get_bytes(bucket.DONE), bucket.DONE))
@@ -264,8 +262,6 @@ class Supervisor:
             raise InterruptedEarlyError
         if self._metered and (limit := self._limit(self.clock(), 0.0)) is not None:
             raise LimitReachedError(limit)
-
-    # Training ---------------------------------------------------------------------------------------------------------
 
     def _train(self) -> int:
         """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
@@ -501,8 +497,6 @@ class Supervisor:
             return False
         return True
 
-    # Ending -----------------------------------------------------------------------------------------------------------
-
     def _finish(self, reason: str, detail: str = "") -> int:
         """Everything uploaded, receipt, then done.json. 0, 70 for `failed`, or 1 when the store does not take what the
         run leaves, and there is money for another try.
@@ -632,8 +626,6 @@ class Supervisor:
             return {entry.key: entry.bytes for entry in self.store.entries("")}
         except StoreError:
             return None
-
-    # What it says of itself -------------------------------------------------------------------------------------------
 
     def heartbeat(self) -> Beat:
         """One line of heartbeat/<instance>.jsonl. Also what later attempts know of this one's cost."""

@@ -68,8 +68,6 @@ class GangMember(Supervisor):
             return self.generation.leader == self.node.instance
         return gang.acts(self.watch.view)
 
-    # Ready ------------------------------------------------------------------------------------------------------------
-
     def _resume(self) -> None:
         """Nothing yet: what to resume from is known when a generation begins."""
         if self.generation is None:
@@ -150,8 +148,6 @@ class GangMember(Supervisor):
 
     def _limit(self, now: float, end_s: float) -> str | None:
         return super()._limit(now, end_s) if self.leads else None
-
-    # Training ---------------------------------------------------------------------------------------------------------
 
     def _train(self) -> int:
         while (generation := self._gather()) is not None:
@@ -326,8 +322,6 @@ class GangMember(Supervisor):
         if said is not None and Fatal.read(self.workdir) is None:
             Fatal(error="on another node", detail=said).write(self.workdir)
         return said
-
-    # Ending -----------------------------------------------------------------------------------------------------------
 
     def _conclude(self, code: int) -> int:
         if self._left is not None:

@@ -57,9 +57,6 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-# Every type the fleet may pick ----------------------------------------------------------------------------------------
-
-
 def test_a_slower_listed_type_that_max_hours_always_stops_is_refused() -> None:
     """The dearest needs 0.283 h, the other 0.447 h, and each some minutes to stop in."""
     assert refused(definition(**TWO, max_hours="0.40")) == [
@@ -85,9 +82,6 @@ def test_max_usd_is_held_against_the_slower_listed_type_where_its_disks_make_it_
 
 def test_one_type_that_no_limit_lets_end_is_one_problem_of_the_limit() -> None:
     assert [each.split(":")[0] for each in refused(definition(max_hours="0.40"))] == ["limits.max_hours"]
-
-
-# What a refusal says --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capacity", ["spot", "on-demand"])
@@ -168,9 +162,6 @@ def test_a_refused_limit_or_type_has_its_line_also_where_a_scenario_wrote_it(tmp
     assert "max_hours: 0.4" in lines[(varied.line or 0) - 1]
 
 
-# What a limit cuts off ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("capacity", ["spot", "on-demand"])
 def test_the_table_shows_what_a_limit_cuts_off_apart_from_interruptions(capacity: str) -> None:
     found = bill(config=growth(steps_per_phase=20_000), capacity=capacity, keep=Keep(bucket=False))
@@ -209,9 +200,6 @@ def test_a_run_within_its_limits_has_one_total() -> None:
     assert "stopped by" not in render(bill())
 
 
-# One way to count -----------------------------------------------------------------------------------------------------
-
-
 def test_dollars_that_only_the_limit_counts_stand_in_the_table_in_the_warnings_words() -> None:
     found = bill(**RARE)
     counted = found.chosen.metered_usd
@@ -232,9 +220,6 @@ def test_a_bill_that_charges_all_there_is_has_no_second_count() -> None:
     assert "counts" not in render(bill(capacity="on-demand"))
 
 
-# A wrong speed --------------------------------------------------------------------------------------------------------
-
-
 def test_an_uncalibrated_bill_says_at_which_speed_a_limit_stops_the_run() -> None:
     """8 minutes of set-up, 0.307 h of work and 119 s to stop in: at 92 % of the speed they just fit 0.5 h."""
     plan = definition(capacity="on-demand", max_hours="0.5")
@@ -253,9 +238,6 @@ def test_an_uncalibrated_bill_says_at_which_speed_a_limit_stops_the_run() -> Non
     assert "limits.max_usd stops" in " ".join(bill(max_usd="0.95").warnings)
     assert not any("of the assumed speed" in warning for warning in bill(max_hours="1").warnings)
     assert "chance that one stops the run: 0%" in flat(render(found))
-
-
-# Free hours -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_p50_that_stands_on_free_hours_says_what_it_is_with_them_charged() -> None:
@@ -293,9 +275,6 @@ def test_no_type_is_recommended_that_has_no_bill() -> None:
 def test_no_type_is_recommended_that_has_too_few_gpus() -> None:
     for gpus, named in ((None, "g6e.xlarge"), (1, "g6e.xlarge"), (4, "g6e.12xlarge"), (8, "p4d.24xlarge")):
         assert cheapest_holder(SftConfig(gpus=gpus), CATALOG, "us-east-1").startswith(f"{named} ")
-
-
-# The deadline ---------------------------------------------------------------------------------------------------------
 
 
 def due(hours: float) -> StackDefinition:

@@ -240,8 +240,6 @@ def test_merging_keeps_the_newer_figure_of_each() -> None:
     assert files.newer(over, files.Prices(on_demand={KEY: same})).on_demand[KEY] == same
 
 
-# A price from a day on ----------------------------------------------------------------------------------------------
-
 CHANGE = replace(priced("1.1", "2026-11-21"), valid_from=date(2026, 12, 1))
 
 

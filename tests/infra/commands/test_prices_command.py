@@ -349,9 +349,6 @@ def test_an_option_of_the_other_action_is_an_error(project: Path, words: tuple[s
         run(*words)
 
 
-# What is odd is said -------------------------------------------------------------------------------------------------
-
-
 def zone(name: str, usd: str) -> SpotPrice:
     return SpotPrice(zone=name, price=priced(usd))
 

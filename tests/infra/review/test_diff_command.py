@@ -21,9 +21,6 @@ KEY = ("g5.2xlarge", "us-east-2")
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 
 
-# What changed, and by how much ----------------------------------------------------------------------------------------
-
-
 def test_each_changed_setting_has_its_dollars_and_they_sum_to_the_difference(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,9 +170,6 @@ def test_a_deadline_that_has_passed_does_not_fail_a_review(
 ) -> None:
     head = project.stack(("max_hours: 6", "max_hours: 6\n  deadline: 2026-01-01T00:00:00Z"))
     assert run(capsys, head, head)[0] == 0
-
-
-# What fails -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_p90_above_its_bound_is_exit_1(project: Project, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,9 +70,6 @@ def test_the_name_is_the_one_under_which_the_program_declares_it() -> None:
     assert f'name="{policy.RUN_CONFIG}"' in source
 
 
-# The pack -------------------------------------------------------------------------------------------------------------
-
-
 def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str | None) -> dict[str, list[str]]:
     """Rule -> what the pack reports of the run above, with `rules` as the project's policy.yaml."""
     packs: list[list[Any]] = []

@@ -41,9 +41,6 @@ def deleted(calls: list[str]) -> list[str]:
     return [call.split("--fleet-ids ")[1].split()[0] for call in calls if call.startswith(DELETE)]
 
 
-# Which one trains -----------------------------------------------------------------------------------------------------
-
-
 def test_a_node_on_demand_ends_the_fleet_on_spot_and_trains_once_its_nodes_are_gone(on_demand: StubNode) -> None:
     (on_demand.world / "there").write_text("i-spot\n")
     aws = on_demand.bin / "aws"  # it has gone when it is looked for again
@@ -147,9 +144,6 @@ def test_without_the_key_nobody_is_asked(tmp_path: Path) -> None:
     assert outcome.calls_starting(RUN) == [RUN]
     assert node.moves(SWITCH) == []
     assert "capacity" not in node.stored(f"attempts/{INSTANCE}.json")
-
-
-# The hour -------------------------------------------------------------------------------------------------------------
 
 
 def trains(node: StubNode, switch_at: float, *, paid: bool = True, trained: bool = True, until: str) -> None:

@@ -81,9 +81,6 @@ def test_what_is_done_counts_at_each_phases_own_pace() -> None:
     assert forecast.slower(15, 1.0) == forecast.slower(15, None) == 1
 
 
-# A run ---------------------------------------------------------------------------------------------------------------
-
-
 def with_fallback(tmp_path: Path) -> Bench:
     bench = Bench(tmp_path)
     bench.tree["fallback"] = {"work_s": 600, "train_s": 600, "start_s": 60, "margin_s": 30}
