@@ -7,23 +7,21 @@ then committed: what the command prunes or overwrites meanwhile makes another lo
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpufleet.job import atomic
-from gpufleet.job.command.names import FoundCheckpoint, Names, torn
-from gpufleet.job.command.places import give_to_everybody
-from gpufleet.job.command.processes import File, written
+from gpufleet.job.command.names import MOST_STEPS, FoundCheckpoint, Names, torn
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.commit import COMMIT, Commit, Reason
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.workdir import CHECKPOINTS, STEPS, step_folder
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.spec.command import PHASE, CommandConfig
 
 FILES = "files"  # below a step's folder in ckpt/: names of the command's own meet none of gpufleet's
@@ -33,7 +31,8 @@ FIRST_QUIET_S = 60.0  # the first one counts after that, where nothing else says
 UNKNOWN_QUIET_S = 5.0  # where nobody can say who writes a file
 SAVING_S = 5.0  # between two files of one checkpoint, at most
 AGAIN_S = 30.0  # after a copy that failed
-CLONE = 0x40049409  # FICLONE, linux/fs.h: the file's blocks are shared until one of the two is written
+
+File = tuple[int, int]  # device and inode
 
 
 @dataclass(slots=True)
@@ -51,8 +50,9 @@ class Watched:
 
 
 class CommandCheckpoints:
-    """The checkpoints of one command. `alive` gives its processes, `writing` the files that these have open for
-    writing, None where that is not known.
+    """The checkpoints of one command, in `folder` below `user`, where it makes what it likes meanwhile. `alive` gives
+    its processes, `writing` which files of checkpoints somebody has open for writing, None where that is not known;
+    `moment` the time on `clock` of a file's time. `run`: the run's id.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class CommandCheckpoints:
         user: Path,
         workdir: Path,
         *,
+        run: str,
         digest: str,
         gpus: int,
         alive: Callable[[], Sequence[int]],
@@ -69,15 +70,18 @@ class CommandCheckpoints:
         val_of: Callable[[int], float | None],
         saved: Callable[[Save, float], None],
         say: Callable[[str], None],
-        writing: Callable[[Sequence[int]], set[File] | None] = written,
+        writing: Callable[[Iterable[FoundCheckpoint]], set[File] | None] | None = None,
         clock: Callable[[], float] = time.time,
+        moment: Callable[[float], float] = lambda written: written,
     ) -> None:
-        self.names = Names(config)
+        self.names = Names(config, f"{run}/{CHECKPOINTS}/{step_folder(0)}/{FILES}/")
+        self._own = ForeignFolder(user)
         self.folder, self.newest, self.committed_at = folder, -1, clock()
         self.begun_at = 0.0  # of the newest commit: when its first file was seen
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
         self._digest, self._gpus = digest, gpus
-        self._alive, self._writing, self._step_at, self._val_of = alive, writing, step_at, val_of
+        self._alive, self._step_at, self._val_of, self._moment = alive, step_at, val_of, moment
+        self._writing = writing or self._find_written
         self._before: set[int] = set()  # its processes at the last look
         self._saved, self._say, self._clock = saved, say, clock
         self._watched: dict[int | None, Watched] = {}
@@ -99,18 +103,15 @@ class CommandCheckpoints:
         self._settle()
         self._before = set()
         newest = self._newest()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._own.empty(self.folder)
         self._watched, self._done, self.newest = {}, {}, -1
         if newest is not None:
             self.copy_newest(self.folder)
             own = {name.removeprefix(f"{FILES}/"): size for name, size in newest.files}
-            self.names.learn(
-                {name: size for name, size in own.items() if name not in self._companion_files(newest.step)}
-            )
+            self.names.learn({name: size for name, size in own.items() if name not in self._companion_files()})
             self.newest = newest.step
             self._done = {each.step: each for each in self.names.find(self.folder, self._user)}
-        give_to_everybody(self.folder)
+        self._own.open_to_all(self.folder)
         self.committed_at = self._clock()
         return newest
 
@@ -122,23 +123,23 @@ class CommandCheckpoints:
         """The files of the newest commit, where there is one, as the command had named them. Raises OSError."""
         if (newest := self._newest()) is not None:
             for name, _ in newest.files:
-                copy(self._kept / newest.folder / name, target / name.removeprefix(f"{FILES}/"))
+                self._own.copy(self._kept / newest.folder / name, target / name.removeprefix(f"{FILES}/"))
 
     def place(self, restored: Commit) -> Path:
         """What the command is told as {checkpoint}."""
         names = [name.removeprefix(f"{FILES}/") for name, _ in restored.files]
-        return self.folder / self.names.place(set(names) - set(self._companion_files(restored.step)) or names)
+        return self.folder / self.names.place(set(names) - set(self._companion_files()) or names)
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written now: a file of it is open, or some of it has just come."""
-        writing, recent = self._writing(self._alive()) or (), self._clock() - SAVING_S
+        new = [each for each in self.names.find(self.folder, self._user) if self._done.get(each.step) != each]
+        writing, recent = self._writing(new) or (), self._clock() - SAVING_S
         return any(
             any((look.device, look.inode) in writing for look in each.files.values())
-            or (each.written > recent and (self.names.lacks(each) or not self._is_settled))
-            for each in self.names.find(self.folder, self._user)
-            if self._done.get(each.step) != each
+            or (self._moment(each.written) > recent and (self.names.lacks(each) or not self._is_settled))
+            for each in new
         )
 
     @property
@@ -155,13 +156,13 @@ class CommandCheckpoints:
             return
         self._looked_at = now
         self._take_evaluation()
-        found = self.names.find(self.folder, self._user)
+        found = self._find()
         for each in found:
             self._watch(each, now)
         self._watched = {each.step: self._watched[each.step] for each in found if each.step in self._watched}
         alive = self._alive()
         gone, self._before = bool(self._before - set(alive)), set(alive)
-        writing = self._writing(alive) if self._watched else set()
+        writing = self._writing([each.found for each in self._watched.values()]) if self._watched else set()
         for watched in (self._watched[each.step] for each in reversed(found) if each.step in self._watched):
             ready = self._is_ready(watched, writing, now, gone=gone, latest=found[-1].step)
             if ready and self._copying is None:
@@ -175,7 +176,7 @@ class CommandCheckpoints:
         """
         self._settle()
         now = self._clock()
-        there = self.names.find(self.folder, self._user)
+        there = self._find()
         for each in there:
             self._watch(each, now)
         for watched in (self._watched[each.step] for each in reversed(there) if each.step in self._watched):
@@ -201,13 +202,19 @@ class CommandCheckpoints:
         for each in there[:-keep]:
             if each.step is not None and each.step <= published and self._done.get(each.step) == each:
                 for name in each.files:
-                    (self.folder / name).unlink(missing_ok=True)
+                    self._own.remove(self.folder / name)
                 for name in each.files:
                     with suppress(OSError):  # only empty ones
-                        (self.folder / name).parent.rmdir()
+                        self._own.remove_empty((self.folder / name).parent)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _find(self) -> list[FoundCheckpoint]:
+        found = self.names.find(self.folder, self._user)
+        for what, why in self.names.unfit.items():
+            self._say_once(f"warning: {what} does not count, and is never published: {why}")
+        return found
 
     def _watch(self, found: FoundCheckpoint, now: float) -> None:
         before = self._watched.get(found.step)
@@ -247,34 +254,43 @@ class CommandCheckpoints:
 
     def _shows_a_cut(self, found: FoundCheckpoint) -> bool:
         with suppress(OSError):
-            return self.names.shows_a_cut(self.folder, found)
+            return self.names.shows_a_cut(lambda name: self._own.open(self.folder / name), found)
         return False
+
+    def _find_written(self, checkpoints: Iterable[FoundCheckpoint]) -> set[File] | None:
+        found = set()
+        for each in checkpoints:
+            for name, look in each.files.items():
+                with suppress(OSError):  # removed meanwhile
+                    is_written = self._own.is_written(self.folder / name)
+                    if is_written is None:
+                        return None
+                    if is_written:
+                        found.add((look.device, look.inode))
+        return found
 
     # Copying ----------------------------------------------------------------------------------------------------------
 
-    def _companion_files(self, step: int | None) -> dict[str, Path]:
-        """What is kept with each, by its name below the folder."""
-        found = {}
-        for name in self._config.checkpoint.also:
-            root = self.folder / name
-            for path in sorted(root.rglob("*")) if root.is_dir() else sorted(self.folder.glob(name.rstrip("/"))):
-                if path.is_file():
-                    found[path.relative_to(self.folder).as_posix()] = path
-        return found
+    def _companion_files(self) -> dict[str, int]:
+        """What is kept with each: bytes by name below the folder."""
+        return self.names.companions(self.folder, self._user)
 
     def _snapshot(self, watched: Watched, alive: bool) -> None:
         """Raises OSError, or ValueError for one that has changed or is cut."""
         found, started = watched.found, time.monotonic()
-        step = found.step if found.step is not None else max(self._step_at(found.written), self.newest + 1)
+        written = self._moment(found.written)
+        step = found.step if found.step is not None else max(self._step_at(written), self.newest + 1)
+        if step >= MOST_STEPS:
+            raise ValueError("its step has more than eight digits, and is never published: count in thousands")
         unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
-        also = self._companion_files(found.step)
+        also = self._companion_files()
         reason = self.reason
         if reason == "stop" and (self._before_signal is None or self._before_signal.get(found.step) == found):
             reason = "timed"  # it would have come anyway
         try:
             for name in {**found.files, **also}:
-                copy(self.folder / name, unfinished / FILES / name)
+                self._own.copy(self.folder / name, unfinished / FILES / name)
             for name, look in found.files.items():
                 made = unfinished / FILES / name
                 if made.stat().st_size != look.bytes or (why := torn(made)):
@@ -304,11 +320,11 @@ class CommandCheckpoints:
         self.names.learn({name: look.bytes for name, look in found.files.items()})
         self.newest, self.begun_at, self.committed_at = step, watched.begun, self._clock()
         self._done[found.step] = found
-        blocked_s = max(0.0, found.written - watched.begun)  # while it was written, as far as that was seen
+        blocked_s = max(0.0, written - watched.begun)  # while it was written, as far as that was seen
         took = time.monotonic() - started
         took_s = round(blocked_s + took, 3)
         save = Save(step=step, reason=reason, bytes=told.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
-        self._saved(save, found.written)
+        self._saved(save, written)
         size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
         self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
 
@@ -323,7 +339,7 @@ class CommandCheckpoints:
             atomic.write_json(folder / COMMIT, replace(told, val_loss=val).to_json())
 
     def _is_written(self, found: FoundCheckpoint) -> bool:
-        writing = self._writing(self._alive())
+        writing = self._writing([found])
         return any((look.device, look.inode) in (writing or ()) for look in found.files.values())
 
     def _settle(self) -> None:
@@ -344,12 +360,3 @@ class CommandCheckpoints:
         if text not in self._told:
             self._told.add(text)
             self._say(text)
-
-
-def copy(source: Path, target: Path) -> None:
-    """The file's bytes in a file of its own, without a second copy on disks that can share them. Raises OSError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as read, target.open("wb") as write, suppress(OSError):
-        fcntl.ioctl(write.fileno(), CLONE, read.fileno())
-        return
-    shutil.copyfile(source, target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import select
@@ -15,8 +14,9 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, BinaryIO
 
+from gpufleet.job import atomic
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.gpus import Sampler
@@ -28,6 +28,7 @@ LONGEST = 32 * 1024  # a line is cut there
 FINISH_S = 10.0  # at most, to read what is there
 BAR_S = 10.0  # between two states of a progress bar in the log
 FLUSH_S = 1.0  # between two lines of metrics.jsonl
+MOST_READ = 4 * 1024 * 1024  # of its progress file at once; a line that long is none
 JUMP = 100  # logging intervals: a step further away is not believed at once
 NUMBERS = ("loss", "val", "step_ms")
 REMEMBERED = 2000
@@ -48,8 +49,11 @@ class Output:
         show: Callable[[bytes], None],
         blank: Callable[[bytes], bytes],
         clock: Callable[[], float] = time.time,
+        *,
+        overlap: int = 0,
     ) -> None:
-        self.at = clock()
+        """`overlap`: bytes of the longest text that `blank` replaces, which must not be cut in two."""
+        self.at, self._overlap = clock(), overlap
         self.last: deque[str] = deque(maxlen=LAST)
         self.error = ""  # the last line that names an exception, of the command's own
         self._pipe, self._line, self._show, self._blank, self._clock = pipe, line, show, blank, clock
@@ -75,8 +79,10 @@ class Output:
         """More bytes."""
         self.at = self._clock()
         *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self._rest + content)
-        if len(self._rest) > LONGEST:
-            lines, self._rest = [*lines, self._rest], b""
+        if len(self._rest) > LONGEST + self._overlap:
+            self._rest = self._blank(self._rest)
+        if (cut := len(self._rest) - self._overlap) > LONGEST:  # what is left may be the beginning of a secret
+            lines, self._rest = [*lines, self._rest[:cut]], self._rest[cut:]
         for each in lines:
             self._take_line(each)
 
@@ -138,9 +144,17 @@ class StepReader:
     """The command's steps, from its output or from its file. `first`: the first step that this start has told."""
 
     def __init__(
-        self, metrics: Metrics, patterns: Iterable[str], note: Callable[[str], None], gpus: Sampler | None = None
+        self,
+        metrics: Metrics,
+        patterns: Iterable[str],
+        note: Callable[[str], None],
+        gpus: Sampler | None = None,
+        *,
+        opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._metrics, self._note, self._gpus = metrics, note, gpus
+        """`opened` opens its file of progress, and raises OSError."""
+        self._metrics, self._note, self._gpus, self._opened, self._clock = metrics, note, gpus, opened, clock
         self._patterns = [re.compile(pattern) for pattern in patterns]
         self._total = 0.0  # the greatest; of a bar that has another one the steps are something else
         self._batches = 0  # of the longest epoch
@@ -167,14 +181,16 @@ class StepReader:
     def begin(self, step: int, file: Path) -> None:
         """A start that goes on after `step`; `file`: of JSON lines, which holds earlier starts' as well."""
         with self._lock:
-            self._flush(time.time())
+            self._flush(self._clock())
             interval = self._metrics.resume(step)
             self._interval = interval or self._interval
             self.step, self._began, self.first, self._doubted = step, step, None, None
             self._pending = {"resumed": step} if step else {}
             self._seen.clear()
             self._timed = None
-            self._file, self._offset = file, file.stat().st_size if file.exists() else 0
+            self._file, self._offset = file, 0
+            with suppress(OSError), self._opened(file) as there:
+                self._offset = there.seek(0, os.SEEK_END)
 
     @property
     def interval(self) -> int | None:
@@ -233,28 +249,25 @@ class StepReader:
     def poll(self) -> None:
         """What its file has got since, and what waits to be written."""
         if self._file is not None:
-            with suppress(FileNotFoundError), self._file.open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                if file.tell() < self._offset:  # written anew
+            with suppress(OSError), self._opened(self._file) as file:
+                if file.seek(0, os.SEEK_END) < self._offset:  # written anew
                     self._offset = 0
                 file.seek(self._offset)
-                new = file.read()
-                whole = new[: new.rfind(b"\n") + 1]
+                new = file.read(MOST_READ)
+                whole = new[: new.rfind(b"\n") + 1] if len(new) < MOST_READ or b"\n" in new else new
                 self._offset += len(whole)
-                for each in whole.splitlines():
-                    with suppress(ValueError):
-                        record = json.loads(each)
-                        if isinstance(record, dict) and type(record.get("step")) in (int, float):
-                            self.take(record, time.time())
+                for record in atomic.objects(whole):
+                    if type(record.get("step")) in (int, float):
+                        self.take(record, self._clock())
         with self._lock:
-            now = time.time()
+            now = self._clock()
             if now >= self._flushed + FLUSH_S:
                 self._flush(now)
 
     def flush(self) -> None:
         """Writes what waits."""
         with self._lock:
-            self._flush(time.time(), last=True)
+            self._flush(self._clock(), last=True)
 
     def take(self, found: dict[str, Any], at: float) -> None:
         """A record: step and figures, as text or numbers."""

@@ -1,4 +1,4 @@
-"""A command of a user's own in a work folder, run by the real host as processes of this machine."""
+"""A command of a user's own in a work folder, run by the real host or under a supervisor, as processes from here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -138,6 +139,65 @@ class CommandJob:
     def metrics(self) -> list[dict[str, Any]]:
         path = self.workdir / "metrics.jsonl"
         return atomic.objects(path.read_bytes()) if path.exists() else []
+
+
+class SupervisedNode:
+    """One node: a supervisor, and what it starts."""
+
+    def __init__(self, folder: Path, run: dict[str, Any], instance: str, **environment: str) -> None:
+        self.bucket, self.workdir = folder / "bucket", folder / instance
+        run_json = runs.place(self.workdir, run)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gpufleet.job", str(run_json)],
+            cwd=ROOT,
+            env=runs.environment_of(self.bucket, instance, **environment),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def log(self) -> str:
+        path = self.workdir / "job.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, seen: Callable[[], object]) -> None:
+        end = time.monotonic() + 60
+        while not seen():
+            assert self.process.poll() is None, f"ended early:\n{self.log}"
+            assert time.monotonic() < end, f"never got there:\n{self.log}"
+            time.sleep(0.01)
+
+    def code(self) -> int:
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.lose()
+            raise AssertionError(self.log) from None
+
+    def lose(self) -> None:
+        """The machine is gone."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def step(self) -> int:
+        """The newest that it has told."""
+        path = self.workdir / "metrics.jsonl"
+        found = atomic.objects(path.read_bytes()) if path.exists() else []
+        return int(found[-1]["step"]) if found else 0
+
+    def manifests(self) -> list[int]:
+        return sorted(int(path.parent.name[5:]) for path in (self.bucket / "r1" / "ckpt").glob("step_*/manifest.json"))
+
+    def stored(self, key: str) -> Any:
+        return json.loads((self.bucket / "r1" / key).read_text())
+
+
+def run_of(folder: Path, parameters: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A run of the command, whose script is where it lies: nothing is shipped."""
+    command = re.sub(r"(\w+\.py) --out", rf"{OWN_CODE}/\1 --out", parameters["command"])
+    tree = runs.tree(job={"experiment": "command", "parameters": {**parameters, "command": command}}, **changes)
+    return runs.with_files(tree, folder / "bucket", {"dataset.json": b'{"schema": 1, "files": []}'})
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

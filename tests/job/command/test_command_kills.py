@@ -6,9 +6,11 @@ alone is killed, so that the host has to judge what it has left.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,9 @@ def killed(tmp_path: Path, name: str, kills: int) -> CommandJob:
                 time.sleep(draw.uniform(0.3, longest_s))
                 left = [each for each in processes.descendants(process.pid) if is_script(each)]
                 if draw.random() < 0.8:
-                    processes.send(left, signal.SIGKILL)
+                    for each in left:
+                        with suppress(ProcessLookupError):
+                            os.kill(each, signal.SIGKILL)
                     done += 1
                     job.wait_for(lambda left=left: not any(is_script(each) for each in left), process)  # type: ignore[misc]
                     check(job)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpufleet.job import atomic
-from gpufleet.job.command.given import blanked
+from gpufleet.job.command.given import Mask
 from gpufleet.job.command.reader import Metrics, Output, StepReader
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.spec.command import FORMATS
@@ -27,8 +27,14 @@ class Reading:
         self.progress = StepReader(Metrics(self.metrics), patterns, self.notes.append)
         self.progress.begin(0, self.file)
         pipe, self._other = os.pipe()
+        mask = Mask(secrets)
         self.output = Output(
-            pipe, self.progress.line, lambda line: self.shown.append(line.decode()), blanked(secrets), lambda: self.now
+            pipe,
+            self.progress.line,
+            lambda line: self.shown.append(line.decode()),
+            mask,
+            lambda: self.now,
+            overlap=mask.longest,
         )
         os.close(pipe)
         os.close(self._other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ class Script:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, restored: int = 0) -> None:
         self.now, self.path = 1000.0, folder / "metrics.jsonl"
         monkeypatch.setattr(reader, "FLUSH_S", 0.0)
-        monkeypatch.setattr(time, "time", lambda: self.now)
-        self.reader = StepReader(Metrics(self.path), [LINE], lambda text: None)
+        self.reader = StepReader(Metrics(self.path), [LINE], lambda text: None, clock=lambda: self.now)
         self.reader.begin(restored, folder / "progress.jsonl")
 
     def step(self, step: int, took: float, more: str = "") -> None:

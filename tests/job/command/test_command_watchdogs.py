@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gpufleet.job.command.watchdogs import StartWatch
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.gpus import Sample, Sampler
 
 
@@ -22,6 +23,7 @@ class WatchedStart:
         self.watch = StartWatch(
             silence_s=1800.0,
             every_s=lambda: every_s,
+            own=ForeignFolder(folder),
             folders=[folder],
             gpus=self.gpus,
             spent=lambda: self.now / 3600,
