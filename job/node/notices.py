@@ -163,7 +163,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _post(url: str, text: str) -> bool:
     try:
         place = urllib.parse.urlsplit(url)
-        if place.scheme != "https" and place.hostname != "127.0.0.1":  # that is a rehearsal's
+        if place.scheme != "https" and (place.scheme, place.hostname) != ("http", "127.0.0.1"):  # that is a test's
             return False
         body, kind = json.dumps({"text": text}).encode(), {"Content-Type": "application/json"}
         asked = urllib.request.Request(url, body, kind, method="POST")

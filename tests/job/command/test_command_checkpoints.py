@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 import threading
@@ -110,6 +111,69 @@ def test_a_link_out_of_the_command_s_folders_is_no_file_of_a_checkpoint(tmp_path
     (disk.folder / "a-2.bin").symlink_to(disk.write("kept.bin"))
     disk.wait(3)
     assert disk.committed() == [2]
+
+
+LONG = "/".join(("n" * 200,) * 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("plain.bin", ""),
+        ("no\u00a0break.bin", "no object may be called 'step-2/no\\xa0break.bin'"),
+        ("\u3000.bin", "no object may be called"),
+        ("a\u200db.bin", "no object may be called"),
+        ("\u202ea.bin", "no object may be called"),
+        ("a\tb.bin", "no object may be called"),
+        ("a\nb.bin", "no object may be called"),
+        (b"by\xfftes.bin", "no object may be called 'step-2/by\\udcfftes.bin'"),
+        (LONG, "allowed is UTF-8 that prints, 255 bytes a part and 996 together"),
+    ],
+)
+def test_a_name_that_cannot_be_published_keeps_a_checkpoint_from_being_whole_and_is_told_at_once(
+    tmp_path: Path, name: str | bytes, said: str
+) -> None:
+    """What is whole for the host is what its reader takes and the store can have: one rule."""
+    disk = WatchedDisk(tmp_path, each=["step-{step}/"], complete="done")
+    disk.write("step-2/done")
+    path = os.path.join(os.fsencode(disk.folder / "step-2"), os.fsencode(name))  # noqa: PTH118 - of bytes
+    os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+    with open(path, "w") as file:  # noqa: PTH123
+        file.write("1")
+    disk.wait(1)
+    assert [each.startswith("warning: checkpoint of step 2 does not count") and said in each for each in disk.said] == (
+        [True] if said else []
+    )
+    disk.wait(3)
+    assert disk.committed() == ([] if said else [2])
+    read = [commit.read(path) for path in (tmp_path / "ckpt").glob("step_*")]
+    assert None not in read
+    disk.write("step-3/done")
+    disk.wait(3)
+    assert disk.committed()[-1] == 3  # another one counts
+
+
+def test_a_step_of_more_digits_than_a_checkpoint_s_name_has_is_told(tmp_path: Path) -> None:
+    named = WatchedDisk(tmp_path / "named", each=["a{step}.bin"])
+    named.write("a123456789.bin")
+    named.wait(3)
+    assert named.committed() == []
+    assert "checkpoint of step 123,456,789 does not count" in named.said[0]
+    counted = WatchedDisk(tmp_path / "counted", each=["a.bin"], rewritten=True)
+    counted.step = 100_000_000
+    counted.write("a.bin")
+    counted.wait(5)
+    assert counted.committed() == []
+    assert counted.said == ["the checkpoint is not taken yet: its step has more than eight digits, and is never"
+                            " published: count in thousands"]  # fmt: skip
+
+
+def test_a_companion_whose_name_cannot_be_published_is_left_out(tmp_path: Path) -> None:
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"], also=["tokenizer/"])
+    for name in ("tokenizer/vocab.txt", "tokenizer/no\u00a0.txt", "a-5.bin"):
+        disk.write(name)
+    disk.wait(3)
+    assert disk.files(5) == ["a-5.bin", "tokenizer/vocab.txt"]
 
 
 def test_a_file_that_is_open_for_writing_is_waited_for_however_long_it_rests(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from gpufleet.job import atomic
 from gpufleet.job.command.given import Mask
-from gpufleet.job.command.reader import Metrics, Output, StepReader
+from gpufleet.job.command.reader import LONGEST, Metrics, Output, StepReader
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.spec.command import FORMATS
 
@@ -180,6 +180,11 @@ def test_the_step_of_a_moment_is_the_newest_told_by_then(tmp_path: Path) -> None
     assert [reading.progress.at_time(100 + moment) for moment in (0.5, 1.0, 1.9, 2.0, 9.0)] == [0, 5, 5, 10, 10]
 
 
+SECRET = {"me": "me-and-you", "of": [{"pw": "pw-of-a-database", "x": 'a "quote"', "u": "\u00fcber-allem"}, 5432]}
+SECRET["number"] = 123456789
+JSON = json.dumps(SECRET)
+
+
 @pytest.mark.parametrize(
     ("secret", "printed", "shown"),
     [
@@ -187,6 +192,12 @@ def test_the_step_of_a_moment_is_the_newest_told_by_then(tmp_path: Path) -> None
         ("short", b"short\n", "short\n"),  # it would blank words that are none of it
         ("first-line\nsecond-line", b"second-line\n", "***\n"),
         ("hf_abcdefgh", b"hf_abc\rdefgh\n", "hf_abc\n"),  # in pieces: nobody can see that
+        (JSON, b"as me-and-you with pw-of-a-database\n", "as *** with ***\n"),
+        (JSON, f"{JSON}\n".encode(), "***\n"),
+        (JSON, b'it is a "quote" or a \\"quote\\"\n', "it is *** or ***\n"),  # as it is, and as JSON has it
+        (JSON, b"port 5432 of 123456789, in \xc3\xbcber-allem\n", "port 5432 of ***, in ***\n"),
+        (json.dumps(JSON), b"pw-of-a-database\n", "***\n"),  # JSON in JSON
+        ("[" * 100_000, b"[[[\n", "[[[\n"),
     ],
 )
 def test_the_value_of_a_secret_is_blanked(tmp_path: Path, secret: str, printed: bytes, shown: str) -> None:
@@ -194,6 +205,17 @@ def test_the_value_of_a_secret_is_blanked(tmp_path: Path, secret: str, printed: 
     reading.take(printed)
     assert reading.shown[0] == shown
     assert all(secret not in line for line in reading.output.last if len(secret) >= 8)
+
+
+@pytest.mark.parametrize("piece", [1000, 4096, 65_536])
+def test_a_secret_that_lies_across_a_cut_is_blanked(tmp_path: Path, piece: int) -> None:
+    secret = "pw-of-a-database-" * 20
+    reading = Reading(tmp_path, secrets=(secret,))
+    printed = b"".join(b"x" * (LONGEST - 7 * number) + secret.encode() for number in range(20))
+    reading.take(*(printed[at : at + piece] for at in range(0, len(printed), piece)), b"\n")
+    shown = "".join(reading.shown)
+    assert "database" not in shown
+    assert "***" in shown
 
 
 def test_where_nothing_tells_a_step_the_checkpoints_do(tmp_path: Path) -> None:

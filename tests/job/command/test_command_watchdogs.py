@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,10 @@ def test_a_silent_command_is_stuck_unless_a_gpu_works_or_a_file_grows(
         busy.use(70.0)
         assert busy.minutes(1) == ""
     assert any("nothing printed for" in line and "70 % busy" in line for line in busy.said)
+    grows = WatchedStart(tmp_path, monkeypatch)
+    grows.use(0.0)
+    for number in range(45):  # whatever clock its times are of
+        (tmp_path / "file").write_text("x")
+        os.utime(tmp_path / "file", (number, number))
+        assert grows.minutes(2) == ""
+    assert "no output, no step, no file for 30 min" in grows.minutes(60)
