@@ -39,9 +39,7 @@ def killed(tmp_path: Path, name: str, kills: int) -> CommandJob:
                 time.sleep(draw.uniform(0.3, longest_s))
                 left = [each for each in processes.descendants(process.pid) if is_script(each)]
                 if draw.random() < 0.8:
-                    for each in left:
-                        with suppress(ProcessLookupError):
-                            os.kill(each, signal.SIGKILL)
+                    end(left)
                     done += 1
                     job.wait_for(lambda left=left: not any(is_script(each) for each in left), process)  # type: ignore[misc]
                     check(job)
@@ -52,6 +50,12 @@ def killed(tmp_path: Path, name: str, kills: int) -> CommandJob:
         done += 1
         check(job)
     return job
+
+
+def end(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_script(pid: int) -> bool:
