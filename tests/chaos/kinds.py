@@ -232,7 +232,8 @@ def s3_answers_wrong(seed: int, folder: Path) -> int:
         client = stores._client()
         client.create_bucket(Bucket="bucket")
         bench = Bench(folder, limits=FAR)
-        clean = bench.store = S3Store("s3://bucket/r1", client)
+        clean = S3Store("s3://bucket/r1", client)
+        bench.store = clean
         for path in (folder / "bucket").rglob("*"):  # its inputs
             if path.is_file():
                 client.upload_file(str(path), "bucket", path.relative_to(folder / "bucket").as_posix())

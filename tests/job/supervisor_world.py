@@ -216,7 +216,7 @@ class Bench:
             runs.tree(config, **changes), self.bucket, {"dataset.json": b'{"schema": 1, "files": []}'}
         )
         self.config_sha256 = config_digest("tinystories-growth", self.tree["job"]["parameters"])
-        self.store = FolderStore(self.bucket / "r1")
+        self.store: Store = FolderStore(self.bucket / "r1")
         self.clock = FakeClock()
         self.output = BytesIO()
         self.trainers: list[FakeTrainer] = []

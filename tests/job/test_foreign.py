@@ -47,7 +47,8 @@ def replaced(at: Path, kind: str, outside: Path) -> None:
     elif kind == "socket":
         os.mknod(at, stat.S_IFSOCK | 0o600)
     else:
-        at.symlink_to({"link": outside, "relative": os.path.relpath(outside, at.parent), "device": "/dev/zero"}[kind])
+        to = {"link": str(outside), "relative": os.path.relpath(outside, at.parent), "device": "/dev/zero"}
+        at.symlink_to(to[kind])
 
 
 READS: dict[str, Callable[[ForeignFolder, Path], object]] = {

@@ -181,8 +181,7 @@ def test_the_step_of_a_moment_is_the_newest_told_by_then(tmp_path: Path) -> None
 
 
 SECRET = {"me": "me-and-you", "of": [{"pw": "pw-of-a-database", "x": 'a "quote"', "u": "\u00fcber-allem"}, 5432]}
-SECRET["number"] = 123456789
-JSON = json.dumps(SECRET)
+JSON = json.dumps({**SECRET, "number": 123456789})
 
 
 @pytest.mark.parametrize(
