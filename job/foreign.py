@@ -180,7 +180,10 @@ class ForeignFolder:
         """A new pipe for everybody at `path`, in the place of whatever was there."""
         with self._made(path.parent) as folder:
             _remove(path.name, folder)
-            os.mkfifo(path.name, 0o666, dir_fd=folder)
+            if os.mkfifo in os.supports_dir_fd:
+                os.mkfifo(path.name, dir_fd=folder)
+            else:  # macOS before 13
+                os.mkfifo(path)
             pipe = _open_pipe(path.name, os.O_RDWR, folder)
             with _closing(pipe):
                 os.fchmod(pipe, 0o666)

@@ -7,6 +7,7 @@ and what was measured (calibrations, receipts, traces).
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import tempfile
 from datetime import UTC, datetime
@@ -127,8 +128,9 @@ def _uncommitted(project: Path, head: str) -> list[str]:
     if head != _commit_hash(project, "HEAD"):
         return []
     top, prefix = _place(project)
-    listed = _git(top, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", prefix or ".")
-    names = (entry[3:].removeprefix(prefix) for entry in listed.decode("utf-8", "backslashreplace").split("\0"))
+    listed = git.status(top, "-z", "--no-renames", "--untracked-files=all", "--", prefix or ".")
+    shown = os.fsencode(listed).decode("utf-8", "backslashreplace")
+    names = (entry[3:].removeprefix(prefix) for entry in shown.split("\0"))
     return sorted(name for name in names if _WANTED.fullmatch(name))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import measurement
 from gpufleet.infra.inputs import code
-from gpufleet.infra.review.review import review_commits
+from gpufleet.infra.review import review
 from gpufleet.rehearsal import rehearse
 
 
@@ -95,7 +96,9 @@ def looks(theirs: ForeignRepository) -> None:
     rehearse._git_status(theirs.folder)
     measurement._commit(theirs.folder)
     with pytest.raises(GpufleetError):
-        review_commits(theirs.folder, "HEAD", "HEAD")
+        review.review_commits(theirs.folder, "HEAD", "HEAD")
+    with suppress(GpufleetError):  # of a missing object
+        review._uncommitted(theirs.folder, review._commit_hash(theirs.folder, "HEAD"))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
