@@ -178,6 +178,7 @@ class FaultyAnswers:
 
     def __init__(self, client: Any, clean: Any, draw: random.Random, share: float) -> None:
         self._clean, self._draw, self._share, self.faults = clean, draw, share, 0
+        self._flipped = False
         self._drawing = threading.Lock()  # of files several parts are under way
         client.meta.events.register_first("before-send.s3", self._send)
         client.meta.events.register("after-call.s3.GetObject", self._got)
@@ -204,6 +205,9 @@ class FaultyAnswers:
             return
         body, is_weights = parsed["Body"].read(), context["input_params"]["Key"].endswith("w.bin")
         length, kind = len(body), self._is_drawn(2 if is_weights else 1, 0.5 if is_weights else None)
+        if is_weights and not self._flipped:  # of each node the first, whatever is drawn
+            self._flipped, kind = True, 2
+            self.faults += 1
         if kind == 1:
             body = body[: length // 2]
         elif kind == 2:
