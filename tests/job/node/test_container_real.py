@@ -27,6 +27,7 @@ import runs
 from command_world import PYTHON, parameters, run_of
 from repository import ROOT
 
+from gpufleet.job.clock import uptime
 from gpufleet.job.contract.environment import RUN_URI
 from gpufleet.job.node import container
 from gpufleet.job.node.jobs import Jobs
@@ -218,7 +219,8 @@ def run_on_a_node(
     for name, value in runs.environment_of(Path("/gpufleet/run/bucket"), "i-1").items():
         if name.startswith("AWS_"):
             monkeypatch.setenv(name, value)
-    machine = replace(MACHINE, instance=f"i-{os.getpid()}-{user}", launched_at=runs.launched(seconds_ago=1))
+    here = {"launched_at": runs.launched(seconds_ago=1), "uptime": uptime()}
+    machine = replace(MACHINE, instance=f"i-{os.getpid()}-{user}", **here)
     runs.place(root / "run", run_of(root / "run", told))
     settings = replace(settings, job_image=f"{IMAGE}-{user}")
     with Jobs(settings, machine, root):
