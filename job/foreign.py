@@ -15,7 +15,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,22 +70,21 @@ class ForeignFolder:
             top = self._open(path, stat.S_ISDIR)
         except OSError:
             return
-        yield from self._walk(top, path, ())
+        for parts, entry, _ in self._walk(top, ()):
+            if entry.is_symlink():
+                yield "/".join(parts), lambda: self.stat(path.joinpath(*parts))  # noqa: B023 - used at once
+            elif entry.is_file(follow_symlinks=False):
+                yield "/".join(parts), lambda: entry.stat(follow_symlinks=False)  # noqa: B023 - used at once
 
-    def _walk(
-        self, folder: int, path: Path, above: Sequence[str]
-    ) -> Iterator[tuple[str, Callable[[], os.stat_result]]]:
-        """Closes `folder`."""
+    def _walk(self, folder: int, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], os.DirEntry[str], int]]:
+        """Everything below `folder`, with the descriptor of the folder that it lies in. Closes `folder`."""
         with _closing(folder), os.scandir(folder) as entries:
             for entry in entries:
                 parts = (*above, entry.name)
-                if entry.is_symlink():
-                    yield "/".join(parts), lambda: self.stat(path.joinpath(*parts))  # noqa: B023 - used at once
-                elif entry.is_file(follow_symlinks=False):
-                    yield "/".join(parts), lambda: entry.stat(follow_symlinks=False)  # noqa: B023 - used at once
-                elif entry.is_dir(follow_symlinks=False) and len(parts) < MOST_DEEP:
+                yield parts, entry, folder
+                if entry.is_dir(follow_symlinks=False) and len(parts) < MOST_DEEP:
                     with suppress(OSError):  # removed meanwhile, or replaced
-                        yield from self._walk(os.open(entry.name, _FOLDER, dir_fd=folder), path, parts)
+                        yield from self._walk(os.open(entry.name, _FOLDER, dir_fd=folder), parts)
 
     def is_written(self, path: Path) -> bool | None:
         """Whether any process of the machine has the file open for writing, or has mapped it so. None: the system does
@@ -122,6 +121,7 @@ class ForeignFolder:
         """A new file at `path` in the place of whatever was there, in one step."""
         temporary = f".{path.name}.{os.getpid()}"
         with self._made(path.parent) as folder:
+            _remove(temporary, folder)
             with self._create(temporary, folder) as file:
                 os.fchmod(file.fileno(), mode)
                 file.write(content)
@@ -158,21 +158,15 @@ class ForeignFolder:
 
     def open_to_all(self, path: Path) -> None:
         """Everybody may read and write the folder at `path` and all below it, as far as this process may say so."""
-        with self._made(path) as folder:
-            self._open_to_all(os.dup(folder), 0)
-
-    def _open_to_all(self, folder: int, depth: int) -> None:
-        """Closes `folder`."""
-        with _closing(folder), os.scandir(folder) as entries:
-            _allow(folder, 0o777)
-            for entry in entries:
-                with suppress(OSError):
-                    if entry.is_dir(follow_symlinks=False) and depth < MOST_DEEP:
-                        self._open_to_all(os.open(entry.name, _FOLDER, dir_fd=folder), depth + 1)
-                    elif entry.is_file(follow_symlinks=False):
-                        file = os.open(entry.name, _FILE, dir_fd=folder)
-                        with _closing(file):
-                            _allow(file, 0o666)
+        with self._made(path) as top:
+            _allow(top, 0o777)
+            for _, entry, folder in self._walk(os.dup(top), ()):
+                is_folder = entry.is_dir(follow_symlinks=False)
+                if is_folder or entry.is_file(follow_symlinks=False):
+                    with suppress(OSError):
+                        opened = os.open(entry.name, _FOLDER if is_folder else _FILE, dir_fd=folder)
+                        with _closing(opened):
+                            _allow(opened, 0o777 if is_folder else 0o666)
 
     # Pipes ------------------------------------------------------------------------------------------------------------
 
@@ -247,15 +241,16 @@ class ForeignFolder:
 
     @contextmanager
     def _create(self, name: str, folder: int) -> Iterator[BinaryIO]:
-        """A new file; none is left where it cannot be written."""
-        _remove(name, folder)
+        """A new file in the place of one that was there; none is left where it cannot be written."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
         made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
         try:
             with os.fdopen(made, "wb") as file:
                 yield file
         except BaseException:
             with suppress(OSError):
-                _remove(name, folder)
+                os.unlink(name, dir_fd=folder)
             raise
 
 
@@ -308,7 +303,7 @@ def _open_pipe(name: str, way: int, folder: int) -> int:
 
 
 def _allow(descriptor: int, rights: int) -> None:
-    with suppress(OSError):
+    with suppress(OSError):  # another user's
         os.fchmod(descriptor, os.fstat(descriptor).st_mode & 0o7777 | rights)
 
 
