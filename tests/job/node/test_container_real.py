@@ -219,8 +219,8 @@ def run_on_a_node(
     for name, value in runs.environment_of(Path("/gpufleet/run/bucket"), "i-1").items():
         if name.startswith("AWS_"):
             monkeypatch.setenv(name, value)
-    here = {"launched_at": runs.launched(seconds_ago=1), "uptime": uptime()}
-    machine = replace(MACHINE, instance=f"i-{os.getpid()}-{user}", **here)
+    now, name = runs.launched(seconds_ago=1), f"i-{os.getpid()}-{user}"
+    machine = replace(MACHINE, instance=name, launched_at=now, uptime=uptime())
     runs.place(root / "run", run_of(root / "run", told))
     settings = replace(settings, job_image=f"{IMAGE}-{user}")
     with Jobs(settings, machine, root):
