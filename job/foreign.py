@@ -15,7 +15,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,30 +61,42 @@ class ForeignFolder:
             return bool(self.stat(path))
         return False
 
-    def files(self, path: Path) -> Iterator[tuple[str, Callable[[], os.stat_result]]]:
+    def files(self, path: Path, skipped: Collection[str] = ()) -> Iterator[tuple[str, Callable[[], os.stat_result]]]:
         """The names of regular files and links below the folder at `path`, with `/` between their parts; each with a
         function that gives its state, and raises OSError where it is no regular file in the folder. None where there
-        is no such folder. The function is of use until the next name is asked for.
+        is no such folder; none of folders that are called as one of `skipped`. The function is of use until the next
+        name is asked for.
         """
         try:
             top = self._open(path, stat.S_ISDIR)
         except OSError:
             return
-        for parts, entry, _ in self._walk(top, ()):
+        for parts, entry, _ in self._walk(top, (), skipped):
             if entry.is_symlink():
                 yield "/".join(parts), lambda: self.stat(path.joinpath(*parts))  # noqa: B023 - used at once
             elif entry.is_file(follow_symlinks=False):
                 yield "/".join(parts), lambda: entry.stat(follow_symlinks=False)  # noqa: B023 - used at once
 
-    def _walk(self, folder: int, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], os.DirEntry[str], int]]:
+    def names(self, path: Path) -> list[str]:
+        """What lies in the folder at `path`; nothing where there is none."""
+        try:
+            folder = self._open(path, stat.S_ISDIR)
+        except OSError:
+            return []
+        with _closing(folder):
+            return sorted(os.listdir(folder))  # noqa: PTH208 - by descriptor
+
+    def _walk(
+        self, folder: int, above: tuple[str, ...], skipped: Collection[str] = ()
+    ) -> Iterator[tuple[tuple[str, ...], os.DirEntry[str], int]]:
         """Everything below `folder`, with the descriptor of the folder that it lies in. Closes `folder`."""
         with _closing(folder), os.scandir(folder) as entries:
             for entry in entries:
                 parts = (*above, entry.name)
                 yield parts, entry, folder
-                if entry.is_dir(follow_symlinks=False) and len(parts) < MOST_DEEP:
+                if entry.is_dir(follow_symlinks=False) and entry.name not in skipped and len(parts) < MOST_DEEP:
                     with suppress(OSError):  # removed meanwhile, or replaced
-                        yield from self._walk(os.open(entry.name, _FOLDER, dir_fd=folder), parts)
+                        yield from self._walk(os.open(entry.name, _FOLDER, dir_fd=folder), parts, skipped)
 
     def is_written(self, path: Path) -> bool | None:
         """Whether any process of the machine has the file open for writing, or has mapped it so. None: the system does

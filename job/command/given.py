@@ -64,8 +64,9 @@ class Folders:
     def values(self, run: str, gpus: int) -> dict[str, str | int]:
         """The placeholders."""
         named = self.user / NAMED
-        inputs = {f"inputs.{each.name}": str(each) for each in named.iterdir()} if named.is_dir() else {}
+        inputs = {f"inputs.{name}": str(named / name) for name in self.own.names(named)}
         return {
+            "code": str(self.code),
             "checkpoints": str(self.user / KEPT),
             "outputs": str(self.outputs),
             "state": str(self.user / STATE),

@@ -13,22 +13,21 @@ import shutil
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from gpufleet.job.contract import reading
 from gpufleet.job.foreign import ForeignFolder
-from gpufleet.job.spec.command import CommandConfig, filled
+from gpufleet.job.spec.command import COUNTED, CommandConfig, filled
 
 ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's, where they begin as a zip does
 PICKLED = ".metadata"  # torch.distributed.checkpoint's
 MOST_STEPS = 10**8  # names of ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
 MOST_HEADER = 100_000_000  # of a .safetensors file, as its library has it, and of a .metadata that is looked into
-_STEP = re.compile(r"\{step(:[0-9a-z]+)?\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,35 @@ class FileState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCheckpoint:
-    """The files of one checkpoint, by their names below the folder of checkpoints; `inner`: below its own folder."""
+    """The files of one checkpoint, by their names below the folder of checkpoints. `inner`: their names below its own
+    folder; `places`: its files, or the folders that they are in where the definition names a folder.
+    """
 
-    step: int | None  # None: no name tells it
+    counts: Mapping[str, int]  # what its names tell: step, epoch; empty: nothing
+    folder: str  # what stands for the folders that the definition names with a `*`
     files: Mapping[str, FileState]
     inner: Mapping[str, str]
+    places: frozenset[str]
+
+    @property
+    def number(self) -> int | None:
+        """By which its names are in order; None: no name tells any."""
+        return self.counts.get("step", self.counts.get("epoch"))
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What tells it from the others of its folder."""
+        return self.folder, self.number
+
+    @property
+    def series(self) -> str:
+        """The kind of its folder: exp and exp2 are of one, pretrain and tune of two."""
+        return re.sub(r"[-_.]?\d+", "", self.folder)
+
+    @property
+    def title(self) -> str:
+        """It, in a sentence."""
+        return _title(self.counts)
 
     @property
     def bytes(self) -> int:
@@ -61,8 +84,18 @@ class FoundCheckpoint:
 
     @property
     def written(self) -> float:
-        """Epoch seconds of the newest."""
+        """Epoch seconds of the newest file."""
         return max(look.written for look in self.files.values()) / 1e9
+
+    @property
+    def first_written(self) -> float:
+        """Epoch seconds of the oldest file."""
+        return min(look.written for look in self.files.values()) / 1e9
+
+    def is_anew(self, before: FoundCheckpoint) -> bool:
+        """Whether it was written again since it looked like `before`: not where a file only came into its folder."""
+        changed = any(name in before.files and before.files[name] != look for name, look in self.files.items())
+        return changed or bool(self.places - before.places)
 
 
 class Names:
@@ -72,49 +105,80 @@ class Names:
         """`prefix`: what stands before a file's name in the bucket."""
         self._complete, self._unless, self._prefix = config.complete, config.unless, prefix
         self._patterns = [_pattern(name) for name in config.names]
-        self._also = [_pattern(name.rstrip("/") + end) for name in config.checkpoint.also for end in ("", "/")]
+        self._also = [_pattern(name.rstrip("/") + end)[0] for name in config.checkpoint.also for end in ("", "/")]
         self.unfit: dict[str, str] = {}  # checkpoints of the last `find` that can never be published, and why
-        self.are_known = bool(config.complete) or not any("*" in name or name.endswith("/") for name in config.names)
+        self._has_parts = any("*" in name.rpartition("/")[2] for name in config.names)
+        self.are_known = bool(config.complete) or not (
+            self._has_parts or any(name.endswith("/") for name in config.names)
+        )
         self._sizes: set[tuple[str, int]] = set()
         self.learned: dict[str, tuple[int, int]] = {}  # of a kind of name: how many there are, bytes of the smallest
 
-    def find(self, folder: Path, allowed: Path) -> list[FoundCheckpoint]:
-        """Every checkpoint that has begun, oldest step first, without those that could never be published, as no store
-        or reader would take them: `unfit` has these. What a link leads to lies below `allowed`.
+    def match(self, relative: str) -> tuple[dict[str, int], str, str, str] | None:
+        """What a path below the folder of checkpoints tells: its counts, what stands for folders with a `*`, the file
+        or folder that is the checkpoint, and its path below that folder. None: it is of no checkpoint.
         """
-        steps: dict[int | None, tuple[dict[str, FileState], dict[str, str]]] = {}
-        unfit: dict[int | None, str] = {}
+        for pattern, depth in self._patterns:
+            if (match := pattern.fullmatch(relative)) is not None:
+                groups = match.groupdict()
+                counts: dict[str, int] = {name: int(groups[name]) for name in ("step", "epoch") if name in groups}
+                folder = "/".join(relative.split("/")[:depth])
+                inner = groups.get("inner")
+                outer = relative if inner is None else relative.removesuffix(f"/{inner}")
+                return counts, folder, outer, inner or relative.removeprefix(f"{folder}/")
+        return None
+
+    def find(self, folder: Path, allowed: Path) -> list[FoundCheckpoint]:
+        """Every checkpoint that has begun, the newest last: by what its names count, else by when it was written.
+        Without those that could never be published, as no store or reader would take them: `unfit` has these. What a
+        link leads to lies below `allowed`.
+        """
+        made: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[str, str, str, FileState]]] = {}
+        unfit: dict[tuple[str, tuple[tuple[str, int], ...]], str] = {}
         disk_bytes = shutil.disk_usage(allowed).total
         for name, look in ForeignFolder(allowed).files(folder):
-            match = next(filter(None, (pattern.fullmatch(name) for pattern in self._patterns)), None)
-            if match is None:
+            if (told := self.match(name)) is None:
                 continue
-            groups = match.groupdict()
-            step = int(groups["step"]) if "step" in groups else None
-            files, inner = steps.setdefault(step, ({}, {}))
+            counts, starred, outer, inner = told
+            key = starred, tuple(counts.items())
             try:
-                files[name] = FileState.from_stat(look())
+                state = FileState.from_stat(look())
             except FileNotFoundError:  # removed meanwhile
                 continue
             except OSError:
-                unfit[step] = f"{reading.show(name)} is a link to no file of the command's folders"
+                unfit[key] = f"{reading.show(name)} is a link to no file of the command's folders"
                 continue
-            inner[name] = groups.get("inner") or name
-            if problem := self.problem(name, step):
-                unfit[step] = problem
-            elif files[name].bytes > disk_bytes:
-                unfit[step] = f"{reading.show(name)} is longer than its disk: it is made of holes"
-        self.unfit = {_shown(step): why for step, why in unfit.items()}
-        found = [
-            FoundCheckpoint(step=step, files=files, inner=inner)
-            for step, (files, inner) in steps.items()
-            if files and step not in unfit
+            made.setdefault(key, []).append((name, outer, inner, state))
+            if problem := self._problem(name, counts):
+                unfit[key] = problem
+            elif state.bytes > disk_bytes:
+                unfit[key] = f"{reading.show(name)} is longer than its disk: it is made of holes"
+        self.unfit = {_title(dict(counts)): why for (_, counts), why in unfit.items()}
+        checkpoints = [
+            FoundCheckpoint(
+                counts=dict(counts),
+                folder=starred,
+                files={name: state for name, _, _, state in rows},
+                inner={name: inner for name, _, inner, _ in rows},
+                places=frozenset(outer for _, outer, _, _ in rows),
+            )
+            for (starred, counts), rows in made.items()
+            if (starred, counts) not in unfit
         ]
-        return sorted(found, key=lambda each: each.step or 0)
+        return sorted(checkpoints, key=lambda each: (each.number or 0, each.written))
 
-    def problem(self, name: str, step: int | None) -> str:
+    def companions(self, folder: Path, allowed: Path) -> dict[str, int]:
+        """The bytes of files that are kept with each checkpoint, by their names below the folder."""
+        found = {}
+        for name, look in ForeignFolder(allowed).files(folder):
+            if any(pattern.fullmatch(name) for pattern in self._also) and not self._problem(name, {}):
+                with suppress(OSError):
+                    found[name] = look().st_size
+        return found
+
+    def _problem(self, name: str, counts: Mapping[str, int]) -> str:
         """Why no checkpoint with a file of this name can be published; nothing where it can."""
-        if step is not None and step >= MOST_STEPS:
+        if any(count >= MOST_STEPS for count in counts.values()):
             return f"a step has at most eight digits: count in thousands, or name {reading.show(name)} otherwise"
         try:
             reading.name(self._prefix + name)
@@ -125,27 +189,19 @@ class Names:
             )
         return ""
 
-    def companions(self, folder: Path, allowed: Path) -> dict[str, int]:
-        """The bytes of files that are kept with each checkpoint, by their names below the folder."""
-        found = {}
-        for name, look in ForeignFolder(allowed).files(folder):
-            if any(pattern.fullmatch(name) for pattern in self._also) and not self.problem(name, None):
-                with suppress(OSError):
-                    found[name] = look().st_size
-        return found
-
     def lacks(self, found: FoundCheckpoint) -> str:
         """What of it is not there yet, in words; nothing where its names are complete."""
         inner = set(found.inner.values())
-        if self._unless and _at_step(self._unless, found.step) in inner:
+        if self._unless and filled(self._unless, {**found.counts}) in inner:
             return f"{self._unless} says that it is unfinished"
         if self._complete:
-            return "" if _at_step(self._complete, found.step) in inner else f"{self._complete} is not there"
-        if not all(any(pattern.fullmatch(name) for name in found.files) for pattern in self._patterns):
+            return "" if filled(self._complete, {**found.counts}) in inner else f"{self._complete} is not there"
+        if not all(any(pattern.fullmatch(name) for name in found.files) for pattern, _ in self._patterns):
             return "one of its files is not there"
-        if found.step is None:
-            return ""
-        kinds = _kinds(found.files)
+        if found.number is None:
+            count = sum(count for count, _ in self.learned.values()) if self._has_parts else 0
+            return f"{len(found.files)} of {count} files are there" if len(found.files) < count else ""
+        kinds = _kinds(found.inner, found.files)
         for kind, (count, least) in self.learned.items():
             there, smallest = kinds.get(kind, (0, 0))
             if there < count:
@@ -154,18 +210,29 @@ class Names:
                 return f"{kind} has {smallest:,} bytes, the first one's had {least:,}"
         return ""
 
+    def newest(self, found: FoundCheckpoint, before: FoundCheckpoint | None) -> FoundCheckpoint:
+        """The checkpoint with those of its files alone that were written since it looked like `before`, where its names
+        count nothing, match several files, and these are a checkpoint by themselves; else as it is.
+        """
+        files = {name: look for name, look in found.files.items() if before is None or before.files.get(name) != look}
+        if found.number is not None or not files or not self._has_parts:
+            return found
+        if not all(any(pattern.fullmatch(name) for name in files) for pattern, _ in self._patterns):
+            return found
+        outer = frozenset(each for each in found.places if any(name.startswith(each) for name in files))
+        return replace(found, files=files, inner={name: found.inner[name] for name in files}, places=outer)
+
     def _last(self, found: FoundCheckpoint) -> list[str]:
         """The files of it that say by their being there that the others are whole; all where none does."""
         if not self._complete:
             return list(found.files)
-        return [name for name, inner in found.inner.items() if inner == _at_step(self._complete, found.step)]
+        return [name for name, inner in found.inner.items() if inner == filled(self._complete, {**found.counts})]
 
-    def learn(self, files: Mapping[str, int]) -> None:
-        """From names and bytes of one that is whole: the first teaches the names, the newest the sizes."""
-        kinds = _kinds({name: FileState(0, 0, size, 0) for name, size in files.items()})
+    def learn(self, found: FoundCheckpoint) -> None:
+        """From one that is whole: the first teaches the names, the newest the sizes."""
         if not self._complete and not self.learned:
-            self.learned = kinds
-        self._sizes = {(_kind(name), size) for name, size in files.items()}
+            self.learned = _kinds(found.inner, found.files)
+        self._sizes = {(_kind(name), look.bytes) for name, look in found.files.items()}
 
     def shows_a_cut(self, opened: Callable[[str], BinaryIO], found: FoundCheckpoint) -> bool:
         """Whether a cut in what was written last would show: by the file itself, as it is as long as the newest whole
@@ -178,32 +245,31 @@ class Names:
             for name in self._last(found)
         )
 
-    def place(self, files: Iterable[str]) -> str:
-        """What a command is told as {checkpoint}: the file, or the folder that all of it is in."""
-        first = sorted(files)[0]
-        match = next(filter(None, (pattern.fullmatch(first) for pattern in self._patterns)), None)
-        inner = match and match.groupdict().get("inner")
-        return first.removesuffix(f"/{inner}") if inner else first
+
+def place(found: FoundCheckpoint) -> str:
+    """What a command is told as {checkpoint}: the file, or the folder that all of it is in."""
+    return sorted(found.places)[0]
 
 
-def _pattern(name: str) -> re.Pattern[str]:
-    """The first {step} tells it, each other one repeats it."""
-    text, seen = "", False
-    for part in re.split(r"(\{step(?::[0-9a-z]+)?\}|\*)", name.rstrip("/")):
-        if _STEP.fullmatch(part):
-            text += r"0*(?P=step)" if seen else r"0*(?P<step>[0-9]+)"
-            seen = True
+def _pattern(name: str) -> tuple[re.Pattern[str], int]:
+    """The first {step} tells it, each other one repeats it; the same of {epoch}. With how many of its folders, from
+    the first on, are told apart by a `*`.
+    """
+    text, seen = "", set[str]()
+    for part in re.split(r"(\{(?:step|epoch)(?::[0-9a-z]+)?\}|\*)", name.rstrip("/")):
+        if count := COUNTED.fullmatch(part):
+            text += rf"0*(?P={count[1]})" if count[1] in seen else rf"0*(?P<{count[1]}>[0-9]+)"
+            seen.add(count[1])
         else:
             text += "[^/]*" if part == "*" else re.escape(part)
-    return re.compile(text + ("/(?P<inner>.+)" if name.endswith("/") else ""), re.DOTALL)
+    folders = name.rstrip("/").split("/")[:-1]
+    depth = max((index + 1 for index, each in enumerate(folders) if "*" in each), default=0)
+    return re.compile(text + ("/(?P<inner>.+)" if name.endswith("/") else ""), re.DOTALL), depth
 
 
-def _shown(step: int | None) -> str:
-    return "the checkpoint" if step is None else f"checkpoint of step {step:,}"
-
-
-def _at_step(name: str, step: int | None) -> str:
-    return filled(name, {"step": step or 0})
+def _title(counts: Mapping[str, int]) -> str:
+    counted = next((f"{name} {count:,}" for name, count in counts.items()), "")
+    return f"checkpoint of {counted}" if counted else "the checkpoint"
 
 
 def _kind(name: str) -> str:
@@ -211,9 +277,9 @@ def _kind(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _kinds(files: Mapping[str, FileState]) -> dict[str, tuple[int, int]]:
+def _kinds(inner: Mapping[str, str], files: Mapping[str, FileState]) -> dict[str, tuple[int, int]]:
     """Names with their digits taken out: how many there are of each, and the bytes of the smallest."""
-    kinds = {name: _kind(name) for name in files}
+    kinds = {name: _kind(inside) for name, inside in inner.items()}
     counted = Counter(kinds.values())
     return {
         kind: (count, min(files[name].bytes for name in files if kinds[name] == kind))

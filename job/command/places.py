@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from gpufleet.job.command import processes
 from gpufleet.job.contract.environment import USER_PATH
 from gpufleet.job.contract.messages import Contained, Container
-from gpufleet.job.contract.workdir import CODE, CONTROL, FIRST, SCRIPTS, USER, WATCHER
+from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS, WATCHER
 from gpufleet.job.foreign import ForeignFolder
 
 OUT, NEXT = "out", "next"  # pipes: what is printed, what to run
@@ -37,7 +37,7 @@ done
 """
 STEP_TEXT = """\
 . {folder}/{name}.env
-cd {code} || exit
+mkdir -p {start} && cd {start} || exit
 exec sh -ec {command}
 """
 
@@ -66,7 +66,6 @@ class Scripts:
 
     def __init__(self, workdir: Path) -> None:
         self.folder = workdir / CONTROL / SCRIPTS
-        self._code = workdir / USER / CODE
         self._waiting: list[tuple[Path, bytes]] = []
         self._pipe: int | None = None  # of the first one that waits, while it is written
         self.began = False  # what was asked for
@@ -79,10 +78,10 @@ class Scripts:
         # Never at its end: who opens it to write closes it again, and others come. Never waited for.
         self.out = self._own.open_pipe(self.folder / OUT, os.O_RDWR)
 
-    def run(self, name: str, command: str, environment: Mapping[str, str]) -> None:
-        """Asks for the command, in the code's folder. `offer` goes on with it."""
-        folder, code = shlex.quote(str(self.folder)), shlex.quote(str(self._code))
-        text = STEP_TEXT.format(folder=folder, name=name, code=code, command=shlex.quote(command))
+    def run(self, name: str, command: str, environment: Mapping[str, str], start: Path) -> None:
+        """Asks for the command, in the folder `start`. `offer` goes on with it."""
+        folder, quoted = shlex.quote(str(self.folder)), shlex.quote(str(start))
+        text = STEP_TEXT.format(folder=folder, name=name, start=quoted, command=shlex.quote(command))
         self._own.write(self.folder / f"{name}.sh", text.encode())
         self._own.write(self.folder / f"{name}.code", b"", 0o666)  # an image need not run as root
         self._own.make_pipe(self.folder / f"{name}.env")

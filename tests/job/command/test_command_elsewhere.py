@@ -1,0 +1,104 @@
+"""What a command has written where nobody looks for its checkpoints, and the line that is proposed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpufleet.job.command.elsewhere import Search
+from gpufleet.job.command.given import Folders
+from gpufleet.job.command.names import Names
+from gpufleet.job.spec import convert
+from gpufleet.job.spec.command import CommandConfig
+
+
+class SearchedRun:
+    """A run in whose folders files come after its start."""
+
+    def __init__(self, user: Path, command: str, checkpoint: dict[str, Any]) -> None:
+        tree = {"command": command, "checkpoint": checkpoint}
+        config = convert.from_json(CommandConfig, tree, "job", CommandConfig())
+        self.folders, self.began = Folders(user=user), time.time() + 1
+        self.folders.make()
+        self._search = Search(config, Names(config), self.folders, user / "checkpoints", self.began)
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (self.began + 1, self.began + 1))
+
+    def look(self) -> str:
+        return self._search.look(self.began + 60, at_once=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "checkpoint", "written", "answer"),
+    [
+        ("python train.py --out runs", {"each": ["ckpt-{step}.json"]}, ["code/runs/ckpt-10.json"],
+         "runs/ckpt-10.json was written, where nobody looks: write job.checkpoint.folder: 'runs', or --out"
+         " {checkpoints} in job.command"),
+        ("python train.py", {"each": ["last.pt"], "rewritten": True}, ["outputs/x/last.pt"],
+         "{outputs}/x/last.pt was written, where nobody looks: write job.checkpoint.folder: '{outputs}/x', or have the"
+         " command write into {checkpoints}"),
+        ("python train.py", {"each": ["last.pt"], "rewritten": True}, ["code/last.pt"],
+         "last.pt was written, where nobody looks: write job.workdir: '{checkpoints}', and {code}/ before the script's"
+         " name in job.command"),
+        ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["checkpoints/exp/ckpt-10.pt"],
+         "{checkpoints}/exp/ckpt-10.pt was written, where nobody looks: write job.checkpoint.folder:"
+         " '{checkpoints}/exp', or have the command write into {checkpoints}"),
+        ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["checkpoints/step_000010.pt", "checkpoints/step_000020.pt"],
+         "step_000010.pt, step_000020.pt came into {checkpoints}, and job.checkpoint.each, ckpt-{step}.pt, names none"
+         " of them: write each: 'step_{step:06d}.pt', if that is one checkpoint"),
+        ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["checkpoints/epoch-3/a", "checkpoints/epoch-4/a"],
+         "epoch-3/a, epoch-4/a came into {checkpoints}, and job.checkpoint.each, ckpt-{step}.pt, names none of them:"
+         " write each: 'epoch-{epoch}/', if that is one checkpoint"),
+        ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["checkpoints/best.pt"],
+         "best.pt came into {checkpoints}, and job.checkpoint.each, ckpt-{step}.pt, names none of them: write each:"
+         " 'best.pt', rewritten: true, if that is one checkpoint"),
+        ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["code/out/model_4.pth", "code/out/log.txt"],
+         "nothing came into {checkpoints}; written were out/model_4.pth: say in job.checkpoint.folder and each which"
+         " of these is a checkpoint"),
+        ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["code/log.txt", "checkpoints/ckpt-1.tmp"], ""),
+    ],
+)  # fmt: skip
+def test_what_was_written_elsewhere_is_named_with_the_line_to_add(
+    tmp_path: Path, command: str, checkpoint: dict[str, Any], written: list[str], answer: str
+) -> None:
+    searched = SearchedRun(tmp_path, command, checkpoint)
+    (tmp_path / "code" / "old.pt").touch()  # shipped with the code
+    for name in written:
+        searched.write(tmp_path / name)
+    assert searched.look() == answer
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "code", "outputs", "state"])
+@pytest.mark.parametrize(
+    "kind", ["a folder elsewhere", "its parent", "a file elsewhere", "a pipe", "no text", "itself"]
+)
+def test_nothing_is_looked_for_outside_of_the_command_s_folders(tmp_path: Path, place: str, kind: str) -> None:
+    """What a command has made a link of is neither followed nor named; of a pipe nobody waits for an end."""
+    outside, user = tmp_path / "outside", tmp_path / "run" / "user"
+    searched = SearchedRun(user, "python train.py", {"each": ["last.pt"], "rewritten": True})
+    searched.write(outside / "last.pt")
+    folder = user / place
+    if kind == "a folder elsewhere":
+        folder.rmdir()
+        folder.symlink_to(outside)
+    elif kind == "its parent":
+        (folder / "runs").symlink_to("../..")
+    elif kind == "a file elsewhere":
+        (folder / "last.pt").symlink_to(outside / "last.pt")
+    elif kind == "a pipe":
+        os.mkfifo(folder / "last.pt")
+        os.utime(folder / "last.pt", (searched.began + 1,) * 2)
+    elif kind == "no text":
+        searched.write(Path(os.fsdecode(os.fsencode(folder) + b"/by\xff"), "last.pt"))
+    else:
+        (folder / "last.pt").symlink_to("last.pt")
+    assert searched.look() == ""
+    searched.write(user / "code" / "runs2" / "last.pt") if place != "code" else None
+    assert searched.look().startswith("runs2/last.pt was written") is (place != "code")
