@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -244,7 +245,7 @@ class Host:
                 self.clock(),
                 saving=lambda: what != SETUP and self.checkpoints.saving(),
                 committed=self.checkpoints.newest,
-                begun_at=self.checkpoints.begun_at,
+                on_signal=self.checkpoints.newest_is_on_signal,
                 send=self._send_stop,
                 say=say,
             )
@@ -307,11 +308,12 @@ class Host:
         return self.place.alive() if self.place is not None and self.is_there else []
 
     def _send_stop(self, name: str) -> None:
-        self.checkpoints.signalled()
-        self._send(name)
+        self._send(name, self.checkpoints.signalled)
 
-    def _send(self, name: str) -> None:
+    def _send(self, name: str, just_before: Callable[[], None] = lambda: None) -> None:
+        """`just_before` is called when nothing is sent yet."""
         if self.place is not None and self.is_there:
+            just_before()
             say(f"SIG{name} to {self.place.send(name)} processes")
 
     def _kill(self) -> None:

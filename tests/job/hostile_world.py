@@ -118,10 +118,10 @@ def private(workdir: Path) -> Path:
     return folder
 
 
-def go_on(workdir: Path, log: Callable[[], str], wait_for: Callable[[Callable[[], object]], None]) -> None:
+def go_on(workdir: Path, log: Callable[[], str], wait_for: Callable[[str, Callable[[], object]], object]) -> None:
     """Lets the command go on each time when the log says what it waits for."""
     for what, said in SEEN.items():
-        wait_for(lambda said=said: all(each in log() for each in said))  # type: ignore[misc]
+        wait_for(f"{said} in the log", lambda said=said: all(each in log() for each in said))  # type: ignore[misc]
         (workdir / "user" / "state" / what).touch()
 
 

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from command_world import FORMATS, PYTHON, CommandJob, of_format, parameters, wrong
-from repository import ROOT
 
 from gpufleet.job.contract.messages import Alarm, Stop
 
 CLOCK = """
-import pathlib, sys, time
+import pathlib, time
 real, ahead = time.time, pathlib.Path({ahead!r})
-if "gpufleet.job.command" in sys.orig_argv:
-    time.time = lambda: real() + (float(ahead.read_text() or 0) if ahead.exists() else 0)
+time.time = lambda: real() + (float(ahead.read_text() or 0) if ahead.exists() else 0)
 """
 
 
 @pytest.mark.parametrize("by_s", [7200.0, -7200.0])
 def test_a_clock_that_is_set_ends_no_command_and_changes_no_checkpoint(tmp_path: Path, by_s: float) -> None:
     """Ahead by two hours, the command had been silent for two hours."""
-    (tmp_path / "sitecustomize.py").write_text(CLOCK.format(ahead=str(tmp_path / "ahead")))
-    job = CommandJob(tmp_path / "w", of_format("hf-trainer", "--steps 40 --every 10 --step-s 0.1", work={"steps": 40}))
-    job.environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    told = of_format("hf-trainer", "--steps 40 --every 10 --step-s 0.1", work={"steps": 40})
+    job = CommandJob(tmp_path / "w", told, changed=CLOCK.format(ahead=str(tmp_path / "ahead")))
     process = job.start()
 
     def set_clock() -> None:
-        job.wait_for(lambda: job.metrics() and job.metrics()[-1]["step"] >= 5, process)
+        job.wait_for("step 5", lambda: job.metrics() and job.metrics()[-1]["step"] >= 5, process)
         (tmp_path / "ahead").write_text(str(by_s))
 
     assert job.finish(process, set_clock) == 0, job.log
@@ -76,7 +72,7 @@ def test_a_node_that_has_failed_is_held_until_somebody_ends_it(tmp_path: Path) -
     process = job.start()
 
     def end() -> None:
-        job.wait_for(lambda: Alarm.read(job.workdir), process)
+        job.wait_for("the alarm", lambda: Alarm.read(job.workdir), process)
         job.tell(Stop(reason="stopped", ends=True))
 
     assert job.finish(process, end) == 65, job.log

@@ -60,8 +60,8 @@ def test_only_a_file_of_its_own_folders_is_an_output_of_its_end(tmp_path: Path, 
 
 def test_a_file_from_before_its_end_is_no_output_after_it_though_the_clock_was_set_meanwhile(tmp_path: Path) -> None:
     world = ScriptWorld(tmp_path / "run", FakeScript(), FakeScript().config())
-    start = world.start()
     world.checkpoints.moment = lambda written: written - 7200  # the machine's clock is two hours ahead by now
+    start = world.start()
     (world.folders.outputs / "ckpt-5.json").touch()
     os.utime(world.folders.outputs / "ckpt-5.json", (start.began + 3600,) * 2)
     assert not start.end(0, "", "the command").is_delivered

@@ -14,10 +14,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import pytest
 import runs
 from command_world import PYTHON, parameters, run_of
 from repository import ROOT
+from waiting import wait_for
 
 from gpufleet.job.clock import uptime
 from gpufleet.job.contract.environment import RUN_URI
@@ -42,7 +43,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="a node's files become another user's"),
 ]
 
-IMAGE = "gpufleet-test-empty:1"
+IMAGE = f"gpufleet-test-empty-{os.getpid()}:1"  # of this worker alone
 MACHINE = InstanceIdentity("i-1", "g5.2xlarge", "us-east-2a", "2026-11-26T00:00:00Z")
 HERE = [
     path
@@ -240,26 +241,15 @@ def log_of(root: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def waiting_for(root: Path, process: subprocess.Popen[bytes]) -> Callable[[Callable[[], object]], None]:
-    def wait_for(seen: Callable[[], object]) -> None:
-        end = time.monotonic() + 120
-        while not seen():
-            assert process.poll() is None, log_of(root) or process.communicate()[0].decode()
-            assert time.monotonic() < end, log_of(root)
-            time.sleep(0.05)
-
-    return wait_for
-
-
 def test_a_hostile_command_in_its_container_leads_the_supervisor_in_another_nowhere(
     settings: Settings, users: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workdir = tmp_path / "run"
     hostile_world.private(workdir)
     with run_on_a_node(settings, tmp_path, monkeypatch, hostile_world.run_parameters(), "0") as (process, _):
-        wait_for = waiting_for(tmp_path, process)
-        hostile_world.go_on(workdir, lambda: log_of(tmp_path), wait_for)
-        wait_for(lambda: process.poll() is not None)
+        wait = partial(wait_for, process=process, log=lambda: log_of(tmp_path))
+        hostile_world.go_on(workdir, lambda: log_of(tmp_path), wait)
+        wait("its end", lambda: process.poll() is not None)
     assert process.returncode == 0, log_of(tmp_path)
     assert hostile_world.wrong(workdir, workdir / "bucket" / "r1", log_of(tmp_path)) == [], log_of(tmp_path)
 
@@ -300,13 +290,13 @@ def test_files_of_another_user_s_that_are_being_written_are_waited_for_and_signa
     checkpoint = {"each": ["step-{step}/"], "complete": "done", "heartbeat_s": 0.5}
     told = parameters(f"{PYTHON} -c '{script}'", checkpoint=checkpoint, stop={"saves": "true"}, exit={"restarts": 0})
     with run_on_a_node(settings, tmp_path, monkeypatch, told, "1000") as (process, machine):
-        wait_for = waiting_for(tmp_path, process)
-        wait_for(lambda: "published step 1" in log_of(tmp_path))  # the host has seen both
+        wait = partial(wait_for, process=process, log=lambda: log_of(tmp_path))
+        wait("step 1", lambda: "published step 1" in log_of(tmp_path))  # the host has seen both
         assert "checkpoint of step 2 is whole" not in log_of(tmp_path)
         (tmp_path / "run" / "user" / "state" / "go").touch()
-        wait_for(lambda: "published step 2" in log_of(tmp_path))
+        wait("step 2", lambda: "published step 2" in log_of(tmp_path))
         subprocess.run(["docker", "kill", "-s", "TERM", container.name(machine.instance)], capture_output=True)
-        wait_for(lambda: process.poll() is not None)
+        wait("its end", lambda: process.poll() is not None)
     assert process.returncode == 75, log_of(tmp_path)
     assert "user 1000" in log_of(tmp_path)
     saved = (tmp_path / "run" / "bucket" / "r1" / "ckpt").rglob("w.bin")
