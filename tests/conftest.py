@@ -31,7 +31,7 @@ if MOVED_CLOCK:  # also for those whose environment a test has made, a node's sa
         _start(self, *words, env=None if env is None else {**MOVED_CLOCK, **env}, **how)
 
     subprocess.Popen.__init__ = _start_moved  # type: ignore[method-assign]
-SERVERS = re.compile(r"multiprocessing\.|forked")  # which serve all tests of a worker
+SERVERS = re.compile(r"multiprocessing\.|forked|judge\.child \d+ (compile|serve)")  # which serve all tests of a worker
 LONG = {
     "test_engine_real.py",
     "test_killed_calls.py",

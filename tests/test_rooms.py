@@ -17,7 +17,19 @@ PACKAGES = ("job", "infra", "rehearsal")
 # From the ground up. A name with a dot is a room by itself, apart from the one that it lies in.
 ROOMS = {
     "job": (
-        *("text", "clock", "atomic", "progress", "gpus", "contract", "kind", "contract.run", "ledger", "measured"),
+        *(
+            "text",
+            "clock",
+            "atomic",
+            "progress",
+            "gpus",
+            "foreign",
+            "contract",
+            "kind",
+            "contract.run",
+            "ledger",
+            "measured",
+        ),
         *("node", "supervisor.store", "supervisor.machine", "command", "supervisor", "probe", "__main__"),
         *("experiments.dataset", "experiments.spec", "experiments.engine", "experiments.models", "experiments.tuning"),
         *("experiments.student", "experiments.growth", "experiments.sft", "experiments.pretrain"),
