@@ -87,15 +87,28 @@ def test_an_input_in_a_bucket_cannot_be_rehearsed_and_is_named(tmp_path: Path) -
     assert list(own.lacking(definition(tmp_path))) == ["storage.inputs.text: a folder with a little of it"]
 
 
-def test_a_file_that_is_written_into_the_codes_folder_is_seen(tmp_path: Path) -> None:
-    environment_of(tmp_path / "mine" / ".venv")
-    (tmp_path / "mine" / ".venv" / "pyvenv.cfg").touch()  # which Python itself writes into
-    (tmp_path / "mine" / "train.py").write_text("pass\n")
-    found = definition(tmp_path)
-    before = own.listing(found, tmp_path / "project")
-    assert list(before) == ["train.py"]
-    (tmp_path / "mine" / "left").write_text("x")
-    assert own.listing(found, tmp_path / "project") != before
+def test_of_the_codes_folder_what_was_shipped_must_stay_and_a_commit_is_no_matter(tmp_path: Path) -> None:
+    mine, project = tmp_path / "mine", tmp_path / "project"
+    environment_of(mine / ".venv")
+    (mine / ".venv" / "pyvenv.cfg").touch()  # which Python itself writes into
+    for name in ("train.py", "model.py"):
+        (mine / name).write_text("pass\n")
+    git = ("git", "-c", "user.name=a", "-c", "user.email=b")
+    subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    before = own.listing(definition(tmp_path), project)
+    assert sorted(path.name for path in before) == ["model.py", "train.py"]
+    (mine / "notes").write_text("x")
+    (mine / "train.py").write_text("pass\n")  # as a hook of git's does
+    for words in (("add", "-A"), ("commit", "-qm", "all of it"), ("checkout", "-qb", "other")):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    kept = own.code_is_untouched(before, project)
+    assert (kept.held, kept.figure) == (True, "2 files, untouched")
+    (mine / "train.py").write_text("pass # edited\n")
+    (mine / "model.py").unlink()
+    changed = own.code_is_untouched(before, project)
+    assert changed.is_broken
+    assert changed.figure.startswith("../mine/model.py (gone), ../mine/train.py changed while this ran")
 
 
 @pytest.mark.parametrize(

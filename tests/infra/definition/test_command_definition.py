@@ -228,6 +228,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"checkpoint": {**SAVES, "every": {"epochs": 1}}, "work": {"epochs": 3, "step_ms": {"A10G": 5}}},
         "line 6, job.work.step_ms: 'a section' is not accepted; allowed: work.epoch_minutes where epochs are counted",
     ),
+    "one time of a step for every GPU": (
+        {"work": {"steps": 100, "step_ms": 100}},
+        "line 6, job.work.step_ms: '100' is not accepted; allowed: a section, or nothing. Write step_ms: {L40S: 100}.",
+    ),
     "lines that tell epochs where steps are counted": (
         {"progress": {"stdout": r"epoch (?P<epoch>\d+)"}},
         r"line 7, job.progress.stdout: 'epoch (?P<epoch>\\d+)' is not accepted; allowed: a group named step, or epoch,"
