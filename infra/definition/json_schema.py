@@ -174,8 +174,9 @@ def _field(cls: type[Any], name: str, *, partial: bool = False, default: Any = N
     found = _value(inner, rule) | _KNOWN.get((cls, name), {})
     if (cls, name) == (Fleet, "instance_types") and not partial:  # a scenario may list one that is gone, to be shown
         found["items"] = {"enum": sorted(name for name, kind in _TYPES.items() if not kind.unusable)}
-    if optional:
-        found = {"anyOf": [found, {"type": "null"}]}
+    if optional or (inner is str and spec.default == ""):
+        empty = {"type": "null"} if optional else {"enum": [None, ""]}
+        found = {"anyOf": [found, empty]}
     found["description"] = REQUIRED.get((cls, name)) or describe(hint, rule)
     if kept is not dataclasses.MISSING and kept is not None and not partial:
         found["default"] = list(kept) if isinstance(kept, tuple) else float(kept) if type(kept) is Decimal else kept

@@ -78,8 +78,8 @@ def _run(python: Path, *words: str) -> str:
 
 
 def _copy_scripts(places: Iterable[Path], programs: Path) -> None:
-    """Programs of packages in these folders, for the interpreter in `programs`; those of another interpreter are found on
-    the PATH as before.
+    """Programs of packages in these folders, for the interpreter in `programs`. Those of another interpreter are found
+    on the PATH as before.
     """
     own, folders = programs / "python", {place.resolve() for place in places}
     for file in (file for folder in folders for file in sorted(folder.iterdir())):

@@ -19,9 +19,10 @@ from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import programs
+from gpufleet.job.command.places import activated
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.messages import Observed
-from gpufleet.rehearsal import evidence, own, plumbing, report
+from gpufleet.rehearsal import evidence, own, plumbing, rehearse, report
 from gpufleet.rehearsal.evidence import Resumption
 
 TEXT = """
@@ -66,6 +67,25 @@ def test_a_command_has_the_interpreter_of_its_own_folder_unless_the_file_names_a
     assert other.samefile(programs(definition(tmp_path, "../other/bin/python"), root) or "")
     with pytest.raises(GpufleetError, match=r"rehearsal\.python"):
         programs(definition(tmp_path, "../nowhere/bin/python"), root)
+
+
+def test_each_node_installs_into_an_environment_of_its_own_where_it_has_a_set_up(tmp_path: Path) -> None:
+    found, theirs = definition(tmp_path), environment_of(tmp_path / "theirs")
+    project = tmp_path / "project"
+    programs_of = rehearse._programs_of(found, project, theirs, theirs / "python")
+    assert programs_of is not None
+    assert programs_of(tmp_path / "i-1") == theirs
+    found.source.write_text(found.source.read_text().replace("  command:", "  setup: pip install x\n  command:"))
+    found = load(found.source, now=datetime.now(UTC), rehearsal=True)
+    programs_of = rehearse._programs_of(found, project, theirs, Path(sys.executable))
+    assert programs_of is not None
+    for root in (tmp_path / "i-1", tmp_path / "i-2"):
+        root.mkdir()
+        bin_folder = programs_of(root)
+        assert bin_folder.is_relative_to(root)
+        assert activated(str(bin_folder)) == {"VIRTUAL_ENV": str(bin_folder.parent)}
+    assert activated("/usr/bin") == {}
+    assert rehearse._programs_of(found, project, None, None) is None  # in an image, or for a stand-in
 
 
 def test_a_secret_has_a_value_that_nobody_guesses_and_only_while_it_is_rehearsed(
