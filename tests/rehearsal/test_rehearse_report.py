@@ -120,7 +120,7 @@ def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow:
 @pytest.mark.parametrize(
     ("printed", "what", "reason"),
     [
-        ("code: 3 files\ngpufleet: mine.yaml: 1 problem\n  - line 3\n", "$ gpufleet cost mine", "mine.yaml: 1 problem\n  - line 3"),
+        ("a\ngpufleet: mine.yaml: 1 problem\n  - line 3\n", "$ gpufleet cost mine", "mine.yaml: 1 problem\n  - line 3"),
         ("mine in us-east-2\n  ok      roles: 2\n  PROBLEM quota: 0 of 4\n          Ask for it.\n", "$ x", "quota: 0 of 4\n          Ask for it."),
         ("  0:01 a\nThe run has no receipt.json: it is not done.\n", "$ gpufleet results mine", "The run has no receipt.json: it is not done."),
         ("the bill\nerror: no such zone\nerror: update failed\n", "", "no such zone\nerror: update failed"),
