@@ -354,7 +354,10 @@ def _convert(
         return _BAD if _BAD in values else tuple(values)
     if typing.get_origin(inner) is dict:
         if not isinstance(node, Mapping):
-            findings.add(path, allowed)
+            key = path.rpartition(".")[2]
+            value = _written(node) if isinstance(node, Scalar) else ""
+            name = "L40S" if key in ("step_ms", "epoch_minutes") else "NAME"
+            findings.add(path, allowed, f"Write {key}: {{{name}: {value}}}." if value else "", node=node)
             return _BAD
         if rule.most is not None and len(node.entries) > rule.most:
             findings.add(path, f"at most {rule.most}", value=f"{len(node.entries)} of them")
@@ -365,6 +368,8 @@ def _convert(
     if not isinstance(node, Scalar):
         findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")
         return _BAD
+    if inner is str and default == "" and (null or not node.text.strip()):  # as in a rehearsal that leaves it out
+        return ""
     if null:
         findings.add(path, allowed, value="" if not node.text else node.text)
         return _BAD

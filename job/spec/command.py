@@ -367,6 +367,11 @@ class CommandConfig(JobConfig):
     def is_users_own(self) -> bool:
         return True
 
+    @property
+    def installs(self) -> bool:
+        """Whether it may put packages where it runs: it has a set-up, or a command that speaks of installing."""
+        return bool(self.setup.strip()) or re.search(r"\binstall\b", self.command) is not None
+
     def steps_between_saves(self) -> int | None:
         """In `unit`."""
         every = self.checkpoint.every

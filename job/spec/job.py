@@ -268,6 +268,11 @@ class JobConfig(ABC):
         """Whether the code that trains is the user's, of which nothing is known but what the file says."""
         return False
 
+    @property
+    def installs(self) -> bool:
+        """Whether it may put packages where it runs."""
+        return False
+
     def steps_between_saves(self) -> int | None:
         """None: it saves by the clock."""
         return None
