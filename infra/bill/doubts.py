@@ -38,7 +38,7 @@ def warnings(
             f" {slower[1]:.0%} of those hours"
         )
     for type_, calibration in calibrations.items():
-        if isinstance(calibration, RefusedCalibration):
+        if isinstance(calibration, RefusedCalibration) and type_ in definition.fleet.instance_types:
             yield f"{type_}: {calibration.why}"
     if bill.against_one is not None:
         yield from bill.against_one.warnings()

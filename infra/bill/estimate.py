@@ -61,7 +61,9 @@ def price(
     only_priced = definition.variant.only_priced
     if only_priced:
         definition = replace(definition, limits=UNBOUND)
-    types, capacity = options.type_costs(definition, catalog, calibrations, speeds), definition.fleet.capacity
+    known = options.known_steps(definition, catalog, calibrations or {})
+    types = options.type_costs(definition, catalog, calibrations, speeds, known)
+    capacity = definition.fleet.capacity
     if options.dearest(types, capacity) is None:
         raise options.refuse(definition, types)
     sides = {
@@ -112,7 +114,7 @@ def price(
         max_price_age_days=definition.estimate.max_price_age_days,
         calibrated=chosen.runtime.calibrated,
         buys=chosen.trained_hours if endless else None,
-        against_one=_against_one(definition, chosen, catalog, dataset_bytes, hazards, speeds, today),
+        against_one=_against_one(definition, chosen, catalog, dataset_bytes, hazards, speeds, known, today),
         hourly_usd={each.name: each.usd_per_hour for each in lines.hourly_charges(definition, catalog)},
     )
     return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes, calibrations or {}), *not_ready))
@@ -125,12 +127,13 @@ def _against_one(
     dataset_bytes: int | None,
     hazards: Hazards | None,
     speeds: Speeds | None,
+    known: Sequence[options.StepTime],
     today: date | None,
 ) -> AgainstOne | None:
     if definition.nodes == 1 or definition.job.parameters.is_endless:
         return None
     alone = definition.on_nodes(1)
-    types = options.type_costs(alone, catalog, None, speeds)
+    types = options.type_costs(alone, catalog, None, speeds, known)
     one = price_side(
         alone,
         catalog,

@@ -12,6 +12,7 @@ from decimal import Decimal
 
 from gpufleet.infra.bill import fit
 from gpufleet.infra.bill import runtime as runtimes
+from gpufleet.infra.bill.own_steps import StepTime, known_steps, step_time, untried
 from gpufleet.infra.bill.lines import CENT_100
 from gpufleet.infra.catalog import Catalog, Instance, Price, SpotPrice
 from gpufleet.infra.definition.model import Capacity, StackDefinition
@@ -45,6 +46,7 @@ class TypeCost:
     on_demand: Price | None
     block: Price | None  # in the definition's block, whose fee pays for it: nothing
     why: str
+    untried: str = ""  # that nobody knows whether its GPUs hold a command
 
     def hourly(self, capacity: Capacity) -> Price | None:
         """The dearest price per node-hour that the fleet can meet."""
@@ -72,10 +74,11 @@ def type_costs(
     catalog: Catalog,
     calibrations: Calibrations | None = None,
     speeds: Speeds | None = None,
+    known: Sequence[StepTime] | None = None,
 ) -> tuple[TypeCost, ...]:
-    """Every listed type, in the file's order."""
+    """Every listed type, in the file's order. `known`: as type_cost has it."""
     return tuple(
-        type_cost(definition, catalog, type_, calibrations=calibrations, speeds=speeds)
+        type_cost(definition, catalog, type_, calibrations=calibrations, speeds=speeds, known=known)
         for type_ in definition.fleet.instance_types
     )
 
@@ -143,17 +146,21 @@ def type_cost(
     nearest: str | None = None,
     calibrations: Calibrations | None = None,
     speeds: Speeds | None = None,
+    known: Sequence[StepTime] | None = None,
 ) -> TypeCost:
-    """One type, listed or not. `nearest`: fit.cheapest_holder's words, for who asks about many types. Raises
-    GpufleetError for one that the catalog has never heard of, which no definition file may list.
+    """One type, listed or not. `nearest`: fit.cheapest_holder's words, `known`: known_steps of the definition, for who
+    asks about many types, or about another number of nodes. Raises GpufleetError for one that the catalog has never
+    heard of, which no definition file may list.
     """
     found = (calibrations or {}).get(type_)
     calibration = found if isinstance(found, Calibration) else None
-    config, region, estimate = definition.job.parameters, definition.fleet.region, definition.estimate
+    config, region = definition.job.parameters, definition.fleet.region
     root = definition.storage.root
     instance = catalog.instances.get(type_)
     if instance is None:
         raise GpufleetError(catalog.unknown_type(type_))
+    estimate = definition.estimate if _is_of(definition, type_, catalog) else replace(definition.estimate, step_ms=None)
+    known = known_steps(definition, catalog, calibrations or {}) if known is None else known
     why, runtime = [], None
     zones = definition.fleet.zone_ids
     spot = catalog.spot_zones(type_, region, zones)
@@ -161,6 +168,7 @@ def type_cost(
     capacity, block = definition.fleet.capacity, definition.fleet.block
     price = on_demand if capacity == "on-demand" else spot[-1].price if capacity == "spot" and spot else None
     config = config.bounded(_most_hours(definition, price))
+    ranks = config.ranks(instance.gpu_count, definition.nodes)
     try:  # the other price may be missing: it is only compared with
         if capacity == "spot":
             catalog.spot(type_, region, zones)
@@ -169,8 +177,6 @@ def type_cost(
     except PriceMissing as missing:
         why.append(str(missing))
     try:
-        if config.speed_is_of_listed_types and type_ not in definition.fleet.instance_types:
-            raise GpufleetError(f"{type_}: its speed is not known, {config.path}.work speaks of the listed types")
         runtime = runtimes.hours(
             config,
             instance,
@@ -181,6 +187,7 @@ def type_cost(
             buffer=float(definition.variant.buffer),
             hold_hours=None if definition.variant.hold_hours is None else float(definition.variant.hold_hours),
             calibration=calibration,
+            own=step_time(known, instance, ranks, speeds),
             speeds=speeds,
         )
     except GpufleetError as unknown:
@@ -199,7 +206,19 @@ def type_cost(
         on_demand=on_demand,
         block=None if block is None else _paid(catalog.as_of),
         why="; ".join(why),
+        untried="" if config.memory_is_predicted else untried(known, instance, ranks),
     )
+
+
+def _is_of(definition: StackDefinition, type_: str, catalog: Catalog) -> bool:
+    """Whether estimate.step_ms is of this type: listed, or with as many of a listed one's GPUs at work on a step."""
+
+    def device(name: str) -> tuple[str, float, int] | None:
+        found = catalog.instances.get(name)
+        return found and (found.gpu.name, found.gpu_share, definition.job.parameters.ranks(found.gpu_count))
+
+    listed = definition.fleet.instance_types
+    return definition.estimate.step_ms is None or type_ in listed or device(type_) in map(device, listed)
 
 
 def _paid(day: date) -> Price:

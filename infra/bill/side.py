@@ -300,14 +300,11 @@ def hours_bound_by(definition: StackDefinition, side: Side) -> str:
 
 def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, price_age_days: int) -> Unknown:
     """What of the run nobody knows, beside its interruptions."""
-    config, gpus = definition.job.parameters, option.instance.gpus
-    faster, slower = config.stated_spread() or (None, None)
-    sigma = unknown.STATED if runtime.speed == "stated" else runtime.sigma
     return Unknown(
-        faster=sigma if faster is None or runtime.calibrated else faster,
-        slower=sigma if slower is None or runtime.calibrated else slower,
-        shared=runtime.shared if runtime.speed == "derived" else 0.0,
-        device=gpus,
+        faster=runtime.faster,
+        slower=runtime.slower,
+        shared=runtime.shared,
+        device=option.instance.gpus,
         price=unknown.spot_price(price_age_days),
         offer=f"{option.type} in {definition.fleet.region}",
         setup=unknown.SETUP_MEASURED if runtime.setup_seen else unknown.SETUP,

@@ -140,7 +140,7 @@ def _parts(bill: Bill) -> Iterator[tuple[str, ...]]:
         yield figures("  all, after `gpufleet calibrate`", bill.measured_usd)
 
 
-_SPEED = {"measured": "measured", "stated": "as stated", "derived": "not measured"}
+_SPEED = {"measured": "measured", "declared": "as declared", "guessed": "guessed", "derived": "not measured"}
 
 
 def _limits_note(bill: Bill) -> str:

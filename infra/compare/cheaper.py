@@ -47,7 +47,7 @@ class Cheaper:
     more: int  # others that are
     unsure: int  # others with a lower mean that are not so sure to be cheaper
     beyond: int  # cheaper ones that pass a limit or the deadline in more than one run in ten, or break a rule
-    assumed: frozenset[str]  # types of `rows` whose speed is assumed, where the bill's is measured
+    assumed: frozenset[str]  # types of `rows` whose speed is assumed or guessed, where the bill's own is not
     command: str  # shows all of them
     half_setup: tuple[float, Decimal] | None = None  # minutes of set-up, USD that half of it saves; None: little
 
@@ -79,7 +79,7 @@ class Cheaper:
             rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}", sure))
         yield from text.table(heads, rows, right=range(2, 7))
         if self.assumed:
-            yield "* at an assumed speed; the bill's own is measured"
+            yield "* at a speed that is assumed or guessed; the bill's own is measured or declared"
         more = f"{self.more} more within the limits" if self.more else ""
         others = ", ".join(filter(None, (more, unsure, beyond)))
         yield from text.wrap(f"{f'{others}; all: ' if others else 'All: '}`{self.command}`.")
@@ -134,7 +134,7 @@ def bill_and_cheaper(
         catalog,
         hours_left=definition.hours_left(now),
         hazards=hazards,
-        found=lambda work: bill_basis(work, root, catalog),
+        found=lambda work, types: bill_basis(work, root, catalog, types),
         allowed=allowed,
         today=now.date(),
     )
@@ -179,7 +179,7 @@ def cheaper(
         today=today,
         likely=False,  # as the bill is priced
     )
-    rows = able([row for row in options if row.ranked and not _listed(row, definition)])
+    rows = able([row for row in options if row.ranked and not row.untried and not _listed(row, definition)])
     likely = [row for row in rows if within_limits(row)][:REFINED]
     closer = filled(likely, hours_left, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
     as_is = bill.chosen.exposure.unlimited
@@ -190,14 +190,14 @@ def cheaper(
     within = [row for row in rows if within_limits(row)]
     chosen = [row for row in within if row.cheaper is not None and row.cheaper >= SURE]
     shown = tuple(chosen[:SHOWN])
-    measured = bill.chosen.runtime.measured
+    known = bill.chosen.runtime.speed in ("measured", "declared")
     scenario = f" --scenario {definition.scenario}" if definition.scenario else ""
     return Cheaper(
         rows=shown,
         more=len(chosen) - len(shown),
         unsure=len(within) - len(chosen),
         beyond=len(rows) - len(within),
-        assumed=frozenset(row.type for row in shown if measured and row.basis != "measured"),
+        assumed=frozenset(row.type for row in shown if known and row.basis not in ("measured", "declared")),
         command=f"gpufleet compare {definition.argument}{scenario}",
         half_setup=_half_setup(as_is.setup_h * 60, own, quick),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -68,8 +69,8 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     left = _hours_left(within, whose, now)
     hazards = learn(observations(root))
 
-    def find_basis(work: StackDefinition) -> BillBasis:
-        return bill_basis(work, root, catalog)
+    def find_basis(work: StackDefinition, types: Iterable[str]) -> BillBasis:
+        return bill_basis(work, root, catalog, types)
 
     listed = ranking.scenarios(
         definition, variants, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()

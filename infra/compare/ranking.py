@@ -36,10 +36,11 @@ BETWEEN_REGIONS = Decimal("0.02")
 SURE = 0.5  # an option that misses the deadline more often than this is none
 
 
-Found = Callable[[StackDefinition], BillBasis]  # what lies here of a definition: infra.bill.project.bill_basis
+# What lies here of a definition, with what was measured on these types: infra.bill.project.bill_basis.
+Found = Callable[[StackDefinition, Iterable[str]], BillBasis]
 
 
-def nothing(definition: StackDefinition) -> BillBasis:
+def nothing(definition: StackDefinition, types: Iterable[str]) -> BillBasis:
     """No prepared dataset, no calibrations."""
     return BillBasis(definition=definition)
 
@@ -73,8 +74,10 @@ def scenarios(
             )
             drafts.append(row)
             continue
-        bill_inputs = found(_on_types(variant, fleet.instance_types[:1]))
-        option = options.type_costs(bill_inputs.definition, catalog, bill_inputs.calibrations, bill_inputs.speeds)[0]
+        first = fleet.instance_types[0]
+        bill_inputs = found(variant, (first,))
+        measured = {"calibrations": bill_inputs.calibrations, "speeds": bill_inputs.speeds}
+        option = options.type_cost(bill_inputs.definition, catalog, first, **measured)  # type: ignore[arg-type]
         drafted = draft(bill_inputs, name, option, fleet.capacity, catalog, hazards or {}, today)
         rates = tuple(rate(drafted, option, region, catalog) for region in regions)
         drafts.append(replace(drafted, rates=rates, settings=settings(variant)))
@@ -103,20 +106,21 @@ def every_option(
     fleets: dict[str, Fleet] = {}
     for work, name in _works(definition, variants):
         listed = tuple(types or catalog.instances)
-        bill_inputs = found(_on_types(work, listed))
+        bill_inputs = found(work, listed)
         found_work, measured = _by_the_hour(bill_inputs.definition), bill_inputs.calibrations
-        on_type = _as_measured(found_work, work.fleet.instance_types, catalog)
+        known = options.known_steps(found_work, catalog, measured)
+        unstated = _unstated(found_work)  # estimate.step_ms is of the file's own number of nodes
         holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
         for type_ in listed:
-            asked = on_type(type_)
             for count in node_counts(work, type_, catalog):
                 option = options.type_cost(
-                    asked.on_nodes(count),
+                    (found_work if count == work.nodes else unstated).on_nodes(count),
                     catalog,
                     type_,
                     nearest=holder,
                     calibrations=measured,
                     speeds=bill_inputs.speeds,
+                    known=known,
                 )
                 if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                     option = replace(option, why="")
@@ -148,9 +152,9 @@ def every_region(
     """
     if definition.nodes > 1 or definition.variant.reference:
         return []
-    bill_inputs = found(_on_types(definition, tuple(catalog.instances)))
+    bill_inputs = found(definition, catalog.instances)
     work = _by_the_hour(bill_inputs.definition)
-    known, drafts = _on_every_type(work, definition.fleet.instance_types, bill_inputs, catalog), []
+    known, drafts = _on_every_type(work, bill_inputs, catalog), []
     for region in catalog.regions():
         if catalog.missing(region):
             continue
@@ -192,29 +196,30 @@ def every_batch(
     doubted = 0
     for name, parameters in (("as in the file", definition.job.parameters), *larger):
         other = replace(definition, job=replace(definition.job, parameters=parameters))
-        bill_inputs = found(_on_types(other, tuple(catalog.instances)))
+        if parameters is not definition.job.parameters:
+            other = _unstated(other)
+        bill_inputs = found(other, catalog.instances)
         work = _by_the_hour(bill_inputs.definition)
         config = work.job.parameters
         doubts = len([*config.doubts(max(phase.steps for phase in config.phases()))])
         if drafts and doubts > doubted:  # a warm-up of the whole run, for instance; larger ones are no better
             break
         doubted = doubts
-        measured_on = definition.fleet.instance_types if parameters is definition.job.parameters else ()
-        known = _on_every_type(work, measured_on, bill_inputs, catalog)
+        known = _on_every_type(work, bill_inputs, catalog)
         if (cheapest := _cheapest((replace(each, why="") for each in known), hours_left)) is not None:
             there = replace(bill_inputs, definition=work)
             drafts.append(draft(there, name, *cheapest, catalog, hazards or {}, today, likely=True))
     return [row for row in filled(drafts, hours_left, runs=runs) if row.ranked]
 
 
-def _on_every_type(
-    work: StackDefinition, measured_on: Sequence[str], bill_inputs: BillBasis, catalog: Catalog
-) -> list[TypeCost]:
+def _on_every_type(work: StackDefinition, bill_inputs: BillBasis, catalog: Catalog) -> list[TypeCost]:
     """What the work takes on each type that has the GPUs it asks for, with the prices of its region."""
-    least, known = work.job.parameters.least_gpus(), bill_inputs.calibrations
-    on_type = _as_measured(work, measured_on, catalog)
+    least, measured = work.job.parameters.least_gpus(), bill_inputs.calibrations
+    known = options.known_steps(work, catalog, measured)
     return [
-        options.type_cost(on_type(type_), catalog, type_, nearest="-", calibrations=known, speeds=bill_inputs.speeds)
+        options.type_cost(
+            work, catalog, type_, nearest="-", calibrations=measured, speeds=bill_inputs.speeds, known=known
+        )
         for type_, instance in catalog.instances.items()
         if not instance.unusable and least <= instance.gpu_count
     ]
@@ -234,13 +239,9 @@ def _cheapest(known: Iterable[TypeCost], hours_left: float | None) -> tuple[Type
     return min(priced, key=lambda each: each[:2])[2:] if priced else None
 
 
-def _as_measured(
-    work: StackDefinition, measured_on: Sequence[str], catalog: Catalog
-) -> Callable[[str], StackDefinition]:
-    """The work on a type: without the step time that its file states where that is of other GPUs than these types'."""
-    unmeasured = replace(work, estimate=replace(work.estimate, step_ms=None))
-    own = {_device(work, type_, catalog) for type_ in measured_on}
-    return lambda type_: work if _device(work, type_, catalog) in own else unmeasured
+def _unstated(work: StackDefinition) -> StackDefinition:
+    """The work without the step time that its file states."""
+    return replace(work, estimate=replace(work.estimate, step_ms=None))
 
 
 def _mean_usd(row: Row) -> Decimal:
@@ -352,12 +353,6 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
     ]
 
 
-def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[str, float, int]:
-    """What estimate.step_ms is of: the GPUs of the fleet's own types, as many as work on a step."""
-    instance = catalog.instances[type_]
-    return instance.gpu.name, instance.gpu_share, definition.job.parameters.ranks(instance.gpu_count)
-
-
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
     """How many nodes of a type are worth a row: one, and of the work's own types its own number, and as many as its job
     can use.
@@ -373,11 +368,6 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
 def _by_the_hour(definition: StackDefinition) -> StackDefinition:
     """The definition without its block, whose fee no other way to run it pays."""
     return replace(definition, fleet=definition.fleet.bought_as("on-demand")) if definition.fleet.block else definition
-
-
-def _on_types(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:
-    """The definition with these instance types."""
-    return replace(definition, fleet=replace(definition.fleet, instance_types=types))
 
 
 def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
@@ -404,7 +394,7 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
     if row.late > SURE:
         return f"misses the deadline, {text.hours(hours_left or 0.0)} h from now, in {row.late:.0%} of runs"
     if best is None or row is best or best.usd is None or row.usd is None:
-        return ""
+        return row.untried
     assert row.side is not None
     assert best.side is not None
     hours = row.side.runtime.total_s / best.side.runtime.total_s
@@ -415,6 +405,8 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
         words.append(f"interruptions cost {again:.2f} more")
     if row.late >= 0.1:
         words.append(f"late in {row.late:.0%} of runs")
+    if row.untried:
+        words.append(row.untried)
     return ", ".join(words)
 
 

@@ -27,6 +27,9 @@ from gpufleet.job.spec import JobConfig
 from gpufleet.job.text import counted
 
 
+BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}  # of a row
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
     """Compute dollars of the run in one region, without interruptions and set-up. None: no price known there."""
@@ -72,11 +75,12 @@ class Row:
     launchable: bool = False
     why: str = ""  # does not fit, has no price, has left EC2
     nearest: str = ""  # change that would make it fit
+    untried: str = ""  # that nobody knows whether its GPUs hold a command
     limits: Limits | None = None  # of the file; None: nothing is priced
     over_limit: bool = False  # p90 passes limits.max_usd or limits.max_hours
     cheaper: float | None = None  # probability that it costs less than the work's own fleet; None: that has no figures
     late: float = 0.0  # probability of missing the deadline, before which the job stops as before any limit
-    basis: str = ""  # claim, target (roofline and an efficiency), measured
+    basis: str = ""  # claim, target (roofline and an efficiency), measured, declared, guessed (of other GPUs)
     sharded: bool = False  # trained state cut over the GPUs
     settings: dict[str, Any] = field(default_factory=dict, repr=False)  # path -> value, of job, fleet and estimate
     outcome: FinishedRun | None = None  # of a finished run of it
@@ -143,7 +147,8 @@ def draft(
         launchable=not why,
         why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.why),
         nearest=unfit.nearest if unfit else "",
-        basis="measured" if runtime and runtime.measured else "target",
+        untried=option.untried,
+        basis=BASIS[runtime.speed] if runtime else "target",
         sharded=any(phase.sharded for phase in config.phases()),
         limits=definition.limits,
         prepared=prepared,

@@ -138,8 +138,8 @@ def scenarios(rows: Sequence[Row]) -> str:
         "",
         *_wrap(
             "h and USD: node-hours and everything the bill counts, to the end, interruptions included, at the dearest"
-            " zone, whatever the limits. basis: claim = somebody's word, target = roofline at a stated efficiency,"
-            " measured = from a measurement."
+            " zone, whatever the limits. basis: claim = somebody's word, target = a share of the roofline, measured,"
+            " declared = as the file says, guessed = from either, of other GPUs."
         ),
         *_wrap(_counted(rows)),
         *(line for row in rows if (text := _note(row)) for line in _wrap(f"{row.scenario}: {text}")),
@@ -208,9 +208,10 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
     able = [row for row in rows if row.ranked]
     works = len({row.scenario for row in able})
     edge = {id(row) for row in frontier}
+    bases = len({row.basis for row in able}) > 1  # what is guessed says so
     heads = (
         "", "type", "GPU", "used", "capacity", "h p50", "h p90", "USD p50", "USD p90", "mean", "less", "dear", "free",
-        "stops",
+        "stops", *(("basis",) if bases else ()),
     )  # fmt: skip
     picked = list(rows if shown is None else _share(able, max(BEST, shown // max(1, works))))
     order = list(dict.fromkeys(row.scenario for row in picked))
@@ -229,6 +230,7 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
             f"{row.dearest_usd:.2f}" if row.dearest_usd is not None else "-",
             f"{row.free_usd:.2f}" if row.free_usd is not None else "-",
             "-" if row.interruptions is None else f"{row.interruptions:.2f}",
+            *((row.basis,) if bases else ()),
         )
         for row in picked
     ]

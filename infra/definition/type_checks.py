@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -80,6 +81,19 @@ def _gpu_names(kind: Instance) -> set[str]:
 
 def _letters(name: str) -> str:
     return re.sub(r"^nvidia|[^a-z0-9]", "", name.lower())
+
+
+def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> None:
+    """A step that is said to be of a GPU which the catalog does not know is of none."""
+    known = sorted({kind.gpu.name for kind in catalog.instances.values()})
+    for name, gpu in config.gpus_named():
+        if gpu not in known:
+            spelled = {_letters(each): each for each in known}
+            close = [spelled[each] for each in difflib.get_close_matches(_letters(gpu), spelled, n=1)]
+            meant = [each for each in known if _letters(each.split()[0]) == _letters(gpu)] or close
+            hint = f"Nearest: {' or '.join(meant)}." if meant else ""
+            allowed = f"a GPU, or so many of one as in `8 x H100`: {', '.join(known)}"
+            findings.add(f"{config.path}.work.step_ms.{name}", allowed, hint, value=name)
 
 
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -120,14 +120,15 @@ def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibra
 
 
 def find_all(
-    definition: StackDefinition, instances: Mapping[str, Instance], root: Path
+    definition: StackDefinition, instances: Mapping[str, Instance], root: Path, types: Iterable[str] | None = None
 ) -> dict[str, Calibration | RefusedCalibration]:
-    """By instance type, for those of the definition's types that were measured. Reads nothing without a folder."""
+    """By instance type, for those of the definition's types, or of these `types`, that were measured. Reads nothing
+    without a folder.
+    """
     if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, receipts.FOLDER)):
         return {}
-    found = {
-        name: find(definition, instances[name], root) for name in definition.fleet.instance_types if name in instances
-    }
+    asked = definition.fleet.instance_types if types is None else types
+    found = {name: find(definition, instances[name], root) for name in asked if name in instances}
     return {name: calibration for name, calibration in found.items() if calibration is not None}
 
 

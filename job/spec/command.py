@@ -26,6 +26,7 @@ from gpufleet.job.spec.common import (
     PhaseSize,
     Rung,
     Sizes,
+    added_later,
     bounded,
     in_gb,
     one_or_more,
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
     from gpufleet.job.dataset.prepare import DatasetManifest
 
 PHASE = "train"
-SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one second
 ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
 PROBE_SAVE_S = 600.0  # of a probe beyond its steps, for the command to save by itself
 P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
 STEP = "{step}"
+STEP_GPUS = re.compile(r"(?P<gpus>[1-9][0-9]{0,2}) ?x ?(?P<gpu>\S.*)")
 
 FormatName = Literal["hf-trainer", "lightning", "litgpt", "nanochat", "dcp", "file"]
 Signal = Literal["TERM", "INT", "USR1", "USR2"]
@@ -156,7 +157,9 @@ class CommandWork:
     """How long the command is: steps, or hours, or nobody knows."""
 
     steps: int | None = bounded(None, 1, 1_000_000_000)
-    step_ms: dict[str, float] | None = None  # by GPU as the catalog names it: declared, not measured
+    # By GPU as the catalog names it, or by `8 x H100`; declared, not measured.
+    step_ms: dict[str, float] | None = None
+    from_: Literal["own", "page"] = added_later("own")  # whose figure that is: the user's, or somebody's page
     hours: Hours | None = None
     early: bool = False  # it may end by itself before its last step
 
@@ -297,10 +300,6 @@ class CommandConfig(JobConfig):
         return self.work.steps is None and self.work.hours is None
 
     @property
-    def speed_is_of_listed_types(self) -> bool:
-        return not self.counts_steps
-
-    @property
     def memory_is_predicted(self) -> bool:
         return self.memory_gb is not None
 
@@ -316,6 +315,9 @@ class CommandConfig(JobConfig):
         return 0
 
     def stated_spread(self) -> tuple[float, float] | None:
+        """How far its hours may be from `work.hours.likely`, as sigma of a log-normal below and above; of a run that
+        nobody bounds, not at all. None: they are not said.
+        """
         if (hours := self.work.hours) is not None:
             return math.log(hours.likely / hours.low) / P90_SIGMAS, math.log(hours.high / hours.likely) / P90_SIGMAS
         return (0.0, 0.0) if self.is_endless else None
@@ -325,10 +327,15 @@ class CommandConfig(JobConfig):
             return self
         return self.changed(work=replace(self.work, hours=Hours(low=hours, likely=hours, high=hours)))
 
-    def declared_step_ms(self, gpu: str) -> float | None:
-        if not self.counts_steps:
-            return SECOND_MS
-        return (self.work.step_ms or {}).get(gpu)
+    def declared_steps(self) -> Iterator[tuple[str, int | None, float]]:
+        """GPU, how many of it (None: not said), and milliseconds, as `work.step_ms` has them."""
+        for name, step_ms in (self.work.step_ms or {}).items():
+            found = STEP_GPUS.fullmatch(name)
+            yield (name, None, step_ms) if found is None else (found["gpu"], int(found["gpus"]), step_ms)
+
+    def gpus_named(self) -> Iterator[tuple[str, str]]:
+        for name, (gpu, _, _) in zip(self.work.step_ms or {}, self.declared_steps(), strict=True):
+            yield name, gpu
 
     def save_interval_s(self, step_s: float) -> float:
         every = self.checkpoint.every
@@ -381,7 +388,9 @@ class CommandConfig(JobConfig):
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
         """GPUs that the command uses: as many as it is told, or all where something in it starts a process for each."""
-        several = any(word in self.command for word in LAUNCHERS)
+        several = any(word in self.command for word in LAUNCHERS) or any(
+            gpus and gpus > 1 for _, gpus, _ in self.declared_steps()
+        )
         return (self.gpus or (gpu_count if several and self.device == "cuda" else 1)) * nodes
 
     def empty_rows(self, ranks: int) -> int:

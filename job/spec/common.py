@@ -159,6 +159,7 @@ class PhaseSize:
     """
 
     name: str
+    kind: str = ""  # whose speeds tell of its own: from scratch, all weights, adapter, mixture; empty: none of them
     params_total: int
     params_active: int
     params_trained: int  # with gradients and moments

@@ -140,9 +140,6 @@ class GrowthConfig(JobConfig):
     eval: Eval = Eval()
     log: Log = Log()
 
-    def work_kind(self) -> str:
-        return "growth"
-
     def problems(self) -> list[tuple[str, str]]:
         """What no field's own range can say, as (path under job.parameters, sentence)."""
         model, batch, found = self.model, self.batch, []
@@ -178,6 +175,7 @@ class GrowthConfig(JobConfig):
             sizes.append(
                 PhaseSize(
                     name=name,
+                    kind="mixture" if s.experts else "from scratch",
                     params_total=total,
                     params_active=active,
                     params_trained=total,

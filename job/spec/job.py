@@ -98,12 +98,6 @@ class JobConfig(ABC):
     resumes_everywhere: ClassVar[bool] = False  # each of several nodes needs the checkpoint on its own disk
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
 
-    def work_kind(self) -> str:
-        """Whose speeds tell of its own, as the bill's table of measured ones has it: `from scratch`, `all weights`,
-        `adapter`, `growth`; empty: of none of them.
-        """
-        return ""
-
     @property
     def delivers_best(self) -> bool:
         """Whether final/ is to hold the weights of the last phase's best evaluation, not those after the last step."""
@@ -214,15 +208,9 @@ class JobConfig(ABC):
         """Its section `checkpoint` without saves that a clock asks for: a probe asks for its own."""
         return replace(cast(Checkpoint, self.checkpoint), interval_s=86400.0)
 
-    def declared_step_ms(self, gpu: str) -> float | None:
-        """Milliseconds of a step on this GPU, as its own parameters say; None: they do not."""
-        return None
-
-    def stated_spread(self) -> tuple[float, float] | None:
-        """How far its work may be from what its own parameters say of it, as sigma of a log-normal below and above.
-        None: they do not say how far.
-        """
-        return None
+    def gpus_named(self) -> Iterator[tuple[str, str]]:
+        """The keys by which its own parameters say how long a step takes, each with its GPU."""
+        yield from ()
 
     def bounded(self: Self, hours: float) -> Self:
         """The parameters with `hours` of work, where they do not say how long the job is."""
@@ -231,11 +219,6 @@ class JobConfig(ABC):
     @property
     def is_endless(self) -> bool:
         """Whether nobody says how long it is: it trains until a limit."""
-        return False
-
-    @property
-    def speed_is_of_listed_types(self) -> bool:
-        """Whether its hours were given for the types that the file lists, and hold for no other."""
         return False
 
     @property

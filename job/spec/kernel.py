@@ -122,9 +122,6 @@ class KernelConfig(TuningConfig):
     guard: Guard = Guard()
     log: Log = Log()
 
-    def work_kind(self) -> str:
-        return "all weights"
-
     def problems(self) -> list[tuple[str, str]]:
         found = tuning.problems(self.model)
         found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
@@ -140,6 +137,7 @@ class KernelConfig(TuningConfig):
         context = min(self.data.tokens_per_sample, self.data.row)
         tokens = self.epochs * self.data.samples * self.data.tokens_per_sample
         sizes = {
+            "kind": "all weights",
             "params_total": total,
             "params_active": total,
             "params_trained": total,

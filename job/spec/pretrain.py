@@ -141,9 +141,6 @@ class PretrainConfig(JobConfig):
     eval: CharEval = CharEval()
     log: Log = Log()
 
-    def work_kind(self) -> str:
-        return "from scratch"
-
     def problems(self) -> list[tuple[str, str]]:
         m, found = self.model, []
         if m.width % m.head_dim:
@@ -176,6 +173,7 @@ class PretrainConfig(JobConfig):
         return (
             PhaseSize(
                 name="train",
+                kind="from scratch",
                 params_total=total,
                 params_active=total,
                 params_trained=total,

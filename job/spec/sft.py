@@ -122,9 +122,6 @@ class SftConfig(TuningConfig):
     eval: RowEval = RowEval()
     log: Log = Log()
 
-    def work_kind(self) -> str:
-        return "all weights" if self.method == "full" else "adapter"
-
     def problems(self) -> list[tuple[str, str]]:
         found = tuning.problems(self.model)
         if self.data.longest > self.data.row:
@@ -146,6 +143,7 @@ class SftConfig(TuningConfig):
         adapters = 0 if sharded else trained(self)
         evaluation = self.eval.rows * self.data.row
         sizes = {
+            "kind": "all weights" if sharded else "adapter",
             "params_total": total + adapters,
             "params_active": total + adapters,
             "params_trained": trained(self),

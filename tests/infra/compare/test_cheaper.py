@@ -168,13 +168,13 @@ def test_a_scenarios_bill_names_the_comparison_of_that_scenario() -> None:
     assert cheaper_options(asked).command == "gpufleet compare kernel-sft --scenario ours"
 
 
-def test_an_assumed_speed_beside_a_measured_one_is_marked() -> None:
+def test_an_assumed_speed_beside_a_declared_one_is_marked() -> None:
     asked = definition(step_ms=("300", "600", "2000"), max_usd="20", max_hours="20")  # far slower than the data sheet
     options = cheaper_options(asked)
     assert options.assumed == {row.type for row in options.rows if not row.type.startswith("g5.")} != set()
     text = flat(price(asked, CATALOG), options)
     assert all(f"{row.type} on spot *" in text for row in options.rows if row.type in options.assumed)
-    assert "* at an assumed speed; the bill's own is measured" in text
+    assert "* at a speed that is assumed or guessed; the bill's own is measured or declared" in text
 
 
 def test_what_is_only_priced_is_held_against_no_limit() -> None:

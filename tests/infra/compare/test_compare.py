@@ -230,7 +230,8 @@ def test_a_row_that_a_limit_leaves_too_little_to_stop_in_is_beyond_it() -> None:
 
 def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_nodes_at_p90() -> None:
     definition, _ = stack("tinystories-growth")
-    footing = ranking.nothing(replace(definition, estimate=replace(definition.estimate, hazard_per_hour=Decimal(3))))
+    rough = replace(definition, estimate=replace(definition.estimate, hazard_per_hour=Decimal(3)))
+    footing = ranking.nothing(rough, ())
     option = type_cost(definition, load_catalog(), "g5.2xlarge")
     drafted = compare_rows.draft(footing, "own", option, "spot", load_catalog(), {})
 
@@ -376,12 +377,12 @@ def test_step_times_of_the_file_are_of_its_own_gpus_alone() -> None:
         {row.type: row for row in ranking.every_option(each, [each], load_catalog(), types=types, runs=10)}
         for each in (plan, timed)
     )
-    assert {type_ for type_, row in found.items() if row.basis == "measured"} == {"g5.xlarge", "g5.2xlarge"}
+    assert {type_ for type_, row in found.items() if row.basis == "declared"} == {"g5.xlarge", "g5.2xlarge"}
     assert [found[type_].compute_h for type_ in types[:2]] == [pytest.approx(550 / 3600)] * 2
     assert [found[type_].compute_h for type_ in types[2:]] == [plain[type_].compute_h for type_ in types[2:]]
     whole = replace(timed, fleet=replace(timed.fleet, instance_types=("g6.2xlarge",)))
     rows = ranking.every_option(whole, [whole], load_catalog(), types=["g6.2xlarge", "g6f.2xlarge"], runs=10)
-    assert {row.type: row.basis for row in rows} == {"g6.2xlarge": "measured", "g6f.2xlarge": "target"}  # a slice of it
+    assert {row.type: row.basis for row in rows} == {"g6.2xlarge": "declared", "g6f.2xlarge": "target"}  # a slice of it
 
 
 def test_scenarios_that_share_their_work_share_the_widest_of_their_limits() -> None:

@@ -82,8 +82,8 @@ def test_what_is_no_measurement_of_a_known_job_on_a_gpu_tells_nothing(
 def test_the_fit_is_that_of_the_normal_equations() -> None:
     """Two figures of one cell, by hand: the prior's precision and theirs add up."""
     both = Speeds([Speed(H100, 0.5), Speed(H100, 0.5)])
-    prior = sum(s**2 for s in (0.2, 0.17, 0.15, 0.22, 0.12))
-    noise = 0.12**2 / 2
+    prior = sum(s**2 for s in (0.15, 0.16, 0.1, 0.3, 0.12))
+    noise = 0.14**2 / 2
     moved = prior / (prior + noise)
     assert math.log(both.expect(H100).share / 0.42) == pytest.approx(moved * math.log(0.5 / 0.42))
-    assert both.expect(H100).sigma ** 2 == pytest.approx(prior * noise / (prior + noise) + 0.12**2)
+    assert both.expect(H100).sigma ** 2 == pytest.approx(prior * noise / (prior + noise) + 0.14**2)
