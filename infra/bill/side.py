@@ -82,7 +82,7 @@ class Side(Prepared):
     needed_hours: Quantiles
     metered_usd: Quantiles  # the same as the job's meter counts: interrupted first hours not credited
     alone_usd: Quantiles  # needed_usd, if all but interruptions were as the lines say
-    interruptions: float  # expected
+    interruptions: Quantiles  # whole numbers but for the mean, which few runs with a high hazard make
     probability_stopped: float  # by a limit, before the work is done
     within: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind usd
     needed: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind needed_usd
@@ -181,7 +181,7 @@ def settle(
         needed_hours=needed_hours,
         metered_usd=metered_usd,
         alone_usd=needed_usd if alone is None else _figures(alone, prepared)[0],
-        interruptions=float(outcome.interruptions.mean()),
+        interruptions=quantiles_of(outcome.interruptions.astype(float)),
         probability_stopped=float(outcome.stopped.mean()),
         within=outcome,
         needed=needed,

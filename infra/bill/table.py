@@ -310,7 +310,9 @@ def _interruptions(bill: Bill) -> str:
     if bill.reclaimed is not None:
         when = f"{bill.reclaimed.as_of:%Y-%m}"
         aws = f" AWS reclaimed {bill.reclaimed} of such instances a month ({when}); never converted."
-    return f"Interruptions: {bill.chosen.interruptions:.2f} expected, {_hazard(bill)}; {against}.{_negative(bill)}{aws}"
+    usual, most = bill.chosen.interruptions.p50, bill.chosen.interruptions.p90
+    many = f"{f'at most {usual:.0f}' if usual else 'none'} in half of the runs, at most {most:.0f} in nine of ten"
+    return f"Interruptions: {many}, {_hazard(bill)}; {against}.{_negative(bill)}{aws}"
 
 
 def _negative(bill: Bill) -> str:

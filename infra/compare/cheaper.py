@@ -30,9 +30,8 @@ from gpufleet.job.text import counted
 
 SHOWN = 3
 REFINED = 6  # simulated more closely, so that noise neither names nor hides one
-ATTEMPTS = 64  # nodes of such a run before it is carried on: moves the mean by less than LEAST
+ATTEMPTS = 64  # nodes of such a run before it is carried on: moves the mean by less than ranking.LEAST
 SURE = 0.8  # probability of being cheaper, speed and price as far as they are known
-LEAST = Decimal("0.02")  # of the bill's mean: what is saved at least; less is noise of the simulation
 CENT = Decimal("0.01")
 LATE = 0.1  # share of runs that may miss the deadline, as of those that may pass another limit
 # The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or fewer.
@@ -160,7 +159,7 @@ def cheaper(
     if definition.variant.only_priced:  # no limit is held against its bill either
         definition, hours_left = replace(definition, limits=UNBOUND), None
     mean = bill.chosen.needed_usd.mean
-    below = mean - max(LEAST * mean, CENT)
+    below = mean - max(ranking.LEAST * mean, CENT)
 
     def able(rows: list[Row]) -> list[Row]:
         return sorted((row for row in rows if _mean(row) < below), key=_mean)
@@ -208,7 +207,7 @@ def _half_setup(
 ) -> tuple[float, Decimal] | None:
     """Minutes of the bill's set-up and what half of it, at each start, takes off its p50; None for less than LEAST."""
     p50, less = (Decimal(simulation.quantiles(each.usd)[1]) for each in (own, quick))
-    return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(LEAST * p50, CENT) else None
+    return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(ranking.LEAST * p50, CENT) else None
 
 
 def _listed(row: Row, definition: StackDefinition) -> bool:

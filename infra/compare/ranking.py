@@ -34,6 +34,7 @@ REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those t
 # USD per GB from one region to another: most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost more.
 BETWEEN_REGIONS = Decimal("0.02")
 SURE = 0.5  # an option that misses the deadline more often than this is none
+LEAST = Decimal("0.02")  # of dollars or hours: what an option is better by, at least; less is noise of the simulation
 
 
 # What lies here of a definition, with what was measured on these types: infra.bill.project.bill_basis.
@@ -308,13 +309,13 @@ def settings(definition: StackDefinition) -> dict[str, Any]:
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
     """The rows that could be run and that no other row of the same work beats in both mean dollars and median
-    wall-clock hours.
+    wall-clock hours: dearer ones are faster by more than the simulation's noise.
     """
     best: dict[str, list[Row]] = {}
     able = [row for row in rows if row.ranked and row.usd and row.wall_hours]
     for row in sorted(able, key=lambda r: (r.usd.mean, r.wall_hours.p50)):  # type: ignore[union-attr]
         own = best.setdefault(row.scenario, [])
-        if not own or row.wall_hours.p50 < own[-1].wall_hours.p50:  # type: ignore[union-attr]
+        if not own or row.wall_hours.p50 < (1 - LEAST) * own[-1].wall_hours.p50:  # type: ignore[union-attr]
             own.append(row)
     return [row for own in best.values() for row in own]
 

@@ -67,7 +67,7 @@ class Row:
     dearest_usd: Decimal | None = None  # p50 in the dearest zone, by which a limit is held; as usd where that is of it
     inputs_usd: Decimal = Decimal(0)  # of usd: what brings inputs from another region
     free_usd: Decimal | None = None  # mean of what AWS does not charge: interrupted first hours; part of usd
-    interruptions: float | None = None
+    interruptions: Quantiles | None = None
     interrupted: float | None = None  # probability of at least one
     lost_minutes: float | None = None  # mean work done twice and restarts
     rates: tuple[Rate, ...] = ()

@@ -17,7 +17,8 @@ from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
-from gpufleet.infra.compare.cheaper import LEAST, SHOWN, Cheaper, bill_and_cheaper, cheaper
+from gpufleet.infra.compare.cheaper import SHOWN, Cheaper, bill_and_cheaper, cheaper
+from gpufleet.infra.compare.ranking import LEAST
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import Limits, StackDefinition
 from gpufleet.infra.definition.scenarios import scenarios
@@ -144,7 +145,7 @@ def test_half_the_set_up_is_priced_where_it_matters() -> None:
     assert options.half_setup is not None
     minutes, usd = options.half_setup
     runs = bill.chosen.exposure
-    starts = Decimal((1 + bill.chosen.interruptions) * runs.setup_h / 2 * runs.compute_usd_h)
+    starts = Decimal((1 + float(bill.chosen.interruptions.mean)) * runs.setup_h / 2 * runs.compute_usd_h)
     assert minutes == 8.0
     assert usd == pytest.approx(starts, abs=Decimal("0.01"))
     said = f"Half the 8.0 min of set-up, by a smaller image or an AMI that holds it, takes about {usd:.2f} USD off p50"
