@@ -17,6 +17,7 @@ from gpufleet.infra.bill import doubts, limits, lines, options
 from gpufleet.infra.bill.against_one import AgainstOne, against_one
 from gpufleet.infra.bill.bill import Bill, Cap, KeptStorage
 from gpufleet.infra.bill.lines import Line
+from gpufleet.infra.bill.own_steps import StepTime, known_steps
 from gpufleet.infra.bill.side import (
     FEW,
     UNBOUND,
@@ -61,7 +62,7 @@ def price(
     only_priced = definition.variant.only_priced
     if only_priced:
         definition = replace(definition, limits=UNBOUND)
-    known = options.known_steps(definition, catalog, calibrations or {})
+    known = known_steps(definition, catalog, calibrations or {})
     types = options.type_costs(definition, catalog, calibrations, speeds, known)
     capacity = definition.fleet.capacity
     if options.dearest(types, capacity) is None:
@@ -127,7 +128,7 @@ def _against_one(
     dataset_bytes: int | None,
     hazards: Hazards | None,
     speeds: Speeds | None,
-    known: Sequence[options.StepTime],
+    known: Sequence[StepTime],
     today: date | None,
 ) -> AgainstOne | None:
     if definition.nodes == 1 or definition.job.parameters.is_endless:

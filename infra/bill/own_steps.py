@@ -101,13 +101,11 @@ def _known(
 ) -> Iterator[StepTime]:
     config, nodes = cast("CommandConfig", definition.job.parameters), definition.nodes
     work, stated = config.work, definition.estimate.step_ms
-    listed = [found for name in definition.fleet.instance_types if (found := catalog.instances.get(name))]
+    listed = [each for name in definition.fleet.instance_types if (each := catalog.instances.get(name))]
 
     def figure(gpu: Gpu, gpus: int, step_ms: float, faster: float, slower: float, said: str) -> StepTime:
         shared = min(faster, slower)
-        return StepTime(
-            gpu=gpu, gpus=gpus, step_ms=step_ms, faster=faster, slower=slower, shared=shared, said=said
-        )
+        return StepTime(gpu=gpu, gpus=gpus, step_ms=step_ms, faster=faster, slower=slower, shared=shared, said=said)
 
     if stated is not None or work.steps is None:
         step_ms, said = (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gpufleet.infra.bill.own_steps import StepTime
 from gpufleet.infra.catalog import Instance
 from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.bill.own_steps import SECOND_MS, StepTime, step_time
 from gpufleet.infra.evidence import roofline
 from gpufleet.infra.evidence.calibration import Calibration, PhaseSpeed
 from gpufleet.infra.evidence.speeds import OURS, Expected, SpeedGroup, Speeds, family, shipped
@@ -149,7 +149,7 @@ def hours(
         exchange_ms = roofline.exchange_ms(size, instance, config, ranks, nodes, cards)
         share = expected[index].share if estimate.efficiency is None else float(estimate.efficiency)
         step_ms = _step_ms(index, sizes, limit_ms, launch_ms, exchange_ms, share, config, instance, estimate, seen, own)
-        if size.steps and speed == "derived" and limit_ms is not None and launch_ms > limit_ms / share:
+        if size.steps and speed == "derived" and limit_ms is not None and launch_ms > limit_ms / share * size.slower:
             launched.append(size.name)
         beside = _beside_s(config, size, instance, ranks, step_ms, seen, ended=ended)
         growth = size.growth_s if seen is None or seen.boundary_s is None or not index else seen.boundary_s
@@ -279,7 +279,9 @@ def _step_ms(
     if own is not None:
         return own.step_ms
     if config.is_users_own:
-        peak = "" if instance.gpu.bf16_tflops else f", and the catalog has no peak of a {instance.gpu.name} to guess from"
+        peak = (
+            "" if instance.gpu.bf16_tflops else f", and the catalog has no peak of a {instance.gpu.name} to guess from"
+        )
         raise GpufleetError(
             f"{instance.type}: nobody has said how long a step takes on its GPU{peak}: measure it (`gpufleet"
             f" calibrate`), or write {config.path}.work.step_ms: {{{instance.gpu.name}: ...}}"
@@ -291,7 +293,7 @@ def _step_ms(
             f"{instance.type}: the peak of its GPU ({instance.gpu.name}) in this job's precision is not in the catalog,"
             f" so its speed cannot be derived; give {_STEP_MS}"
         )
-    return roofline.with_exchange(max(limit_ms / share, launch_ms), *exchange_ms)
+    return roofline.with_exchange(max(limit_ms / share * sizes[index].slower, launch_ms), *exchange_ms)
 
 
 def _save_s(

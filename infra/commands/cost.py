@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         print(said)
         return 0
     rules = policy.find_policy(root) or policy.Policy()
+    definition = policy.held_to(definition, rules)
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     catalog = load_catalog()
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)

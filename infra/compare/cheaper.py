@@ -124,7 +124,7 @@ def bill_and_cheaper(
 
     def allowed(row: Row) -> bool:
         usd_p90 = None if row.usd is None else row.usd.p90
-        of_row = replace(facts, instance_types=(row.type,), capacity=row.capacity, usd_p90=usd_p90)
+        of_row = replace(facts, instance_types=(row.type,), capacity=row.capacity, usd_p90=usd_p90, usd_per_hour=None)
         return rules is None or not policy.broken(rules, of_row)
 
     options = cheaper(

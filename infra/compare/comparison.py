@@ -18,6 +18,7 @@ from gpufleet.infra.definition.scenarios import chosen, scenarios
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import outcomes
 from gpufleet.infra.evidence.observations import observations
+from gpufleet.infra.review import policy
 from gpufleet.infra.risk import deadline
 from gpufleet.infra.risk.hazard import learn
 
@@ -62,8 +63,9 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     from now, instead of the file's deadline. Raises GpufleetError.
     """
     catalog = load_catalog(root)
-    definition = load(path, now=now, past_deadline=True)
-    variants = scenarios(path, now=now)
+    rules = policy.find_policy(root)
+    definition = policy.held_to(load(path, now=now, past_deadline=True), rules)
+    variants = tuple(policy.held_to(each, rules) for each in scenarios(path, now=now))
     asked = chosen(path, variants, scenario)
     whose = asked[0] if scenario else definition
     left = _hours_left(within, whose, now)

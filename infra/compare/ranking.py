@@ -19,6 +19,7 @@ from typing import Any
 from gpufleet.infra import text
 from gpufleet.infra.bill import fit, options
 from gpufleet.infra.bill.options import BillBasis, TypeCost
+from gpufleet.infra.bill.own_steps import known_steps
 from gpufleet.infra.bill.side import Hazards, Side
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.compare.rows import Row, draft, filled, rate
@@ -109,7 +110,7 @@ def every_option(
         listed = tuple(types or catalog.instances)
         bill_inputs = found(work, listed)
         found_work, measured = _by_the_hour(bill_inputs.definition), bill_inputs.calibrations
-        known = options.known_steps(found_work, catalog, measured)
+        known = known_steps(found_work, catalog, measured)
         unstated = _unstated(found_work)  # estimate.step_ms is of the file's own number of nodes
         holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
         for type_ in listed:
@@ -161,15 +162,7 @@ def every_region(
             continue
         fleet = replace(work.fleet, region=region, zones=catalog.zones(region))
         there = replace(bill_inputs, definition=replace(work, fleet=fleet))
-        priced = (
-            replace(
-                each,
-                spot=catalog.spot_prices.get((each.type, region), ()),
-                on_demand=catalog.on_demand_prices.get((each.type, region)),
-                why="",
-            )
-            for each in known
-        )
+        priced = (replace(each, **options.prices(there.definition, catalog, each.type), why="") for each in known)
         if (cheapest := _cheapest(priced, hours_left)) is not None:
             row = draft(there, work.name, *cheapest, catalog, hazards or {}, today, likely=True)
             drafts.append(replace(row, inputs_usd=_brought(work, region)))
@@ -216,7 +209,7 @@ def every_batch(
 def _on_every_type(work: StackDefinition, bill_inputs: BillBasis, catalog: Catalog) -> list[TypeCost]:
     """What the work takes on each type that has the GPUs it asks for, with the prices of its region."""
     least, measured = work.job.parameters.least_gpus(), bill_inputs.calibrations
-    known = options.known_steps(work, catalog, measured)
+    known = known_steps(work, catalog, measured)
     return [
         options.type_cost(
             work, catalog, type_, nearest="-", calibrations=measured, speeds=bill_inputs.speeds, known=known
@@ -346,12 +339,19 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
                     works[0].limits,
                     max_usd=max(work.limits.max_usd for work in works),
                     max_hours=max(work.limits.max_hours for work in works),
+                    usd_per_hour=_highest(work.limits.usd_per_hour for work in works),
                 ),
             ),
             ", ".join(work.scenario or definition.name for work in works),
         )
         for works in found.values()
     ]
+
+
+def _highest(ceilings: Iterable[Decimal | None]) -> Decimal | None:
+    """Of several; None where one of them is none."""
+    found = list(ceilings)
+    return None if None in found else max(each for each in found if each is not None)
 
 
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:

@@ -26,7 +26,6 @@ from gpufleet.infra.text import hours
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.text import counted
 
-
 BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}  # of a row
 
 
@@ -145,7 +144,7 @@ def draft(
         work="" if runtime is None else _work(runtime),
         fits=unfit is None,
         launchable=not why,
-        why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.why),
+        why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.left_out.get(capacity) or option.why),
         nearest=unfit.nearest if unfit else "",
         untried=option.untried,
         basis=BASIS[runtime.speed] if runtime else "target",

@@ -183,6 +183,7 @@ class Limits:
     max_usd: Decimal
     max_hours: Decimal
     deadline: datetime | timedelta | None = None  # None = creation + max_hours + 24 h
+    usd_per_hour: Decimal | None = added_later(None)  # of a node: zones and types whose price is above are left out
 
     def due(self, begin: datetime) -> datetime | None:
         """The deadline of a run whose first `up` is then; None without one."""

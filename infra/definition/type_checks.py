@@ -154,8 +154,7 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
     for index, phase in enumerate(config.phases()):
         if config.choose_rung(kind.gpu_memory_gb, index, ranks) is None:
             micro = config.ladder(ranks)[-1]
-            used = config.memory(index, micro.micro, checkpointing=micro.checkpointing, ranks=ranks)
-            needs.append((used.total_gb + DEVICE_RESERVE_GB, phase.name))
+            needs.append((config.memory_on(index, micro, ranks).total_gb + DEVICE_RESERVE_GB, phase.name))
     if not needs:
         return ""
     need, phase_name = max(needs)  # the one that decides which type fits

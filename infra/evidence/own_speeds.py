@@ -66,7 +66,7 @@ def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Itera
         if not limit or launch_ms(size, node, config, ranks) > _HOST_BOUND * step_ms:
             continue
         place = SpeedGroup(node.gpu.name, size.kind, OURS, ranks > 1)
-        yield Speed(place, limit / step_ms, f"{tree['experiment']}, {size.name}")
+        yield Speed(place, limit * size.slower / step_ms, f"{tree['experiment']}, {size.name}")
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def creation_digest(definition: StackDefinition) -> str:
         "dataset": definition.storage.dataset,
         "base_weights": definition.storage.base_weights,
         **({"inputs": definition.storage.inputs} if definition.storage.inputs else {}),
-        "limits": asdict(definition.limits),
+        "limits": _digested(definition.limits),
         **({"account": asdict(definition.account)} if definition.account != Account() else {}),
         **({"notify": asdict(definition.notify)} if definition.notify != Notify() else {}),
     }

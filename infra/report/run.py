@@ -137,8 +137,8 @@ def _money(run: RunResults) -> str:
 
 def _rehearsed_money(run: RunResults) -> str:
     return page.charts([("As the meter would count", _spent(run))]) + page.paragraph(
-        "Nothing was paid. The meter counts this machine's time at the price of the type: it shows that the count goes on"
-        " over interruptions, and says nothing of what the run will cost. `gpufleet cost` does."
+        "Nothing was paid. The meter counts this machine's time at the price of the type: it shows that the count goes"
+        " on over interruptions, and says nothing of what the run will cost. `gpufleet cost` does."
     )
 
 

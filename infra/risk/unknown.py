@@ -26,8 +26,8 @@ from gpufleet.infra.risk.hazard import Floats
 MEASURED = 0.06
 STATED = 0.25  # where the definition says how long a step takes: assumption, until a receipt tells
 PAGE = 0.45  # where it has that from somebody's page: of five published pairs two lay within a quarter of each other
-# For each doubling of the GPUs that a step is said to be of. What twice as many lacked to twice the speed: 8 to 10 % with
-# two nodes of 8 H100s (NVIDIA NeMo AutoModel, 2026-06), 9 and 15 % with four and two A100s (vectorlm, 2024-05).
+# For each doubling of the GPUs that a step is said to be of. Twice as many lacked of twice the speed 8 to 10 % on two
+# nodes of 8 H100s (NVIDIA NeMo AutoModel, 2026-06), 15 % on two A100s and 2 % more on four (vectorlm, 2024-05).
 PER_DOUBLING = 0.1
 SETUP = 0.3  # of ln set-up time, as assumed by family: assumption
 SETUP_MEASURED = 0.1  # as a receipt's nodes took: assumption

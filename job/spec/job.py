@@ -114,6 +114,10 @@ class JobConfig(ABC):
         (bench/results/gpu.md).
         """
 
+    def memory_on(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
+        """`memory` with the batch cut so."""
+        return self.memory(phase_index, rung.micro, checkpointing=rung.checkpointing, ranks=ranks)
+
     @abstractmethod
     def sizes(self) -> Sizes:
         """Bytes of its checkpoints, exports and data."""
@@ -370,11 +374,7 @@ class JobConfig(ABC):
     def fits(self, rung: Rung, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> bool:
         """Whether the predicted peak and the reserve fit, in one phase or in all of them."""
         chosen = range(len(self.phases())) if phase_index is None else (phase_index,)
-        return all(
-            self.memory(i, rung.micro, checkpointing=rung.checkpointing, ranks=ranks).total_gb + DEVICE_RESERVE_GB
-            <= gpu_memory_gb
-            for i in chosen
-        )
+        return all(self.memory_on(i, rung, ranks).total_gb + DEVICE_RESERVE_GB <= gpu_memory_gb for i in chosen)
 
     @remembered
     def choose_rung(self, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> Rung | None:
@@ -386,8 +386,8 @@ class JobConfig(ABC):
         starts to accumulate, and therefore keeps gradients beside activations, is passed over. None: the end.
         """
         rungs = self.ladder(ranks)
-        now = self.memory(phase_index, rung.micro, checkpointing=rung.checkpointing, ranks=ranks).total_gb
+        now = self.memory_on(phase_index, rung, ranks).total_gb
         for lower in rungs[rungs.index(rung) + 1 :]:
-            if self.memory(phase_index, lower.micro, checkpointing=lower.checkpointing, ranks=ranks).total_gb < now:
+            if self.memory_on(phase_index, lower, ranks).total_gb < now:
                 return lower
         return None

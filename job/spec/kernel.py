@@ -194,7 +194,15 @@ class KernelConfig(TuningConfig):
         )
 
     @remembered
-    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+    def memory(
+        self,
+        phase_index: int,
+        micro_batch: int,
+        *,
+        checkpointing: bool = False,
+        products_too: bool = False,
+        ranks: int = 1,
+    ) -> Memory:
         """Training: fp32 state cut over the ranks, gathered weights of two layers. generate: the trained weights still
         cut, whole ones of the compute dtype on each GPU, and the cache of its share of the sequences. verify: what a
         candidate may take.
@@ -208,7 +216,7 @@ class KernelConfig(TuningConfig):
                 m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=checkpointing
             )
             tokens = micro_batch * self.data.row
-            activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing)
+            activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing, products_too=products_too)
             logits = tuning.loss_bytes(m, tokens, trained=True)
         elif phase_index == first:
             weights = total * (compute + 4 / ranks)

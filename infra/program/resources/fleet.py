@@ -47,6 +47,7 @@ class FleetComponent(pulumi.ComponentResource):
         definition: StackDefinition,
         *,
         subnets: dict[str, pulumi.Input[str]],
+        pools: Mapping[Capacity, Sequence[tuple[str, str]]],
         security_group_id: pulumi.Input[str],
         bucket: pulumi.Input[str],
         profile_arn: pulumi.Input[str],
@@ -57,7 +58,9 @@ class FleetComponent(pulumi.ComponentResource):
         depends_on: Sequence[pulumi.Resource],
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`depends_on`: all a node needs at boot. Template and fleet themselves name little of it."""
+        """`pools`: (type, zone) of what each fleet may launch. `depends_on`: all a node needs at boot. Template and
+        fleet themselves name little of it.
+        """
         super().__init__("gpufleet:infra:Fleet", name, None, opts)
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
         self.template = aws.ec2.LaunchTemplate(
@@ -94,7 +97,8 @@ class FleetComponent(pulumi.ComponentResource):
         if not over:
 
             def made(part: str, capacity: Capacity, target: int) -> aws.ec2.Fleet:
-                spec = (definition, self.template, subnets, capacity, target, valid_until, label)
+                places = [(type_, subnets[zone]) for type_, zone in pools[capacity]]
+                spec = (definition, self.template, places, capacity, target, valid_until, label)
                 fleet = _fleet(f"{part}-fleet", *spec, parent=self)
                 aws.s3.BucketObjectv2(
                     f"{part}-known",
@@ -119,7 +123,7 @@ def _fleet(
     name: str,
     definition: StackDefinition,
     template: aws.ec2.LaunchTemplate,
-    subnets: Mapping[str, pulumi.Input[str]],
+    places: Sequence[tuple[str, pulumi.Input[str]]],
     capacity: Capacity,
     target: int,
     valid_until: str,
@@ -138,9 +142,8 @@ def _fleet(
                     version=template.latest_version.apply(str),
                 ),
                 overrides=[
-                    aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnets[zone])
-                    for kind in sorted(definition.fleet.instance_types)
-                    for zone in sorted(definition.fleet.zones)
+                    aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnet)
+                    for kind, subnet in places
                 ],
             )
         ],

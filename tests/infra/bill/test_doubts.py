@@ -206,7 +206,9 @@ def test_save_and_upload_that_miss_the_notice_are_said_before_the_run() -> None:
 
 
 def test_an_uncalibrated_bill_says_so_and_how_far_it_may_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Speeds, "expect", lambda *_: Expected(share=0.5, sigma=math.log(2) / P90, shared=0.0, whose="so it is"))
+    monkeypatch.setattr(
+        Speeds, "expect", lambda *_: Expected(share=0.5, sigma=math.log(2) / P90, shared=0.0, whose="so it is")
+    )
     found = bill()
     assert not found.calibrated
     said = "in eight runs of ten the work takes 50% to 200% of those hours"

@@ -15,7 +15,7 @@ from command_files import FLEET, command_file
 
 from gpufleet.infra.bill import options
 from gpufleet.infra.bill.estimate import price
-from gpufleet.infra.bill.own_steps import StepTime
+from gpufleet.infra.bill.own_steps import StepTime, known_steps
 from gpufleet.infra.bill.project import bill_basis, bill_of
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.bill.table import render
@@ -216,7 +216,7 @@ def test_a_run_of_which_nobody_knows_the_length_buys_the_same_hours_everywhere(t
 def test_a_step_of_two_nodes_takes_twice_as_long_on_one(tmp_path: Path) -> None:
     plan = definition(tmp_path, "p5.48xlarge", {"steps": 20_000, "step_ms": {"H100": 70}})
     two = replace(plan, fleet=replace(plan.fleet, nodes=2, zones=plan.fleet.zones[:1]))
-    known = options.known_steps(two, CATALOG, {})
+    known = known_steps(two, CATALOG, {})
     assert [(each.gpus, each.step_ms) for each in known] == [(16, 70.0)]
     assert on(two, "p5.48xlarge").speed == "declared"
     alone = options.type_cost(two.on_nodes(1), CATALOG, "p5.48xlarge", known=known).runtime

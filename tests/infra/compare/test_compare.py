@@ -13,7 +13,7 @@ from repository import ROOT
 
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.options import type_cost
-from gpufleet.infra.bill.side import quantiles_of, UNBOUND
+from gpufleet.infra.bill.side import UNBOUND, quantiles_of
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare import rows as compare_rows
@@ -420,7 +420,9 @@ def test_the_frontier_falls_in_dollars_only_where_hours_rise() -> None:
     assert [hours for _, hours in points] == sorted((hours for _, hours in points), reverse=True)
     for row in options():
         if row.ranked and row.usd and row.wall_hours:
-            assert any(usd <= row.usd.mean and hours <= row.wall_hours.p50 / (1 - ranking.LEAST) for usd, hours in points)
+            assert any(
+                usd <= row.usd.mean and hours <= row.wall_hours.p50 / (1 - ranking.LEAST) for usd, hours in points
+            )
 
 
 @pytest.mark.parametrize(("faster", "starred"), [("0.001", False), ("0.019", False), ("0.025", True)])
@@ -533,7 +535,7 @@ def test_a_scenario_costs_in_the_comparison_what_its_own_bill_says_it_takes_to_f
     plan, _ = stack("tinystories-growth")
     (row,) = ranking.scenarios(plan, [plan], load_catalog(), runs=1000)
     found = price(plan, load_catalog(), runs=1000).chosen
-    interruptions = quantiles_of(found.needed.interruptions)
+    interruptions = quantiles_of(found.needed.interruptions.astype(float))
     assert (row.usd, row.hours, row.interruptions) == (found.needed_usd, found.needed_hours, interruptions)
 
 

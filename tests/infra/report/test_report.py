@@ -111,7 +111,13 @@ def test_a_rehearsals_page_holds_no_machine_against_the_bill(tmp_path: Path) -> 
     assert seen.texts.index("interruptions") < seen.texts.index("nothing")  # first what it is for, then that it is free
     assert "rehearsal (<script>alert(1)</script>)" in " ".join(seen.texts)
     assert any(text.startswith("Nothing was paid.") for text in seen.texts)
-    for alarm in ("above p90", "range of the bill", "Why the receipt is not the bill", "Predicted and measured", "+20%"):
+    for alarm in (
+        "above p90",
+        "range of the bill",
+        "Why the receipt is not the bill",
+        "Predicted and measured",
+        "+20%",
+    ):
         assert alarm not in page
 
 
