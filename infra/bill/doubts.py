@@ -146,8 +146,8 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
     config, prefix = definition.job.parameters, known_regions()[bill.region].zone_id_prefix
     needs_gb = fit.scratch_gb(config)
     for option in bill.types:
-        if said := option.left_out.get(bill.capacity):
-            yield f"left out of the fleet: {said}"
+        if reason := option.left_out.get(bill.capacity):
+            yield f"left out of the fleet: {reason}"
             continue
         instance, nodes = option.instance, definition.nodes
         used, paid = config.ranks(instance.gpu_count, nodes), instance.gpu_count * nodes

@@ -76,7 +76,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
                 "on_demand": str(option.on_demand.amount) if option.on_demand else None,
                 "fits": option.holds_the_job,
                 "why": option.why,
-                **({"left_out": option.left_out[bill.capacity]} if bill.capacity in option.left_out else {}),
+                **({"left_out": dict(option.left_out)} if option.left_out else {}),
             }
             for option in bill.types
         ],

@@ -107,10 +107,14 @@ def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts |
     run = json.loads(properties["content"])
     fallback = run.get("fallback")
     p90 = [run["estimate"]["usd"]["p90"], *([fallback["usd_p90"]] if fallback else [])]
-    taken = [option for option in run["estimate"]["types"] if not option.get("left_out")]
-    on_demand = [option["on_demand"] for option in taken if run["capacity"] == "on-demand" or fallback]
-    spot = [usd for option in taken for usd in option["spot"].values() if run["capacity"] == "spot"]
-    hourly = map(Decimal, filter(None, (*spot, *on_demand)))
+    hourly = [
+        Decimal(usd)
+        for option in run["estimate"]["types"]
+        for market, prices in (("spot", option["spot"].values()), ("on-demand", [option["on_demand"]]))
+        if market == run["capacity"] or (fallback and market == "on-demand")
+        for usd in prices
+        if usd and market not in option.get("left_out", {})
+    ]
     return Facts(
         region=run["region"],
         instance_types=tuple(option["type"] for option in run["estimate"]["types"]),

@@ -59,10 +59,7 @@ def test_text_that_is_tokenised_while_training_takes_the_host_s_time_and_the_buc
     """540 tokens in a millisecond: each rank makes its own rows while its GPU is at work on the ones before."""
     texts = without("pretokenised")
     row_ms = CONFIG.data.row * CONFIG.data.fill / 540
-    hosts = [
-        roofline.launch_ms(each.phases()[0], CATALOG.instances["p5.4xlarge"], each, 1)
-        for each in (CONFIG, texts)
-    ]
+    hosts = [roofline.launch_ms(each.phases()[0], CATALOG.instances["p5.4xlarge"], each, 1) for each in (CONFIG, texts)]
     assert hosts[1] - hosts[0] == pytest.approx(CONFIG.rows() * row_ms)
     assert (
         on("p5.4xlarge", texts).phases[0].step_ms == on("p5.4xlarge", CONFIG).phases[0].step_ms
