@@ -114,8 +114,8 @@ def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Pro
     """One problem per listed type without a price or a known speed: the fleet could pick it."""
     allowed, capacity = "types with a known price and speed", definition.fleet.capacity
     if types and all(capacity in option.left_out for option in types):
-        said = "; ".join(option.left_out[capacity] for option in types)
-        return [definition.problem("limits.usd_per_hour", str(definition.limits.usd_per_hour), CEILING, f"{said}.")]
+        reasons = "; ".join(option.left_out[capacity] for option in types)
+        return [definition.problem("limits.usd_per_hour", str(definition.limits.usd_per_hour), CEILING, f"{reasons}.")]
     found = []
     for index, option in enumerate(types):
         if option.why and capacity not in option.left_out:
@@ -191,11 +191,11 @@ def prices(definition: StackDefinition, catalog: Catalog, type_: str) -> dict[st
     """The type's prices in the definition's region as fields of a TypeCost, without zones that its fleet leaves out."""
     fleet, ceiling = definition.fleet, definition.limits.usd_per_hour
     spot = catalog.spot_zones(type_, fleet.region, fleet.zone_ids)
-    said = {market: _left_out(definition, catalog, type_, market) for market in MARKETS}
+    reasons = {market: _left_out(definition, catalog, type_, market) for market in MARKETS}
     return {
         "spot": tuple(each for each in spot if ceiling is None or each.price.amount <= ceiling),
         "on_demand": catalog.on_demand_prices.get((type_, fleet.region)),
-        "left_out": {market: why for market, why in said.items() if why},
+        "left_out": {market: why for market, why in reasons.items() if why},
     }
 
 
@@ -278,9 +278,11 @@ def type_cost(
 def _is_of(definition: StackDefinition, type_: str, catalog: Catalog) -> bool:
     """Whether estimate.step_ms is of this type: listed, or with as many of a listed one's GPUs at work on a step."""
 
-    def device(name: str) -> tuple[str, float, int]:
-        found = catalog.instances[name]
-        return found.gpu.name, found.gpu_share, definition.job.parameters.ranks(found.gpu_count)
+    def device(name: str) -> tuple[str, float, int] | None:
+        kind = catalog.instances.get(name)
+        if kind is None:
+            return None
+        return kind.gpu.name, kind.gpu_share, definition.job.parameters.ranks(kind.gpu_count)
 
     listed = definition.fleet.instance_types
     return definition.estimate.step_ms is None or type_ in listed or device(type_) in map(device, listed)

@@ -20,7 +20,6 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence import own_speeds
 from gpufleet.infra.evidence.calibration import Calibration, find_all
 from gpufleet.infra.evidence.observations import observations
-from gpufleet.infra.inputs import folders
 from gpufleet.infra.inputs.prepared import counted_by, prepared_dataset
 from gpufleet.infra.risk.hazard import learn
 
@@ -86,4 +85,8 @@ def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> Sta
 
 def _uploaded(definition: StackDefinition, root: Path) -> int | None:
     """Bytes of a command's inputs that are uploaded; None for a job that takes a dataset, and has none yet."""
-    return None if definition.job.parameters.dataset_kind else folders.size(definition, root)
+    if definition.job.parameters.dataset_kind:
+        return None
+    from gpufleet.infra.inputs import folders  # here: ready-made jobs have none
+
+    return folders.size(definition, root)

@@ -197,13 +197,6 @@ def cadence(side: Side) -> BestInterval | None:
     return optimal(side.exposure, side.runtime.stalls_s / saves)
 
 
-def after_calibration(side: Side) -> Quantiles:
-    """USD to finish as far as they would be known if the job had been measured on this GPU."""
-    known = replace(side.exposure.unknown, faster=unknown.MEASURED, slower=unknown.MEASURED)
-    measured = replace(side.exposure.unlimited, unknown=known)
-    return _figures(simulation.simulate(measured, runs=min(FEW, side.runs)), side)[0]
-
-
 def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
     """p10 and p90 of USD to finish, uninterrupted, with one thing unknown at a time: `speed`, `price`."""
     of, total = side.exposure, side.total
@@ -222,18 +215,31 @@ def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
     return found
 
 
-def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
-    """(word, interruptions per node-hour, mean USD to finish)."""
-    alone = side.exposure.unlimited.interruptions_alone
-    fixed = [replace(alone, hazard=hazard) for _, hazard in HAZARD_WORDS]
-    outcomes = simulation.simulate_each(fixed, runs=min(FEW, side.runs))
-    means = [_figures(outcome, side)[0].mean for outcome in outcomes]
-    return tuple((word, hazard, mean) for (word, hazard), mean in zip(HAZARD_WORDS, means, strict=True))
+def supposed(
+    side: Side, *, spot: bool, measured: bool
+) -> tuple[tuple[tuple[str, float, Decimal], ...], Quantiles | None]:
+    """USD to finish under other suppositions. On `spot`: (word, interruptions per node-hour, mean) of each word. For
+    `measured`: as far as they would be known if the job had been measured on this GPU; else None.
+    """
+    unlimited, words = side.exposure.unlimited, HAZARD_WORDS if spot else ()
+    exposures = [replace(unlimited.interruptions_alone, hazard=hazard) for _, hazard in words]
+    if measured:
+        known = replace(side.exposure.unknown, faster=unknown.MEASURED, slower=unknown.MEASURED)
+        exposures.append(replace(unlimited, unknown=known))
+    outcomes = simulation.simulate_each(exposures, runs=min(FEW, side.runs))  # together: it costs the longest alone
+    usd = [_figures(outcome, side)[0] for outcome in outcomes]
+    at_hazards = ((word, hazard, each.mean) for (word, hazard), each in zip(words, usd, strict=False))
+    return tuple(at_hazards), usd[-1] if measured else None
 
 
 def exact(value: float) -> Decimal:
     """Four decimals, never minus zero."""
     return Decimal(f"{value:.4f}") or Decimal("0.0000")
+
+
+def mean_usd(prepared: Prepared, outcome: simulation.SimulatedRuns) -> Decimal:
+    """The mean of the simulated runs, as settle() has it."""
+    return prepared.total + exact(float(outcome.usd.mean() - prepared.exposure.uninterrupted_usd))
 
 
 def quantiles_of(values: Floats) -> Quantiles:

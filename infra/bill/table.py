@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import date
 from decimal import Decimal
+from typing import TYPE_CHECKING
 
 from gpufleet.infra.bill.bill import Bill
-from gpufleet.infra.bill.fallback import Fallback
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.bill.lines import FEE, NOT_PRICED, account_discount
@@ -20,6 +20,9 @@ from gpufleet.infra.risk.hazard import word
 from gpufleet.infra.text import table, wrap
 from gpufleet.job.contract.aws import NOTICE_S
 from gpufleet.job.text import counted
+
+if TYPE_CHECKING:
+    from gpufleet.infra.bill.fallback import Fallback
 
 
 def render(

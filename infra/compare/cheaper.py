@@ -34,8 +34,6 @@ ATTEMPTS = 64  # nodes of such a run before it is carried on: moves the mean by 
 SURE = 0.8  # probability of being cheaper, speed and price as far as they are known
 CENT = Decimal("0.01")
 LATE = 0.1  # share of runs that may miss the deadline, as of those that may pass another limit
-# The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or fewer.
-FREE = Decimal("0.5")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +172,7 @@ def cheaper(
         hours_left=hours_left,
         hazards=hazards,
         found=found,
-        most=below / FREE,
+        below=below,
         today=today,
         likely=False,  # as the bill is priced
     )

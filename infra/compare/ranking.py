@@ -14,18 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpufleet.infra import text
 from gpufleet.infra.bill import fit, options
 from gpufleet.infra.bill.options import BillBasis, TypeCost
 from gpufleet.infra.bill.own_steps import known_steps
 from gpufleet.infra.bill.side import Hazards, Side
-from gpufleet.infra.catalog import Catalog
+from gpufleet.infra.catalog import Catalog, Price
 from gpufleet.infra.compare.rows import Row, draft, filled, rate
 from gpufleet.infra.definition.model import MARKETS, Capacity, Fleet, StackDefinition
-from gpufleet.infra.evidence.outcomes import dotted
-from gpufleet.infra.risk import deadline, simulation
+from gpufleet.infra.risk import simulation
+
+if TYPE_CHECKING:
+    from gpufleet.infra.risk.deadline import DeadlinePlan
 
 RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
 RUNS_SHOWN = 2_000  # with risk.RUNS, as its bill is, those after it with these
@@ -35,6 +37,8 @@ REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those t
 # USD per GB from one region to another: most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost more.
 BETWEEN_REGIONS = Decimal("0.02")
 SURE = 0.5  # an option that misses the deadline more often than this is none
+# The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or fewer.
+FREE = Decimal("0.5")
 LEAST = Decimal("0.02")  # of dollars or hours: what an option is better by, at least; less is noise of the simulation
 
 
@@ -96,23 +100,26 @@ def every_option(
     runs: int = RUNS_EACH,
     hazards: Hazards | None = None,
     found: Found = nothing,
-    most: Decimal | None = None,
+    below: Decimal | None = None,
     today: date | None = None,
     likely: bool = True,
 ) -> list[Row]:
     """Every (work, type, capacity), the work's own types on several nodes too, the best first; those that cannot run
-    come last with the reason. `most`: leaves out whose uninterrupted run costs more USD than this. `likely`: at what a
-    fleet may expect to pay, not at its dearest zone.
+    come last with the reason. `below`: only those that can be had for a mean of less than so many USD, in no order.
+    `likely`: at what a fleet may expect to pay, not at its dearest zone.
     """
     drafts: list[Row] = []
     fleets: dict[str, Fleet] = {}
     for work, name in _works(definition, variants):
         listed = tuple(types or catalog.instances)
+        if below is not None:
+            listed = tuple(each for each in listed if _is_sold(each, work.fleet.region, catalog))
         bill_inputs = found(work, listed)
         found_work, measured = _by_the_hour(bill_inputs.definition), bill_inputs.calibrations
         known = known_steps(found_work, catalog, measured)
         unstated = _unstated(found_work)  # estimate.step_ms is of the file's own number of nodes
-        holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
+        parameters, region = found_work.job.parameters, work.fleet.region
+        holder = "-" if below is not None else fit.cheapest_holder(parameters, catalog, region)
         for type_ in listed:
             for count in node_counts(work, type_, catalog):
                 option = options.type_cost(
@@ -127,16 +134,41 @@ def every_option(
                 if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                     option = replace(option, why="")
                 there = replace(bill_inputs, definition=found_work.on_nodes(count))
-                drafts += [
-                    draft(there, name, option, capacity, catalog, hazards or {}, today, likely=likely)
-                    for capacity in MARKETS
-                ]
+                for capacity in MARKETS:
+                    price = option.likely(capacity) if likely else option.hourly(capacity)
+                    if _may_cost_less(_compute_usd(option, price), capacity, below):
+                        row = draft(there, name, option, capacity, catalog, hazards or {}, today, likely=likely)
+                        whole = None if row.prepared is None else row.prepared.total
+                        if _may_cost_less(whole, capacity, below):
+                            drafts.append(row)
         fleets[name] = work.fleet
-    if most is not None:
-        drafts = [row for row in drafts if row.prepared is None or row.prepared.total <= most]
-    rows = filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH)
+    rows = filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH, below=below)
+    if below is not None:
+        return rows
     theirs = {name: _own(rows, name, fleet) for name, fleet in fleets.items()}
     return _ranked([replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows], hours_left)
+
+
+def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
+    """Whether anybody can have a node of the type there, at a price that is known."""
+    priced = (type_, region) in catalog.spot_prices or (type_, region) in catalog.on_demand_prices
+    return priced and not catalog.instances[type_].unusable
+
+
+def _compute_usd(option: TypeCost, price: Price | None) -> Decimal | None:
+    """Of a run without interruptions; None for one that cannot be."""
+    if price is None or option.runtime is None or not option.holds_the_job:
+        return None
+    return price.amount * Decimal(option.runtime.total_s / 3600)
+
+
+def _may_cost_less(usd: Decimal | None, capacity: Capacity, below: Decimal | None) -> bool:
+    """Whether a run of so many USD without interruptions may have a mean below that: interrupted first hours, which are
+    free, save a part of one on spot, and nothing saves a part of one on demand.
+    """
+    if below is None:
+        return True
+    return usd is not None and usd * (FREE if capacity == "spot" else 1) <= below
 
 
 def every_region(
@@ -292,6 +324,8 @@ def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row
 
 def settings(definition: StackDefinition) -> dict[str, Any]:
     """Every setting of job parameters, fleet and estimate by its path."""
+    from gpufleet.infra.evidence.outcomes import dotted  # here: no bill has them
+
     trees = {
         "job.parameters": asdict(definition.job.parameters),
         "fleet": asdict(definition.fleet),
@@ -426,8 +460,10 @@ def _work(definition: StackDefinition) -> tuple[object, ...]:
     return definition.job, definition.fleet, definition.storage, definition.estimate
 
 
-def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[deadline.DeadlinePlan, str] | None:
+def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[DeadlinePlan, str] | None:
     """For that scenario's work on its best type that has both prices, and that type, when there is a deadline."""
+    from gpufleet.infra.risk import deadline
+
     if left is None:
         return None
     for row in rows:

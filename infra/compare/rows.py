@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from decimal import Decimal
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpufleet.infra.bill import side
 from gpufleet.infra.bill.lines import CENT_100
@@ -20,11 +20,13 @@ from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.bill.side import Prepared, Quantiles, Side
 from gpufleet.infra.catalog import Catalog, Instance
 from gpufleet.infra.definition.model import Capacity, Claim, Limits, StackDefinition
-from gpufleet.infra.evidence.outcomes import FinishedRun
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.text import hours
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.text import counted
+
+if TYPE_CHECKING:
+    from gpufleet.infra.evidence.outcomes import FinishedRun
 
 BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}  # of a row
 
@@ -155,13 +157,27 @@ def draft(
 
 
 def filled(
-    rows: Sequence[Row], hours_left: float | None, *, runs: int, attempts: int = simulation.MAX_ATTEMPTS
+    rows: Sequence[Row],
+    hours_left: float | None,
+    *,
+    runs: int,
+    attempts: int = simulation.MAX_ATTEMPTS,
+    below: Decimal | None = None,
 ) -> list[Row]:
-    """The rows, each priced one simulated `runs` times; `attempts` as in risk.simulate."""
+    """The rows, each priced one simulated `runs` times; `attempts` as in risk.simulate. `below`: without those whose
+    mean is not below so many USD.
+    """
     prepared = [row.prepared for row in rows if row.prepared is not None]
-    outcomes = _simulated([each.exposure.unlimited for each in prepared], runs=runs, attempts=attempts)
-    sides = (side.settle(each, outcome, outcome) for each, outcome in zip(prepared, outcomes, strict=True))
-    return [row if row.prepared is None else _figures(row, next(sides), hours_left) for row in rows]
+    outcomes = iter(_simulated([each.exposure.unlimited for each in prepared], runs=runs, attempts=attempts))
+    found = []
+    for row in rows:
+        if row.prepared is None:
+            found.append(row)
+            continue
+        outcome = next(outcomes)
+        if below is None or side.mean_usd(row.prepared, outcome) < below:
+            found.append(_figures(row, side.settle(row.prepared, outcome, outcome), hours_left))
+    return found
 
 
 def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts: int) -> list[simulation.SimulatedRuns]:

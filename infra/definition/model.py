@@ -336,6 +336,8 @@ class StackDefinition:
     def on_nodes(self, count: int) -> StackDefinition:
         """This work on so many nodes."""
         cards: Cards = self.fleet.cards if count > 1 else "one"
+        if (count, cards) == (self.nodes, self.fleet.cards):
+            return self
         return replace(self, fleet=replace(self.fleet, nodes=count, cards=cards))
 
     def begins_at(self, now: datetime) -> datetime:

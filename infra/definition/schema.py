@@ -6,7 +6,6 @@ What a key may hold stands in rules.py, or, for the experiment's own parameters,
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import typing
 from collections.abc import Iterable, KeysView
@@ -116,6 +115,8 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 def _meant(word: str, names: Iterable[str]) -> str:
     """The name that is spelled most like `word`, or nothing."""
+    import difflib  # here: only errors name a neighbour
+
     known, low = sorted(names), word.lower()
     if _ALSO.get(low) in known:
         return _ALSO[low]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -88,6 +87,8 @@ def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> N
     known = sorted({kind.gpu.name for kind in catalog.instances.values()})
     for name, gpu in config.gpus_named():
         if gpu not in known:
+            import difflib  # here: only errors name a neighbour
+
             spelled = {_letters(each): each for each in known}
             close = [spelled[each] for each in difflib.get_close_matches(_letters(gpu), spelled, n=1)]
             meant = [each for each in known if _letters(each.split()[0]) == _letters(gpu)] or close

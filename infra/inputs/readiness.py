@@ -6,7 +6,6 @@ from pathlib import Path
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError
-from gpufleet.infra.inputs import code, folders
 from gpufleet.job.contract.inputs import DATASET
 
 
@@ -33,11 +32,18 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
             sentences.append(f"storage.base_weights, {weights}, {reason}: run `gpufleet prepare {name}`.")
         elif reason := definition.job.parameters.weights_differ(folder):
             sentences.append(f"storage.base_weights, {weights}, {reason}")
-    try:
-        code.read(definition, root)
-    except DefinitionError as error:
-        sentences += map(str, error.problems)
-    return [*sentences, *folders.missing(definition, root)]
+    if definition.job.parameters.shipped is not None:
+        from gpufleet.infra.inputs import code  # here: most callers ship none
+
+        try:
+            code.read(definition, root)
+        except DefinitionError as error:
+            sentences += map(str, error.problems)
+    if definition.storage.inputs:
+        from gpufleet.infra.inputs import folders
+
+        sentences += folders.missing(definition, root)
+    return sentences
 
 
 def command(definition: StackDefinition) -> str:

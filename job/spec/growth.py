@@ -228,6 +228,7 @@ class GrowthConfig(JobConfig):
             total_gb=(weights + moments + shared) / GB,
         )
 
+    @remembered
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         """All of the batch, 3/4, 1/2, 1/4 (16, 12+4, 8+8, 4+4+4+4), then activation checkpointing down to one."""
         whole = self.rows_per_rank(ranks)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from gpufleet.job.dataset.rendering import tokenizer_of
 from gpufleet.job.spec import tuning
 from gpufleet.job.spec.common import (
     GB,
@@ -228,6 +227,7 @@ class KernelConfig(TuningConfig):
             activations = self.funnel.memory_gb * GB
         return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
+    @remembered
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         return tuning.ladder(self, ranks)
 
@@ -241,6 +241,7 @@ class KernelConfig(TuningConfig):
         yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.dataset.rendering import tokenizer_of
         from gpufleet.job.experiments.kernel.pairs import prepare_kernels  # brings numpy
 
         return prepare_kernels(

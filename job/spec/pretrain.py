@@ -228,6 +228,7 @@ class PretrainConfig(JobConfig):
             total_gb=(weights + gradients + reduced + moments + activations + logits + self.sizes().dataset) / GB,
         )
 
+    @remembered
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         """A rank's rows, half of them and so on down to one, then activation checkpointing."""
         whole = self.rows_per_rank(ranks)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from gpufleet.job.dataset.rendering import TEMPLATES, FileTokenizer, tokenizer_of
 from gpufleet.job.spec import tuning
 from gpufleet.job.spec.common import (
     Checkpoint,
@@ -230,6 +229,7 @@ class SftConfig(TuningConfig):
         logits = tuning.loss_bytes(m, tokens, trained=trains_head(self) and phase_index == 0)
         return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
+    @remembered
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         return tuning.ladder(self, ranks)
 
@@ -283,6 +283,7 @@ class SftConfig(TuningConfig):
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         from gpufleet.job.dataset.packed import prepare_sft  # brings numpy
+        from gpufleet.job.dataset.rendering import tokenizer_of
 
         return prepare_sft(
             folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say
@@ -290,6 +291,7 @@ class SftConfig(TuningConfig):
 
     def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
         from gpufleet.job.dataset.packed import warn_of_untrained  # brings numpy
+        from gpufleet.job.dataset.rendering import FileTokenizer, tokenizer_of
 
         super(SftConfig, self).report_found(folder, manifest, weights, say)
         if (own := tokenizer_of(weights)) is not None:
@@ -320,8 +322,12 @@ def trained(config: SftConfig) -> int:
     m = config.model
     if config.method == "full":
         return tuning.parameters(m)
-    rows = len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) if config.lora.template_tokens else 0
-    return tuning.lora_parameters(m, config.lora.rank) + rows * m.width
+    adapter = tuning.lora_parameters(m, config.lora.rank)
+    if not config.lora.template_tokens:
+        return adapter
+    from gpufleet.job.dataset.rendering import TEMPLATES  # here: most adapters train none of a template's tokens
+
+    return adapter + len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) * m.width
 
 
 def trains_head(config: SftConfig) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from gpufleet.job.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
 from gpufleet.job.spec.common import DecoderConfig, Memory, Rung, Say, TokenBatch, cuts, halves
 from gpufleet.job.spec.job import JobConfig
 
@@ -221,9 +220,13 @@ class TuningConfig(JobConfig):
 
     def dataset_facts(self) -> dict[str, Any]:
         """The facts that dataset.json must state of rows that this job may train on."""
+        from gpufleet.job.dataset.rendering import TEMPLATES  # here: a bill reads no text
+
         return {"row": self.data.row, "longest": self.longest(), "template": TEMPLATES[self.model.family].name}
 
     def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        from gpufleet.job.dataset.rendering import FileTokenizer, file_id
+
         ids = manifest.facts.get("vocab", 0)
         if ids > self.model.vocab:
             return f"has {ids} ids, model.vocab is {self.model.vocab}: raise it to {ids} or more, or prepare anew"
@@ -267,6 +270,7 @@ class TuningConfig(JobConfig):
 
     def check_weights(self, folder: Path, say: Say) -> None:
         """Warns of weights that were tuned on other turns."""
+        from gpufleet.job.dataset.rendering import TEMPLATES, foreign
         from gpufleet.job.models import hf_config
 
         hf_config.check(folder, self.model)
