@@ -40,6 +40,8 @@ class Problem:
         where = f"line {self.line}, {short(self.path)}" if self.line else short(self.path)
         wrong = f"{short(self.value)!r} is not accepted" if self.value else "missing"
         wrong = "unknown key" if self.unknown_key else wrong
+        if self.hint and self.unknown_key:  # before the keys that there are, which are many
+            return f"{where}: {wrong}. {self.hint} Allowed: {self.allowed}."
         hint = f" {self.hint}" if self.hint else ""
         return f"{where}: {wrong}; allowed: {self.allowed}.{hint}"
 

@@ -17,7 +17,7 @@ from gpufleet.infra.account.checks import Check
 from gpufleet.infra.definition import pin as pins
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused
-from gpufleet.infra.inputs.readiness import not_ready
+from gpufleet.infra.inputs.readiness import code_problems, not_ready
 from gpufleet.infra.program import ecr
 
 # Deep Learning Base AMI with the open Nvidia driver, Amazon Linux 2023, x86_64: the name as used in public code on
@@ -144,7 +144,7 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
 
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
     """What else `up` needs of the project itself, and refuses without. AMI and image have checks of their own."""
-    for sentence in not_ready(definition, root):
+    for sentence in [*map(str, code_problems(definition, root)), *not_ready(definition, root)]:
         if sentence.startswith("storage.") or ".code." in sentence:
             found, _, fix = sentence.partition(": ")
             yield Check(name="inputs", state="problem", found=found, fix=fix[:1].upper() + fix[1:])

@@ -28,7 +28,9 @@ SECOND_MS = 1000.0  # of a run that declares hours, or nothing: a "step" is one 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Milliseconds of a step on `gpus` of a GPU, and how far it may be off: sigmas of its logarithm."""
+    """Milliseconds of a step, or of an epoch where these are counted, on `gpus` of a GPU, and how far it may be off:
+    sigmas of its logarithm.
+    """
 
     gpu: Gpu
     gpus: int
@@ -107,21 +109,21 @@ def _known(
         shared = min(faster, slower)
         return StepTime(gpu=gpu, gpus=gpus, step_ms=step_ms, faster=faster, slower=slower, shared=shared, said=said)
 
-    if stated is not None or work.steps is None:
+    if stated is not None or not config.counts_steps:
         step_ms, said = (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")
         spread = (config.stated_spread() if stated is None else None) or (unknown.STATED, unknown.STATED)
         for each in catalog.instances.values() if config.is_endless else listed:  # bought hours are hours anywhere
             yield figure(each.gpu, config.ranks(each.gpu_count, nodes), step_ms, *spread, said)
         return
     for name, found in measured.items():
-        if isinstance(found, Calibration):
+        if isinstance(found, Calibration) and config.unit == "step":
             instance, sigma = catalog.instances[name], max(unknown.MEASURED, found.spread)
             step_ms = found.phases[0].step_ms
             yield figure(instance.gpu, config.ranks(instance.gpu_count), step_ms, sigma, sigma, "what was measured")
     sigma = unknown.PAGE if work.from_ == "page" else unknown.STATED
-    said = f"{config.path}.work.step_ms" + (", a page's," if work.from_ == "page" else "")
+    said = f"{config.path}.{config.times_key}" + (", a page's," if work.from_ == "page" else "")
     gpus = {each.gpu.name: each.gpu for each in catalog.instances.values()}
-    for name, count, step_ms in config.declared_steps():
+    for name, count, step_ms in config.declared_times():
         own = next((each for each in listed if each.gpu.name == name), listed[0])
         if name in gpus:
             yield figure(gpus[name], count or config.ranks(own.gpu_count, nodes), step_ms, sigma, sigma, said)

@@ -24,7 +24,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.evidence.receipts import score
-from gpufleet.infra.inputs.readiness import not_ready
+from gpufleet.infra.inputs.readiness import code_problems, not_ready
 from gpufleet.infra.review import policy
 
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     rules = policy.find_policy(root) or policy.Policy()
     definition = policy.held_to(definition, rules)
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
-    catalog = load_catalog()
+    catalog = load_catalog(day=now.date())
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
     bill = replace(bill, warnings=(*bill.warnings, *limits.deadline_warnings(definition, bill, now)))
     fallback, without = None, list[Problem]()
@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill, fallback))
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
-    if found := [*problems(definition, bill), *limits.deadline_problems(definition, bill, now), *without]:
+    late = [*limits.deadline_problems(definition, bill, now), *without]
+    if found := [*code_problems(definition, root), *problems(definition, bill), *late]:
         raise DefinitionError(str(definition.source), found)
     return 1 if broken else 0
 
@@ -100,13 +101,13 @@ def _several(args: argparse.Namespace, root: Path, now: datetime) -> int:
 
     if args.scenario is not None:
         raise GpufleetError("--scenario is of one bill; `pulumi config set scenario NAME` chooses one for a stack")
-    catalog, hazards, bills = load_catalog(), learn(observations(root)), []
+    catalog, hazards, bills = load_catalog(day=now.date()), learn(observations(root)), []
     for name in (args.stack, *args.others):
         definition = stack.definition_of(argparse.Namespace(stack=name), past_deadline=False)
         if definition.variant.reference:
             raise GpufleetError(_claim(definition))
         bills.append((definition, bill_of(definition, root, catalog, today=now.date(), hazards=hazards)))
-    found = several.repeated(bills, args.times or 1)
+    found = several.repeated(bills, args.times or 1, now.date())
     text = json.dumps(found.to_json(), indent=2) if args.json else "\n".join(found.lines())
     sys.stdout.write(text + "\n")
     return 0

@@ -24,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """NAME and what `gpufleet new` takes."""
     parser.add_argument("name", metavar="NAME", nargs="?", help="of a first stack, written as `gpufleet new` does")
     parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
+    parser.add_argument("--yes", action="store_true", help="also where the folder is in no git repository")
     parser.add_argument("--command", metavar="TEXT", default="", help="how it is started there, as you would type it")
 
 
@@ -35,7 +36,13 @@ def run(args: argparse.Namespace) -> int:
     if args.name:
         new.named(root, args.name)
     _refuse_others(root)
-    repository = Path((git(root, "rev-parse", "--show-toplevel") or str(root)).rstrip("\n"))
+    toplevel = git(root, "rev-parse", "--show-toplevel")
+    if toplevel is None and not args.yes and not _confirmed(root):
+        raise GpufleetError(
+            f"{root} is in no git repository, and nothing was written: cd into the one that holds your code, run"
+            " `git init` here, or pass --yes"
+        )
+    repository = Path((toplevel or str(root)).rstrip("\n"))
     _project(root, repository)
     if json_schema.modeline(root / "stacks", root) in ("", f"{MODELINE}{Path(SCHEMA).name}"):  # not gpufleet's own copy
         _write(root / SCHEMA, json_schema.text(), root)
@@ -46,6 +53,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("Next: `gpufleet new NAME --code DIR` writes the definition of a folder of training code.")
     return 0
+
+
+def _confirmed(root: Path) -> bool:
+    """Whether the user wants the files in a folder of no repository; no where nobody can be asked."""
+    return sys.stdin.isatty() and input(f"{root} is in no git repository. Write a project here? [y/N] ") in ("y", "yes")
 
 
 def _refuse_others(root: Path) -> None:

@@ -62,7 +62,7 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     """The comparison of a file's work, or of one scenario's, on what `root` (the project) has measured. `within`: hours
     from now, instead of the file's deadline. Raises GpufleetError.
     """
-    catalog = load_catalog(root)
+    catalog = load_catalog(root, day=now.date())
     rules = policy.find_policy(root)
     definition = policy.held_to(load(path, now=now, past_deadline=True), rules)
     variants = tuple(policy.held_to(each, rules) for each in scenarios(path, now=now))

@@ -5,6 +5,7 @@ docs/definition.md explains every key, and a test compares it with this table.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from gpufleet.infra.definition.model import (
@@ -27,12 +28,29 @@ from gpufleet.job.contract.terms import MOST_NODES
 from gpufleet.job.spec import EXPERIMENTS
 from gpufleet.job.spec.convert import Rule
 
+# As docker tells a registry from a folder of Docker Hub's: by a dot or a port in its name.
+_REGISTRY = r"(?=[^/]*[.:])[a-z0-9.-]+(:443)?"
+_TAG = r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})"
+_IMAGE_NAME = rf"(?=.{{1,255}}$){_REGISTRY}(/[a-z0-9._-]+)+{_TAG}(@sha256:[0-9a-f]{{64}})?"
+
+
+def _image_hint(written: str) -> str:
+    """What an image's name lacks, and how it is written in full."""
+    first, _, rest = written.partition("/")
+    no_registry = not rest or not re.search("[.:]", first)
+    no_tag = ":" not in written.rpartition("/")[2]
+    full = f"docker.io/{'' if rest else 'library/'}{written}" if no_registry else written
+    full += ":TAG" if no_tag else ""
+    if not re.fullmatch(_IMAGE_NAME, full):
+        return "Nodes reach a registry at port 443 alone; `gpufleet doctor --pin` adds the digest."
+    lacks = " and ".join(["no registry"] * no_registry + ["no tag"] * no_tag)
+    return f"It names {lacks}: write {full}."
+
+
 _IMAGE = Rule(
-    # As docker tells a registry from a folder of Docker Hub's: by a dot or a port in its name.
-    pattern=r"(?=.{1,255}$)(?=[^/]*[.:])[a-z0-9.-]+(:443)?(/[a-z0-9._-]+)+(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})(@sha256:[0-9a-f]{64})?",
-    allowed="registry/repository:tag, with @sha256: and 64 hexadecimal digits once pinned",
-    hint="Name the registry (docker.io is Docker Hub; nodes reach port 443 alone) and a tag; "
-    "gpufleet doctor --pin adds the digest.",
+    pattern=_IMAGE_NAME,
+    allowed="registry/repository:tag, with its @sha256: digest once pinned",
+    hint=_image_hint,
 )
 # gp3: botocore 1.44.5 service model, EC2 CreateVolume and EbsBlockDevice; larger than the 2020 limits since 2025-09.
 RULES: dict[tuple[type[Any], str], Rule] = {

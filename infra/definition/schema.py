@@ -9,7 +9,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Iterable, KeysView
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from itertools import islice
@@ -45,8 +45,36 @@ SECTIONS: dict[str, type[Any]] = {
 }
 # One folder of keys per section: where a key written in the wrong place belongs.
 _HOME = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
+_OF_COMMAND = [f.name for f in dataclasses.fields(KINDS[COMMAND])]
 # What other tools call it.
-_ALSO = {"gpu": "cuda", "nvidia": "cuda", "learning_rate": "lr", "learning-rate": "lr"}
+_ALSO = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "learning_rate": "lr",
+    "learning-rate": "lr",
+    "accelerators": "instance_types",
+    "instance_type": "instance_types",
+    "num_nodes": "nodes",
+    "spot": "capacity",
+    "use_spot": "capacity",
+    "on_demand": "capacity",
+    "envs": "env",
+    "environment": "env",
+    "run": "command",
+    "script": "command",
+    "commands": "command",
+    "workdir": "code",
+    "working_dir": "code",
+    "budget": "max_usd",
+    "max_cost": "max_usd",
+    "max_price": "max_usd",
+    "max_duration": "max_hours",
+    "timeout": "max_hours",
+    "disk_size": "size_gib",
+}
+_CAPACITY = "Write capacity: spot, or capacity: on-demand."
+# What to write for a key of another tool, where the name alone does not say it.
+_INSTEAD = {"spot": _CAPACITY, "use_spot": _CAPACITY, "on_demand": _CAPACITY}
 READY_MADE = ("experiment", "image", "parameters")  # the keys of such a job
 _BAD: Any = object()
 _SCALARS = (str, bool, datetime, int, float, Decimal)
@@ -133,7 +161,7 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
         return _job(node, findings)
     names = [f.name for f in dataclasses.fields(cls)]
     hints = hints_of(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
-    keys = list(map(key_of, names))
+    keys, node = list(map(key_of, names)), _as_keys(cls, node)
     hint_text = _as_section(cls, hints, node.text) if isinstance(node, Scalar) else ""
     entries = entries_of(node, path, f"a section with the keys {', '.join(keys)}", findings, hint_text)
     if not entries.keys() <= set(keys):
@@ -150,7 +178,7 @@ def _job(node: Node | None, findings: Findings) -> Job:
     if "command" in entries and "experiment" in entries:
         findings.add("job", "one of them", value="both command and experiment")
     check_keys(entries, job_keys(node), "job", findings)
-    if "command" not in entries:
+    if not _is_command(node):
         values = _values(Job, ["experiment", "image"], entries, "job", findings)
         return Job(**values, parameters=_parameters(entries, "job.parameters", findings))
     images = ["image", "supervisor_image"]
@@ -167,10 +195,23 @@ def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
     """What may stand under `job` where `node` does; `laid_over`: in a rehearsal or scenario, which runs the same job in
     the same image.
     """
-    if not isinstance(node, Mapping) or "command" not in node.entries:
+    if not _is_command(node):
         return ["parameters"] if laid_over else list(READY_MADE)
-    names = [f.name for f in dataclasses.fields(KINDS[COMMAND])]
-    return names if laid_over else ["image", "supervisor_image", *names]
+    return _OF_COMMAND if laid_over else ["image", "supervisor_image", *_OF_COMMAND]
+
+
+def _is_command(node: Node | None) -> bool:
+    """Whether `job` is a command of one's own: it has that key, or neither that nor `experiment` but others that only a
+    command has, so that a mistyped `command` is one problem and not one for each key beside it.
+    """
+    if not isinstance(node, Mapping) or "experiment" in node.entries:
+        return isinstance(node, Mapping) and "command" in node.entries
+    return bool(node.entries.keys() & set(_OF_COMMAND)) or _meant_one(node.entries.keys()) == "command"
+
+
+def _meant_one(keys: Iterable[str]) -> str:
+    """Which of the two keys that begin a job one of `keys` is a misspelling of, or nothing."""
+    return next((meant for key in keys if (meant := _meant(key, ("command", "experiment")))), "")
 
 
 def _values(
@@ -204,6 +245,14 @@ def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, h
     if node is not None and not (isinstance(node, Scalar) and node.is_null):
         findings.add(path, allowed, hint, node=node)
     return {}
+
+
+def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
+    """The section that a word stands for, where `cls` has such a word; else the node itself."""
+    if not isinstance(node, Scalar) or node.text not in (words := getattr(cls, "WORDS", {})):
+        return node
+    entries: dict[str, Node] = {key: replace(node, text=text) for key, text in words[node.text].items()}
+    return Mapping(path=node.path, line=node.line, entries=entries)
 
 
 def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
@@ -246,13 +295,16 @@ def check_keys(
             continue
         meant = ""
         if (other := _ALSO.get(key.lower())) in names:
-            hint, meant = f"It is called {path.rpartition('.')[2]}.{other}.", f"{prefix}{other}"
+            renamed = f"It is called {path.rpartition('.')[2]}.{other}."
+            hint, meant = _INSTEAD.get(key.lower(), renamed), f"{prefix}{other}"
         elif inside := (below or {}).get(other or key):
             hint, meant = f"It is called {' or '.join(inside)}.", f"{prefix}{inside[0]}"
         elif key in _HOME:  # written exactly so elsewhere: more than a likeness
             hint, meant = f"It belongs under {_HOME[key]}.", f"{_HOME[key]}.{key}"
         elif near := _meant(key, names):
             hint, meant = f"Nearest: {near}.", f"{prefix}{near}"
+        elif key in _OF_COMMAND and path != "job":
+            hint = "It belongs under job, where that is a command of your own."
         else:
             hint = ""
         findings.add(f"{prefix}{key}", ", ".join(names), hint, value=key or "''", node=node, unknown_key=True)
@@ -344,7 +396,9 @@ def _scalar(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
         return (text, "") if text in choices else (_BAD, nearest(text, choices))
     if hint is str:
         if rule.pattern:
-            return (text, "") if re.fullmatch(rule.pattern, text) else (_BAD, rule.hint)
+            if re.fullmatch(rule.pattern, text):
+                return text, ""
+            return _BAD, rule.hint if isinstance(rule.hint, str) else rule.hint(text)
         return (text, "") if text.strip() else (_BAD, "")
     if hint is bool:
         if text in ("true", "false"):

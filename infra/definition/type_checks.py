@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpufleet.infra.definition.model import Fleet
 from gpufleet.infra.definition.schema import Findings
+from gpufleet.infra.definition.yaml_tree import Mapping, find_node
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.spec.common import DEVICE_RESERVE_GB
 from gpufleet.job.text import counted
@@ -85,7 +86,7 @@ def _letters(name: str) -> str:
 def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """A step that is said to be of a GPU which the catalog does not know is of none."""
     known = sorted({kind.gpu.name for kind in catalog.instances.values()})
-    for name, gpu in config.gpus_named():
+    for section, name, gpu in config.gpus_named():
         if gpu not in known:
             import difflib  # here: only errors name a neighbour
 
@@ -94,7 +95,9 @@ def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> N
             meant = [each for each in known if _letters(each.split()[0]) == _letters(gpu)] or close
             hint = f"Nearest: {' or '.join(meant)}." if meant else ""
             allowed = f"a GPU, or so many of one as in `8 x H100`: {', '.join(known)}"
-            findings.add(f"{config.path}.work.step_ms.{name}", allowed, hint, value=name)
+            written = find_node(findings.tree, section)
+            node = written.entries.get(name) if isinstance(written, Mapping) else None
+            findings.add(f"{section}.{name}", allowed, hint, value=name, node=node)
 
 
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:

@@ -99,9 +99,13 @@ def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: s
         mark = (error.context_mark if begins else None) or error.problem_mark or error.context_mark
         number = mark.line + 1 if mark else 1
         written = lines[number - 1].strip() or "an empty line" if number <= len(lines) else "the end of the file"
+        allowed = "YAML, `key: value` lines indented by spaces"
         hint = "A quote opens here and is not closed." if open_quote else f"This is no YAML: {error.problem}."
         if "\\t" in (error.problem or "") or "\t" in (lines[number - 1] if number <= len(lines) else ""):
             hint = "Indent with spaces: YAML takes no tabs."
+        elif "escape character" in (error.problem or ""):
+            allowed = "text between single quotes, '...'"
+            hint = "Between double quotes a backslash begins an escape of YAML's, and this one is none."
         elif bracket:
             opened = re.findall(r"[\[{]", "".join(lines[number - 1 : number])[: mark.column + 1]) if mark else []
             hint = f"A {opened[-1] if opened else '[ or {'} opens here and is not closed, or a comma is missing in it."
@@ -111,7 +115,7 @@ def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: s
             hint = "This is no `key: value`: a colon and a space are missing."
         elif "block" in (error.problem or "") or "mapping values" in (error.problem or ""):
             hint = _indentation(lines, number) or hint
-        raise UnreadableError(_problem(number, written, "YAML, `key: value` lines indented by spaces", hint)) from None
+        raise UnreadableError(_problem(number, written, allowed, hint)) from None
     if problems:
         raise UnreadableError(*problems)
     if not isinstance(tree, Mapping):

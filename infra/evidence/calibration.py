@@ -215,7 +215,7 @@ def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | Non
     for path in sorted((root / FOLDER / stack).glob("[!.]*.json")):
         yield _sound(atomic.read_object(path)), path
     for path in sorted((root / receipts.FOLDER / stack).glob("[!.]*.json")):
-        with suppress(ValueError):
+        with suppress(OSError, ValueError):  # receipts.read names the file
             from gpufleet.job.contract.receipt import parse as parse_receipt  # here: as in receipts.py
 
             tree = parse_receipt(path.read_bytes()).measured

@@ -57,7 +57,7 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
 def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
     found = []
     for path in sorted(path for path in folder.glob("[!.]*") if path.suffix in (".csv", ".json")):
-        if path.resolve() in but:
+        if path.is_dir() or path.resolve() in but:
             continue
         from gpufleet.infra.catalog import load_catalog  # here: most projects have no traces, and these need numpy
         from gpufleet.infra.evidence import traces

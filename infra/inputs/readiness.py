@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.infra.errors import DefinitionError
+from gpufleet.infra.errors import DefinitionError, Problem
 from gpufleet.job.contract.inputs import DATASET
 
 
@@ -32,18 +32,25 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
             sentences.append(f"storage.base_weights, {weights}, {reason}: run `gpufleet prepare {name}`.")
         elif reason := definition.job.parameters.weights_differ(folder):
             sentences.append(f"storage.base_weights, {weights}, {reason}")
-    if definition.job.parameters.shipped is not None:
-        from gpufleet.infra.inputs import code  # here: most callers ship none
-
-        try:
-            code.read(definition, root)
-        except DefinitionError as error:
-            sentences += map(str, error.problems)
+    sentences += map(str, code_problems(definition, root))
     if definition.storage.inputs:
-        from gpufleet.infra.inputs import folders
+        from gpufleet.infra.inputs import folders  # here: most callers have none
 
         sentences += folders.missing(definition, root)
     return sentences
+
+
+def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
+    """What is wrong with the folder of a command's code: it is not there, is empty or cannot be shipped."""
+    if definition.job.parameters.shipped is None:
+        return []
+    from gpufleet.infra.inputs import code  # here: most callers ship none
+
+    try:
+        code.read(definition, root)
+    except DefinitionError as error:
+        return list(error.problems)
+    return []
 
 
 def command(definition: StackDefinition) -> str:

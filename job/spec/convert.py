@@ -10,6 +10,7 @@ import functools
 import math
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from datetime import datetime
 from decimal import Decimal
@@ -27,7 +28,7 @@ class Rule:
     unit: str = ""
     pattern: str = ""
     allowed: str = ""  # the pattern in words
-    hint: str = ""  # what to do when it does not match
+    hint: str | Callable[[str], str] = ""  # what to do when it does not match; made from the text that was written
     most: int | None = None  # items of a list or section
     one: bool = False  # a single text stands for a list of it
     moment: bool = False  # of a time: no span such as `in 10 h`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -16,7 +17,6 @@ from typing import Any
 
 import yaml
 
-from gpufleet.job.text import stamp
 from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.handlers import handler
@@ -25,6 +25,7 @@ from gpufleet.rehearsal.handlers.table import Aws
 HERE = Path(__file__).parent
 PROJECT = "<project>"  # stands for the folder in which it was recorded
 RELEASES = sorted(path for path in HERE.glob("[0-9]*") if path.is_dir())
+TIME = re.compile(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 STACK, ROLE = "pulumi:pulumi:Stack", "aws:iam/role:Role"
 
 
@@ -123,9 +124,13 @@ class RecordedState:
         return RecordedState(json.loads(text))
 
     def begun(self, at: datetime) -> RecordedState:
-        """As if its run had begun then."""
-        began, until = (datetime.fromisoformat(self.run[key]) for key in ("began", "valid_until"))
-        return self.replaced({self.run["began"]: stamp(at), self.run["valid_until"]: stamp(at + (until - began))})
+        """As if its run had begun then: whatever time stands in it, a schedule's too, is as much later."""
+        by = at - datetime.fromisoformat(self.run["began"])
+
+        def later(time: re.Match[str]) -> str:
+            return f"{datetime.fromisoformat(time[0]) + by:%Y-%m-%dT%H:%M:%S}"
+
+        return RecordedState(json.loads(TIME.sub(later, json.dumps(self.tree))))
 
     def invoke(self, token: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What the engine answers to a program of this stack."""

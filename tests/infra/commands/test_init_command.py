@@ -66,6 +66,23 @@ def test_with_a_name_it_writes_a_first_definition_too(repository: Path, capsys: 
     assert main(["init", "No_Name"]) == 2
 
 
+def test_outside_of_a_repository_it_writes_nothing_unless_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
+    assert main(["init"]) == 2
+    assert "is in no git repository, and nothing was written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    for answer, written in (("n", False), ("y", True)):
+        person = SimpleNamespace(isatty=lambda: True, readline=lambda answer=answer: f"{answer}\n")
+        monkeypatch.setattr("sys.stdin", person)
+        assert (main(["init"]) == 0) is written
+        assert (tmp_path / "Pulumi.yaml").exists() is written
+    assert main(["init", "--yes"]) == 0
+
+
 def test_a_second_time_it_writes_nothing(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["init"])
     before, _ = files(repository), capsys.readouterr()
@@ -119,7 +136,7 @@ def test_it_works_beside_a_package_of_this_name(name: str, repository: Path) -> 
     def ran(*words: str) -> str:
         program = "import sys; from gpufleet.infra.cli import main; sys.exit(main(sys.argv[1:]))"
         command, found = [sys.executable, "-P", "-c", program, *words], {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=repository, env=found, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=repository, env=found, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -258,5 +275,5 @@ def test_outside_of_git_the_folder_is_the_repository(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.path.dirname(shutil.which("sh") or ""))  # noqa: PTH120
-    assert main(["init"]) == 0
+    assert main(["init", "--yes"]) == 0
     assert sorted(files(tmp_path)) == FILES

@@ -40,6 +40,7 @@ def stack(folder: Path, raw: bytes) -> Path:
         pytest.param(b"- a\n- b\n", 1, "sections", id="a list"),
         pytest.param(b"just words", 1, "sections", id="a sentence"),
         pytest.param(b"run:\n\tid: r1\n", 2, "spaces", id="tabs"),
+        pytest.param(b'run:\n  id: "step (\\d+)"\n', 2, "between single quotes", id="a backslash in quotes"),
         pytest.param(b"run: {id: r1\n", 1, "A { opens here and is not closed", id="an open brace"),
         pytest.param(b"run: {", 1, "A { opens here and is not closed", id="an open brace, and no more"),
         pytest.param(b"run: {\n", 2, "A [ or { opens here and is not closed", id="an open brace a line before"),

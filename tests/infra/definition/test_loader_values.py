@@ -210,7 +210,7 @@ REFUSED = [
     ("job", "image: registry.example/a/b", "job.image", "registry/repository:tag", "tag", "no tag"),
     ("job", 'image: "registry.example:5000/a/b:1"', "job.image", "registry/", "port 443 alone", "a port out of reach"),
     ("job", "image: localhost/a/b:1", "job.image", "registry/repository:tag", "registry", "a registry on the node"),
-    ("job", "image: registry.example/a/b:1@sha256:12", "job.image", "64 hexadecimal", "", "short digest"),
+    ("job", "image: registry.example/a/b:1@sha256:12", "job.image", "its @sha256: digest", "", "short digest"),
     ("fleet", "region: us-east2", "fleet.region", "us-east-2", "Nearest: us-east-2.", "unknown region"),
     ("fleet", "zones: [us-east-1a]", "fleet.zones[0]", "zones of us-east-2", "us-east-1", "another region's zone"),
     ("fleet", "zones: [us-east-2a, us-east-2a]", "fleet.zones[1]", "each zone once", "", "a zone twice"),
@@ -301,9 +301,9 @@ def test_one_mistake_gives_one_problem(write: Write) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("instance_types: [", "instance_type: [", "line 4, fleet.instance_type: unknown key; allowed: region, zones, "),
-        ("limits:", "limit:", "line 6, limit: unknown key; allowed: run, job, "),
-        ("experiment:", "experimant:", "line 3, job.experimant: unknown key; allowed: experiment, image, parameters."),
+        ("instance_types: [", "instance_type: [", "line 4, fleet.instance_type: unknown key. It is called fleet.inst"),
+        ("limits:", "limit:", "line 6, limit: unknown key. Nearest: limits. Allowed: run, job, "),
+        ("experiment:", "experimant:", "line 3, job.experimant: unknown key. Nearest: experiment. Allowed: "),
     ],
 )
 def test_a_key_that_is_misspelled_or_misplaced_is_not_missing_as_well(
@@ -322,7 +322,7 @@ def test_a_key_in_the_wrong_section_is_not_missing_in_its_own(write: Write) -> N
     text = MINIMAL.replace(", owner: me", "").replace("max_usd: 3.00", "max_usd: 3.00, owner: me")
     (problem,) = problems(write(text))
     assert str(problem) == (
-        "line 6, limits.owner: unknown key; allowed: max_usd, max_hours, deadline, usd_per_hour. It belongs under run."
+        "line 6, limits.owner: unknown key. It belongs under run. Allowed: max_usd, max_hours, deadline, usd_per_hour."
     )
 
 

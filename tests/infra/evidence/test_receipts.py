@@ -21,7 +21,7 @@ from gpufleet.infra.cli import main
 from gpufleet.infra.commands.receipts import summary, table
 from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.evidence import own_speeds, receipts
+from gpufleet.infra.evidence import calibration, own_speeds, receipts
 from gpufleet.infra.evidence.observations import observations
 from gpufleet.job.contract.receipt import CAUSES
 
@@ -125,9 +125,11 @@ def test_a_run_stopped_by_its_limit_counts(tmp_path: Path, reason: str) -> None:
 def test_a_damaged_or_foreign_receipt_is_named_and_left_out(tmp_path: Path, content: str, words: str) -> None:
     place(tmp_path, content, "bad")
     place(tmp_path, receipt())
+    (tmp_path / "receipts" / "small-growth" / "folder.json").mkdir()
     found, damaged = receipts.read(tmp_path)
     assert [each.run for each in found] == ["r1"]
-    assert len(damaged) == 1
+    assert list(calibration.sound(tmp_path, "small-growth", receipts.FOLDER)) == []
+    assert len(damaged) == 2
     assert damaged[0].startswith("receipts/small-growth/bad.json is left out: ")
     assert words in damaged[0]
 

@@ -16,7 +16,7 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.inputs import code
-from gpufleet.infra.inputs.readiness import not_ready
+from gpufleet.infra.inputs.readiness import code_problems
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_shipped_is_told_with_its_line(case: str, tmp_path: Path)
         code.read(stack, tmp_path / "project")
 
     assert said in str(refused.value)
-    assert any(said in sentence for sentence in not_ready(stack, tmp_path / "project"))
+    assert any(said in str(problem) for problem in code_problems(stack, tmp_path / "project"))
 
 
 def test_a_link_to_a_folder_elsewhere_is_told(tmp_path: Path) -> None:

@@ -246,6 +246,18 @@ def test_a_policy_that_is_not_committed_is_said_to_be_there(
     assert f"none: no policy.yaml in `{head[:12]}`, and yours is not committed: commit it, or" in out
 
 
+def test_what_is_not_committed_is_said_to_be_left_out(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    base = project.stack()
+    project.write({"stacks/new.yaml": "run: {id: r1}\n", "train.py": "print(1)\n"})
+
+    assert "- Not in HEAD, since it is not committed: `stacks/new.yaml`.\n" in run(capsys, base, base)[1]
+
+    head = project.commit({"stacks/new.yaml": None, "train.py": None, "stacks/other.yaml": "run: {id: r1}\n"})
+    assert "Not in HEAD" not in run(capsys, base, head)[1]
+    project.write({"policy.yaml": "spot_only: true\n"})  # of what lies here, and the review is of an earlier commit
+    assert "Not in HEAD" not in run(capsys, head, base)[1]
+
+
 def test_a_policy_given_by_hand_takes_the_place_of_the_commits(
     project: Project, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -93,7 +93,7 @@ def test_every_rule_is_a_key_of_the_file_and_has_its_words() -> None:
     [
         ("max_usd: 5", r"line 1, max_usd: unknown key.*Nearest: max_usd_per_run"),
         ("allowed_type: [g5.*]", "Nearest: allowed_types"),
-        ("capacity: spot", "allowed: max_usd_per_run, max_usd_per_hour, allowed_types"),
+        ("capacity: spot", "(?i)allowed: max_usd_per_run, max_usd_per_hour, allowed_types"),
         ("spot_only: yes", "Write true"),
         ("max_usd_per_run: $5", r"max_usd_per_run: '\$5' is not accepted"),
         ("max_usd_per_run: 0", "a number from 0.01 to 1,000,000"),
