@@ -78,6 +78,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> User:
     (wheel,) = (ROOT / "dist").glob("gpufleet-*.whl")
     folder = tmp_path_factory.mktemp("new")
     (folder / "train.py").write_text(SCRIPT)
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
     user = User(folder, wheel)
     subprocess.run(["bash", "-c", COMMANDS[0]], cwd=folder, env=user.environment(), check=True)
     user.types(f"pip install --quiet {shlex.quote(str(wheel))}")

@@ -50,7 +50,7 @@ BUCKET = "gpufleet-test"
 FLEET = "fleet-0a1b2c3d"
 SCHEDULE = "gpufleet-schedules/stop"
 TIMER_S = 9000
-EXPIRES = iso(time.time() + 10 * 365 * 86_400)  # when AWS ends the fleet, if nobody moves that hour
+EXPIRES = iso(float(int(time.time()) + 10 * 365 * 86_400))  # when AWS ends the fleet, if nobody moves that hour
 DECLARED = {  # as GetSchedule answers
     "Arn": f"arn:aws:scheduler:us-east-2:111122223333:schedule/{SCHEDULE}",
     "ActionAfterCompletion": "NONE",
