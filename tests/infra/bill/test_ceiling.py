@@ -143,6 +143,6 @@ def test_a_rule_is_the_lower_of_both_and_holds_the_facts_of_a_bill() -> None:
     assert not broken(rule, facts(under, price(under, CATALOG, runs=50)))
 
 
-def test_a_run_without_such_a_limit_is_the_run_it_was() -> None:
-    """The digest of a run of 0.1.0, which knows no such key."""
+def test_it_is_one_of_the_settings_that_a_run_keeps() -> None:
+    """Without it a run of 0.1.0, which knows no such key, is the run it was: tests/released."""
     assert creation_digest(plan(None)) != creation_digest(plan("1"))

@@ -243,6 +243,13 @@ def test_gpus_that_a_steps_rows_leave_without_work_are_said(rows: int, nodes: in
     assert [warning for warning in price(plan, CATALOG, runs=10).warnings if "GPUs" in warning] == said
 
 
+@pytest.mark.parametrize(("capacity", "times"), [("spot", 1), ("on-demand", 0)])
+def test_how_often_several_nodes_are_interrupted_is_said_to_be_assumed(capacity: str, times: int) -> None:
+    plan = on_nodes(definition(max_usd="30", max_hours="20", capacity=capacity), 2)
+    sentence = "that 2 nodes are interrupted 1.3 times as often as one is an assumption"  # 2 ** 0.35
+    assert price(plan, CATALOG, runs=10).warnings.count(sentence) == times
+
+
 def test_what_the_caller_found_not_ready_is_among_the_warnings() -> None:
     assert (
         "fleet.ami is unpinned" in price(definition(), CATALOG, not_ready=["fleet.ami is unpinned"], runs=100).warnings

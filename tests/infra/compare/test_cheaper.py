@@ -67,6 +67,22 @@ def test_each_option_put_into_the_file_is_accepted_and_costs_what_was_said(stack
         assert same.mean < mean * (1 - LEAST)
 
 
+def test_none_is_left_out_before_it_is_priced_that_would_be_cheaper() -> None:
+    asked = shipped("sft-h100")
+    below = price(asked, CATALOG).chosen.needed_usd.mean * 2
+    every, some = (
+        {
+            (row.type, row.capacity, row.usd)
+            for row in ranking.every_option(asked, (asked,), CATALOG, runs=50, likely=False, below=limit)
+            if row.ranked and row.usd and row.usd.mean < below
+        }
+        for limit in (None, below)
+    )
+    assert every == some
+    assert len({capacity for _, capacity, _ in some}) == 2
+    assert len(some) > 10
+
+
 def test_the_plan_of_sft_h100_has_options_at_half_its_price() -> None:
     options = cheaper_options(shipped("sft-h100"))
     assert len(options.rows) == SHOWN

@@ -13,6 +13,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.evidence import own_speeds, speeds
 from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds
 from gpufleet.infra.risk.unknown import P90
+from gpufleet.job.spec import GrowthConfig
 
 H100 = SpeedGroup("H100", "from scratch", "somebody", several=False)
 
@@ -59,6 +60,15 @@ def test_the_h100_reaches_a_smaller_share_than_the_a100_as_the_same_code_shows()
         speeds.shipped().expect(SpeedGroup(gpu, "from scratch", "new", True)) for gpu in ("H100", "A100 80GB")
     )
     assert a100.share > 1.1 * h100.share
+
+
+def test_a_mixture_of_experts_reaches_less_of_the_peak_than_a_dense_model() -> None:
+    """Six figures of two sources (infra/evidence/speeds.csv); a grown model is a mixture from its second phase on."""
+    dense, mixture = (
+        speeds.shipped().expect(SpeedGroup("H100", kind, "new", several=True)) for kind in ("from scratch", "mixture")
+    )
+    assert mixture.share < dense.share
+    assert [size.kind for size in GrowthConfig().phases()] == ["from scratch", "mixture", "mixture"]
 
 
 def test_most_sources_lie_in_the_range_that_the_others_give_and_not_all() -> None:
