@@ -174,9 +174,8 @@ def test_gpus_with_less_memory_than_it_is_known_to_run_on_are_no_advice(tmp_path
     assert not options.type_cost(stated, CATALOG, "p5.4xlarge").untried
 
 
-def test_a_measurement_on_another_gpu_goes_before_what_the_file_declares(tmp_path: Path) -> None:
-    work = {"steps": 20_000, "step_ms": {"L40S": 500}}
-    plan = definition(tmp_path, "g6.2xlarge", work)
+def measure(tmp_path: Path, plan: StackDefinition) -> None:
+    """Steps of 600 ms on one L40S."""
     tree = measurements.document(
         experiment="command",
         parameters=asdict(plan.job.parameters),
@@ -190,12 +189,24 @@ def test_a_measurement_on_another_gpu_goes_before_what_the_file_declares(tmp_pat
     path = tmp_path / "calibrations" / "mine" / "nvidia-l40s.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({**tree, "image": None}))
+
+
+def test_a_measurement_on_another_gpu_goes_before_what_the_file_declares(tmp_path: Path) -> None:
+    plan = definition(tmp_path, "g6.2xlarge", {"steps": 20_000, "step_ms": {"L40S": 500}})
+    measure(tmp_path, plan)
     bill = bill_of(plan, tmp_path, CATALOG)
     assert bill.chosen.runtime.basis == "guessed from what was measured for 1 x L40S"
     declared = price(plan, CATALOG).chosen.runtime
     assert bill.chosen.runtime.phases[0].step_ms == pytest.approx(1.2 * declared.phases[0].step_ms)
     assert bill.chosen.runtime.slower < declared.slower
     assert bill_basis(plan, tmp_path, CATALOG).calibrations.keys() >= {"g6e.xlarge", "g6e.16xlarge"}
+
+
+def test_what_steps_took_tells_nothing_of_a_run_that_counts_epochs(tmp_path: Path) -> None:
+    plan = definition(tmp_path, "g6e.2xlarge", {"epochs": 10, "epoch_minutes": {"L40S": 30}})
+    measure(tmp_path, plan)
+    (phase,) = bill_of(plan, tmp_path, CATALOG).chosen.runtime.phases
+    assert (phase.steps, phase.step_ms) == (10, 30 * 60_000)
 
 
 def test_hours_are_of_the_listed_types_and_others_are_guessed_from_them(tmp_path: Path) -> None:
