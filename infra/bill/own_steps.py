@@ -41,7 +41,7 @@ class StepTime:
     said: str  # whose figure it is
     guessed: bool = False  # from a figure of other GPUs
 
-    def on(self, gpu: Gpu, gpus: int, speeds: Speeds) -> StepTime | None:
+    def carried_over(self, gpu: Gpu, gpus: int, speeds: Speeds) -> StepTime | None:
         """What follows for so many of another GPU. None: the peak of one of the two is not known."""
         if (gpu, gpus) == (self.gpu, self.gpus):
             return self
@@ -76,7 +76,7 @@ def known_steps(
 
 def step_time(known: Iterable[StepTime], instance: Instance, ranks: int, speeds: Speeds | None) -> StepTime | None:
     """The step on `ranks` of a type's GPUs, from the figure that leaves the least open; None where none tells."""
-    there = (each.on(instance.gpu, ranks, speeds or shipped()) for each in known)
+    there = (each.carried_over(instance.gpu, ranks, speeds or shipped()) for each in known)
     return min(filter(None, there), key=lambda each: each.faster + each.slower, default=None)
 
 

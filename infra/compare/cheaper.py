@@ -182,8 +182,11 @@ def cheaper(
     as_is = bill.chosen.exposure.unlimited
     halved = replace(as_is, setup_h=as_is.setup_h / 2, restart_h=as_is.restart_h / 2)
     own, quick = simulation.simulate_each([as_is, halved], runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
-    closer = [replace(row, cheaper=float((row.side.needed.usd < own.usd).mean())) for row in closer if row.side]
-    rows = able([*closer, *(row for row in rows if row not in likely)])
+    others = [row for row in rows if row not in likely]
+    if others:
+        (fewer,) = simulation.simulate_each([as_is], runs=ranking.RUNS_EACH, attempts=ranking.ATTEMPTS_EACH)
+        others = _with_chance(others, fewer)
+    rows = able([*_with_chance(closer, own), *others])
     within = [row for row in rows if within_limits(row)]
     chosen = [row for row in within if row.cheaper is not None and row.cheaper >= SURE]
     shown = tuple(chosen[:SHOWN])
@@ -198,6 +201,11 @@ def cheaper(
         command=f"gpufleet compare {definition.argument}{scenario}",
         half_setup=_half_setup(as_is.setup_h * 60, own, quick),
     )
+
+
+def _with_chance(rows: Sequence[Row], own: simulation.SimulatedRuns) -> list[Row]:
+    """The rows with their chances to cost less than the bill's `own` runs, as many, which meet the same luck."""
+    return [replace(row, cheaper=float((row.side.needed.usd < own.usd).mean())) for row in rows if row.side]
 
 
 def _half_setup(

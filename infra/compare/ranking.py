@@ -156,7 +156,7 @@ def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
 
 
 def _compute_usd(option: TypeCost, price: Price | None) -> Decimal | None:
-    """Of a run without interruptions; None for one that cannot be."""
+    """What the nodes of a run without interruptions cost; None for one that cannot be."""
     if price is None or option.runtime is None or not option.holds_the_job:
         return None
     return price.amount * Decimal(option.runtime.total_s / 3600)
@@ -383,7 +383,7 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
 
 
 def _highest(ceilings: Iterable[Decimal | None]) -> Decimal | None:
-    """Of several; None where one of them is none."""
+    """The highest of several ceilings; None where one of them is none."""
     found = list(ceilings)
     return None if None in found else max(each for each in found if each is not None)
 

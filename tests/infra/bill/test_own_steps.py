@@ -44,7 +44,7 @@ def definition(tmp_path: Path, types: str, work: dict[str, Any], **job: Any) -> 
     return load(file, now=NOW)
 
 
-def on(plan: StackDefinition, type_: str, **given: Any) -> Runtime:
+def runtime_on(plan: StackDefinition, type_: str, **given: Any) -> Runtime:
     found = options.type_cost(plan, CATALOG, type_, **given).runtime
     assert found is not None
     return found
@@ -77,7 +77,7 @@ def test_a_step_is_of_a_number_of_gpus(
     same_gpus: bool,
 ) -> None:
     plan = definition(tmp_path, types, {"steps": 20_000, "step_ms": step_ms}, same_gpus=same_gpus, **job)
-    found = on(plan, asked)
+    found = runtime_on(plan, asked)
     assert found.phases[0].step_ms == pytest.approx(times * next(iter(step_ms.values())))
     assert found.speed == speed
 
@@ -107,7 +107,7 @@ def test_a_run_on_one_gpu_is_billed_for_eight_gpus_work_to_the_digit(tmp_path: P
 
 def test_more_gpus_may_gain_less_and_fewer_lose_less(tmp_path: Path) -> None:
     plan = definition(tmp_path, "g6e.12xlarge", {"steps": 20_000, "step_ms": {"L40S": 500}})
-    one, eight = on(plan, "g6e.2xlarge"), on(plan, "g6e.48xlarge")
+    one, eight = runtime_on(plan, "g6e.2xlarge"), runtime_on(plan, "g6e.48xlarge")
     assert (one.faster, one.slower) == pytest.approx((math.hypot(STATED, 2 * PER_DOUBLING), STATED))
     assert (eight.faster, eight.slower) == pytest.approx((STATED, math.hypot(STATED, PER_DOUBLING)))
     assert one.basis == "guessed from job.work.step_ms for 4 x L40S"
@@ -118,7 +118,7 @@ def test_another_gpu_is_as_much_faster_as_the_same_code_was_there(tmp_path: Path
     places = [SpeedGroup(gpu, "from scratch", str(at), several=False) for at in range(40) for gpu in ("L40S", "L4")]
     known = Speeds(Speed(place, 0.6 if place.gpu == "L40S" else 0.3) for place in places)
     plan = definition(tmp_path, "g6e.2xlarge", {"steps": 20_000, "step_ms": {"L40S": 500}})
-    found = on(plan, "g6.xlarge", speeds=known)
+    found = runtime_on(plan, "g6.xlarge", speeds=known)
     assert found.phases[0].step_ms == pytest.approx(500 * 362 / 121 * 2, rel=0.05)
     _, sigma = known.ratio(*(SpeedGroup(gpu, "", "", several=False) for gpu in ("L40S", "L4")))
     assert (found.faster, found.slower) == pytest.approx([math.hypot(STATED, sigma)] * 2)
@@ -131,7 +131,7 @@ def test_a_figure_of_a_page_is_less_sure_than_ones_own(tmp_path: Path) -> None:
     own, same, page = (
         definition(tmp_path, "g6e.2xlarge", {**work, **more}) for more in ({}, {"from": "own"}, {"from": "page"})
     )
-    assert [on(each, "g6e.2xlarge").slower for each in (own, same, page)] == [STATED, STATED, PAGE]
+    assert [runtime_on(each, "g6e.2xlarge").slower for each in (own, same, page)] == [STATED, STATED, PAGE]
     assert math.exp(0.5244 * PAGE) == pytest.approx(1.25, abs=0.02)  # two in five within a quarter: P(|z| < 0.5244)
     assert "step_ms, a page's," in " ".join(render(price(page, CATALOG)).split())
     assert creation_digest(own) == creation_digest(same) != creation_digest(page)
@@ -211,7 +211,7 @@ def test_what_steps_took_tells_nothing_of_a_run_that_counts_epochs(tmp_path: Pat
 
 def test_hours_are_of_the_listed_types_and_others_are_guessed_from_them(tmp_path: Path) -> None:
     plan = definition(tmp_path, "g6e.12xlarge", {"hours": {"low": 4, "likely": 6, "high": 10}})
-    listed, half, other = (on(plan, type_) for type_ in ("g6e.12xlarge", "g6e.48xlarge", "g6.12xlarge"))
+    listed, half, other = (runtime_on(plan, type_) for type_ in ("g6e.12xlarge", "g6e.48xlarge", "g6.12xlarge"))
     assert (listed.speed, half.speed, other.speed) == ("declared", "guessed", "guessed")
     assert half.compute_s == pytest.approx(3 * 3600)
     assert other.compute_s > 2 * listed.compute_s
@@ -221,7 +221,9 @@ def test_hours_are_of_the_listed_types_and_others_are_guessed_from_them(tmp_path
 
 def test_a_run_of_which_nobody_knows_the_length_buys_the_same_hours_everywhere(tmp_path: Path) -> None:
     plan = definition(tmp_path, "g6e.2xlarge", {})
-    assert {on(plan, type_).phases[0].step_ms for type_ in ("g6e.2xlarge", "g6e.48xlarge", "g6.xlarge")} == {1000.0}
+    assert {runtime_on(plan, type_).phases[0].step_ms for type_ in ("g6e.2xlarge", "g6e.48xlarge", "g6.xlarge")} == {
+        1000.0
+    }
 
 
 def test_a_step_of_two_nodes_takes_twice_as_long_on_one(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_a_step_of_two_nodes_takes_twice_as_long_on_one(tmp_path: Path) -> None:
     two = replace(plan, fleet=replace(plan.fleet, nodes=2, zones=plan.fleet.zones[:1]))
     known = known_steps(two, CATALOG, {})
     assert [(each.gpus, each.step_ms) for each in known] == [(16, 70.0)]
-    assert on(two, "p5.48xlarge").speed == "declared"
+    assert runtime_on(two, "p5.48xlarge").speed == "declared"
     alone = options.type_cost(two.on_nodes(1), CATALOG, "p5.48xlarge", known=known).runtime
     assert alone is not None
     assert (alone.speed, alone.phases[0].step_ms) == ("guessed", 140.0)
@@ -238,5 +240,5 @@ def test_a_step_of_two_nodes_takes_twice_as_long_on_one(tmp_path: Path) -> None:
 def test_without_a_peak_nothing_follows_for_another_gpu() -> None:
     gpus = {each.gpu.name: each.gpu for each in CATALOG.instances.values()}
     figure = StepTime(gpu=gpus["T4"], gpus=1, step_ms=100, faster=0.1, slower=0.1, shared=0.1, said="it")
-    assert figure.on(gpus["L4"], 1, Speeds([])) is None
-    assert figure.on(gpus["T4"], 2, Speeds([])) is not None
+    assert figure.carried_over(gpus["L4"], 1, Speeds([])) is None
+    assert figure.carried_over(gpus["T4"], 2, Speeds([])) is not None

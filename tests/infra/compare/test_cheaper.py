@@ -17,7 +17,7 @@ from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
-from gpufleet.infra.compare.cheaper import SHOWN, Cheaper, bill_and_cheaper, cheaper
+from gpufleet.infra.compare.cheaper import REFINED, SHOWN, Cheaper, bill_and_cheaper, cheaper
 from gpufleet.infra.compare.ranking import LEAST
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import Limits, StackDefinition
@@ -81,6 +81,13 @@ def test_none_is_left_out_before_it_is_priced_that_would_be_cheaper() -> None:
     assert every == some
     assert len({capacity for _, capacity, _ in some}) == 2
     assert len(some) > 10
+
+
+def test_those_that_are_not_simulated_more_closely_are_sure_or_not_by_their_own_runs() -> None:
+    file = ROOT / "stacks" / "two-tower.yaml"
+    (plan,) = (each for each in scenarios(file, now=NOW) if each.scenario == "o-on-demand")
+    options = cheaper_options(plan)
+    assert len(options.rows) + options.more > REFINED  # spot costs a third of it
 
 
 def test_the_plan_of_sft_h100_has_options_at_half_its_price() -> None:
