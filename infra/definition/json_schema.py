@@ -29,7 +29,7 @@ from gpufleet.infra.definition.rules import REQUIRED
 from gpufleet.infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
 from gpufleet.job.spec import COMMAND, EXPERIMENTS, CommandConfig
 from gpufleet.job.spec.command import SECRET, VARIABLE
-from gpufleet.job.spec.convert import Rule, describe, unwrap
+from gpufleet.job.spec.convert import Rule, describe, key_of, unwrap
 from gpufleet.job.spec.convert import hints as hints_of
 
 FILE = (
@@ -138,7 +138,7 @@ def _section(classes: list[type[Any]], *, partial: bool = False, but: tuple[str,
         for spec in dataclasses.fields(cls):
             if spec.name in but:
                 continue
-            properties[spec.name] = _field(cls, spec.name, partial=partial, default=default)
+            properties[key_of(spec.name)] = _field(cls, spec.name, partial=partial, default=default)
             if not partial and default is None and spec.name in _required(cls):
                 required.append(spec.name)
     found = _object(properties)
