@@ -19,12 +19,12 @@ ROOMS = {
     "job": (
         *(
             "text",
-            "clock",
             "atomic",
             "progress",
             "gpus",
             "foreign",
             "contract",
+            "clock",
             "kind",
             "contract.run",
             "ledger",

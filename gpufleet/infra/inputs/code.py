@@ -19,6 +19,7 @@ from gpufleet.infra.definition.loader import of_project
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs import archive, git
+from gpufleet.infra.inputs.folders import FOLDER
 from gpufleet.job import atomic, progress
 from gpufleet.job.contract.bucket import CODE
 
@@ -97,7 +98,7 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
 
 def pack(tree: Tree, root: Path) -> Packed:
     """Its archive, in the project `root`. Raises DefinitionError where a file changes meanwhile."""
-    own = root / archive.FOLDER
+    own = root / FOLDER
     own.mkdir(parents=True, exist_ok=True)
     unfinished = own / f"code-{os.getpid()}.tar.gz~"
     try:

@@ -14,7 +14,7 @@ def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest
     so.
     """
     folder = definition.storage.dataset_folder(root)
-    if folder is None:
+    if folder is None or not folder.is_dir():
         return None
     try:
         return read_dataset(folder, definition.job.parameters.dataset_checks)

@@ -40,6 +40,7 @@ CALM_S = 1.0  # between two looks at processes and watchdogs
 LEFTOVER_S = 10.0  # for what a command leaves behind when it has ended by itself
 HOLD_S = 60.0  # between two words of a node that is held
 SETUP = "setup"
+SETUP_BEGINS, SETUP_ENDS = "the set-up begins", "the set-up has ended"  # a rehearsal shows what comes between
 WHAT = {SETUP: "the set-up", "command": "the command"}
 CODES: dict[Verdict, int] = {
     "finished": TrainerExit.FINISHED,
@@ -144,14 +145,18 @@ class Host:
         for name, command in commands:
             if (stop := Stop.read(self.workdir)) is not None:
                 return "stopped", "it was not started", End(code=0, step=step), stop
+            if name == SETUP:
+                say(SETUP_BEGINS)
             try:
                 end = self._run(start, name, command, f"{name}{len(before) + 1}")
             except GoneError as error:
                 end = start.end(processes.KILLED, f"its container is gone: {error}", WHAT[name])
                 self._leave_place()
-            if name == SETUP and end.code == 0 and not end.why:
-                self.is_set_up = True
-                continue
+            if name == SETUP:
+                say(SETUP_ENDS)
+                self.is_set_up = end.code == 0 and not end.why
+                if self.is_set_up:
+                    continue
             break
         return *start.judge(end, before), end, Stop.read(self.workdir)
 

@@ -241,4 +241,11 @@ def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
     kept.pop("VIRTUAL_ENV", None)
     bins = {str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent)} - {"/usr/bin", "/usr/local/bin", "/bin"}
     path = [each for each in kept.get("PATH", os.defpath).split(os.pathsep) if each not in bins]
-    return {**kept, "PATH": os.pathsep.join([*filter(None, [ours.get(USER_PATH)]), *path])}
+    programs = ours.get(USER_PATH, "")
+    return {**kept, **activated(programs), "PATH": os.pathsep.join([*filter(None, [programs]), *path])}
+
+
+def activated(programs: str) -> dict[str, str]:
+    """What says that a virtual environment is in use, where `programs` is the folder of one: to uv, for one."""
+    folder = Path(programs).parent
+    return {"VIRTUAL_ENV": str(folder)} if programs and (folder / "pyvenv.cfg").is_file() else {}

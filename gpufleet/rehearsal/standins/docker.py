@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job.command import processes
+from gpufleet.job.command.places import activated
 from gpufleet.job.contract.environment import SECRET, USER_PATH
 
 DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own, which then does all of this
@@ -74,6 +75,7 @@ def run(words: list[str]) -> int:
     mounts = _mounts(options.volume)
     environment = {
         "PATH": _users_path() if options.entrypoint else os.environ["PATH"],
+        **(activated(os.environ.get(USER_PATH, "")) if options.entrypoint else {}),
         "HOME": str(ROOT / "root"),
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",  # the code is mounted read-only
