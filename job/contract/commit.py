@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import inputs, reading
-from gpufleet.job.contract.bucket import manifest_key
+from gpufleet.job.contract.bucket import CheckpointPlace, published
 from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.contract.workdir import step_folder
@@ -129,6 +129,12 @@ class Manifest:
     commit: Commit
     run: str
     files: tuple[InputFile, ...]
+    generation: int = 0  # in whose folder it lies: bucket.CheckpointPlace
+
+    @property
+    def place(self) -> CheckpointPlace:
+        """Where it lies."""
+        return CheckpointPlace(self.commit.step, self.generation)
 
     def to_json(self, published: Published, required: Iterable[tuple[str, int]]) -> dict[str, Any]:
         """With who has published it, and the bytes of the exports that it relies on."""
@@ -141,22 +147,32 @@ class Manifest:
         }
 
     @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Manifest:
+    def from_json(cls, tree: dict[str, Any], generation: int = 0) -> Manifest:
         """Raises DoubtError."""
         fields = Fields(tree)
-        return cls(commit=Commit.from_json(tree), run=fields.need("run", reading.text), files=inputs.files(fields))
+        return cls(
+            commit=Commit.from_json(tree),
+            run=fields.need("run", reading.text),
+            files=inputs.files(fields),
+            generation=generation,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
     """best.json: the published step with the lowest validation loss of the newest phase."""
 
-    step: int
+    place: CheckpointPlace
     phase: str
     val_loss: float | None
 
+    @property
+    def step(self) -> int:
+        return self.place.step
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "schema": SCHEMA, "manifest": manifest_key(self.step)}
+        told = {"step": self.step, "phase": self.phase, "val_loss": self.val_loss}
+        return {**told, "schema": SCHEMA, "manifest": self.place.manifest}
 
     @classmethod
     def from_bytes(cls, content: bytes | None) -> Best | None:
@@ -164,8 +180,10 @@ class Best:
         try:
             tree = reading.parse(content or b"")
             fields = Fields(tree)
+            step = fields.need("step", reading.step)
+            named = published([str(tree.get("manifest"))])
             return cls(
-                step=fields.need("step", reading.step),
+                place=named[0] if named and named[0].step == step else CheckpointPlace(step),
                 phase=fields.take("phase", reading.text, ""),
                 val_loss=finite(tree.get("val_loss")),
             )

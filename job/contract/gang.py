@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from gpufleet.job.contract import reading
+from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.reading import Fields
 
 State = Literal["staging", "ready", "busy", "gone"]
@@ -57,18 +58,25 @@ class Presence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangGeneration:
-    """Nodes that train together, in the order of their ranks: the first one leads. `tries`: how often the same ones
-    have begun at the same `step`, the newest published then (-1: none), to no avail. `is_last`: once too often; its
-    members leave instead.
+    """Nodes that train together, in the order of their ranks: the first one leads. All of them begin from the
+    checkpoint of `step` that the generation `source` published (0: the step's own folder has it), or from nothing where
+    `step` is -1. `tries`: how often the same ones have begun there to no avail. `is_last`: once too often; its members
+    leave instead.
     """
 
     number: int
     members: tuple[str, ...]
     addresses: tuple[str, ...]
     step: int = -1
+    source: int = 0
     rung: int = 0
     tries: int = 0
     is_last: bool = False
+
+    @property
+    def origin(self) -> CheckpointPlace | None:
+        """Where the checkpoint lies that they begin from; None: they begin anew."""
+        return None if self.step < 0 else CheckpointPlace(self.step, self.source)
 
     @property
     def leader(self) -> str:
@@ -92,6 +100,7 @@ class GangGeneration:
             members=members,
             addresses=addresses,
             step=int(fields.take("step", reading.number, -1)),
+            source=fields.take("source", reading.whole_number, 0),
             rung=fields.take("rung", reading.whole_number, 0),
             tries=fields.take("tries", reading.whole_number, 0),
             is_last=fields.take("is_last", reading.flag, False),

@@ -22,7 +22,7 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.attempt import SUPERSEDED, Beat, Exit, Node
 from gpufleet.job.contract.aws import HANDOVER_S
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
-from gpufleet.job.contract.commit import BEST, Published
+from gpufleet.job.contract.commit import BEST, Manifest, Published
 from gpufleet.job.contract.messages import (
     Accept,
     CommandEnd,
@@ -44,7 +44,7 @@ from gpufleet.job.supervisor.compile_cache import GraphMirror
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
 from gpufleet.job.supervisor.publish import Publisher, commits
-from gpufleet.job.supervisor.store import StoreError
+from gpufleet.job.supervisor.store import StoreError, SupersededError, create
 from gpufleet.job.supervisor.uploads import Pulse, Uploader
 from gpufleet.job.supervisor.world import Cause, Outside, Trainer
 
@@ -238,12 +238,14 @@ class Supervisor:
 
     def _resume(self) -> None:
         """Brings the store's newest good checkpoint, and the log that belongs to it."""
-        manifest = staging.checkpoint(self.staging)
+        self._go_on_from(staging.checkpoint(self.staging))
+
+    def _go_on_from(self, manifest: Manifest | None) -> None:
         self.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
         if manifest is not None:
             # Before anything may end this attempt: it prunes what it does not know of.
             self._patiently(lambda: self.publisher.resumed(manifest), BEST)
-            if not staging.best_too(self.staging, manifest.commit.step):
+            if not staging.best_too(self.staging, manifest.place):
                 self.publisher.forget_best(manifest)
             metrics = self._patiently(lambda: self.store.get_bytes(METRICS), METRICS)
             if metrics:
@@ -352,7 +354,7 @@ class Supervisor:
         self._spent_at, spent = now, self.meter.spent(now)
         usd, seconds = str(spent.usd), str(spent.seconds)
         trained_at = 0.0 if self.progress.first_at is None else self.progress.grew_at
-        published, step, step_s = self.publisher.newest, self.progress.step, self.progress.step_s
+        published, step, step_s = self.publisher.newest.step, self.progress.step, self.progress.step_s
         found = switch.find_switch(
             self.run_file,
             done_share=self.forecast.done_share(step),
@@ -534,7 +536,7 @@ class Supervisor:
             lambda: self._write_receipt(done),
             self.record.flush,
             lambda: self.store.put_bytes(self.world.log.path.read_bytes(), LOG),
-            lambda: self.store.put_bytes(marker, bucket.DONE),
+            lambda: create(self.store, marker, bucket.DONE),  # whoever was first has said it
         ):
             try:
                 self._insist(until, act)
@@ -549,7 +551,7 @@ class Supervisor:
         self.uploader.hurry(cause.deadline)
         published = self._drain(cause.deadline + (LATE_S if cause.reason == "notice" else 0.0))
         self.say(
-            f"interrupted ({cause.reason}); newest published step {self.publisher.newest}"
+            f"interrupted ({cause.reason}); newest published step {self.publisher.newest.step}"
             + ("" if published else "; more was committed, and is lost")
         )
         self._leave(attempts.interruption(cause, self.clock()))
@@ -599,7 +601,7 @@ class Supervisor:
                 act()
                 return
             except StoreError as error:
-                if self.clock() + pause > until:
+                if self.clock() + pause > until or isinstance(error, SupersededError):
                     raise
                 self.say(f"{error}; again in {pause:.0f} s")
                 again = self.clock() + pause

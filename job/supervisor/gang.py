@@ -9,9 +9,10 @@ concludes anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration, Presence
 
@@ -91,10 +92,12 @@ class Wait:
 Action = Join | Propose | Leave | Wait
 
 
-def next_of(view: View, nodes: int, *, ready_s: float, spare_s: float, lacking_s: float, step: int) -> Action:
+def next_of(
+    view: View, nodes: int, *, ready_s: float, spare_s: float, lacking_s: float, origin: CheckpointPlace | None
+) -> Action:
     """What a node does that trains in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`:
     for how long the others have trained without this one; `lacking_s`: for how long a block's nodes have been too few;
-    `step`: the newest published.
+    `origin`: the checkpoint that the next generation begins from.
     """
     own, newest = view.own, view.newest
     if newest is not None and newest.number > own.generation and own.instance in newest.members:
@@ -115,7 +118,7 @@ def next_of(view: View, nodes: int, *, ready_s: float, spare_s: float, lacking_s
         return Wait(why=f"{len(ready)} of {nodes} nodes are ready")
     members = ready[:nodes]
     if own.instance == members[0].instance or (own in members and ready_s >= PROPOSE_S):
-        return Propose(generation=_proposal(members, newest, step))
+        return Propose(generation=_proposal(members, newest, origin))
     return Wait(why=f"{members[0].instance} is to propose")
 
 
@@ -143,15 +146,32 @@ def acts(view: View) -> bool:
     )
 
 
-def _proposal(members: list[Presence], newest: GangGeneration | None, step: int) -> GangGeneration:
+def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> list[CheckpointPlace]:
+    """Published checkpoints that the next generation may begin from, in order. A leader that froze may publish one of
+    its own after `newest` has begun without it, and that is passed over: what was logged since does not lead there.
+    """
+    every = sorted(places)
+    began = (newest and newest.origin) or CheckpointPlace(-1)
+    if newest is None:
+        return every
+    known = [each for each in every if each <= began or each.generation == 0 or each.generation >= newest.number]
+    return known or every
+
+
+def _proposal(members: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
     made = GangGeneration(
         number=newest.number + 1 if newest else 1,
         members=tuple(each.instance for each in members),
         addresses=tuple(each.address for each in members),
-        step=step,
+        step=-1 if origin is None else origin.step,
+        source=0 if origin is None else origin.generation,
         rung=max(each.rung for each in members),
     )
-    if newest is None or (set(newest.members), newest.step, newest.rung) != (set(made.members), made.step, made.rung):
+    if newest is None or (set(newest.members), newest.origin, newest.rung) != (
+        set(made.members),
+        made.origin,
+        made.rung,
+    ):
         return made
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 

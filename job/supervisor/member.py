@@ -15,13 +15,14 @@ from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.attempt import Exit, Node
+from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration
 from gpufleet.job.contract.messages import Accept, Fatal, Preflight, Stop, UsedRung
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import CHECKPOINTS, LEFT, LOG, METRICS, PREFLIGHT, RUNG, STEPPED, STOP
-from gpufleet.job.supervisor import attempts, gang
+from gpufleet.job.supervisor import attempts, gang, staging
 from gpufleet.job.supervisor.attempt import (
     CRASH_S,
     FINISH_S,
@@ -30,7 +31,7 @@ from gpufleet.job.supervisor.attempt import (
     LimitReachedError,
     Supervisor,
 )
-from gpufleet.job.supervisor.presence import Fenced, Lookout
+from gpufleet.job.supervisor.presence import ConditionalStore, Lookout
 from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.supervisor.store import StoreError
@@ -42,7 +43,7 @@ class GangMember(Supervisor):
 
     def __init__(self, run: RunFile, node: Node, workdir: Path, world: Outside, watch: Lookout) -> None:
         self.watch = watch
-        self.fence = Fenced(world.store)
+        self.fence = ConditionalStore(world.store)
         super().__init__(run, node, workdir, replace(world, store=self.fence))
         self.generation: GangGeneration | None = None  # that trains, or whose end is being published
         self._left: gang.Leave | None = None
@@ -71,30 +72,27 @@ class GangMember(Supervisor):
     # Ready ------------------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Nothing yet: what to resume from is known when a generation begins."""
-        if self.generation is None:
-            return
-        if self._has_newest():
-            self.progress.skip(self.resumed_step)
-            return
-        shutil.rmtree(self.workdir / CHECKPOINTS, ignore_errors=True)
-        super()._resume()
+        """Nothing: what to resume from is known when a generation begins."""
 
-    def _has_newest(self) -> bool:
-        """This node's disk has the newest published checkpoint, and no newer one."""
+    def _begin_from(self, origin: CheckpointPlace | None) -> bool:
+        """This node's disk has the checkpoint there, and none else; no checkpoint, where there is no `origin`. False:
+        it does not verify.
+        """
         steps = [commit.step for commit in commits(self.workdir)]
-        newest = self._newest_published()
-        if not steps or max(steps) != newest or self.publisher.newest != newest:
-            return False
-        self.resumed_step = newest
-        return True
+        if origin is not None and self.publisher.newest == origin and steps and max(steps) == origin.step:
+            self.resumed_step = origin.step
+            self.progress.skip(origin.step)
+            return True
+        shutil.rmtree(self.workdir / CHECKPOINTS, ignore_errors=True)
+        manifest = None if origin is None else staging.checkpoint_at(self.staging, origin)
+        self._go_on_from(manifest)
+        return manifest is not None or origin is None
 
-    def _newest_published(self) -> int:
-        """Its step; -1: there is none. Raises StoreError."""
+    def _newest_published(self) -> CheckpointPlace | None:
+        """From which the next generation may begin; None: there is none. Raises StoreError."""
         entries = self._patiently(lambda: self.store.entries(bucket.CHECKPOINTS), bucket.CHECKPOINTS)
-        return max(
-            (int(found[1]) for each in entries if (found := bucket.MANIFEST_KEY.fullmatch(each.key))), default=-1
-        )
+        places = gang.timely(bucket.published(each.key for each in entries), self.watch.view.newest)
+        return places[-1] if places else None
 
     def _gather(self) -> GangGeneration | None:
         """Waits for a generation that has this node. None: the attempt is over instead. Raises InterruptedEarlyError,
@@ -103,7 +101,7 @@ class GangMember(Supervisor):
         self.watch.tell(state="ready")
         if self.pulse.leads:
             with suppress(StoreError, OSError):  # what it has printed since its last heartbeat
-                self.store.put_file(self.world.log.path, LOG)
+                self.store.put_bytes(self.world.log.path.read_bytes(), LOG)
             self.pulse.leads, self._own_log = False, self._log_bytes()
         while True:
             view = self.watch.view
@@ -130,8 +128,8 @@ class GangMember(Supervisor):
                 self.say(f"waits: {action.why}")
             self.world.sleep(TICK_S)
 
-    def _next(self, view: gang.View, step: int = -1) -> gang.Action:
-        """`step`: the newest published, which a proposal has to know."""
+    def _next(self, view: gang.View, origin: CheckpointPlace | None = None) -> gang.Action:
+        """`origin`: the newest published checkpoint, which a proposal has to know."""
         now, nodes = self.clock(), self.run_file.nodes
         enough = len(gang.ready_nodes(view)) >= nodes and not gang.busy_nodes(view)
         self._ready_since = (self._ready_since or now) if enough else None
@@ -145,7 +143,7 @@ class GangMember(Supervisor):
             ready_s=now - (self._ready_since or now),
             spare_s=now - (self._spare_since or now),
             lacking_s=now - (self._lacking_since or now),
-            step=step,
+            origin=origin,
         )
 
     def _limit(self, now: float, end_s: float) -> str | None:
@@ -164,8 +162,9 @@ class GangMember(Supervisor):
 
     def _train_with(self, generation: GangGeneration) -> int:
         """How this node's trainer ended."""
-        self.generation, self.fence.generation = generation, generation.number
         self.watch.tell(state="busy", generation=generation.number, ended=None, said="")
+        self.uploader.abandon(self._pause)  # what this node led before, it must not send as a member of this one
+        self.generation, self.fence.generation = generation, generation.number
         if self.leads:
             self._take_over()
         self._waits_for = ""
@@ -173,8 +172,10 @@ class GangMember(Supervisor):
         role = "leads it" if self.leads else f"follows {generation.leader}"
         self.say(f"generation {generation.number}: {', '.join(generation.members)}; this node {role}")
         self._forget()
-        if self.leads or self.run_file.config.resumes_everywhere:
-            self._resume()
+        self.publisher.lead(generation.number)
+        reads = self.leads or self.run_file.config.resumes_everywhere
+        if not self._begin_from(generation.origin if reads else None):
+            return TrainerExit.UNREADABLE  # all begin anew, from the one before it
         self.rung = generation.rung
         self.record.update(floor=self.rung)
         if attempts.accepts(self.others.attempts):
@@ -195,6 +196,10 @@ class GangMember(Supervisor):
         self.progress.poll()
         self._take_notes()
         return code
+
+    def _pause(self) -> None:
+        self._keep_alive()
+        self.world.sleep(TICK_S)
 
     def _take_over(self) -> None:
         """The run's log goes on where the leader before has left it; what this one printed meanwhile follows."""
@@ -290,8 +295,8 @@ class GangMember(Supervisor):
                 return True
             if self.cause is not None and self.cause.ends:
                 return True
-            if (unreadable := self._unreadable(code)) is not None and self._fall_back(unreadable):
-                self.say(f"{unreadable.problem}: the one before it")
+            if (unreadable := self._unreadable(code)) is not None:
+                staging.set_aside(self.staging, unreadable.step, unreadable.problem)
             self._drain(self._counted_until(FINISH_S if code in gang.TOGETHER else CRASH_S))
         refused = code == TrainerExit.REFUSED and bool((Preflight.read(self.workdir) or Preflight()).problems)
         if refused or (code not in gang.TOGETHER and (self.lost or self._lost())):

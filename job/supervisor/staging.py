@@ -17,7 +17,7 @@ from typing import TypeVar
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract import inputs as listing
-from gpufleet.job.contract.bucket import manifest_key
+from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.commit import BEST, COMMIT, Best, Manifest
 from gpufleet.job.contract.inputs import DATASET, WEIGHTS, InputFile
 from gpufleet.job.contract.reading import DoubtError, Fields
@@ -136,54 +136,61 @@ def checkpoint(stage: Stage) -> Manifest | None:
     Raises MismatchError where bytes arrive wrong and the stage doubts this node.
     """
     sizes = _sizes(stage)
-    for key in sorted((key for key in sizes if bucket.MANIFEST_KEY.fullmatch(key)), reverse=True):
-        try:
-            return _restored(stage, key, sizes, "resuming from")
-        except UNFIT as error:
-            stage.say(f"{key} does not verify: {error}")
-            _reject(stage, key, str(error))
-    return None
+    found = (checkpoint_at(stage, place, sizes) for place in reversed(bucket.published(sizes)))
+    return next((manifest for manifest in found if manifest is not None), None)
+
+
+def checkpoint_at(stage: Stage, place: CheckpointPlace, sizes: dict[str, int] | None = None) -> Manifest | None:
+    """The one that lies there, as `checkpoint` does it. None: it does not verify, and is set aside. `sizes`: of the
+    objects that are there, by key.
+    """
+    try:
+        return _restored(stage, place, _sizes(stage) if sizes is None else sizes, "resuming from")
+    except UNFIT as error:
+        stage.say(f"{place.manifest} does not verify: {error}")
+        _reject(stage, place, str(error))
+        return None
 
 
 def set_aside(stage: Stage, step: int, why: str) -> bool:
     """Rejects a step that verifies but cannot be read. False: there is no other that is fit, and nothing is done."""
     sizes = _sizes(stage)
-    key = manifest_key(step)
-    others = [other for other in sizes if bucket.MANIFEST_KEY.fullmatch(other) and other != key]
-    if not any(_is_fit(stage, other, sizes) for other in others):
+    places = bucket.published(sizes)
+    if not any(_is_fit(stage, place, sizes) for place in places if place.step != step):
         return False
-    if key in sizes:
-        stage.say(f"{key} verifies but cannot be used: {why}")
-        _reject(stage, key, why)
+    for place in places:
+        if place.step == step:
+            stage.say(f"{place.manifest} verifies but cannot be used: {why}")
+            _reject(stage, place, why)
     return True
 
 
-def _reject(stage: Stage, key: str, why: str) -> None:
+def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
     """Out of the way, but kept to look at: the node script counts progress by the newest manifest."""
 
     def act() -> None:
-        stage.store.put_bytes(f"{why}\n".encode(), key.replace(bucket.MANIFEST, bucket.REJECTED))
-        stage.store.delete([key])
+        stage.store.put_bytes(f"{why}\n".encode(), place.prefix + bucket.REJECTED)
+        stage.store.delete([place.manifest])
 
-    retried(stage, act, key)
+    retried(stage, act, place.manifest)
 
 
-def best_too(stage: Stage, newest: int) -> bool:
+def best_too(stage: Stage, newest: CheckpointPlace) -> bool:
     """The best checkpoint beside a newer one, for a job that exports the best. False: best.json names one that cannot
     be had.
     """
     if not stage.run.config.delivers_best:
         return True
     best = Best.from_bytes(retried(stage, lambda: stage.store.get_bytes(BEST), BEST))
-    if best is None or best.step >= newest:
+    if best is None or best.place >= newest:
         return True
-    key, sizes = manifest_key(best.step), _sizes(stage)
-    if key not in sizes:
+    sizes = _sizes(stage)
+    if best.place.manifest not in sizes:
         return False
     try:
-        _restored(stage, key, sizes, "the best so far, of")
+        _restored(stage, best.place, sizes, "the best so far, of")
     except UNFIT as error:
-        stage.say(f"{key}, the best so far, does not verify: {error}")
+        stage.say(f"{best.place.manifest}, the best so far, does not verify: {error}")
         return False
     return True
 
@@ -195,41 +202,41 @@ def _sizes(stage: Stage) -> dict[str, int]:
     }
 
 
-def _fit(stage: Stage, key: str, sizes: dict[str, int]) -> Manifest:
-    """The manifest at `key`. Raises DoubtError with why it must not be resumed from, as far as can be seen without a
+def _fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> Manifest:
+    """The manifest there. Raises DoubtError with why it must not be resumed from, as far as can be seen without a
     download.
     """
-    content = retried(stage, lambda: stage.store.get_bytes(key), key)
-    found = Manifest.from_json(reading.parse(content or b""))
-    if manifest_key(found.commit.step) != key:
+    content = retried(stage, lambda: stage.store.get_bytes(place.manifest), place.manifest)
+    found = Manifest.from_json(reading.parse(content or b""), place.generation)
+    if found.place != place:
         raise DoubtError(f"it is of step {found.commit.step}")
     if found.run != stage.run.run:
         raise DoubtError(f"it is of run {reading.show(found.run)}, this is {stage.run.run!r}")
     if found.commit.config_sha256 != stage.run.config_sha256:
         raise DoubtError("it is of another config")
     for file in found.files:
-        if (there := sizes.get(key.replace(bucket.MANIFEST, file.name))) != file.bytes:
+        if (there := sizes.get(place.prefix + file.name)) != file.bytes:
             raise DoubtError(f"{file.name} has {there} bytes, not {file.bytes}")
     return found
 
 
-def _is_fit(stage: Stage, key: str, sizes: dict[str, int]) -> bool:
+def _is_fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> bool:
     try:
-        _fit(stage, key, sizes)
+        _fit(stage, place, sizes)
     except DoubtError:
         return False
     return True
 
 
-def _restored(stage: Stage, key: str, sizes: dict[str, int], what: str) -> Manifest:
-    """The manifest at `key`, its checkpoint in <workdir>/ckpt. Raises UNFIT, and MismatchError on a doubted node."""
-    manifest = _fit(stage, key, sizes)
+def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], what: str) -> Manifest:
+    """The manifest there, its checkpoint in <workdir>/ckpt. Raises UNFIT, and MismatchError on a doubted node."""
+    manifest = _fit(stage, place, sizes)
     commit = manifest.commit
     unfinished = stage.workdir / CHECKPOINTS / f".{commit.folder}"
     shutil.rmtree(unfinished, ignore_errors=True)
     stage.say(f"{what} step {commit.step}: {commit.bytes / 1e6:.1f} MB")
     try:
-        _download(stage, stage.store, key.removesuffix(bucket.MANIFEST), manifest.files, unfinished)
+        _download(stage, stage.store, place.prefix, manifest.files, unfinished)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, MismatchError) and not stage.doubts(error.key):

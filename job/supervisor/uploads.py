@@ -63,6 +63,13 @@ class Uploader:
         """
         self._until, self._pause_s, self._not_before = until, BACKOFF_S[0], 0.0
 
+    def abandon(self, wait: Callable[[], None]) -> None:
+        """Gives up what is under way; `wait` is called until it has ended."""
+        while self._running is not None and not self._running[1].done():
+            self.publisher.cancel()
+            wait()
+        self._running = None
+
     def calm(self) -> None:
         """It was another machine that went away."""
         self._until = None

@@ -65,7 +65,7 @@ def test_a_notice_to_one_node_loses_no_step(town: Town, noticed: int) -> None:
     assert town.machines[noticed].code == 75
     assert [each["members"] for each in town.generations()] == [["i-1", "i-2"], [f"i-{2 - noticed}", "i-3"]]
     stopped_at = max(step for generation, step in town.steps if generation == 1)
-    assert town.writers(bucket.manifest_key(stopped_at)) == ["i-1"]
+    assert town.writers(bucket.CheckpointPlace(stopped_at, 1).manifest) == ["i-1"]
 
 
 def test_a_notice_to_all_loses_no_step(town: Town) -> None:
@@ -98,7 +98,46 @@ def test_a_node_that_stands_still_comes_back_to_a_newer_generation_and_trains_no
     finished(town)
     assert [each["members"] for each in town.generations()][:2] == [["i-1", "i-2"], ["i-2", "i-3"]]
     assert town.writers(bucket.DONE) == ["i-2"]
-    assert "i-1" not in town.writers(bucket.manifest_key(20))
+    assert town.overwritten() == []
+    assert town.published() == {30: 2, 40: 2}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "put ckpt/step_00000040/g000001/v.bin",
+        "put ckpt/step_00000040/g000001/manifest.json",
+        "delete",
+        "put metrics.jsonl",
+    ]
+    + ["put job.log", "put final/b.bin", "put receipt.json", "put done.json"],
+)
+def test_a_leader_that_froze_amid_a_write_and_wakes_overwrites_nothing(town: Town, call: str) -> None:
+    """A third node takes its place, and the second generation ends the run: where it repeats steps, by other bytes."""
+    town.boot_s = None
+    leader = town.machines[0]
+
+    def freeze() -> None:
+        town.pause(leader, 300.0)
+        town.boot()
+
+    after_step(town, 30, lambda: town.at_call(leader, lambda made: made.startswith(call), freeze))
+    town.run()
+    finished(town)
+    assert leader.stopped_until > 0
+    assert (town.overwritten(), town.lost) == ([], [])
+    assert (len(town.generations()), town.manifests()) == (2, [30, 40])
+
+
+def test_an_upload_that_outlasts_its_generation_ends_with_it(town: Town) -> None:
+    """Three files of a minute each, and one of the nodes crashes meanwhile."""
+    town.file_s = 60.0
+    after_step(town, 12, lambda: setattr(town.machines[1].trainer, "fails", 1))
+    town.run(limit_s=7200.0)
+    finished(town)
+    puts = [put for put in town.store.puts if put.key.startswith(bucket.CHECKPOINTS)]
+    places = [(bucket.checkpoint_place(put.key), put.generation) for put in puts]
+    assert set(places) == {((10, 1), 1), ((10, 2), 2), ((40, 2), 2)}  # 20 and 30 were overtaken by 40
 
 
 def test_a_store_that_is_down_for_one_node_ends_its_part_and_for_all_nothing(town: Town) -> None:
@@ -248,7 +287,7 @@ def test_a_follower_publishes_nothing(town: Town) -> None:
         bucket.heartbeat_key("i-2"),
         bucket.node_log_key("i-2"),
     }
-    assert {key for instance, key in town.store.puts if instance == "i-2"} == own
+    assert {put.key for put in town.store.puts if put.instance == "i-2"} == own
 
 
 @pytest.mark.parametrize("capacity", ["block", "spot"])
