@@ -14,21 +14,34 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import boto3
+import botocore.endpoint
 import train_world
 from boot_stubs import DELETE, SHUTDOWN, StubNode
+from botocore.awsrequest import AWSPreparedRequest, AWSResponse
+from botocore.config import Config
+from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
 from command_world import FORMATS
 from engine_world import pinned, project
 from killed import WRITES, Mode
 from killed_calls import shared_account
+from moto import mock_aws
+from moto.core.botocore_stubber import MockRawResponse
+from moto.core.models import botocore_stubber
 from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore, NodeDeath, state
+from urllib3.exceptions import IncompleteRead
 
-from gpufleet.job.supervisor.store import Entry, StoreError
+from gpufleet.job.supervisor.store import S3Store
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.imds import Imds
@@ -37,7 +50,7 @@ TESTS = Path(__file__).parents[1]
 CALLS = 75  # `up` and `destroy` have more of them each
 FAR = {"max_usd": "300", "max_hours": "200", "deadline": None}  # limits that no outage reaches
 NODES = 60  # more than any seed needs: where S3 refuses 1 call of 5, 30 of 30 runs took 5 or fewer
-STORE_CALLS = 40  # a node that nothing happens to makes 68
+S3_CALLS = 40  # a node that nothing happens to makes more
 Kind = Callable[[int, Path], int]
 
 
@@ -124,59 +137,111 @@ def engine_cut_off(seed: int, folder: Path) -> int:
 # S3, metadata, EC2 --------------------------------------------------------------------------------------------------
 
 
-class SeededStore(FaultyStore):
-    """Fails at any call with a chance of its own, at call `certain` anyway, and takes the node with it at some."""
+class CutShort(BytesIO):
+    """The body of an answer whose connection ends before its last byte, as urllib3 tells it."""
 
-    def __init__(self, inner: Any, draw: random.Random, share: float, certain: int) -> None:
-        super().__init__(inner, lambda call, key: self._draw_fault(call))
-        self._draw, self._share, self._certain, self.faults = draw, share, certain, 0
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size)
+        if not content and size != 0:
+            raise IncompleteRead(self.tell(), 1)
+        return content
 
-    def _draw_fault(self, call: int) -> BaseException | None:
-        chance = self._draw.random()
-        if chance >= self._share and call != self._certain:
-            return None
-        self.faults += 1
-        return NodeDeath() if chance < self._share / 20 else StoreError("503 slow down")
+    def stream(self, **_: Any) -> Iterator[bytes]:
+        while True:
+            yield self.read()
 
-    def get_file(self, key: str, path: Path) -> None:
-        self._count(key)
-        self.inner.get_file(key, path)
 
-    def get_bytes(self, key: str) -> bytes | None:
-        self._count(key)
-        return self.inner.get_bytes(key)
+class FaultyNetwork:
+    """Stands where boto3 has its connections to S3. Of each request a share, and the one numbered `certain`, meets a
+    fault, drawn by what is asked for, so that threads in another order meet the same.
+    """
 
-    def size(self, key: str) -> int | None:
-        self._count(key)
-        return self.inner.size(key)
+    def __init__(self, seed: int, share: float, certain: int) -> None:
+        self._seed, self._share, self._certain = seed, share, certain
+        self._asked: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self.faults: Counter[str] = Counter()
 
-    def create(self, content: bytes, key: str) -> bool:
-        self._count(key)
-        return bool(self.inner.create(content, key))
+    def client(self) -> Any:
+        """Of S3, through it."""
+        made = boto3.client(
+            "s3", region_name="us-east-2", config=Config(retries={"mode": "standard", "total_max_attempts": 2})
+        )
+        made.meta.events.unregister("before-send", botocore_stubber)
+        made._endpoint.http_session = self
+        return made
 
-    def entries(self, prefix: str) -> list[Entry]:
-        self._count(prefix)
-        return self.inner.entries(prefix)
+    def send(self, request: AWSPreparedRequest) -> AWSResponse:
+        """The answer, or what comes of it."""
+        fault = self._draw(f"{request.method} {request.url}")
+        if fault == "503":
+            body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+            return AWSResponse(request.url, 503, {}, MockRawResponse(body))
+        if fault == "half-sent":
+            raise ConnectionClosedError(endpoint_url=request.url)
+        answer = botocore_stubber("before-send.s3", request)
+        assert answer is not None
+        if fault == "unanswered":
+            raise ReadTimeoutError(endpoint_url=request.url)
+        if fault == "wrong ETag":
+            answer.headers["ETag"] = '"00000000000000000000000000000000"'
+        if fault == "cut short":
+            return AWSResponse(request.url, answer.status_code, answer.headers, CutShort(answer.content[:-1]))
+        return answer
 
-    def delete(self, keys: Iterable[str]) -> None:
-        self._count("")
-        self.inner.delete(keys)
+    def _draw(self, asked: str) -> str:
+        with self._lock:
+            self._asked[asked] += 1
+            drawn = random.Random(f"{self._seed} {asked} {self._asked[asked]}")
+            if drawn.random() >= self._share and self._asked.total() != self._certain:
+                return ""
+            fault = drawn.choice(S3_FAULTS)
+            self.faults[fault] += 1
+            return fault
+
+
+S3_FAULTS = ("503", "half-sent", "unanswered", "wrong ETag", "cut short")
+
+
+@contextlib.contextmanager
+def s3_bench(folder: Path, **changes: Any) -> Iterator[Bench]:
+    """One whose bucket is an S3 of this process."""
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-2"}
+    waits_for_nobody = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
+    with (
+        mock.patch.dict(os.environ, keys),
+        mock_aws(),
+        mock.patch.object(botocore.endpoint, "time", waits_for_nobody),
+    ):
+        bench, client = Bench(folder, **changes), boto3.client("s3", region_name="us-east-2")
+        client.create_bucket(Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": "us-east-2"})
+        inputs = bench.tree["inputs"]["dataset"]
+        inputs["uri"] = str(bench.bucket / "inputs" / inputs["sha256"])
+        bench.store = S3Store("s3://bucket/r1", client)
+        yield bench
 
 
 def s3_faulty(seed: int, folder: Path) -> int:
-    """S3 that refuses any call now and then, and nodes that die amid one: the run ends whole, with every step."""
-    draw, bench, faults = random.Random(seed), Bench(folder, limits=FAR), 0
-    share, certain = draw.uniform(0.02, 0.2), draw.randint(1, STORE_CALLS)
-    for number in range(1, NODES):
-        store = SeededStore(bench.store, draw, share, certain if number == 1 else 0)
-        with contextlib.suppress(NodeDeath):
-            code = bench.attempt(f"i-{number}", store=store).run()
-            assert code in (0, 1), code
-        faults += store.faults
-        if bench.store.get_bytes("done.json"):
-            break
-    _check_whole(bench)
-    return faults
+    """S3 that answers wrong or not at all now and then, and nodes that die amid a call: the run ends whole, with every
+    step.
+    """
+    draw = random.Random(seed)
+    share, certain = draw.uniform(0.02, 0.2), draw.randint(1, S3_CALLS)
+
+    def dies(*_: object) -> NodeDeath | None:
+        return NodeDeath() if draw.random() < share / 20 else None
+
+    with s3_bench(folder, limits=FAR) as bench:
+        network = FaultyNetwork(seed, share, certain)
+        for number in range(1, NODES):
+            store = FaultyStore(S3Store("s3://bucket/r1", network.client()), dies)
+            with contextlib.suppress(NodeDeath):
+                code = bench.attempt(f"i-{number}", store=store).run()
+                assert code in (0, 1), code
+            if bench.store.get_bytes("done.json"):
+                break
+        _check_whole(bench)
+    return network.faults.total()
 
 
 def _check_whole(bench: Bench) -> None:
