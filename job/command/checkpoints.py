@@ -22,6 +22,7 @@ from gpufleet.job.command.places import give_to_everybody
 from gpufleet.job.command.processes import File, written
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.commit import COMMIT, Commit, Reason
+from gpufleet.job.contract.messages import LeaderSaved
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.workdir import CHECKPOINTS, STEPS, step_folder
 from gpufleet.job.spec.command import PHASE, CommandConfig
@@ -33,6 +34,7 @@ FIRST_QUIET_S = 60.0  # the first one counts after that, where nothing else says
 UNKNOWN_QUIET_S = 5.0  # where nobody can say who writes a file
 SAVING_S = 5.0  # between two files of one checkpoint, at most
 AGAIN_S = 30.0  # after a copy that failed
+LEADER_S = 30.0  # that a node waits at its end for the leader's last word
 CLONE = 0x40049409  # FICLONE, linux/fs.h: the file's blocks are shared until one of the two is written
 
 
@@ -53,6 +55,9 @@ class Watched:
 class CommandCheckpoints:
     """The checkpoints of one command. `alive` gives its processes, `writing` the files that these have open for
     writing, None where that is not known.
+
+    On a `node` of several that follows another, only what its ranks have written of a checkpoint that the `leader` has
+    whole: its part, which is taken after the leader's word, and may be of no files.
     """
 
     def __init__(
@@ -64,6 +69,9 @@ class CommandCheckpoints:
         *,
         digest: str,
         gpus: int,
+        nodes: int = 1,
+        node: int = 0,
+        leader: Callable[[], LeaderSaved | None] = lambda: None,
         alive: Callable[[], Sequence[int]],
         step_at: Callable[[float], int],
         val_of: Callable[[int], float | None],
@@ -77,6 +85,8 @@ class CommandCheckpoints:
         self.begun_at = 0.0  # of the newest commit: when its first file was seen
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
         self._digest, self._gpus = digest, gpus
+        self._nodes, self._node, self._leader = nodes, node, leader
+        self._knows_parts = False  # which files one has
         self._alive, self._writing, self._step_at, self._val_of = alive, writing, step_at, val_of
         self._before: set[int] = set()  # its processes at the last look
         self._saved, self._say, self._clock = saved, say, clock
@@ -104,7 +114,9 @@ class CommandCheckpoints:
         self._watched, self._done, self.newest = {}, {}, -1
         if newest is not None:
             self.copy_newest(self.folder)
-            own = {name.removeprefix(f"{FILES}/"): size for name, size in newest.files}
+            borrowed = set(newest.borrowed)
+            own = {name.removeprefix(f"{FILES}/"): size for name, size in newest.files if name not in borrowed}
+            self._knows_parts = True
             self.names.learn(
                 {name: size for name, size in own.items() if name not in self._companion_files(newest.step)}
             )
@@ -144,7 +156,21 @@ class CommandCheckpoints:
     @property
     def _is_settled(self) -> bool:
         """It is known which names a whole one has."""
-        return self.names.are_known or bool(self.names.learned)
+        return self.names.are_known or bool(self.names.learned) or (self._node > 0 and self._knows_parts)
+
+    def _find(self) -> list[FoundCheckpoint]:
+        """Those that have begun. On a node that follows, its part of the one that the leader has told of last."""
+        if self._node == 0:
+            return self.names.find(self.folder, self._user)
+        told = self._leader()
+        if told is None or told.step <= self.newest:
+            return []
+        return [self._find_again(self.names.step_of(told.named_by))]
+
+    def _find_again(self, step: int | None) -> FoundCheckpoint:
+        """That of this step, as it is now."""
+        found = self.names.find(self.folder, self._user)
+        return next((each for each in found if each.step == step), FoundCheckpoint(step=step, files={}, inner={}))
 
     def look(self) -> None:
         """Called often; never waits. Looks once a second, more often at the end, and has one copy at a time made."""
@@ -155,7 +181,7 @@ class CommandCheckpoints:
             return
         self._looked_at = now
         self._take_evaluation()
-        found = self.names.find(self.folder, self._user)
+        found = self._find()
         for each in found:
             self._watch(each, now)
         self._watched = {each.step: self._watched[each.step] for each in found if each.step in self._watched}
@@ -175,12 +201,15 @@ class CommandCheckpoints:
         """
         self._settle()
         now = self._clock()
-        there = self.names.find(self.folder, self._user)
+        while self._node and ((told := self._leader()) is None or not told.ended) and self._clock() < now + LEADER_S:
+            time.sleep(LEAVING_S)
+        there = self._find()
         for each in there:
             self._watch(each, now)
         for watched in (self._watched[each.step] for each in reversed(there) if each.step in self._watched):
             found = watched.found
-            if self.names.lacks(found) or not (by_itself or self._is_settled or found is not there[-1]):
+            lacking = self.names.lacks(found, is_part=self._node > 0)
+            if lacking or not (by_itself or self._node or self._is_settled or found is not there[-1]):
                 continue
             if by_itself or watched.still or self._shows_a_cut(found):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
@@ -231,7 +260,7 @@ class CommandCheckpoints:
             watched.still = not watched.doubtful
         if quiet < (LOOK_S if writing is not None else UNKNOWN_QUIET_S) or now < watched.not_before:
             return False
-        if lacking := self.names.lacks(found):
+        if lacking := self.names.lacks(found, is_part=self._node > 0):
             if found.step is not None and latest is not None and found.step < latest:
                 self._say_once(f"checkpoint of step {found.step:,} does not count: {lacking}")
             return False
@@ -255,7 +284,7 @@ class CommandCheckpoints:
     def _companion_files(self, step: int | None) -> dict[str, Path]:
         """What is kept with each, by its name below the folder."""
         found = {}
-        for name in self._config.checkpoint.also:
+        for name in self._config.companions if self._node == 0 else ():
             root = self.folder / name
             for path in sorted(root.rglob("*")) if root.is_dir() else sorted(self.folder.glob(name.rstrip("/"))):
                 if path.is_file():
@@ -279,8 +308,7 @@ class CommandCheckpoints:
                 made = unfinished / FILES / name
                 if made.stat().st_size != look.bytes or (why := torn(made)):
                     raise ValueError(f"{name}: {why or 'another length than it had'}")
-            again = next((each for each in self.names.find(self.folder, self._user) if each.step == found.step), None)
-            if again != found or (alive and self._is_written(found)):
+            if self._find_again(found.step) != found or (alive and self._is_written(found)):
                 raise ValueError("it was changed meanwhile")
             names = sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*") if path.is_file())
             made_of = tuple((name, (unfinished / name).stat().st_size) for name in names)
@@ -292,8 +320,11 @@ class CommandCheckpoints:
                 phase=PHASE,
                 goes_on_from=step,
                 val_loss=self._val_of(step),
-                world_size=self._gpus,
+                world_size=self._gpus * self._nodes,
+                node=self._node,
+                named_by=min(found.files, default="") if self._nodes > 1 else "",
             )
+            unfinished.mkdir(parents=True, exist_ok=True)
             atomic.write_json(unfinished / COMMIT, told.to_json())
             if folder.exists():  # of a start before this one, which will not be gone on from
                 shutil.rmtree(folder)
@@ -302,6 +333,7 @@ class CommandCheckpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         self.names.learn({name: look.bytes for name, look in found.files.items()})
+        self._knows_parts = True
         self.newest, self.begun_at, self.committed_at = step, watched.begun, self._clock()
         self._done[found.step] = found
         blocked_s = max(0.0, found.written - watched.begun)  # while it was written, as far as that was seen
@@ -310,7 +342,8 @@ class CommandCheckpoints:
         save = Save(step=step, reason=reason, bytes=told.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
         self._saved(save, found.written)
         size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
-        self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
+        what = f"this node's part of step {step:,}" if self._node else f"checkpoint of step {step:,}"
+        self._say(f"{what} is whole: {size}, copied in {took:.1f} s")
 
     def _take_evaluation(self) -> None:
         """One that was told after its checkpoint was committed: the supervisor sends the manifest again."""

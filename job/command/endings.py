@@ -15,7 +15,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gpufleet.job.spec.command import CommandConfig
@@ -63,6 +63,16 @@ class End:
     def is_like(self, other: End) -> bool:
         """At the same step, with the same last words."""
         return (self.step, self.lines[-1:]) == (other.step, other.lines[-1:])
+
+
+def of_several_nodes(config: CommandConfig, node: int) -> CommandConfig:
+    """What a node of several judges by. None starts its ranks again by itself, from a checkpoint that the others may
+    not have: all begin anew together. Nor does one that follows another judge by steps, which its ranks need not tell.
+    """
+    config = replace(config, exit=replace(config.exit, restarts=0))
+    if node == 0:
+        return config
+    return replace(config, work=replace(config.work, early=True), resume=replace(config.resume, check="none"))
 
 
 def is_reached(config: CommandConfig, step: int) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpufleet.job import atomic
 from gpufleet.job.command import processes
 from gpufleet.job.command.checkpoints import CommandCheckpoints, copy
-from gpufleet.job.command.endings import End, Verdict, judge
+from gpufleet.job.command.endings import End, Verdict, judge, of_several_nodes
 from gpufleet.job.command.given import Folders, blanked, progress_file, secrets, variables
 from gpufleet.job.command.places import GoneError, GuardedProcesses, NodeContainer, Place, Scripts, give_to_everybody
 from gpufleet.job.command.reader import Metrics, Output, StepReader
@@ -21,7 +21,7 @@ from gpufleet.job.command.watchdogs import StartWatch
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.commit import Commit
-from gpufleet.job.contract.messages import CommandEnd, Fatal, Message, Spent, Stop
+from gpufleet.job.contract.messages import CommandEnd, Fatal, LeaderSaved, Message, Spent, Stop
 from gpufleet.job.contract.run import Task
 from gpufleet.job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, SCALARS, STOP
 from gpufleet.job.gpus import Sampler
@@ -64,6 +64,9 @@ class Host:
         on_node = machine.gpus() if self.config.device == "cuda" else ()
         gpus = self.config.gpus or len(on_node) or 1
         self.values = self.folders.values(str(told.get("id", "run")), gpus)
+        nodes, self.node = int(self.values["nodes"]), int(self.values["node_rank"])
+        if nodes > 1:
+            self.config = of_several_nodes(self.config, self.node)
         spent = Spent.read(workdir)
         self.variables = variables(
             self.config,
@@ -86,6 +89,9 @@ class Host:
             workdir,
             digest=task.digest,
             gpus=gpus,
+            nodes=nodes,
+            node=self.node,
+            leader=lambda: LeaderSaved.read(workdir),
             alive=self._alive,
             step_at=self.progress.at_time,
             val_of=self.progress.val.get,
@@ -364,7 +370,8 @@ class Host:
                         copy(path, target / path.relative_to(source) if source.is_dir() else target)
             except (OSError, ValueError) as error:
                 say(f"warning: outputs {text}: {error}")
-        if not any((self.workdir / FINAL).rglob("*")):
+        is_part = self.config.format.is_sharded and int(self.values["nodes"]) > 1
+        if not any((self.workdir / FINAL).rglob("*")) and not is_part:
             with suppress(OSError):
                 self.checkpoints.copy_newest(self.workdir / FINAL)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpufleet.job.spec.command import CommandConfig, filled
+from gpufleet.job.spec.command import RANK, CommandConfig, filled
 
 ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's, where they begin as a zip does
 PICKLED = ".metadata"  # torch.distributed.checkpoint's
@@ -57,8 +57,8 @@ class FoundCheckpoint:
 
     @property
     def written(self) -> float:
-        """Epoch seconds of the newest."""
-        return max(look.written for look in self.files.values()) / 1e9
+        """Epoch seconds of the newest; 0 where there are none."""
+        return max((look.written for look in self.files.values()), default=0) / 1e9
 
 
 class Names:
@@ -67,7 +67,10 @@ class Names:
     def __init__(self, config: CommandConfig) -> None:
         self._complete, self._unless = config.complete, config.unless
         self._patterns = [_pattern(name) for name in config.names]
-        self.are_known = bool(config.complete) or not any("*" in name or name.endswith("/") for name in config.names)
+        several = ("*", RANK)  # files of which nobody knows how many there are
+        self.are_known = bool(config.complete) or not any(
+            name.endswith("/") or any(word in name for word in several) for name in config.names
+        )
         self._sizes: set[tuple[str, int]] = set()
         self.learned: dict[str, tuple[int, int]] = {}  # of a kind of name: how many there are, bytes of the smallest
 
@@ -97,8 +100,17 @@ class Names:
         ]
         return sorted(found, key=lambda each: each.step or 0)
 
-    def lacks(self, found: FoundCheckpoint) -> str:
-        """What of it is not there yet, in words; nothing where its names are complete."""
+    def step_of(self, name: str) -> int | None:
+        """The step that the name of one of its files tells; None: none, or it is no file of a checkpoint."""
+        match = next(filter(None, (pattern.fullmatch(name) for pattern in self._patterns)), None)
+        return int(match["step"]) if match and "step" in match.groupdict() else None
+
+    def lacks(self, found: FoundCheckpoint, *, is_part: bool = False) -> str:
+        """What of it is not there yet, in words; nothing where its names are complete. Of a part, which a node writes
+        that follows another, as far as earlier parts tell: what says that all are whole is the other's.
+        """
+        if is_part:
+            return self._unlike_learned(found)
         inner = set(found.inner.values())
         if self._unless and _at_step(self._unless, found.step) in inner:
             return f"{self._unless} says that it is unfinished"
@@ -106,8 +118,9 @@ class Names:
             return "" if _at_step(self._complete, found.step) in inner else f"{self._complete} is not there"
         if not all(any(pattern.fullmatch(name) for name in found.files) for pattern in self._patterns):
             return "one of its files is not there"
-        if found.step is None:
-            return ""
+        return "" if found.step is None else self._unlike_learned(found)
+
+    def _unlike_learned(self, found: FoundCheckpoint) -> str:
         kinds = _kinds(found.files)
         for kind, (count, least) in self.learned.items():
             there, smallest = kinds.get(kind, (0, 0))
@@ -152,10 +165,12 @@ class Names:
 def _pattern(name: str) -> re.Pattern[str]:
     """The first {step} tells it, each other one repeats it."""
     text, seen = "", False
-    for part in re.split(r"(\{step(?::[0-9a-z]+)?\}|\*)", name.rstrip("/")):
+    for part in re.split(r"(\{step(?::[0-9a-z]+)?\}|\{rank\}|\*)", name.rstrip("/")):
         if _STEP.fullmatch(part):
             text += r"0*(?P=step)" if seen else r"0*(?P<step>\d+)"
             seen = True
+        elif part == RANK:
+            text += r"\d+"
         else:
             text += "[^/]*" if part == "*" else re.escape(part)
     return re.compile(text + ("/(?P<inner>.+)" if name.endswith("/") else ""))

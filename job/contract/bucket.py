@@ -94,6 +94,14 @@ class CheckpointPlace(NamedTuple):
         """The key of its manifest, with which it is published."""
         return self.prefix + MANIFEST
 
+    def part_prefix(self, node: int) -> str:
+        """What the keys begin with of the files that a node of several, by its rank, has written of it."""
+        return f"{self.prefix}node_{node:03d}/" if node else self.prefix
+
+    def part(self, node: int) -> str:
+        """The key of the list of those files, with which they are whole."""
+        return f"{self.prefix}node_{node:03d}.json"
+
 
 def checkpoint_place(key: str) -> CheckpointPlace | None:
     """Where an object of a checkpoint lies; None: it is of none."""

@@ -6,7 +6,7 @@ manifest.json, and makes commit.json of a manifest where it stages one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,6 +22,7 @@ Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"
 HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder that it is sending: the trainer leaves it alone
 SCHEMA = 1
+OF_SEVERAL_NODES = ("node", "borrowed", "named_by")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,10 @@ class Commit:
     retries: tuple[Retry, ...] = ()  # of the run so far, oldest first
     torch: str = ""
     world_size: int = 1
+    # Of a command on several nodes.
+    node: int = 0  # the rank of the node whose part this is; 0: the leader's, or all of it
+    borrowed: tuple[str, ...] = ()  # names of its files that other nodes have written
+    named_by: str = ""  # one of the leader's files, by whose name the others know theirs
 
     @property
     def folder(self) -> str:
@@ -70,7 +75,8 @@ class Commit:
 
     def to_json(self) -> dict[str, Any]:
         files = [{"name": name, "bytes": size} for name, size in self.files]
-        return {**asdict(self), "schema": SCHEMA, "files": files}
+        tree = {**asdict(self), "schema": SCHEMA, "files": files}
+        return {key: tree[key] for key in tree if tree[key] or key not in OF_SEVERAL_NODES}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Commit:
@@ -82,7 +88,7 @@ class Commit:
             (each.need("name", reading.name), each.need("bytes", reading.whole_number))
             for each in fields.sections("files")
         )
-        if not files:
+        if not files and not tree.get("node"):
             raise DoubtError("it names no files")
         return cls(
             step=step,
@@ -107,6 +113,9 @@ class Commit:
             ),
             torch=fields.take("torch", reading.text, ""),
             world_size=fields.take("world_size", reading.whole_number, 1),
+            node=fields.take("node", reading.whole_number, 0),
+            borrowed=fields.take("borrowed", reading.listed(reading.name), ()),
+            named_by=fields.take("named_by", reading.text, ""),
         )
 
 
@@ -129,6 +138,7 @@ class Manifest:
     commit: Commit
     run: str
     files: tuple[InputFile, ...]
+    parts: tuple[tuple[InputFile, ...], ...] = ()  # what the other nodes have written, by their ranks from 1 on
     generation: int = 0  # in whose folder it lies: bucket.CheckpointPlace
 
     @property
@@ -136,14 +146,34 @@ class Manifest:
         """Where it lies."""
         return CheckpointPlace(self.commit.step, self.generation)
 
+    @property
+    def objects(self) -> dict[str, InputFile]:
+        """Its files by their keys."""
+        parts = enumerate((self.files, *self.parts))
+        return {self.place.part_prefix(node) + file.name: file for node, files in parts for file in files}
+
+    def read_by(self, node: int, of_rank: Callable[[str], bool]) -> dict[str, InputFile]:
+        """The files that a node needs, by their keys: its own, and of the others' what no rank writes for itself
+        alone. Of one name it gets its own.
+        """
+        own = node if node <= len(self.parts) else 0
+        found: dict[str, tuple[str, InputFile]] = {}
+        for other, files in sorted(enumerate((self.files, *self.parts)), key=lambda each: (each[0] == own, -each[0])):
+            for file in files:
+                if other == own or not of_rank(file.name):
+                    found[file.name] = (self.place.part_prefix(other) + file.name, file)
+        return dict(found.values())
+
     def to_json(self, published: Published, required: Iterable[tuple[str, int]]) -> dict[str, Any]:
         """With who has published it, and the bytes of the exports that it relies on."""
+        parts = [{"files": [asdict(file) for file in files]} for files in self.parts]
         return {
             **self.commit.to_json(),
             **asdict(published),
             "run": self.run,
             "files": [asdict(file) for file in self.files],
             "required_files": [{"name": name, "bytes": size} for name, size in required],
+            **({"nodes": len(parts) + 1, "parts": parts} if parts else {}),
         }
 
     @classmethod
@@ -154,6 +184,7 @@ class Manifest:
             commit=Commit.from_json(tree),
             run=fields.need("run", reading.text),
             files=inputs.files(fields),
+            parts=tuple(inputs.files(each) for each in (fields.sections("parts") if "parts" in tree else ())),
             generation=generation,
         )
 

@@ -25,13 +25,16 @@ class Presence:
     address: str
     launched_at: float  # epoch seconds
     state: State = "ready"
-    since: float = 0.0  # epoch seconds by its own clock
-    notice: float | None = None  # when AWS ends it, epoch seconds
+    since: float = 0.0  # epoch seconds by its own clock, as these two
+    at: float = 0.0  # when it said all this
+    notice: float | None = None  # when AWS ends it
     generation: int = 0
     ended: int | None = None
     said: str = ""  # why, where its end is the run's
     stopping: bool = False  # it leads, and its ranks are to save and end
     rung: int = 0  # of the ladder, to begin at
+    saved: int = -1  # the newest step whose checkpoint, or part of one, is whole on its disk and to be published
+    named_by: str = ""  # of that one, where this node leads: commit.Commit.named_by
 
     def to_json(self) -> dict[str, Any]:
         """The object."""
@@ -47,12 +50,15 @@ class Presence:
             launched_at=fields.need("launched_at", reading.number),
             state=fields.need("state", reading.choice(*get_args(State))),
             since=fields.take("since", reading.number, 0.0),
+            at=fields.take("at", reading.number, 0.0),
             notice=fields.take("notice", reading.number, None),
             generation=fields.take("generation", reading.whole_number, 0),
             ended=fields.take("ended", _code, None),
             said=fields.take("said", reading.text, ""),
             stopping=fields.take("stopping", reading.flag, False),
             rung=fields.take("rung", reading.whole_number, 0),
+            saved=int(fields.take("saved", reading.number, -1)),
+            named_by=fields.take("named_by", reading.text, ""),
         )
 
 

@@ -40,9 +40,9 @@ SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one 
 ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
 PROBE_SAVE_S = 600.0  # of a probe beyond its steps, for the command to save by itself
 P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
-STEP = "{step}"
+STEP, RANK = "{step}", "{rank}"
 
-FormatName = Literal["hf-trainer", "lightning", "litgpt", "nanochat", "dcp", "file"]
+FormatName = Literal["hf-trainer", "lightning", "litgpt", "nanochat", "dcp", "deepspeed", "file"]
 Signal = Literal["TERM", "INT", "USR1", "USR2"]
 
 
@@ -54,6 +54,9 @@ class Format:
     complete: str = ""  # a file of it that is written last
     unless: str = ""  # a file whose presence means unfinished
     progress: tuple[str, ...] = ()  # regular expressions with the groups that Progress names
+    also: tuple[str, ...] = ()  # kept with each
+    is_sharded: bool = False  # each rank writes files of its own
+    of_rank: str = ""  # a regular expression for the names of files that only the rank reads which wrote them
 
 
 FORMATS: dict[str, Format] = {
@@ -79,8 +82,18 @@ FORMATS: dict[str, Format] = {
     "nanochat": Format(
         each=("model_{step}.pt", "meta_{step}.json", "optim_{step}_rank*.pt"),
         progress=(r"^step (?P<step>\d+)/(?P<total>\d+).*loss: (?P<loss>[\d.]+).*dt: (?P<step_ms>[\d.]+)ms",),
+        is_sharded=True,
+        of_rank=r"optim_\d+_rank\d+\.pt",
     ),
-    "dcp": Format(each=("step-{step}/",), complete=".metadata"),
+    # Rank 0 writes .metadata when all ranks have written theirs; a rank may read what another wrote.
+    "dcp": Format(each=("step-{step}/",), complete=".metadata", is_sharded=True),
+    "deepspeed": Format(
+        each=("global_step{step}/",),
+        progress=(r"\[Rank 0\] step=(?P<step>\d+),",),
+        also=("latest",),  # names the newest
+        is_sharded=True,
+        of_rank=r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt",
+    ),
     "file": Format(),
 }
 GROUPS = ("step", "loss", "val", "step_ms", "total", "epoch", "batch", "batches")
@@ -258,6 +271,20 @@ class CommandConfig(JobConfig):
         if self.progress.stdout or self.progress.file:
             return self.progress.stdout
         return FORMATS[self.progress.format or self.checkpoint.format or "file"].progress
+
+    @property
+    def leaves_parts(self) -> bool:  # type: ignore[override]
+        """Of one file that is overwritten only the leader's counts."""
+        return not self.checkpoint.rewritten
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """What is kept with each checkpoint, below `checkpoint.folder`."""
+        return (*self.checkpoint.also, *self.format.also)
+
+    def is_of_rank(self, name: str) -> bool:
+        own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(each)) for each in self.names if RANK in each]
+        return any(re.search(rf"(^|/){pattern}$", name) for pattern in (self.format.of_rank, *own) if pattern)
 
     @property
     def saves_on_signal(self) -> bool | None:

@@ -96,6 +96,7 @@ class JobConfig(ABC):
     leaves_results: ClassVar[bool] = True  # results.json, at the end of a finished run
     one_node: ClassVar[str] = ""  # why several do not help it; empty: they do
     resumes_everywhere: ClassVar[bool] = False  # each of several nodes needs the checkpoint on its own disk
+    leaves_parts: bool = False  # each of several nodes writes a part of a checkpoint to its own disk
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
 
     def work_kind(self) -> str:
@@ -103,6 +104,10 @@ class JobConfig(ABC):
         `adapter`, `growth`; empty: of none of them.
         """
         return ""
+
+    def is_of_rank(self, name: str) -> bool:
+        """Whether a file of a checkpoint is read by that rank alone which has written it."""
+        return False
 
     @property
     def delivers_best(self) -> bool:

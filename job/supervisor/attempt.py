@@ -242,9 +242,9 @@ class Supervisor:
 
     def _go_on_from(self, manifest: Manifest | None) -> None:
         self.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
+        # Before anything may end this attempt: it prunes what it does not know of.
+        self._patiently(lambda: self.publisher.resumed(manifest), BEST)
         if manifest is not None:
-            # Before anything may end this attempt: it prunes what it does not know of.
-            self._patiently(lambda: self.publisher.resumed(manifest), BEST)
             if not staging.best_too(self.staging, manifest.place):
                 self.publisher.forget_best(manifest)
             metrics = self._patiently(lambda: self.store.get_bytes(METRICS), METRICS)
@@ -578,11 +578,15 @@ class Supervisor:
     def _drain(self, until: float) -> bool:
         """Uploads what is committed until there is no more, or no more time. True: nothing is left."""
         self.uploader.poll()
-        while not self.uploader.idle and self.clock() < until:
+        while not self.uploader.idle and self.clock() < until and not self._waits_in_vain():
             self._keep_alive()
             self.world.sleep(TICK_S)
             self.uploader.poll()
         return self.uploader.idle
+
+    def _waits_in_vain(self) -> bool:
+        """Whether what is not published yet lacks something that nobody will bring."""
+        return False
 
     def _in_upload_thread(self, act: Callable[[], None]) -> None:
         """`act` in the thread of the uploads where that has no more to do, with heartbeats meanwhile."""

@@ -35,6 +35,11 @@ class Sight:
     age_s: float
 
     @property
+    def notice_in_s(self) -> float | None:
+        """When it goes away, in seconds from the look on: its clock need not be that of the others."""
+        return None if self.presence.notice is None else self.presence.notice - self.presence.at - self.age_s
+
+    @property
     def is_there(self) -> bool:
         """It has neither left nor fallen silent."""
         return self.age_s <= LOST_S and self.presence.state != "gone"
@@ -176,8 +181,10 @@ def _proposal(members: list[Presence], newest: GangGeneration | None, origin: Ch
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
 
-def why_over(view: View, generation: GangGeneration, *, idle_s: float) -> str | None:
-    """Why a member must end its trainer; None: it trains on. `idle_s`: since this node's ranks did a step, or began."""
+def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping: bool = False) -> str | None:
+    """Why a member must end its trainer; None: it trains on. `idle_s`: since this node's ranks did a step, or began.
+    `stopping`: they have been asked to end, and one that follows need not end well while the leader's save.
+    """
     if view.age_s >= FENCE_S:
         return f"no store and no step for {min(view.age_s, idle_s):.0f} s" if idle_s >= FENCE_S else None
     if view.newest is not None and view.newest.number > generation.number:
@@ -193,15 +200,19 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float) -> str | 
         if seen is None or not seen.is_there:
             if view.steady_s >= STEADY_S:
                 return f"{name} is lost"
-        elif seen.presence.generation >= generation.number and seen.presence.ended not in (None, *TOGETHER):
+        elif (
+            seen.presence.generation >= generation.number
+            and seen.presence.ended not in (None, *TOGETHER)
+            and (name == generation.leader or not stopping)
+        ):
             return f"{name}'s trainer ended with {seen.presence.ended}"
     return None
 
 
-def notice(view: View, generation: GangGeneration) -> float | None:
-    """When the first of a generation's other members goes away that has a notice."""
-    told = [view.others[name].presence.notice for name in generation.members if name in view.others]
-    return min((at for at in told if at is not None), default=None)
+def notice_in_s(view: View, generation: GangGeneration) -> float | None:
+    """In how many seconds the first of a generation's other members goes away that has a notice."""
+    told = [view.others[name].notice_in_s for name in generation.members if name in view.others]
+    return min((seconds - view.age_s for seconds in told if seconds is not None), default=None)
 
 
 def fatal(view: View, generation: GangGeneration) -> str | None:

@@ -91,7 +91,8 @@ class Lookout:
         self.look()
 
     def _send(self, own: Presence) -> None:
-        self._store.put_bytes(json.dumps(own.to_json(), sort_keys=True).encode(), bucket.presence_key(own.instance))
+        told = replace(own, at=self._clock()).to_json()
+        self._store.put_bytes(json.dumps(told, sort_keys=True).encode(), bucket.presence_key(own.instance))
 
     def _read(self, own: Presence, entries: dict[str, Entry], *, is_over: bool) -> View:
         now = entries[bucket.presence_key(own.instance)].at if bucket.presence_key(own.instance) in entries else None

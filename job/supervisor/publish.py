@@ -5,6 +5,9 @@ of its objects is written over or deleted for one of the same step: that goes in
 (bucket.CheckpointPlace). Kept are best, last and last but one, in the store and on the disk; older ones go only after
 the newer manifest.
 
+Where each of several nodes writes a part of a checkpoint, each sends its own, and then the list of its files. The
+leader's manifest waits for all lists and holds them: a checkpoint that lacks a part does not exist either.
+
 What stages have finished goes out too: <workdir>/stages/*.jsonl, mirrored to <run>/stages/. A stage appends one JSON
 object per line and never changes a line, so a line that is in the store is work that no later attempt repeats. S3
 cannot append: a file that grew is sent anew as a whole, up to its last whole line.
@@ -18,15 +21,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gpufleet.job import atomic
-from gpufleet.job.contract import bucket
+from gpufleet.job.contract import bucket, inputs, reading
 from gpufleet.job.contract.bucket import CheckpointPlace, checkpoint_place
 from gpufleet.job.contract.commit import BEST, HELD, Best, Commit, Manifest, Published
 from gpufleet.job.contract.commit import read as read_commit
 from gpufleet.job.contract.inputs import InputFile
+from gpufleet.job.contract.reading import Fields
 from gpufleet.job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS, STAGES, STEPS, step_of
 from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
@@ -102,6 +107,14 @@ def whole_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
+class LackingError(StoreError):
+    """A checkpoint is there but for the parts of these nodes of several."""
+
+    def __init__(self, step: int, nodes: Iterable[int]) -> None:
+        self.nodes = tuple(nodes)
+        super().__init__(f"step {step} lacks the part of node {', '.join(map(str, self.nodes))}")
+
+
 PARALLEL = 8
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
 
@@ -121,7 +134,9 @@ class Publisher:
         self.newest = CheckpointPlace(
             -1
         )  # the highest step's in the store, as far as we put it there or resumed from it
-        self.generation = 0  # of several nodes that this one leads
+        # Of several nodes: which generation this one is in, its rank there, and how many leave parts of a checkpoint.
+        self.generation, self.node, self.parts = 0, 0, 1
+        self.newest_wanted: int | None = None  # where parts are waited for: the step of the newest that is to go
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
         self._store, self._workdir, self._say = store, workdir, say
         self._run, self._published = run, published
@@ -132,17 +147,20 @@ class Publisher:
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
         self._place = CheckpointPlace(-1)  # of the commit under way, or sent last
         self._arrived: dict[str, tuple[int, str]] = {}  # its files that are there: time of writing and sha256
+        self._began: float | None = None  # when their sending began, if nothing has failed since
         self._cancel = threading.Event()
         self.stages = Mirror(store, workdir)
         self._reading = threading.Lock()
 
-    def resumed(self, manifest: Manifest) -> None:
+    def resumed(self, manifest: Manifest | None) -> None:
         """The store's newest good checkpoint is this manifest's; a best of a later step, or one that is gone, is
-        nobody's.
+        nobody's. None: training begins from nothing.
         """
-        self.newest = self._place = manifest.place
-        self._told = manifest.commit.changing
-        self._given_up = set()
+        self.newest = self._place = CheckpointPlace(-1) if manifest is None else manifest.place
+        self._told = () if manifest is None else manifest.commit.changing
+        self._given_up, self._arrived, self._best = set(), {}, None
+        if self.node or manifest is None:
+            return
         self._arrived = self._staged(manifest)  # where only its evaluation is new, nothing goes again
         best = Best.from_bytes(self._store.get_bytes(BEST))
         there = best is not None and best.place <= self.newest and self._store.size(best.place.manifest) is not None
@@ -154,15 +172,22 @@ class Publisher:
         self._best = None
         self._offer(manifest.commit, manifest.place)
 
-    def lead(self, generation: int) -> None:
+    def join(self, generation: int, node: int, parts: int) -> None:
         """From now on this node publishes for the generation, and nothing of what it had for another."""
-        self.generation, self._place, self._arrived = generation, CheckpointPlace(-1), {}
+        self.generation, self.node, self.parts = generation, node, parts
+        self.newest_wanted = -1 if parts > 1 else None
+        self._place, self._arrived = CheckpointPlace(-1), {}
 
     def pending(self) -> list[Commit]:
         """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters. The
         newest published goes again where its evaluation has been made up for, or the run goes on from it once more.
         """
-        waiting = [commit for commit in commits(self._workdir) if commit.step not in self._given_up]
+        most = self.newest_wanted
+        waiting = [
+            commit
+            for commit in commits(self._workdir)
+            if commit.step not in self._given_up and (most is None or commit.step <= most)
+        ]
         return [
             commit
             for commit in waiting
@@ -181,37 +206,63 @@ class Publisher:
         self._store.cancel()
 
     def publish(self, commit: Commit) -> None:
-        """Raises StoreError (GivenUpError after `cancel`), or OSError when the files are not there as committed."""
+        """Raises StoreError (GivenUpError after `cancel`, LackingError), or OSError when the files are not there as
+        committed.
+        """
         self._cancel.clear()
         with upload_mark(self._path(commit)):
-            self._publish(commit)
+            try:
+                self._publish(commit)
+            except LackingError:
+                raise
+            except BaseException:
+                self._began = None
+                raise
 
     def _publish(self, commit: Commit) -> None:
         for name, size in commit.files:
             if (path := self._path(commit) / name).stat().st_size != size:
                 raise FileNotFoundError(f"{path} is not {size} bytes long")
         required = self._require(commit.requires)
-        started = time.monotonic()  # exports go once, and do not tell how long a checkpoint takes
-        digests, whole = self._send_all(commit)
+        digests = self._send_all(commit)
+        files = tuple(InputFile(name=name, bytes=size, sha256=digests[name]) for name, size in commit.files)
+        if self.node:
+            part = {"files": [asdict(file) for file in files]}
+            self._store.put_bytes(atomic.json_bytes(part), self._place.part(self.node))
+            self.newest, self._told = self._place, commit.changing
+            self._say(f"node {self.node}'s part of step {commit.step} is sent, {commit.bytes / 1e6:.1f} MB")
+            return
+        parts = self._read_parts()
         self.stages.send()  # what a later phase's checkpoint relies on
         try:
             self.metrics(patience_s=5.0)
         except OSError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
             self._say(f"metrics not sent: {error}")
-        files = tuple(InputFile(name=name, bytes=size, sha256=digests[name]) for name, size in commit.files)
-        manifest = Manifest(commit=commit, run=self._run, files=files).to_json(self._published(), required)
+        made = Manifest(commit=commit, run=self._run, files=files, parts=parts, generation=self.generation)
+        manifest = made.to_json(self._published(), required)
         self._store.put_bytes(atomic.json_bytes(manifest), self._place.manifest)
         self._offer(commit, self._place)
         if commit.step >= self.newest.step:
             self.newest, self._told = self._place, commit.changing
-        if whole:
-            self.measured = (commit.bytes, time.monotonic() - started)
-        self._say(f"published step {commit.step} ({commit.reason}), {commit.bytes / 1e6:.1f} MB")
+        if self._began is not None:
+            self.measured = (commit.bytes, time.monotonic() - self._began)
+        self._began = None
+        others = sum(file.bytes for part in parts for file in part)
+        self._say(f"published step {commit.step} ({commit.reason}), {(commit.bytes + others) / 1e6:.1f} MB")
 
-    def _send_all(self, commit: Commit) -> tuple[dict[str, str], bool]:
-        """Every file of the commit, those apart that arrived before a try of it failed. Their sha256 by name, and
-        whether all were sent now.
-        """
+    def _read_parts(self) -> tuple[tuple[InputFile, ...], ...]:
+        """What the other nodes have sent of the checkpoint, by their ranks. Raises LackingError."""
+        if self.parts == 1:
+            return ()
+        there = {entry.key for entry in self._store.entries(self._place.prefix)}
+        lacking = [node for node in range(1, self.parts) if self._place.part(node) not in there]
+        if lacking:
+            raise LackingError(self._place.step, lacking)
+        lists = [self._store.get_bytes(self._place.part(node)) or b"" for node in range(1, self.parts)]
+        return tuple(inputs.files(Fields(reading.parse(content))) for content in lists)
+
+    def _send_all(self, commit: Commit) -> dict[str, str]:
+        """Every file of the commit, those apart that arrived before a try of it failed. Their sha256 by name."""
         paths = {name: self._path(commit) / name for name, _ in commit.files}
         written = {name: path.stat().st_mtime_ns for name, path in paths.items()}
         there = {entry.key for entry in self._store.entries(CheckpointPlace(commit.step).prefix)}
@@ -219,14 +270,16 @@ class Publisher:
         self._arrived = {
             name: kept
             for name, kept in self._arrived.items()
-            if self._place.step == commit.step and written.get(name) == kept[0] and self._place.prefix + name in there
+            if self._place.step == commit.step and written.get(name) == kept[0] and self._key(name) in there
         }
-        if self._place.step != commit.step or (self._place.manifest in there and len(self._arrived) < len(paths)):
+        is_another = self._place.manifest in there and len(self._arrived) < len(paths)
+        if self._place.step != commit.step or is_another:
             self._place, self._arrived = self._new_place(commit.step, there), {}
-        whole = not self._arrived
+        if len(self._arrived) < len(paths):
+            self._began = None if self._arrived else time.monotonic()
         with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
             waiting = [
-                (name, pool.submit(atomic.sha256, path), pool.submit(self._send, path, self._place.prefix + name))
+                (name, pool.submit(atomic.sha256, path), pool.submit(self._send, path, self._key(name)))
                 for name, path in paths.items()
                 if name not in self._arrived
             ]
@@ -237,7 +290,10 @@ class Publisher:
                     self._arrived[name] = (written[name], digest.result())
         if failed is not None:
             raise failed
-        return {name: self._arrived[name][1] for name in paths}, whole
+        return {name: self._arrived[name][1] for name in paths}
+
+    def _key(self, name: str) -> str:
+        return self._place.part_prefix(self.node) + name
 
     def _new_place(self, step: int, there: Iterable[str]) -> CheckpointPlace:
         """Where no manifest is. Raises FileExistsError where this generation has published another one of the step."""
@@ -258,8 +314,11 @@ class Publisher:
 
     def prune(self) -> None:
         """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last. What
-        a later generation has put there is not this one's to remove.
+        a later generation has put there is not this one's to remove, and nothing is a follower's.
         """
+        if self.node:
+            self._prune_disk({commit.step for commit in commits(self._workdir)[-2:]})
+            return
         keys = {entry.key: checkpoint_place(entry.key) for entry in self._store.entries(bucket.CHECKPOINTS)}
         later = {place for place in keys.values() if place and 0 < self.generation < place.generation}
         by_step = {place.step: place for place in bucket.published(keys) if place not in later}

@@ -6,11 +6,13 @@ right once downloaded. The highest step that passes is taken; one that fails is 
 
 from __future__ import annotations
 
+import os
 import shutil
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,6 +45,7 @@ class Stage:
     check: Callable[[], None] = lambda: None
     pause: Callable[[float], None] = lambda seconds: None
     doubts: Callable[[str], bool] = lambda key: False  # a key's bytes that arrive wrong are this node's fault
+    node: int = 0  # of several: its rank
 
 
 class MismatchError(Exception):
@@ -105,7 +108,7 @@ def _fill(
             files = _as_listed(retried(stage, lambda: place.entries(""), place.uri), wanted, what)
         folder.mkdir(parents=True, exist_ok=True)
         stage.say(f"{what}: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
-        _download(stage, place, "", files, folder)
+        _download(stage, place, {file.name: file for file in files}, folder)
     except MissingError as error:
         raise ValueError(f"the {what} is not where the run says: {error}") from error
 
@@ -214,9 +217,9 @@ def _fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> Manifes
         raise DoubtError(f"it is of run {reading.show(found.run)}, this is {stage.run.run!r}")
     if found.commit.config_sha256 != stage.run.config_sha256:
         raise DoubtError("it is of another config")
-    for file in found.files:
-        if (there := sizes.get(place.prefix + file.name)) != file.bytes:
-            raise DoubtError(f"{file.name} has {there} bytes, not {file.bytes}")
+    for key, file in found.objects.items():
+        if (there := sizes.get(key)) != file.bytes:
+            raise DoubtError(f"{key.removeprefix(place.prefix)} has {there} bytes, not {file.bytes}")
     return found
 
 
@@ -229,30 +232,45 @@ def _is_fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> bool
 
 
 def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], what: str) -> Manifest:
-    """The manifest there, its checkpoint in <workdir>/ckpt. Raises UNFIT, and MismatchError on a doubted node."""
+    """The manifest there, its checkpoint in <workdir>/ckpt: of several nodes' what this one reads. Files that are there
+    already are not brought again. Raises UNFIT, and MismatchError on a doubted node.
+    """
     manifest = _fit(stage, place, sizes)
-    commit = manifest.commit
-    unfinished = stage.workdir / CHECKPOINTS / f".{commit.folder}"
+    files = manifest.read_by(stage.node, stage.run.config.is_of_rank)
+    commit = replace(manifest.commit, files=tuple((file.name, file.bytes) for file in files.values()))
+    if manifest.parts:
+        own = place.part_prefix(stage.node)
+        borrowed = tuple(file.name for key, file in files.items() if key != own + file.name)
+        commit = replace(commit, node=stage.node, borrowed=borrowed)
+    folder = stage.workdir / CHECKPOINTS / commit.folder
+    unfinished = folder.with_name(f".{commit.folder}")
     shutil.rmtree(unfinished, ignore_errors=True)
+    for file in files.values():
+        (unfinished / file.name).parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # none is there
+            os.link(folder / file.name, unfinished / file.name)
     stage.say(f"{what} step {commit.step}: {commit.bytes / 1e6:.1f} MB")
     try:
-        _download(stage, stage.store, place.prefix, manifest.files, unfinished)
+        _download(stage, stage.store, files, unfinished)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, MismatchError) and not stage.doubts(error.key):
             raise DoubtError(str(error)) from error
         raise
     atomic.write_json(unfinished / COMMIT, commit.to_json())
-    unfinished.replace(unfinished.with_name(commit.folder))
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.replace(folder)
     return manifest
 
 
-def _download(stage: Stage, store: Store, prefix: str, files: Sequence[InputFile], folder: Path) -> None:
-    def one(file: InputFile) -> None:
-        retried(stage, lambda: _verified(store, prefix + file.name, file, folder / file.name), prefix + file.name)
+def _download(stage: Stage, store: Store, files: Mapping[str, InputFile], folder: Path) -> None:
+    """Brings the files, by their keys, into the folder."""
+
+    def one(key: str, file: InputFile) -> None:
+        retried(stage, lambda: _verified(store, key, file, folder / file.name), key)
 
     with ThreadPoolExecutor(PARALLEL) as pool:
-        waiting: set[Future[None]] = {pool.submit(one, file) for file in files}
+        waiting: set[Future[None]] = {pool.submit(one, key, file) for key, file in files.items()}
         try:
             while waiting:
                 stage.check()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import command_world
 import runs
 from supervisor_world import NodeDeath
 
@@ -28,7 +29,9 @@ from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.bucket import CheckpointPlace
+from gpufleet.job.contract.commit import Manifest
 from gpufleet.job.contract.gang import Presence
+from gpufleet.job.contract.messages import LeaderSaved
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import config_digest, load
 from gpufleet.job.spec import Checkpoint
@@ -45,6 +48,7 @@ from gpufleet.job.supervisor.world import Outside
 
 START = runs.LAUNCHED
 STEP_S = 2.0
+TORN_S = 1e5  # a part that is whole only after that is never
 LOOK_S = 0.25  # between two looks of a thread that waits for another one of its node
 OWN = (bucket.GANG, bucket.ATTEMPTS, bucket.HEARTBEATS, "log/")  # objects that one node writes, by its name
 
@@ -173,7 +177,7 @@ class SharedStore:
 
     uri = "/r1"
 
-    def __init__(self, now: Callable[[], float], changed: Callable[[str], None]) -> None:
+    def __init__(self, now: Callable[[], float], changed: Callable[[str, str], None]) -> None:
         self._now, self._changed, self._content = now, changed, dict[str, tuple[bytes, float]]()
         self.puts: list[Put] = []
 
@@ -181,7 +185,7 @@ class SharedStore:
         self.puts.append(Put(instance, key, generation))
         self._content[key] = (content, self._now())
         if key.startswith(bucket.CHECKPOINTS):
-            self._changed(f"{instance} has put {key}")
+            self._changed(f"{instance} has put", key)
 
     def get(self, key: str) -> bytes | None:
         found = self._content.get(key)
@@ -202,7 +206,7 @@ class SharedStore:
     def delete(self, instance: str, keys: Iterable[str]) -> None:
         for key in keys:
             if self._content.pop(key, None) is not None:
-                self._changed(f"{instance} has deleted {key}")
+                self._changed(f"{instance} has deleted", key)
 
     def json(self, key: str) -> dict[str, Any] | None:
         return atomic.parse_object(self.get(key))
@@ -310,15 +314,27 @@ class GangTrainer:
         self.code: int | None = None
         self.group = machine.town.groups.setdefault(place.number, {})
         self.group[place.rank] = self
-        self.step = 0
-        if found := commits(machine.workdir):
-            folder = machine.workdir / "ckpt" / found[-1].folder
-            self.step = written((folder / "w.bin").read_bytes())[0]
-            assert self.step == found[-1].step, f"step {found[-1].step} holds the weights of step {self.step}"
+        self.step, self.source = self._read() if place.rank == 0 or machine.town.parts else (0, 0)
         self.saved = self.step
+        self.parts: dict[int, float] = {}  # from when on this rank's part of a save is whole, by its step
         self.stepped_at = machine.town.now
         self.output_at = machine.clock()
         self.fails: int | None = None
+
+    def _read(self) -> tuple[int, int]:
+        """The step to go on from, and the generation that saved it. Where each node left a part, they are all here."""
+        town, found = self.machine.town, commits(self.machine.workdir)
+        if not found:
+            return 0, 0
+        folder, own = self.machine.workdir / "ckpt" / found[-1].folder, self.place.rank if town.parts else 0
+        read = {path.name: written(path.read_bytes()) for path in folder.glob("*.bin")}
+        step, generation, _ = read["w.bin"]
+        whole = {"v.bin": (step, generation, 0)} if not town.parts else {}
+        shards = range(self.place.nodes) if town.parts else ()
+        whole |= {f"shard_{other}.bin": (step, generation, other) for other in shards}
+        if read != {"w.bin": (found[-1].step, generation, own), **whole}:
+            town.wrong.append(f"{self.machine.name} begins from {read}, said to be of step {found[-1].step}")
+        return step, generation
 
     @property
     def is_stuck(self) -> bool:
@@ -331,7 +347,8 @@ class GangTrainer:
             return -9
         if self.fails is not None:
             self.code, self.fails = self.fails, None
-        if self.code is not None:
+        is_done = not self.parts or self._commit_part()
+        if self.code is not None and is_done:
             return self.code
         if self.is_stuck or self.place.rank:
             return None
@@ -341,7 +358,12 @@ class GangTrainer:
         elif self.step >= town.last:  # all that a leader before has left to do is to end the run
             self._end(0, save=False)
         elif town.now - self.stepped_at >= STEP_S:
-            self.stepped_at, self.step = town.now, self.step + 1
+            begun = {(each.step, each.source) for each in self.group.values()}
+            if town.parts and len(begun) > 1:
+                town.wrong.append(f"generation {self.place.number} trains from {begun}")
+            self.stepped_at = town.now
+            for each in self.group.values():
+                each.step += 1
             self.output_at = self.machine.clock()
             town.steps.append((self.place.number, self.step))
             for each in self.group.values():
@@ -357,8 +379,22 @@ class GangTrainer:
 
     def _save(self, reason: str) -> None:
         if self.step > self.saved:
-            commit(self.machine, self.step, self.place.number, reason)
-            self.saved = self.step
+            commit(self.machine, self.step, self.place, reason)
+            for each in self.group.values():
+                each.saved = self.step
+                if each.place.rank and self.machine.town.parts:
+                    each.parts[self.step] = self.machine.town.now + self.machine.town.part_s()
+
+    def _commit_part(self) -> bool:
+        """As a command's host does it: the part that the leader asks for, once it is whole. True: no more comes."""
+        told = LeaderSaved.read(self.machine.workdir)
+        at = self.parts.get(told.step) if told is not None else None
+        if told is not None and at is not None and self.machine.town.now >= at:
+            commit(self.machine, told.step, self.place, "timed")
+            self.parts = {step: at for step, at in self.parts.items() if step > told.step}
+            at = None
+        is_torn = at is None or at > self.machine.town.now + TORN_S
+        return not self.parts or (told is not None and told.ended and is_torn)
 
     def _end(self, code: int, *, save: bool) -> None:
         if save:
@@ -377,16 +413,18 @@ class GangTrainer:
         self.killed = True
 
 
-def commit(machine: TownNode, step: int, generation: int, reason: str) -> None:
-    """A complete checkpoint on a node's disk."""
+def commit(machine: TownNode, step: int, place: Rendezvous, reason: str) -> None:
+    """A complete checkpoint on a node's disk; where each node leaves a part, that of its rank."""
     folder = machine.workdir / "ckpt" / f"step_{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
-    names = (".metadata", "v.bin", "w.bin")
+    node, content = place.rank, weights(step, place.number, place.rank)
+    names = [".metadata", "v.bin", "w.bin"] if not machine.town.parts else ["w.bin", f"shard_{node}.bin"]
     for name in names:
-        (folder / name).write_bytes(weights(step, generation))
+        (folder / name).write_bytes(content)
     tree = {"schema": 1, "step": step, "config_sha256": machine.town.digest, "val_loss": None, "reason": reason}
-    files = [{"name": name, "bytes": len(weights(step, generation))} for name in names]
-    atomic.write_json(folder / "commit.json", {**tree, "files": files, "requires": []})
+    files = [{"name": name, "bytes": len(content)} for name in names]
+    told = {"node": node, "named_by": f"step-{step}"}
+    atomic.write_json(folder / "commit.json", {**tree, "files": files, "requires": [], **told})
 
 
 class TownMember(GangMember):
@@ -406,7 +444,7 @@ class TownNode:
         self.town, self.name, self.skew_s = town, f"i-{number}", skew_s
         self.workdir = town.folder / self.name
         self.launched_at = town.now
-        self.is_dead = self.is_cut = False
+        self.is_dead = self.is_killed = self.is_cut = False
         self.slow = 1.0  # each call of the store takes so many times its usual time
         self.stopped_until = 0.0  # SIGSTOP
         self.at_calls: list[AtCall] = []
@@ -499,21 +537,36 @@ class TownNode:
 class Town:
     """The bucket, virtual time, and the fleet: a node that is gone is replaced after `boot_s`."""
 
-    def __init__(self, folder: Path, nodes: int = 2, *, last: int = 40, saves_every: int = 10, **changes: Any) -> None:
-        self.folder, self.nodes, self.last, self.saves_every = folder, nodes, last, saves_every
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 2,
+        *,
+        last: int = 40,
+        saves_every: int = 10,
+        parts: bool = False,
+        **changes: Any,
+    ) -> None:
+        """`parts`: each node leaves a part of a checkpoint, as ranks of a command do."""
+        self.folder, self.nodes, self.last, self.saves_every, self.parts = folder, nodes, last, saves_every, parts
         config = replace(runs.TINY, checkpoint=Checkpoint(interval_s=300, heartbeat_s=60))
         self.tree = runs.with_files(
             runs.tree(config, nodes=nodes, **changes), folder, {"dataset.json": b'{"schema": 1, "files": []}'}
         )
         self.tree["inputs"]["dataset"]["uri"] = str(folder / "inputs" / self.tree["inputs"]["dataset"]["sha256"])
-        self.digest = config_digest("tinystories-growth", self.tree["job"]["parameters"])
+        if parts:
+            self.tree["job"] = {"experiment": "command", "parameters": command_world.of_format("dcp")}
+            self.tree["inputs"]["dataset"] = None
+        self.digest = config_digest(self.tree["job"]["experiment"], self.tree["job"]["parameters"])
         self.now, self.output = START, BytesIO()
         self.store = SharedStore(lambda: self.now, self._look_at_checkpoints)
         self.call_s, self.file_s = 0.05, 0.2  # that a call of the store takes, and the transfer of a file
+        self.part_s: Callable[[], float] = lambda: 1.0  # that a follower's part is whole after the leader's
         self.groups: dict[int, dict[int, GangTrainer]] = {}
         self.steps: list[tuple[int, int]] = []  # generation, step
         self.newest = -1  # the newest checkpoint that verifies
         self.lost: list[str] = []  # what made an older one the newest
+        self.wrong: list[str] = []  # ranks that began from a checkpoint that was none, or from different ones
         self.machines: list[TownNode] = []
         self.boot_s: float | None = 60.0
         self.was_cut = False  # a node from the store
@@ -605,7 +658,7 @@ class Town:
             return
         machine = task.machine
         if self.now < machine.stopped_until and not machine.is_dead:
-            self.resume(task, machine.stopped_until - self.now)
+            self.resume(task, min(machine.stopped_until - self.now, 5.0))  # it may be woken earlier
             return
         self._running = task
         self.back.clear()
@@ -622,11 +675,15 @@ class Town:
 
     def kill(self, machine: TownNode) -> None:
         """Vanishes."""
-        machine.is_dead = True
+        machine.is_dead = machine.is_killed = True
 
     def pause(self, machine: TownNode, seconds: float) -> None:
         """SIGSTOP of all its processes, SIGCONT then."""
         machine.stopped_until = self.now + seconds
+
+    def wake(self, machine: TownNode) -> None:
+        """SIGCONT."""
+        machine.stopped_until = self.now
 
     def cut(self, machine: TownNode, seconds: float) -> None:
         """No way to the store for so long."""
@@ -665,18 +722,24 @@ class Town:
         return list(self.published())
 
     def _is_whole(self, place: CheckpointPlace) -> bool:
-        listed = (self.store.json(place.manifest) or {})["files"]
-        files = [(self.store.get(place.prefix + each["name"]), each["sha256"]) for each in listed]
-        whole = all(content and hashlib.sha256(content).hexdigest() == digest for content, digest in files)
-        found = {written(content)[:2] for content, _ in files if content} if whole else set()
-        return len(found) == 1 and next(iter(found))[0] == place.step
+        manifest = Manifest.from_json(self.store.json(place.manifest) or {}, place.generation)
+        files = [(self.store.get(key) or b"", file.sha256) for key, file in manifest.objects.items()]
+        if not all(hashlib.sha256(content).hexdigest() == digest for content, digest in files):
+            return False
+        nodes = range(self.nodes if self.parts else 1)
+        return {written(content) for content, _ in files} == {(place.step, place.generation, node) for node in nodes}
 
-    def _look_at_checkpoints(self, what: str) -> None:
-        """After each change: whether the newest checkpoint that verifies has become an older one."""
+    def _look_at_checkpoints(self, what: str, key: str) -> None:
+        """After each change: whether the newest checkpoint that verifies has become an older one, or a manifest of the
+        newest generation is there before its files.
+        """
+        for place in bucket.published([key]) if self.store.get(key) else ():
+            if place.generation == len(self.generations()) and not self._is_whole(place):
+                self.lost.append(f"{place} is torn: {what} {key}")
         places = bucket.published(entry.key for entry in self.store.entries(bucket.CHECKPOINTS))
         newest = max((place.step for place in places if self._is_whole(place)), default=-1)
         if newest < self.newest:
-            self.lost.append(f"{self.now - START:.1f} s: step {newest} instead of {self.newest}, {what}")
+            self.lost.append(f"{self.now - START:.1f} s: step {newest} instead of {self.newest}, {what} {key}")
         self.newest = newest
 
     def overwritten(self) -> list[Put]:

@@ -138,6 +138,12 @@ def test_a_trainer_that_crashed_on_one_node_ends_the_others() -> None:
     assert why_over(view(FIRST, replace(SECOND, generation=2, ended=1), newest=PAIR)) is None  # of the one before
 
 
+def test_a_follower_that_ends_ill_while_the_leader_saves_ends_nothing_and_the_leader_does() -> None:
+    assert gang.why_over(view(FIRST, replace(SECOND, ended=1), newest=PAIR), PAIR, idle_s=1.0, stopping=True) is None
+    ill = view(SECOND, replace(FIRST, ended=-9), newest=PAIR)
+    assert gang.why_over(ill, PAIR, idle_s=1.0, stopping=True) == "i-1's trainer ended with -9"
+
+
 def test_a_crash_is_tried_once_more_with_the_same_nodes_and_then_all_leave() -> None:
     ready = [replace(each, state="ready", ended=1) for each in (FIRST, SECOND)]
     again = act(view(*ready, newest=PAIR))
@@ -171,9 +177,10 @@ def test_memory_that_ran_out_anywhere_lowers_the_rung_of_all() -> None:
 
 def test_the_leader_stops_for_the_earliest_notice() -> None:
     trio = GangGeneration(number=3, members=("i-1", "i-2", "i-3"), addresses=("a", "b", "c"))
-    seen = view(FIRST, replace(SECOND, notice=900.0), replace(node("i-3", 30), state="busy", notice=800.0))
-    assert gang.notice(seen, trio) == 800.0
-    assert gang.notice(view(FIRST, SECOND), trio) is None
+    late = replace(node("i-3", 30), state="busy", notice=7300.0, at=7200.0)  # its clock is two hours ahead
+    seen = view(FIRST, replace(SECOND, notice=200.0, at=80.0), late, ages={"i-3": 4.0}, age_s=2.0)
+    assert gang.notice_in_s(seen, trio) == 94.0
+    assert gang.notice_in_s(view(FIRST, SECOND), trio) is None
 
 
 def test_what_no_node_can_do_is_told_by_whoever_found_it() -> None:

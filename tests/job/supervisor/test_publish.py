@@ -274,7 +274,7 @@ def test_pruning_sweeps_up_a_torn_upload_below_the_last_and_nothing_above_it(tmp
 def test_what_a_later_generation_is_sending_is_not_swept_up_by_the_one_before(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     made = publisher(bench)
-    made.lead(2)
+    made.join(2, 0, 1)
     for step in (3, 6, 9):
         commit(tmp_path / "w", step, "c")
         made.publish(made.pending()[-1])
