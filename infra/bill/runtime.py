@@ -154,9 +154,9 @@ def hours(
         beside = _beside_s(config, size, instance, ranks, step_ms, seen, ended=ended)
         growth = size.growth_s if seen is None or seen.boundary_s is None or not index else seen.boundary_s
         training_s = size.steps * step_ms / 1e3
-        saves = (
-            (training_s + beside) / config.save_interval_s(step_ms / 1e3) + size.evaluations + 1 if size.steps else 0.0
-        )
+        saves = 0.0
+        if size.steps and config.saves:
+            saves = (training_s + beside) / config.save_interval_s(step_ms / 1e3) + size.evaluations + 1
         blocked_s = saves * _save_s(config, size, index, ranks, scratch_rate(instance, root), seen)
         peak = instance.gpu.bf16_tflops
         flop = size.tokens_per_step * size.flops_per_token
@@ -252,9 +252,12 @@ def _step_ms(
     if (declared := config.declared_step_ms(instance.gpu.name)) is not None:
         return declared
     if not sizes[index].flops_per_token and sizes[index].steps:
+        key = f"{config.path}.work.step_ms"
+        what, ways = "a step", f"measure it (`gpufleet calibrate`), or write {key}"
+        if sizes[index].counts == "epochs":
+            what, ways = "an epoch", f"write {config.path}.work.epoch_minutes"
         raise GpufleetError(
-            f"{instance.type}: nobody has said how long a step takes on its GPU: measure it (`gpufleet calibrate`), or"
-            f" write {config.path}.work.step_ms: {{{instance.gpu.name}: ...}}"
+            f"{instance.type}: nobody has said how long {what} takes on its GPU: {ways}: {{{instance.gpu.name}: ...}}"
         )
     if config.device == "cpu":
         raise GpufleetError(f"job.parameters.device: cpu has no roofline; give {_STEP_MS}")

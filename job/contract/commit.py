@@ -22,7 +22,7 @@ Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"
 HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder that it is sending: the trainer leaves it alone
 SCHEMA = 1
-OF_SEVERAL_NODES = ("node", "borrowed", "named_by")
+OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # left out where they hold nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,7 @@ class Commit:
     retries: tuple[Retry, ...] = ()  # of the run so far, oldest first
     torch: str = ""
     world_size: int = 1
+    lines: dict[str, Any] = field(default_factory=dict)  # of a command: what its output had told, job/command/lines.py
     # Of a command on several nodes.
     node: int = 0  # the rank of the node whose part this is; 0: the leader's, or all of it
     borrowed: tuple[str, ...] = ()  # names of its files that other nodes have written
@@ -76,7 +77,7 @@ class Commit:
     def to_json(self) -> dict[str, Any]:
         files = [{"name": name, "bytes": size} for name, size in self.files]
         tree = {**asdict(self), "schema": SCHEMA, "files": files}
-        return {key: tree[key] for key in tree if tree[key] or key not in OF_SEVERAL_NODES}
+        return {key: tree[key] for key in tree if tree[key] or key not in OF_COMMANDS}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Commit:
@@ -113,6 +114,7 @@ class Commit:
             ),
             torch=fields.take("torch", reading.text, ""),
             world_size=fields.take("world_size", reading.whole_number, 1),
+            lines=fields.take("lines", reading.mapping(reading.anything), {}),
             node=fields.take("node", reading.whole_number, 0),
             borrowed=fields.take("borrowed", reading.listed(reading.name), ()),
             named_by=fields.take("named_by", reading.text, ""),

@@ -74,6 +74,11 @@ def of_format(name: str, more: str = "", **sections: Any) -> dict[str, Any]:
     )
 
 
+def as_restored(step: int, **lines: Any) -> Commit:
+    """A checkpoint as a reader of lines is given it."""
+    return Commit(step=step, config_sha256="0" * 64, goes_on_from=step, lines=lines)
+
+
 class CommandJob:
     """One node's work folder. `start` gives the host's process."""
 

@@ -91,6 +91,11 @@ def test_its_python_is_its_environments_and_never_this_projects(
         ("import nothing_there", {}, "No module named 'nothing_there'"),
         ("print('step 1')", {}, "ended by itself at step 1 of 90,000"),
         (SCRIPT, {"storage": {"inputs": {"text": "s3://elsewhere/text"}}}, r"storage\.inputs\.text: .* copy it"),
+        (
+            SCRIPT,
+            {"work": {"epochs": 90}, "checkpoint": {**JOB["checkpoint"], "every": {"epochs": 1}}},
+            r"job\.work\.steps_per_epoch beside epochs",
+        ),
     ],
 )
 def test_a_command_that_cannot_be_measured_says_why(

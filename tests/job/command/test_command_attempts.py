@@ -165,13 +165,17 @@ def test_a_command_deaf_to_its_limit_spends_no_more_than_its_stopping_time(tmp_p
 
 
 def test_a_command_that_cannot_succeed_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
-    failing = f'{OWN_PYTHON} -c \'print("step 3 loss 1.0"); raise SystemExit("no such corpus")\''
+    failing = f'{OWN_PYTHON} -c \'print("step 3 loss nan"); raise SystemExit("no such corpus")\''
     run = run_of(tmp_path, parameters(failing, progress={"stdout": [STEP_LINE]}))
     node = SupervisedNode(tmp_path, run, "i-1")
     assert node.code() == 70, node.log
     detail = node.stored("done.json")["detail"]
-    assert "the command ended with exit code 1 at step 3, twice with the same last line" in detail
+    assert "the command ended with exit code 1 at step 3, twice for the same reason" in detail
     assert "  | no such corpus" in detail
+    warned = "loss is nan from step 3 on"
+    assert node.stored("attempts/i-1.json")["alarm"] == warned
+    assert [each["alarm"] for each in node.stored("receipt.json")["attempts"]] == [warned]
+    assert f"; warned: {warned}" in node.log
 
 
 assert set(NAMES) <= set(FORMATS)

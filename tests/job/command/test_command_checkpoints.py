@@ -16,15 +16,18 @@ import pytest
 
 from gpufleet.job.command import checkpoints as module
 from gpufleet.job.command.checkpoints import CommandCheckpoints
+from gpufleet.job.command.lines import Counting, Position
 from gpufleet.job.command.names import Names, torn
+from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.spec import convert
 from gpufleet.job.spec.command import CommandConfig
 
 
-def config(**checkpoint: Any) -> CommandConfig:
-    return convert.from_json(CommandConfig, {"command": "x", "checkpoint": checkpoint}, "job", CommandConfig())
+def config(*, epochs: int | None = None, **checkpoint: Any) -> CommandConfig:
+    tree = {"command": "x", "checkpoint": checkpoint, "work": {"epochs": epochs}}
+    return convert.from_json(CommandConfig, tree, "job", CommandConfig())
 
 
 class WatchedDisk:
@@ -46,12 +49,19 @@ class WatchedDisk:
             gpus=1,
             alive=lambda: self.alive,
             writing=lambda pids: self.open,
-            step_at=lambda moment: self.step,
-            val_of=lambda step: self.val.get(step),
-            saved=lambda save, written: self.saves.append(save),
+            lines=self,
             say=self.said.append,
             clock=lambda: self.now,
         )
+
+    spread = 1
+
+    def told_by(self, moment: float) -> ToldProgress:
+        place = Position(step=self.step) if self.step else None
+        return ToldProgress(step=self.step or None, counting=Counting(unit="step", newest=place))
+
+    def saved(self, save: Save, written: float, *, is_counted: bool) -> None:
+        self.saves.append(save)
 
     def write(self, name: str, content: bytes | str = b"x" * 100) -> Path:
         path = self.folder / name
@@ -91,6 +101,8 @@ class WatchedDisk:
          {300: ["000300/global_step300/m.pt", "000300/latest"]}),
         ({"each": ["ckpt.pt"], "rewritten": True}, ["ckpt.pt", "ckpt.pt.tmp"], {None: ["ckpt.pt"]}),
         ({"each": ["a{step}.pt"]}, ["a123456789012.pt"], {}),  # more digits than a step has
+        ({"each": ["epoch_{epoch:02d}/"]}, ["epoch_03/a", "epoch_x/a"], {3: ["epoch_03/a"]}),
+        ({"each": ["e{epoch}-s{step}.pt"]}, ["e1-s50.pt", "e2-s100.pt"], {50: ["e1-s50.pt"], 100: ["e2-s100.pt"]}),
     ],
 )  # fmt: skip
 def test_which_files_belong_to_which_step(
@@ -100,7 +112,7 @@ def test_which_files_belong_to_which_step(
     for name in names:
         disk.write(name)
     seen = Names(config(**checkpoint)).find(disk.folder, tmp_path)
-    assert {each.step: sorted(each.files) for each in seen} == found
+    assert {each.number: sorted(each.files) for each in seen} == found
 
 
 def test_a_link_out_of_the_command_s_folders_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
@@ -215,7 +227,7 @@ def test_a_later_one_that_lacks_a_name_never_counts_and_it_is_said_once(tmp_path
             disk.write(f"step-{step}/{name}.bin")
         disk.wait(70)
     assert disk.committed() == [1, 3]
-    assert disk.said.count("checkpoint of step 2 does not count: step-#/b.bin is not there") == 1
+    assert disk.said.count("checkpoint of step 2 does not count: b.bin is not there") == 1
 
 
 def test_what_a_format_says_of_itself_decides(tmp_path: Path) -> None:
@@ -304,6 +316,55 @@ def test_one_that_is_overwritten_has_the_step_that_was_told_and_never_the_same_t
         b"b",
         b"c",
     ]  # overwritten in place, on the same inode: none of the copies has changed
+
+
+@pytest.mark.parametrize(
+    ("each", "names"),
+    [
+        ("*/last.pt", ["exp/last.pt", "exp2/last.pt", "exp3/last.pt"]),  # a folder for each start
+        ("version_*/last.ckpt", ["version_0/last.ckpt", "version_1/last.ckpt", "version_2/last.ckpt"]),
+        ("last*.ckpt", ["last.ckpt", "last-v1.ckpt", "last-v2.ckpt"]),
+    ],
+)
+def test_of_several_matches_of_a_rewritten_name_the_newest_is_the_checkpoint(
+    tmp_path: Path, each: str, names: list[str]
+) -> None:
+    disk = WatchedDisk(tmp_path, each=[each], rewritten=True)
+    for step, name in enumerate(names, 1):
+        disk.step = 10 * step
+        disk.write(name, a_zip(tmp_path / "made"))
+        disk.wait(70)
+        assert disk.files(10 * step) == [name]
+        restored = disk.found.restore()
+        assert restored is not None
+        assert restored.step == 10 * step
+        assert disk.found.place(restored) == disk.folder / name
+
+
+def test_shards_of_one_rewritten_checkpoint_count_together_alone(tmp_path: Path) -> None:
+    disk = WatchedDisk(tmp_path, each=["shard_*.bin"], rewritten=True)
+    disk.step = 10
+    for rank in range(3):
+        disk.write(f"shard_{rank}.bin")
+    disk.wait(70)
+    assert disk.files(10) == ["shard_0.bin", "shard_1.bin", "shard_2.bin"]
+    disk.found.restore()
+    disk.step = 20
+    for rank in range(3):
+        disk.write(f"shard_{rank}.bin", b"y" * 100)
+        disk.wait(5)
+        assert disk.committed() == ([10] if rank < 2 else [10, 20])
+
+
+def test_epochs_counted_from_0_are_epochs_that_are_done(tmp_path: Path) -> None:
+    disk = WatchedDisk(tmp_path, epochs=3, each=["epoch_{epoch}.bin"])
+    for epoch in (0, 1):
+        disk.write(f"epoch_{epoch}.bin")
+        disk.wait(4)
+    disk.found.restore()
+    disk.write("epoch_2.bin")
+    disk.wait(4)
+    assert disk.committed() == [1, 2, 3]
 
 
 def test_what_is_put_back_is_all_that_is_there(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,62 @@ def config(**sections: Any) -> CommandConfig:
 
 
 STEPS = {"work": {"steps": 60_000}}
+EPOCHS = {"work": {"epochs": 6}}
 RULES = {"exit": {"fatal": [3], "again": [4], "restarts": 2}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "end", "stopped", "verdict", "said"),
+    [
+        # Exit code 0, and nobody had asked.
+        (STEPS, {"step": 59_990, "spread": 50}, False, "finished", ""),  # the last line came before the last step
+        (STEPS, {"step": 58_000, "spread": 500}, False, "failed", "ended by itself at step 58,000 of 60,000; if"),
+        (STEPS, {"step": 58_000, "spread": 500, "is_delivered": True}, False, "finished", ""),
+        (STEPS, {"step": 50_000, "saved": 60_000}, False, "finished", ""),
+        (EPOCHS, {"step": 5}, False, "finished", ""),  # the last epoch is told when it begins, or from 0
+        (EPOCHS, {"step": 4}, False, "failed", "ended by itself at epoch 4 of 6"),
+        (STEPS, {"step": 0, "is_told": False}, False, "failed", "nothing tells how far it came of 60,000, and no line"),
+        (STEPS, {"step": 0, "is_told": False, "unread": ("ep 3 of 9", "ep 4 of 9")}, False, "failed",
+         "No line matched job.progress.stdout; the last ones with numbers were: ep 3 of 9 | ep 4 of 9"),
+        (STEPS, {"step": 0, "is_told": False, "is_saved": True}, False, "finished", ""),
+        # It was given a checkpoint, and did nothing.
+        ({}, {"step": 30, "is_told": False, "restored": 30, "is_idle": True}, False, "failed",
+         "was given the checkpoint of step 30, told no step, wrote nothing and ended with exit code 0"),
+        (STEPS, {"step": 30, "is_told": False, "restored": 30, "is_idle": True}, False, "failed", "it does not go on"),
+        (STEPS, {"step": 60_000, "is_told": False, "restored": 60_000, "is_idle": True}, False, "finished", ""),
+        ({}, {"step": 30, "is_told": False, "restored": 30, "is_idle": True, "follows": True}, False, "finished", ""),
+        # Exit code 0 after a stop: the last step must be certain.
+        (STEPS, {"step": 60_000}, True, "stopped", ""),  # by its lines alone
+        (STEPS, {"step": 59_990, "saved": 59_990, "spread": 50}, True, "stopped", ""),
+        (STEPS, {"step": 59_990, "saved": 60_000}, True, "finished", ""),
+        (STEPS, {"step": 60_000, "is_delivered": True}, True, "finished", ""),
+        (STEPS, {"step": 60_000, "saved": 60_000, "code": 143}, True, "stopped", ""),
+        ({}, {"step": 60_000, "saved": 60_000}, True, "stopped", ""),  # nobody knows which is the last
+        (EPOCHS, {"step": 5, "saved": 5}, True, "stopped", ""),
+    ],
+)  # fmt: skip
+def test_how_far_it_came_says_what_an_exit_code_of_0_means(
+    sections: dict[str, Any], end: dict[str, Any], stopped: bool, verdict: str, said: str
+) -> None:
+    found, why = judge(config(**sections), End(**{"code": 0, **end}), [], stopped=stopped)
+    assert found == verdict
+    assert said in why
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ({"cause": "ValueError: 3 of 8"}, {"cause": "ValueError: 4 of 8"}, True),  # but for its numbers
+        ({"cause": "ValueError: a"}, {"cause": "TypeError: b"}, False),
+        ({"lines": ("reset by peer", "====")}, {"lines": ("a broken GPU", "====")}, False),  # its launcher's last line
+        ({"lines": ("exit 1 (pid 77)", "====")}, {"lines": ("exit 1 (pid 78)", "====")}, True),
+        ({"cause": "ValueError: a"}, {"cause": "ValueError: a", "step": 8}, False),
+        ({"code": 1}, {"code": 137}, False),
+    ],
+)
+def test_two_ends_are_alike_by_their_cause(one: dict[str, Any], other: dict[str, Any], alike: bool) -> None:
+    first, second = (End(**{"code": 1, "step": 7, "lines": Z, **each}) for each in (one, other))
+    assert first.is_like(second) is alike
 
 
 @pytest.mark.parametrize(
@@ -38,13 +91,12 @@ RULES = {"exit": {"fatal": [3], "again": [4], "restarts": 2}}
         ({}, 0, 7, [], False, "finished", ""),
         (STEPS, 0, 3_120, [], True, "stopped", ""),  # a save and an exit: not its end
         ({}, 0, 7, [], True, "stopped", ""),
-        (STEPS, 0, 60_000, [], True, "finished", ""),
         (RULES, 3, 7, [], False, "failed", "exit code 3 at step 7, which is one of exit.fatal"),
         (RULES, 3, 7, [], True, "stopped", ""),
         (RULES, 4, 7, [], False, "elsewhere", "one of exit.again"),
         (RULES, 1, 7, [], False, "again", "exit code 1 at step 7"),
         (RULES, 1, 9, [5, 7], False, "elsewhere", ""),
-        (RULES, 1, 7, [7], False, "failed", "twice with the same last line"),
+        (RULES, 1, 7, [7], False, "failed", "twice for the same reason"),
         (RULES, 143, 7, [], False, "again", "SIGTERM, exit code 143"),  # by somebody else: a crash, no stop
         (RULES, 137, 7, [], False, "again", "SIGKILL, exit code 137, as where the kernel lacks memory"),
         (RULES, 139, 7, [], False, "again", "SIGSEGV, exit code 139"),
@@ -61,10 +113,16 @@ def test_the_table_of_endings(
 
 
 @pytest.mark.parametrize(
-    "line", ["torch.OutOfMemoryError: CUDA out of memory. Tried to", "CUBLAS_STATUS_ALLOC_FAILED when calling"]
+    ("line", "reason"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to", "out of memory"),
+        ("CUBLAS_STATUS_ALLOC_FAILED when calling", "out of memory"),
+        ("OSError: [Errno 28] No space left on device", "no room on the disk"),
+        ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", "a GPU's memory is broken"),
+    ],
 )
-def test_a_known_text_tells_that_memory_ran_out(line: str) -> None:
-    assert "exit code 1, out of memory at step 3" in End(code=1, step=3, lines=("x", line)).sentence
+def test_a_known_text_tells_the_reason(line: str, reason: str) -> None:
+    assert f"exit code 1, {reason} at step 3" in End(code=1, step=3, lines=("x", line)).sentence
 
 
 def test_a_command_that_ends_too_early_fails_with_its_step_and_its_last_lines(tmp_path: Path) -> None:
@@ -122,30 +180,6 @@ def test_a_command_that_does_not_resume_ends_the_run_within_a_logging_interval(t
     )
     last = max(map(int, re.findall(r"^step (\d+) loss", job.log[began:], re.MULTILINE)))
     assert last < restored
-
-    without = {**deaf, "resume": {"args": "", "env": None, "check": "none"}}
-    (job.workdir / "run.json").write_text(
-        json.dumps({**job.tree, "job": {"experiment": "command", "parameters": without}})
-    )
-    process = job.start()
-    job.finish(process, lambda: job.wait_for(lambda: "step 9 loss" in job.log.rpartition("restored")[2], process))
-
-
-def test_what_a_command_writes_before_it_has_told_that_it_goes_on_is_none_of_the_run_s(tmp_path: Path) -> None:
-    """One file, written over at step 0, as scripts do that save first: nothing but its lines says which step it is."""
-    told = of_format("file", "--steps 400 --every 60")
-    anew = "cp ../anew {checkpoints}/ckpt.pt; sleep 2.5; echo step 1 loss 1; exec sleep 60"
-    told["command"] = f"if [ -e ../anew ]; then {anew}; fi; exec {told['command']}"
-    job = CommandJob(tmp_path / "w", told | {"resume": {"args": "", "env": None, "check": "step"}})
-    process = job.start()
-    job.wait_for(job.steps, process)
-    kill(process)
-    kept = job.steps()
-    with zipfile.ZipFile(job.workdir / "user" / "anew", "w") as file:
-        file.writestr("data", "of step 0")
-    assert job.run() == 65, job.log
-    assert "it does not resume" in job.log
-    assert job.steps() == kept
 
 
 def test_a_command_that_stands_still_is_started_again_and_that_is_counted(tmp_path: Path) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpufleet.job.command.checkpoints import FIRST_QUIET_S, CommandCheckpoints
-from gpufleet.job.command.endings import End, judge, of_several_nodes
+from gpufleet.job.command.lines import Counting
+from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.commit import Commit, Manifest
 from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.messages import LeaderSaved
+from gpufleet.job.contract.metrics import Save
 from gpufleet.job.spec import convert
 from gpufleet.job.spec.command import CommandConfig
 
@@ -24,6 +26,19 @@ from gpufleet.job.spec.command import CommandConfig
 def config(checkpoint: dict[str, Any], **sections: Any) -> CommandConfig:
     tree = {"command": "x", "checkpoint": checkpoint, **sections}
     return convert.from_json(CommandConfig, tree, "job", CommandConfig())
+
+
+class TellsNothing:
+    """A command that prints no step."""
+
+    val: Mapping[int, float] = {}
+    spread = 1
+
+    def told_by(self, moment: float) -> ToldProgress:
+        return ToldProgress(step=None, counting=Counting(unit="step"))
+
+    def saved(self, save: Save, written: float, *, is_counted: bool) -> None:
+        """Nobody asks."""
 
 
 class NodeDisk:
@@ -45,9 +60,7 @@ class NodeDisk:
             leader=lambda: self.leader(),
             alive=lambda: [],
             writing=lambda pids: set(),
-            step_at=lambda moment: 0,
-            val_of=lambda step: None,
-            saved=lambda save, written: None,
+            lines=TellsNothing(),
             say=self.said.append,
             clock=lambda: self.now,
         )
@@ -213,12 +226,3 @@ def test_after_a_restore_a_part_is_known_by_what_the_node_itself_had_written(tmp
     part = disk.look(5)
     assert part is not None
     assert names(dict(part.files)) == ["60/o-1.bin"]
-
-
-def test_a_node_of_several_starts_nothing_again_by_itself_and_one_that_follows_needs_no_steps() -> None:
-    given = config({"each": ["{step}/"]}, work={"steps": 100})
-    quiet, crashed = End(code=0, step=0), End(code=1, step=0)
-    assert judge(of_several_nodes(given, 1), quiet, [], stopped=False)[0] == "finished"
-    assert judge(of_several_nodes(given, 0), quiet, [], stopped=False)[0] == "failed"
-    assert {judge(of_several_nodes(given, node), crashed, [], stopped=False)[0] for node in (0, 1)} == {"elsewhere"}
-    assert judge(given, crashed, [], stopped=False)[0] == "again"
