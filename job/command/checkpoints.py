@@ -12,6 +12,7 @@ the other.
 from __future__ import annotations
 
 import fcntl
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,7 +99,7 @@ class CommandCheckpoints:
     ) -> None:
         self.names = Names(config)
         self.folder, self.newest, self.committed_at = folder, -1, clock()
-        self.begun_at = 0.0  # of the newest commit: when its first file was seen
+        self.newest_is_on_signal = False  # whether the command made the newest commit because it was asked to leave
         self.count = 0  # of those that this start has had committed
         self.counted = -1  # the newest step that a checkpoint of this start tells
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
@@ -120,7 +121,8 @@ class CommandCheckpoints:
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
         self.reason: Reason = "timed"  # of what is committed from now on
-        self._before_signal: dict[Key, FoundCheckpoint] | None = None  # as they were; None: none was sent
+        self._signalled_at = math.inf  # as the disk tells time, in steps of some ms; inf: no signal was sent
+        self._begun_before: set[Key] = set()  # those that were not committed at the signal
 
     # Putting back -----------------------------------------------------------------------------------------------------
 
@@ -278,8 +280,12 @@ class CommandCheckpoints:
                     return  # older ones are of no use any more
 
     def signalled(self) -> None:
-        """A signal is about to be sent: what is there already is none of its saves."""
-        self._before_signal = {each.key: each for each in self.find()}
+        """A signal is about to be sent: a save that has begun by now, or is whole, was not made because of it."""
+        self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
+        with suppress(OSError):  # a full disk: the names alone tell then
+            mark.touch()
+            self._signalled_at = mark.stat().st_mtime_ns / 1e9
+        self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
 
     def prune(self, published: int) -> None:
         """Keeps the newest of the command's own, as many as it asks for, and what is not in the bucket yet."""
@@ -373,8 +379,9 @@ class CommandCheckpoints:
         unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
         also = self._companion_files()
+        on_signal = found.written > self._signalled_at and found.key not in self._begun_before
         reason = self.reason
-        if reason == "stop" and (self._before_signal is None or self._before_signal.get(found.key) == found):
+        if reason == "stop" and not on_signal:
             reason = "timed"  # it would have come anyway
         try:
             for name in {**found.files, **also}:
@@ -410,7 +417,8 @@ class CommandCheckpoints:
             raise
         self.names.learn(found)
         self._knows_parts = True
-        self.newest, self.begun_at, self.committed_at = step, watched.begun, self._clock()
+        self.newest, self.newest_is_on_signal, self.committed_at = step, on_signal, self._clock()
+        self._begun_before.discard(found.key)
         self._number, self.count = max(self._number, found.number or 0), self.count + 1
         self.counted = step if is_counted else self.counted
         self._done[found.key] = found, step

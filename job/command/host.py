@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -234,7 +235,7 @@ class Host:
                 time.time(),
                 saving=lambda: what != SETUP and self.checkpoints.saving(),
                 committed=self.checkpoints.newest,
-                begun_at=self.checkpoints.begun_at,
+                on_signal=self.checkpoints.newest_is_on_signal,
                 send=self._send_stop,
                 say=say,
             )
@@ -296,14 +297,15 @@ class Host:
         return [] if self.first is None else processes.descendants(self.first)
 
     def _send_stop(self, name: str) -> None:
-        self.checkpoints.signalled()
-        self._send(name)
+        self._send(name, self.checkpoints.signalled)
 
-    def _send(self, name: str) -> None:
+    def _send(self, name: str, just_before: Callable[[], None] = lambda: None) -> None:
+        """`just_before` is called when all is known and nothing is sent yet."""
         if self.first is not None:
             number = processes.number(name)
             to = processes.addressees(self.first, number)
             say(f"SIG{name} to {len(to)} processes")
+            just_before()
             processes.send(to, number)
 
     def _kill(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG_S, wait_for
 
 from gpufleet.job.command import checkpoints as module
 from gpufleet.job.command.checkpoints import CommandCheckpoints
@@ -451,7 +452,7 @@ def test_a_disk_that_is_full_is_said_and_tried_again_later(tmp_path: Path, monke
 def test_the_copy_of_a_large_checkpoint_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, held = WatchedDisk(tmp_path, each=["a-{step}.bin"]), threading.Event()
     real = module.copy
-    monkeypatch.setattr(module, "copy", lambda source, target: (held.wait(30), real(source, target)))
+    monkeypatch.setattr(module, "copy", lambda source, target: (held.wait(HANG_S), real(source, target)))
     disk.write("a-5.bin")
     disk.now += 2
     disk.found.look()
@@ -463,3 +464,30 @@ def test_the_copy_of_a_large_checkpoint_keeps_nobody_waiting(tmp_path: Path, mon
     held.set()
     disk.wait(2)
     assert disk.committed() == [5]
+
+
+@pytest.mark.parametrize(
+    ("when", "reason"),
+    [("whole before it", "timed"), ("begun before it", "timed"), ("at it", "timed"), ("on it", "stop")],
+)
+def test_only_what_was_begun_after_the_signal_is_a_save_that_the_signal_caused(
+    tmp_path: Path, when: str, reason: str
+) -> None:
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
+    disk.write("a-1.bin")
+    disk.wait(70)
+    disk.found.reason = "stop"
+    if when != "on it":
+        disk.write("a-2.bin", b"x" * 100 if when == "whole before it" else b"")
+    if when == "at it":  # it came after the look at what is there, and before the signal
+        held = (disk.folder / "a-2.bin").rename(tmp_path / "held")
+        held.write_bytes(b"x" * 100)
+    disk.found.signalled()
+    if when == "at it":
+        held.rename(disk.folder / "a-2.bin")
+    if when in ("begun before it", "on it"):
+        wait_for("a later time of files", lambda: disk.write("a-2.bin").stat().st_mtime > disk.found._signalled_at)
+    disk.wait(3)
+    found = commit.read(tmp_path / "ckpt" / "step_00000002")
+    assert found is not None
+    assert (found.reason, disk.found.newest_is_on_signal) == (reason, reason == "stop")

@@ -48,7 +48,7 @@ def test_a_node_that_has_failed_is_held_until_somebody_ends_it(tmp_path: Path) -
     process = job.start()
 
     def end() -> None:
-        job.wait_for(lambda: Alarm.read(job.workdir), process)
+        job.wait_for("the alarm", lambda: Alarm.read(job.workdir), process)
         job.tell(Stop(reason="stopped", ends=True))
 
     assert job.finish(process, end) == 65, job.log
