@@ -145,7 +145,7 @@ class CommandCheckpoints:
             self._put_back = {each.key: each for each in self.names.find(self.folder, self._user)}
             self._done = {key: (each, newest.step) for key, each in self._put_back.items()}
             for each in self._put_back.values():
-                self.names.learn(each.without(borrowed))
+                self.names.learn(each.without_files(borrowed))
                 self._number = max(self._number, each.number or 0)
                 number = self._in_unit(each)
                 apart = 0 if number is None else newest.step - number
@@ -224,8 +224,8 @@ class CommandCheckpoints:
         return [part]
 
     def _find_again(self, found: FoundCheckpoint) -> FoundCheckpoint:
-        """The same one, as it is now; without any files where none of it is there."""
-        nothing = found.without(found.files)
+        """What is there of it now; without any files where nothing is."""
+        nothing = found.without_files(found.files)
         return next((each for each in self.find() if each.key == found.key), nothing)
 
     def _waits_for_leader(self) -> bool:

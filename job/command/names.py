@@ -91,7 +91,7 @@ class FoundCheckpoint:
         """Epoch seconds of the oldest file; 0 where there are none."""
         return min((look.written for look in self.files.values()), default=0) / 1e9
 
-    def without(self, names: Collection[str]) -> FoundCheckpoint:
+    def without_files(self, names: Collection[str]) -> FoundCheckpoint:
         """The checkpoint without the files of these names."""
         files = {name: look for name, look in self.files.items() if name not in names}
         outer = frozenset(each for each in self.places if any(name.startswith(each) for name in files))
@@ -199,7 +199,7 @@ class Names:
         """
         if before is None or found.number is not None or not self._has_parts:
             return found
-        newer = found.without({name for name, look in before.files.items() if found.files.get(name) == look})
+        newer = found.without_files({name for name, look in before.files.items() if found.files.get(name) == look})
         is_whole = all(any(pattern.fullmatch(name) for name in newer.files) for pattern, _ in self._patterns)
         return newer if newer.files and is_whole else found
 

@@ -121,7 +121,7 @@ class Accept(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderSaved(Message):
-    """Of several nodes: the newest checkpoint that is whole on the leader's disk, of which this node's ranks may have
+    """The newest checkpoint that is whole on the leader's disk, of several nodes, of which this node's ranks may have
     written a part. `ended`: the leader's ranks have ended, and there will be none after it.
     """
 

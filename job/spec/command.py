@@ -288,7 +288,7 @@ class CommandConfig(JobConfig):
 
     @property
     def leaves_parts(self) -> bool:  # type: ignore[override]
-        """Of one file that is overwritten only the leader's counts."""
+        """True but for one file that is overwritten, of which only the leader's counts."""
         return self.saves and not self.checkpoint.rewritten
 
     @property
@@ -560,8 +560,21 @@ class CommandConfig(JobConfig):
         for path, several in (("checkpoint.also", self.checkpoint.also), ("outputs", self.outputs)):
             yield from ((f"{path}[{index}]", text) for index, text in enumerate(several))
 
-    def says_which_node(self) -> bool:
-        return any("{node_rank}" in text for _, text in self.texts())
+    def trains_apart(self) -> str:
+        if (found := _ALONE.search(self.command)) is not None:
+            return f"{STATIC} in the place of {found[0]}, with which each node trains alone"
+        if (found := _RANKS_ELSEWHERE.search(self.command)) is not None:
+            return (
+                f"{STATIC} in the place of {found[0]}, which gives out ranks by host names: rank 0, which saves and"
+                " prints, may be on a node of which nobody takes that"
+            )
+        if not any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts()):
+            return (
+                "{node_rank}, by which each node knows its ranks, as in torchrun"
+                f" {STATIC}; where your script reads {NODE_RANK} by itself, job.env says so:"
+                " {NODE_RANK: '{node_rank}'}"
+            )
+        return ""
 
     def inputs_named(self) -> Iterator[tuple[str, str]]:
         for path, text in self.texts():
@@ -786,10 +799,14 @@ def without_keys(text: str) -> str:
 
 PLACEHOLDERS = (
     *("{code}", "{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}"),
-    *("{nodes}", "{node_rank}", "{master}", "{port}"),
+    *("{nodes}", "{node_rank}", "{ranks}", "{master}", "{port}"),
 )
+NODE_RANK = "GPUFLEET_NODE_RANK"  # contract/environment.py has it
+STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # torchrun's
+_ALONE = re.compile(r"(?<!\S)(--standalone\b|\S*(localhost|127\.0\.0\.1):0\b)")
+_RANKS_ELSEWHERE = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
 INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
-_NAMES = re.compile(r"code|checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run|nodes|node_rank|master|port")
+_NAMES = re.compile(r"code|checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run|nodes|node_rank|ranks|master|port")
 
 
 def unknown_placeholders(text: str, *, extra: bool = False) -> str:

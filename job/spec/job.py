@@ -148,9 +148,11 @@ class JobConfig(ABC):
         """The user's code that a node gets beside gpufleet's own; None: there is none."""
         return None
 
-    def says_which_node(self) -> bool:
-        """Whether each of several nodes is told which one it is: a ready-made job's always."""
-        return True
+    def trains_apart(self) -> str:
+        """What to write where each of several nodes would train alone, or none could know rank 0; empty: they train
+        together, as ready-made jobs do.
+        """
+        return ""
 
     @property
     def login(self) -> str | None:

@@ -209,6 +209,29 @@ def test_at_its_end_a_node_waits_for_the_leader_s_last_word_and_not_for_long(say
     assert (disk.newest is not None) is says
 
 
+def test_of_one_file_that_is_overwritten_no_node_waits_for_the_leader(tmp_path: Path) -> None:
+    disk, asked = NodeDisk(tmp_path, {"each": ["last.pt"], "rewritten": True}, 1), list[str]()
+
+    def word() -> LeaderSaved | None:
+        disk.now += 1
+        asked.append("a look")
+        return None
+
+    disk.leader = word
+    disk.checkpoints.end(by_itself=True)
+    assert len(asked) == 1
+
+
+def test_a_part_is_of_the_step_that_the_leader_tells_whatever_its_names_count(tmp_path: Path) -> None:
+    disk = NodeDisk(tmp_path, {"each": ["{step}-{rank}.bin"]}, 1)
+    for named, step in ((30, 130), (10, 140)):  # names of a script that counts from the beginning again
+        disk.leader = lambda named=named, step=step: LeaderSaved(step=step, named_by=f"{named}-0.bin", ended=False)  # type: ignore[misc]
+        disk.write(f"{named}-1.bin")
+        part = disk.look(70)
+        assert part is not None
+        assert (part.step, names(dict(part.files))) == (step, [f"{named}-1.bin"])
+
+
 def test_after_a_restore_a_part_is_known_by_what_the_node_itself_had_written(tmp_path: Path) -> None:
     disk = NodeDisk(tmp_path, {"each": ["{step}/"]}, 1)
     folder = tmp_path / "ckpt" / "step_00000030"
