@@ -29,6 +29,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.measurement import own_programs
+from gpufleet.infra.inputs import git
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
 from gpufleet.job import progress
@@ -405,12 +406,7 @@ def unchanged(before: str, after: str) -> None:
 
 def _git_status(root: Path) -> str:
     """What git says of the user's checkout; empty without one."""
-    try:
-        words = ("git", "status", "--porcelain", "--", ":/", ":(exclude)rehearsals")
-        done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout
+    return git.status(root, "--", ":/", ":(exclude)rehearsals")
 
 
 def _shown(path: Path, root: Path) -> str:

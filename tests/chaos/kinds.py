@@ -9,38 +9,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import io
 import os
 import random
 import shutil
 import sys
 import tempfile
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from io import BytesIO
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import boto3
-import botocore.endpoint
 import train_world
 from boot_stubs import DELETE, SHUTDOWN, StubNode
-from botocore.awsrequest import AWSPreparedRequest, AWSResponse
-from botocore.config import Config
+from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
+from botocore.response import StreamingBody
 from command_world import FORMATS
 from engine_world import pinned, project
 from killed import WRITES, Mode
 from killed_calls import shared_account
 from moto import mock_aws
-from moto.core.botocore_stubber import MockRawResponse
-from moto.core.models import botocore_stubber
-from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore, NodeDeath, state
-from urllib3.exceptions import IncompleteRead
+from supervisor_world import STEPS, Bench, FaultyStore, NodeDeath, state
 
+from gpufleet.job.supervisor import store as stores
 from gpufleet.job.supervisor.store import S3Store
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
@@ -50,7 +45,7 @@ TESTS = Path(__file__).parents[1]
 CALLS = 75  # `up` and `destroy` have more of them each
 FAR = {"max_usd": "300", "max_hours": "200", "deadline": None}  # limits that no outage reaches
 NODES = 60  # more than any seed needs: where S3 refuses 1 call of 5, 30 of 30 runs took 5 or fewer
-S3_CALLS = 40  # a node that nothing happens to makes more
+DEATHS = 0.005  # of a node's calls to S3
 Kind = Callable[[int, Path], int]
 
 
@@ -87,7 +82,7 @@ def command_killed(seed: int, folder: Path) -> int:
     with (
         mock.patch.object(module, "SEED", seed),
         mock.patch.object(module, "kill", wraps=module.kill) as host,
-        mock.patch.object(module.processes, "send", wraps=module.processes.send) as script,
+        mock.patch.object(module, "end", wraps=module.end) as script,
     ):
         module.put_back_is_whole(module.killed(folder, name, 2))
     return sum(bool(call.args[0]) for call in script.call_args_list) + host.call_count - 1  # the last one cleans up
@@ -137,111 +132,97 @@ def engine_cut_off(seed: int, folder: Path) -> int:
 # S3, metadata, EC2 --------------------------------------------------------------------------------------------------
 
 
-class CutShort(BytesIO):
-    """The body of an answer whose connection ends before its last byte, as urllib3 tells it."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        content = super().read(size)
-        if not content and size != 0:
-            raise IncompleteRead(self.tell(), 1)
-        return content
-
-    def stream(self, **_: Any) -> Iterator[bytes]:
-        while True:
-            yield self.read()
-
-
-class FaultyNetwork:
-    """Stands where boto3 has its connections to S3. Of each request a share, and the one numbered `certain`, meets a
-    fault, drawn by what is asked for, so that threads in another order meet the same.
+class FaultyAnswers:
+    """What S3 answers, below boto3, goes wrong with a chance of its own: nothing comes, a call that was done is told to
+    have failed, a body is cut, and of a checkpoint's file a byte is another, or half of it is what S3 has.
     """
 
-    def __init__(self, seed: int, share: float, certain: int) -> None:
-        self._seed, self._share, self._certain = seed, share, certain
-        self._asked: Counter[str] = Counter()
-        self._lock = threading.Lock()
-        self.faults: Counter[str] = Counter()
+    def __init__(self, client: Any, clean: Any, draw: random.Random, share: float) -> None:
+        self._clean, self._draw, self._share, self.faults = clean, draw, share, 0
+        self._flipped = False
+        self._drawing = threading.Lock()  # of files several parts are under way
+        client.meta.events.register_first("before-send.s3", self._send)
+        client.meta.events.register("after-call.s3.GetObject", self._got)
+        client.meta.events.register("after-call.s3.PutObject", self._put)
 
-    def client(self) -> Any:
-        """Of S3, through it."""
-        made = boto3.client(
-            "s3", region_name="us-east-2", config=Config(retries={"mode": "standard", "total_max_attempts": 2})
-        )
-        made.meta.events.unregister("before-send", botocore_stubber)
-        made._endpoint.http_session = self
-        return made
+    def _is_drawn(self, among: int, share: float | None = None) -> int:
+        """The number of a fault, 1 to `among`; 0: none."""
+        with self._drawing:
+            is_drawn = self._draw.random() < (self._share / 2 if share is None else share)
+            self.faults += is_drawn
+            return self._draw.randint(1, among) if is_drawn else 0
 
-    def send(self, request: AWSPreparedRequest) -> AWSResponse:
-        """The answer, or what comes of it."""
-        fault = self._draw(f"{request.method} {request.url}")
-        if fault == "503":
-            body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-            return AWSResponse(request.url, 503, {}, MockRawResponse(body))
-        if fault == "half-sent":
+    def _send(self, request: Any, **_: Any) -> Any:
+        kind = self._is_drawn(3)
+        if kind == 1:
             raise ConnectionClosedError(endpoint_url=request.url)
-        answer = botocore_stubber("before-send.s3", request)
-        assert answer is not None
-        if fault == "unanswered":
+        if kind == 2:
             raise ReadTimeoutError(endpoint_url=request.url)
-        if fault == "wrong ETag":
-            answer.headers["ETag"] = '"00000000000000000000000000000000"'
-        if fault == "cut short":
-            return AWSResponse(request.url, answer.status_code, answer.headers, CutShort(answer.content[:-1]))
-        return answer
+        body = SimpleNamespace(stream=lambda: iter([b"<Error><Code>InternalError</Code></Error>"]))
+        return AWSResponse(request.url, 500, {}, body) if kind else None
 
-    def _draw(self, asked: str) -> str:
-        with self._lock:
-            self._asked[asked] += 1
-            drawn = random.Random(f"{self._seed} {asked} {self._asked[asked]}")
-            if drawn.random() >= self._share and self._asked.total() != self._certain:
-                return ""
-            fault = drawn.choice(S3_FAULTS)
-            self.faults[fault] += 1
-            return fault
+    def _got(self, parsed: dict[str, Any], context: Any, **_: Any) -> None:
+        if "Body" not in parsed:
+            return
+        body, is_weights = parsed["Body"].read(), context["input_params"]["Key"].endswith("w.bin")
+        length, kind = len(body), self._is_drawn(2 if is_weights else 1, 0.5 if is_weights else None)
+        if is_weights and not self._flipped:  # of each node the first, whatever is drawn
+            self._flipped, kind = True, 2
+            self.faults += 1
+        if kind == 1:
+            body = body[: length // 2]
+        elif kind == 2:
+            body = bytes([body[0] ^ 1]) + body[1:]
+        parsed["Body"] = StreamingBody(io.BytesIO(body), length)
 
-
-S3_FAULTS = ("503", "half-sent", "unanswered", "wrong ETag", "cut short")
-
-
-@contextlib.contextmanager
-def s3_bench(folder: Path, **changes: Any) -> Iterator[Bench]:
-    """One whose bucket is an S3 of this process."""
-    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-2"}
-    waits_for_nobody = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
-    with (
-        mock.patch.dict(os.environ, keys),
-        mock_aws(),
-        mock.patch.object(botocore.endpoint, "time", waits_for_nobody),
-    ):
-        bench, client = Bench(folder, **changes), boto3.client("s3", region_name="us-east-2")
-        client.create_bucket(Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": "us-east-2"})
-        inputs = bench.tree["inputs"]["dataset"]
-        inputs["uri"] = str(bench.bucket / "inputs" / inputs["sha256"])
-        bench.store = S3Store("s3://bucket/r1", client)
-        yield bench
+    def _put(self, context: Any, **_: Any) -> None:
+        key = context["input_params"]["Key"]
+        if key.endswith("w.bin") and self._is_drawn(1, 0.25):
+            content = self._clean.get_bytes(key.removeprefix("r1/"))
+            self._clean.put_bytes(content[: len(content) // 2], key.removeprefix("r1/"))
 
 
 def s3_faulty(seed: int, folder: Path) -> int:
-    """S3 that answers wrong or not at all now and then, and nodes that die amid a call: the run ends whole, with every
-    step.
+    """S3's answers that go wrong before boto3 sees them, and nodes that die amid a call: the run ends whole, with the
+    weights of one undisturbed.
     """
-    draw = random.Random(seed)
-    share, certain = draw.uniform(0.02, 0.2), draw.randint(1, S3_CALLS)
+    draw, faults = random.Random(seed), 0
 
     def dies(*_: object) -> NodeDeath | None:
-        return NodeDeath() if draw.random() < share / 20 else None
+        return NodeDeath() if draw.random() < DEATHS else None
 
-    with s3_bench(folder, limits=FAR) as bench:
-        network = FaultyNetwork(seed, share, certain)
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    no_sleep = SimpleNamespace(sleep=lambda seconds: None)
+    with (
+        mock.patch.dict(os.environ, keys),
+        mock_aws(),
+        mock.patch("botocore.endpoint.time", no_sleep),
+        mock.patch.object(stores, "session", functools.cache(boto3.Session)),
+    ):
+        os.environ.pop("AWS_ENDPOINT_URL", None)
+        client = stores._client()
+        client.create_bucket(Bucket="bucket")
+        bench = Bench(folder, limits=FAR)
+        clean = S3Store("s3://bucket/r1", client)
+        bench.store = clean
+        for path in (folder / "bucket").rglob("*"):  # its inputs
+            if path.is_file():
+                client.upload_file(str(path), "bucket", path.relative_to(folder / "bucket").as_posix())
         for number in range(1, NODES):
-            store = FaultyStore(S3Store("s3://bucket/r1", network.client()), dies)
+            client = stores._client()
+            answers = FaultyAnswers(client, clean, draw, draw.uniform(0.02, 0.2))
+            is_taken = number < 4 or draw.random() < 0.3  # by AWS, so that others go on
+            notice = {draw.randint(1, STEPS - 1): lambda _: bench.notice(120)} if is_taken else {}
+            store = FaultyStore(S3Store("s3://bucket/r1", client), dies)
             with contextlib.suppress(NodeDeath):
-                code = bench.attempt(f"i-{number}", store=store).run()
-                assert code in (0, 1), code
-            if bench.store.get_bytes("done.json"):
+                code = bench.attempt(f"i-{number}", store=store, script=notice).run()
+                assert code in (0, 1, 71, 75), code
+            bench.answers.clear()
+            faults += answers.faults
+            if clean.get_bytes("done.json"):
                 break
         _check_whole(bench)
-    return network.faults.total()
+    return faults
 
 
 def _check_whole(bench: Bench) -> None:
@@ -253,19 +234,12 @@ def _check_whole(bench: Bench) -> None:
 
 
 def clock_set(seed: int, folder: Path) -> int:
-    """Clocks that are set while a node trains, forward and back: the run ends whole."""
-    draw, bench, jumps = random.Random(seed), Bench(folder, limits=FAR), list[float]()
-
-    def jump(_: FakeTrainer) -> None:
-        jumps.append(draw.uniform(-3600, 3600))
-        bench.clock.sleep(jumps[-1])
-
-    script = dict.fromkeys(draw.sample(range(1, STEPS), draw.randint(1, 4)), jump)
-    for number in range(1, NODES):
-        if bench.attempt(f"i-{number}", script=script).run() == 0:
-            break
-    _check_whole(bench)
-    return len(jumps)
+    """The machine's clock is set while a command trains: it goes on, and its checkpoints are what they would be."""
+    by_s = random.Random(seed).choice((-1, 1)) * random.Random(seed).uniform(60, 86_400)
+    tests("job/command/test_command_host.py").test_a_clock_that_is_set_ends_no_command_and_changes_no_checkpoint(
+        folder, by_s
+    )
+    return 1
 
 
 def node_refused(seed: int, folder: Path) -> int:

@@ -84,14 +84,14 @@ class NodeDeath(BaseException):
 
 
 def trained(weights: bytes, step: int) -> bytes:
-    """The weights after one more step."""
-    return hashlib.sha256(weights + f"step {step}".encode()).hexdigest().encode() * 3
+    """The weights after one more step, which is this one: what they were shows in all that come after."""
+    return hashlib.sha256(weights + f" step {step}".encode()).hexdigest().encode()
 
 
 @functools.cache
 def state(step: int) -> bytes:
-    """The weights after so many steps, each done once and in order."""
-    return b"untrained" if step == 0 else trained(state(step - 1), step)
+    """The weights of a run that nobody has disturbed, after this step."""
+    return b"begin" if step == 0 else trained(state(step - 1), step)
 
 
 @dataclass
@@ -113,7 +113,8 @@ class FakeTrainer:
     def __post_init__(self) -> None:
         found = commits(self.workdir)
         self.step = found[-1].step if found else 0
-        self.weights = (self.workdir / "ckpt" / found[-1].folder / "w.bin").read_bytes() if found else state(0)
+        folder = self.workdir / "ckpt" / found[-1].folder if found else None
+        self.weights = (folder / "w.bin").read_bytes() if folder else state(0)
         self.began_at = self.step
         self.output_at = self.clock.now
 
@@ -164,7 +165,7 @@ def commit(
     requires: tuple[str, ...] = (),
     weights: bytes | None = None,
 ) -> Path:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk, of weights that nobody has disturbed unless they are named."""
     path = workdir / "ckpt" / f"step_{step:08d}"
     path.mkdir(parents=True, exist_ok=True)
     (path / "w.bin").write_bytes(state(step) if weights is None else weights)

@@ -53,6 +53,7 @@ class NodeDisk:
             self.folder,
             folder / "user",
             folder,
+            run="r1",
             digest="0" * 64,
             gpus=1,
             nodes=2,
