@@ -15,7 +15,8 @@ from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.rehearsal import rehearse, report
+from gpufleet.rehearsal import evidence as evidence_of
+from gpufleet.rehearsal import own, rehearse, report
 from gpufleet.rehearsal.evidence import Evidence, Promise
 
 STACKS = ROOT / "stacks"
@@ -121,7 +122,7 @@ def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow:
     ("printed", "what", "reason"),
     [
         ("a\ngpufleet: mine.yaml: 1 problem\n  - line 3\n", "$ gpufleet cost mine", "mine.yaml: 1 problem\n  - line 3"),
-        ("in us-east-2\n  ok      roles: 2\n  PROBLEM quota: 0\n          Ask for it.\n", "$ x", "quota: 0\n          Ask for it."),
+        ("  ok      roles: 2\n  PROBLEM quota: 0 of 4\n          Ask.\n", "$ x", "quota: 0 of 4\n          Ask."),
         ("  0:01 a\nThe run has no receipt.json.\n", "$ gpufleet results mine", "The run has no receipt.json."),
         ("the bill\nerror: no such zone\nerror: update failed\n", "", "no such zone\nerror: update failed"),
         ("", "$ gpufleet wait mine", "$ gpufleet wait mine"),
@@ -160,11 +161,11 @@ def test_what_did_not_hold_takes_no_report_away(
         (rehearse, "command", lambda *_: "all of it\n"),
         (rehearse, "_follow", lambda _: None),
         (rehearse, "Evidence", lambda _: None),
-        (rehearse.evidence, "checks", lambda _: iter([kept])),
-        (rehearse.evidence, "leftovers", lambda _: kept),
-        (rehearse.own, "listing", lambda *_: {}),
-        (rehearse.own, "checks", lambda *_: iter([check])),
-        (rehearse.report, "write", lambda *_, checks: written.extend(checks)),
+        (evidence_of, "checks", lambda _: iter([kept])),
+        (evidence_of, "leftovers", lambda _: kept),
+        (own, "listing", lambda *_: {}),
+        (own, "checks", lambda *_: iter([check])),
+        (report, "write", lambda *_, checks: written.extend(checks)),
     ):
         monkeypatch.setattr(place, name, instead)
     done = SimpleNamespace(ok=True, changes={}, diagnostics="", text="")
