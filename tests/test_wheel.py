@@ -195,7 +195,7 @@ def test_a_missing_extra_is_one_sentence_with_the_command_that_adds_it(command: 
 
 
 def test_from_an_empty_folder_with_a_script_to_a_bill(full: User) -> None:
-    assert sorted(path.name for path in full.folder.iterdir()) == [".venv", "train.py"]
+    assert sorted(path.name for path in full.folder.iterdir()) == [".git", ".venv", "train.py"]
     said = full.types(COMMANDS[2])
     assert "Pulumi runs it with .venv." in said
     assert "CHECK there from where CI gets gpufleet" in said

@@ -23,7 +23,7 @@ from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.contract.environment import COMMAND, USER_PATH
-from gpufleet.job.kind.job import JobConfig
+from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.images import Docker
 from gpufleet.rehearsal.launch import CloudInstance
@@ -140,11 +140,13 @@ class NodeRunner:
             self._docker.give_back(self.folder)
 
     def _signal_trainer(self, instance: CloudInstance, number: signal.Signals) -> None:
+        trainers = {f"\0{config.module}\0".encode() for config in EXPERIMENTS.values()}
         for pid in _marked(instance.id):
             with contextlib.suppress(OSError):
                 here = Path("/proc") / str(pid)
                 of_command = f"{COMMAND['checkpoints']}=".encode() in (here / "environ").read_bytes()
-                if of_command or f"\0{JobConfig.module}\0".encode() in (here / "cmdline").read_bytes():
+                words = (here / "cmdline").read_bytes()
+                if of_command or any(module in words for module in trainers):
                     os.kill(pid, number)
 
     def _watch(self, node: RehearsalNode) -> None:

@@ -25,7 +25,7 @@ from gpufleet.infra.cli import main
 from gpufleet.infra.commands import rehearse as command
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.command.host import SETUP_BEGINS, SETUP_ENDS
-from gpufleet.job.kind.job import JobConfig
+from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.rehearsal import environment, scratch
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
@@ -364,7 +364,7 @@ def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(
     monkeypatch.setattr("gpufleet.rehearsal.watch.HELD_S", HANG_S)
     cloud.fleets.notice_s = HANG_S
     watching = watch(Planned(step=2, kind="notice"))
-    fleet_id = fleet(cloud, template(cloud, user_data=FAST.replace("MODULE", JobConfig.module)))
+    fleet_id = fleet(cloud, template(cloud, user_data=FAST.replace("MODULE", EXPERIMENTS["tinystories-growth"].module)))
 
     def one_node_is_enough() -> None:
         if watching.views and cloud.calls("ModifyFleet") == 0:
