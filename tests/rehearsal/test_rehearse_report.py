@@ -15,7 +15,8 @@ from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.rehearsal import evidence, own, rehearse, report
+from gpufleet.rehearsal import evidence as evidence_module
+from gpufleet.rehearsal import own, rehearse, report
 from gpufleet.rehearsal.evidence import Evidence, Promise
 
 STACKS = ROOT / "stacks"
@@ -160,8 +161,8 @@ def test_what_did_not_hold_takes_no_report_away(
         (rehearse, "command", lambda *_: "all of it\n"),
         (rehearse, "_follow", lambda _: None),
         (rehearse, "Evidence", lambda _: None),
-        (evidence, "checks", lambda _: iter([kept])),
-        (evidence, "leftovers", lambda _: kept),
+        (evidence_module, "checks", lambda _: iter([kept])),
+        (evidence_module, "leftovers", lambda _: kept),
         (own, "listing", lambda *_: {}),
         (own, "checks", lambda *_: iter([check])),
         (report, "write", lambda *_, checks: written.extend(checks)),
