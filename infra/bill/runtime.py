@@ -252,9 +252,12 @@ def _step_ms(
     if (declared := config.declared_step_ms(instance.gpu.name)) is not None:
         return declared
     if not sizes[index].flops_per_token and sizes[index].steps:
+        key = f"{config.path}.work.step_ms"
+        what, ways = "a step", f"measure it (`gpufleet calibrate`), or write {key}"
+        if sizes[index].counts == "epochs":
+            what, ways = "an epoch", f"write {config.path}.work.epoch_minutes"
         raise GpufleetError(
-            f"{instance.type}: nobody has said how long a step takes on its GPU: measure it (`gpufleet calibrate`), or"
-            f" write {config.path}.work.step_ms: {{{instance.gpu.name}: ...}}"
+            f"{instance.type}: nobody has said how long {what} takes on its GPU: {ways}: {{{instance.gpu.name}: ...}}"
         )
     if config.device == "cpu":
         raise GpufleetError(f"job.parameters.device: cpu has no roofline; give {_STEP_MS}")

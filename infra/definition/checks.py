@@ -178,8 +178,9 @@ def _saves(s: StackDefinition, findings: Findings) -> None:
     if s.fleet.capacity == "spot" and not said:
         findings.add(
             where,
-            "how often the command saves by itself, {steps: N} or {minutes: N}",
-            "On spot a loss repeats what came after the last save: the bill prices it by this.",
+            "how often the command saves by itself, {steps: N}, {epochs: N} or {minutes: N}",
+            "On spot a loss repeats what came after the last save: the bill prices it by this. A command that saves"
+            " nothing: checkpoint: none.",
         )
 
 

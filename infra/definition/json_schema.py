@@ -168,6 +168,8 @@ def _field(cls: type[Any], name: str, *, partial: bool = False, default: Any = N
         found: Schema = _section([inner], partial=partial, default=own)
         if optional and found["type"] == "object":
             found["type"] = ["object", "null"]
+        if words := getattr(inner, "WORDS", {}):
+            found |= {"type": [*found["type"], "string"], "if": {"type": "string"}, "then": {"enum": [*words]}}
         return found
     found = _value(inner, rule) | _KNOWN.get((cls, name), {})
     if (cls, name) == (Fleet, "instance_types") and not partial:  # a scenario may list one that is gone, to be shown

@@ -10,7 +10,7 @@ import difflib
 import re
 import typing
 from collections.abc import Iterable, KeysView
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from itertools import islice
@@ -160,6 +160,7 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
         return _job(node, findings)
     names = [f.name for f in dataclasses.fields(cls)]
     hints = hints_of(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
+    node = _as_keys(cls, node)
     hint_text = _as_section(cls, hints, node.text) if isinstance(node, Scalar) else ""
     entries = entries_of(node, path, f"a section with the keys {', '.join(names)}", findings, hint_text)
     if not entries.keys() <= set(names):
@@ -243,6 +244,14 @@ def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, h
     if node is not None and not (isinstance(node, Scalar) and node.is_null):
         findings.add(path, allowed, hint, node=node)
     return {}
+
+
+def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
+    """The section that a word stands for, where `cls` has such a word; else the node itself."""
+    if not isinstance(node, Scalar) or node.text not in (words := getattr(cls, "WORDS", {})):
+        return node
+    entries: dict[str, Node] = {key: replace(node, text=text) for key, text in words[node.text].items()}
+    return Mapping(path=node.path, line=node.line, entries=entries)
 
 
 def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:

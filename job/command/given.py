@@ -58,6 +58,7 @@ class Folders:
         named = self.user / NAMED
         inputs = {f"inputs.{each.name}": str(each) for each in named.iterdir()} if named.is_dir() else {}
         return {
+            "code": str(self.code),
             "checkpoints": str(self.user / KEPT),
             "outputs": str(self.outputs),
             "state": str(self.user / STATE),

@@ -188,7 +188,10 @@ class Host:
                 give_to_everybody(folder)
             contained = os.environ.get(environment.JOB_CONTAINER)
             self.place = NodeContainer(self.workdir) if contained else GuardedProcesses(self.workdir)
-        self.scripts.run(name, start.command, self._environment(start.restored))
+        folder = self.folders.code
+        if start.name != SETUP:
+            folder = self.folders.resolve_path(self.config.workdir, self.values)
+        self.scripts.run(name, start.command, self._environment(start.restored), folder)
         watch = self._watch()
         code, why, left_at, calm_at = None, "", None, 0.0
         while True:

@@ -22,7 +22,7 @@ from typing import Protocol
 from gpufleet.job.command import processes
 from gpufleet.job.contract.environment import USER_PATH
 from gpufleet.job.contract.messages import Contained, Container
-from gpufleet.job.contract.workdir import CODE, CONTROL, FIRST, SCRIPTS, USER
+from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS
 
 OUT, NEXT = "out", "next"  # pipes: what is printed, what to run
 FIRST_TEXT = """\
@@ -34,7 +34,7 @@ done
 """
 STEP_TEXT = """\
 . {folder}/{name}.env
-cd {code} || exit
+mkdir -p {start} && cd {start} || exit
 exec sh -ec {command}
 """
 
@@ -55,7 +55,6 @@ class Scripts:
 
     def __init__(self, workdir: Path) -> None:
         self.folder = workdir / CONTROL / SCRIPTS
-        self._code = workdir / USER / CODE
         self._waiting: list[tuple[Path, bytes]] = []
         self.began = False  # what was asked for
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -67,10 +66,10 @@ class Scripts:
         # Never at its end: who opens it to write closes it again, and others come. Never waited for.
         self.out = os.open(self.folder / OUT, os.O_RDWR | os.O_NONBLOCK)
 
-    def run(self, name: str, command: str, environment: Mapping[str, str]) -> None:
-        """Asks for the command, in the code's folder. `offer` goes on with it."""
-        folder, code = shlex.quote(str(self.folder)), shlex.quote(str(self._code))
-        text = STEP_TEXT.format(folder=folder, name=name, code=code, command=shlex.quote(command))
+    def run(self, name: str, command: str, environment: Mapping[str, str], start: Path) -> None:
+        """Asks for the command, in the folder `start`. `offer` goes on with it."""
+        folder, quoted = shlex.quote(str(self.folder)), shlex.quote(str(start))
+        text = STEP_TEXT.format(folder=folder, name=name, start=quoted, command=shlex.quote(command))
         (self.folder / f"{name}.sh").write_text(text)
         answer = self.folder / f"{name}.code"
         answer.write_text("")

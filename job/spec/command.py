@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -26,6 +27,7 @@ from gpufleet.job.spec.common import (
     PhaseSize,
     Rung,
     Sizes,
+    added_later,
     bounded,
     in_gb,
     one_or_more,
@@ -40,9 +42,10 @@ SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one 
 ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
 PROBE_SAVE_S = 600.0  # of a probe beyond its steps, for the command to save by itself
 P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
-STEP = "{step}"
+STEP, EPOCH = "{step}", "{epoch}"
 
-FormatName = Literal["hf-trainer", "lightning", "litgpt", "nanochat", "dcp", "file"]
+FormatName = Literal["hf-trainer", "lightning", "litgpt", "nanochat", "dcp", "file", "none"]
+Unit = Literal["step", "epoch"]
 Signal = Literal["TERM", "INT", "USR1", "USR2"]
 
 
@@ -82,7 +85,9 @@ FORMATS: dict[str, Format] = {
     ),
     "dcp": Format(each=("step-{step}/",), complete=".metadata"),
     "file": Format(),
+    "none": Format(),  # it saves nothing
 }
+COUNTED = re.compile(r"\{(step|epoch)(?::[0-9a-z]+)?\}")  # what counts in a checkpoint's names
 GROUPS = ("step", "loss", "val", "step_ms", "total", "epoch", "batch", "batches")
 
 
@@ -99,7 +104,7 @@ class Code:
 class Resume:
     """What the command gets where a checkpoint was restored, and nothing of it where none was."""
 
-    args: str = ""  # with {checkpoint} and {step}
+    args: str = ""  # with {checkpoint}, {step} and {epoch}
     env: dict[str, str] | None = None
     check: Literal["step", "none"] = "step"  # none: nobody looks whether it goes on from there
 
@@ -110,11 +115,14 @@ class Every:
 
     steps: int | None = bounded(None, 1, 100_000_000)
     minutes: float | None = bounded(None, 0.01, 10_000.0)
+    epochs: int | None = added_later(None, 1, 1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandCheckpoint:
-    """What one checkpoint of the command is, below {checkpoints}."""
+    """What one checkpoint of the command is, below {checkpoints}. The word none stands for a command that has none."""
+
+    WORDS: ClassVar[dict[str, dict[str, str]]] = {"none": {"format": "none"}}  # texts that stand for the section
 
     format: FormatName | None = None
     folder: str = "{checkpoints}"
@@ -153,10 +161,13 @@ class Hours:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandWork:
-    """How long the command is: steps, or hours, or nobody knows."""
+    """How long the command is: steps, or epochs, or hours, or nobody knows."""
 
     steps: int | None = bounded(None, 1, 1_000_000_000)
+    epochs: int | None = added_later(None, 1, 1_000_000)
+    steps_per_epoch: int | None = added_later(None, 1, 1_000_000_000)  # with it epochs are counted in steps
     step_ms: dict[str, float] | None = None  # by GPU as the catalog names it: declared, not measured
+    epoch_minutes: dict[str, float] | None = added_later(None)  # the same of an epoch
     hours: Hours | None = None
     early: bool = False  # it may end by itself before its last step
 
@@ -178,6 +189,7 @@ class ExitRules:
     fatal: tuple[int, ...] = ()  # no node can do better
     again: tuple[int, ...] = ()  # another node may
     restarts: int = bounded(2, 0, 100)  # in place, from the last whole checkpoint
+    hold_minutes: float = added_later(0.0, 0.0, 1440.0)  # that a node stays after a failure, for `gpufleet shell`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,11 +217,13 @@ class CommandConfig(JobConfig):
     deliver: ClassVar[Deliver] = "last"  # type: ignore[misc]
     leaves_speed: ClassVar[tuple[str, ...]] = (
         "work", "stop", "exit", "outputs", "secrets", "registry", "resume", "memory_gb", "progress", "code", "aws",
+        "workdir",
     )  # fmt: skip
     code_may_change: ClassVar[bool] = True  # else each comment would cost a probe
 
     command: str = ""  # for sh -ec
     setup: str = ""  # once per node, before it
+    workdir: str = added_later("{code}")  # the folder that it starts in, below that of the code
     code: Code | None = None
     registry: str | None = None  # ssm:/name of user:password, for an image that is private and not in ECR
     resume: Resume = Resume()
@@ -239,7 +253,7 @@ class CommandConfig(JobConfig):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One checkpoint's names below `checkpoint.folder`, with {step}."""
+        """One checkpoint's names below `checkpoint.folder`, with {step} or {epoch}."""
         return self.checkpoint.each or self.format.each
 
     @property
@@ -260,14 +274,49 @@ class CommandConfig(JobConfig):
         return FORMATS[self.progress.format or self.checkpoint.format or "file"].progress
 
     @property
+    def groups(self) -> frozenset[str]:
+        """The groups of its patterns, none of one that is no regular expression."""
+        found: set[str] = set()
+        for pattern in self.patterns:
+            with suppress(re.error):
+                found |= set(re.compile(pattern).groupindex)
+        return frozenset(found)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the whole run; None: they are not declared."""
+        work = self.work
+        if work.epochs is not None and work.steps_per_epoch is not None:
+            return work.epochs * work.steps_per_epoch
+        return work.steps
+
+    @property
+    def unit(self) -> Unit:
+        """What the run counts, in its bill, its metrics and its checkpoints: epochs where nothing counts steps."""
+        if self.steps is None and self.work.epochs is not None:
+            return "epoch"
+        says_epochs = "epoch" in self.groups and not self.groups & {"step", "batch"}
+        return "epoch" if says_epochs and self.steps is None else "step"
+
+    @property
+    def total(self) -> int | None:
+        """How many of `unit` the whole run is; None: they are not declared."""
+        return self.steps if self.unit == "step" else self.work.epochs
+
+    @property
+    def saves(self) -> bool:
+        """Whether it has checkpoints."""
+        return self.checkpoint.format != "none"
+
+    @property
     def saves_on_signal(self) -> bool | None:
         """Whether a stop leaves a checkpoint; None: not known."""
-        return {"true": True, "false": False, "unknown": None}[self.stop.saves]
+        return {"true": True, "false": False, "unknown": None}[self.stop.saves] if self.saves else False
 
     # What bill, supervisor and rehearsal ask --------------------------------------------------------------------------
 
     def phases(self) -> tuple[PhaseSize, ...]:
-        steps = self.work.steps
+        steps = self.total
         if steps is None:
             steps = ENDLESS_S if self.work.hours is None else max(1, round(self.work.hours.likely * 3600))
         return (
@@ -282,19 +331,19 @@ class CommandConfig(JobConfig):
                 optimizer_traffic_bytes_per_param=0,
                 steps=steps,
                 tokens_per_step=1,
-                counts="steps" if self.counts_steps else "seconds",
+                counts="seconds" if self.total is None else "steps" if self.unit == "step" else "epochs",
             ),
         )
 
     @property
     def counts_steps(self) -> bool:
-        """Whether `phases` counts the command's steps, not seconds."""
-        return self.work.steps is not None
+        """Whether `phases` counts what the command does, steps or epochs, not seconds."""
+        return self.total is not None
 
     @property
     def is_endless(self) -> bool:
         """Whether nobody says how long it is: it trains until a limit."""
-        return self.work.steps is None and self.work.hours is None
+        return self.total is None and self.work.hours is None
 
     @property
     def speed_is_of_listed_types(self) -> bool:
@@ -309,7 +358,12 @@ class CommandConfig(JobConfig):
         return True
 
     def steps_between_saves(self) -> int | None:
-        return self.checkpoint.every.steps
+        """In `unit`."""
+        every = self.checkpoint.every
+        if self.unit == "epoch":
+            return every.epochs
+        each = self.work.steps_per_epoch
+        return every.epochs * each if every.epochs is not None and each is not None else every.steps
 
     def staged_in_host_memory(self, phase_index: int) -> int:
         """None: snapshots go from disk to disk."""
@@ -328,21 +382,27 @@ class CommandConfig(JobConfig):
     def declared_step_ms(self, gpu: str) -> float | None:
         if not self.counts_steps:
             return SECOND_MS
+        if self.unit == "epoch":
+            minutes = (self.work.epoch_minutes or {}).get(gpu)
+            return None if minutes is None else minutes * 60 * SECOND_MS
         return (self.work.step_ms or {}).get(gpu)
 
     def save_interval_s(self, step_s: float) -> float:
+        if not self.saves:
+            return ENDLESS_S  # a loss repeats all that there is
         every = self.checkpoint.every
         if every.minutes is not None:
             return every.minutes * 60
-        if every.steps is not None and self.counts_steps:
-            return every.steps * step_s
+        if (count := self.steps_between_saves()) is not None and self.counts_steps:
+            return count * step_s
         return self.work.hours.likely * 3600 if self.work.hours else 3600.0
 
     def as_measured(self, *, save_bytes: int | None, save_steps: int | None, saves_on_stop: bool) -> CommandConfig:
         """The size measured goes before the one declared; the rest counts where nothing is declared."""
         size = self.checkpoint.size_gb if save_bytes is None else save_bytes / GB
         says = self.says_when_it_saves or save_steps is None or not self.counts_steps
-        every = self.checkpoint.every if says else Every(steps=save_steps)
+        told = Every(epochs=save_steps) if self.unit == "epoch" else Every(steps=save_steps)
+        every = self.checkpoint.every if says else told
         saves = "true" if saves_on_stop and self.stop.saves == "unknown" else self.stop.saves
         return self.changed(
             checkpoint=replace(self.checkpoint, size_gb=size, every=every), stop=replace(self.stop, saves=saves)
@@ -421,12 +481,19 @@ class CommandConfig(JobConfig):
         yield from self._checkpoint_problems()
         yield from self._progress_problems()
         work = self.work
-        if work.steps is not None and work.hours is not None:
-            yield "work.hours", "one of work.steps and work.hours"
+        lengths = [key for key in ("steps", "epochs", "hours") if getattr(work, key) is not None]
+        if len(lengths) > 1:
+            yield f"work.{lengths[1]}", f"one of work.{' and work.'.join(lengths)}"
         if work.hours is not None and not 0 < work.hours.low <= work.hours.likely <= work.hours.high:
             yield "work.hours", "low, likely and high, in that order and above 0: p10, p50 and p90 of your own"
         if work.step_ms is not None and any(not 0 < each < 1e9 for each in work.step_ms.values()):
             yield "work.step_ms", "milliseconds above 0 by GPU, such as {A10G: 590}"
+        if work.epoch_minutes is not None and any(not 0 < each < 1e6 for each in work.epoch_minutes.values()):
+            yield "work.epoch_minutes", "minutes above 0 by GPU, such as {A10G: 12}"
+        if work.step_ms is not None and self.unit == "epoch":
+            yield "work.step_ms", "work.epoch_minutes where epochs are counted, or work.steps_per_epoch beside it"
+        if work.epoch_minutes is not None and self.unit == "step":
+            yield "work.epoch_minutes", "work.step_ms where steps are counted"
         usr = self.stop.signal in ("USR1", "USR2") or self.stop.request in ("USR1", "USR2")
         if usr and "torchrun" in self.command and "--signals-to-handle" not in self.command:
             yield (
@@ -435,6 +502,8 @@ class CommandConfig(JobConfig):
                 " --signals-to-handle names them",
             )
         yield from self._environment_problems()
+        if _leaves(self.workdir):
+            yield "workdir", "a folder of the run: {code}, {checkpoints}, {outputs}, {state}, or one below the code's"
         for path, text in self.texts():
             if unknown := unknown_placeholders(text, extra=path.startswith("resume")):
                 yield (
@@ -444,7 +513,8 @@ class CommandConfig(JobConfig):
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """All that may hold placeholders, as (path under job, text)."""
-        yield from (("command", self.command), ("setup", self.setup), ("resume.args", self.resume.args))
+        yield from (("command", self.command), ("setup", self.setup), ("workdir", self.workdir))
+        yield "resume.args", self.resume.args
         for path, table in (("env", self.env), ("resume.env", self.resume.env)):
             yield from ((f"{path}.{name}", value) for name, value in (table or {}).items())
         yield "checkpoint.folder", self.checkpoint.folder
@@ -477,7 +547,7 @@ class CommandConfig(JobConfig):
 
     @property
     def says_when_it_saves(self) -> bool:
-        return self.checkpoint.every != Every()
+        return self.checkpoint.every != Every() or not self.saves
 
     @property
     def needs_like_nodes(self) -> bool:
@@ -485,39 +555,80 @@ class CommandConfig(JobConfig):
 
     def _checkpoint_problems(self) -> Iterator[tuple[str, str]]:
         saved = self.checkpoint
-        if not self.names:
-            yield "checkpoint.each", "what one checkpoint is, such as checkpoint-{step}/ or ckpt.pt, or a `format`"
+        if not self.saves:
+            if beside := sorted(key for key in ("each", "complete", "unless", "also") if getattr(saved, key)):
+                yield f"checkpoint.{beside[0]}", "nothing beside checkpoint: none, of a command that saves nothing"
             return
-        counted = [STEP in re.sub(r"\{step:[^}]*\}", STEP, name) for name in self.names]
+        if not self.names:
+            yield (
+                "checkpoint.each",
+                "what one checkpoint is, such as checkpoint-{step}/, epoch_{epoch}.pt or ckpt.pt, or a `format`; or"
+                " checkpoint: none, of a command that saves nothing",
+            )
+            return
+        counted = [bool(COUNTED.search(name)) for name in self.names]
         if not saved.rewritten and not all(counted):
-            yield "checkpoint.each", "names with {step}; one without it is allowed with rewritten: true"
+            yield "checkpoint.each", "names with {step} or {epoch}; one without is allowed with rewritten: true"
         if saved.rewritten and any(counted):
-            yield "checkpoint.rewritten", "false where the names hold {step}: each is a file of its own"
-        if os.path.normpath(saved.folder) in (".", "..") or os.path.normpath(saved.folder).startswith(("/", "../")):
-            yield "checkpoint.folder", "{checkpoints}, or a folder of its own: it is emptied before each start"
+            yield "checkpoint.rewritten", "false where the names hold {step} or {epoch}: each is a file of its own"
+        if saved.rewritten is False and len({frozenset(COUNTED.findall(name)) for name in self.names}) > 1:
+            yield "checkpoint.each", "names that all hold {step}, or all {epoch}, or all both"
+        folder = os.path.normpath(saved.folder)
+        if folder in (".", "..", "{code}") or _leaves(folder):
+            yield (
+                "checkpoint.folder",
+                "{checkpoints}, or a folder of its own: it is emptied before each start. Where the command saves into"
+                " the folder that it starts in, write job.workdir: {checkpoints}",
+            )
         for path, names in (("checkpoint.each", self.names), ("checkpoint.also", saved.also)):
             if any(name.startswith("/") or ".." in name.split("/") for name in names):
                 yield path, "names below checkpoint.folder"
-        if saved.every.steps is not None and saved.every.minutes is not None:
-            yield "checkpoint.every", "one of steps and minutes"
-        elif saved.every.steps is not None and not self.counts_steps:
+        yield from self._interval_problems()
+
+    def _interval_problems(self) -> Iterator[tuple[str, str]]:
+        every = self.checkpoint.every
+        said = [key for key in ("steps", "epochs", "minutes") if getattr(every, key) is not None]
+        if len(said) > 1:
+            yield "checkpoint.every", "one of steps, epochs and minutes"
+        elif every.steps is not None and self.unit == "epoch":
+            yield "checkpoint.every.steps", "epochs or minutes, where epochs are counted"
+        elif every.steps is not None and not self.counts_steps:
             yield "checkpoint.every.steps", "minutes, where work.steps does not say how many steps there are"
+        elif every.epochs is not None and (self.steps_between_saves() is None or not self.counts_steps):
+            yield (
+                "checkpoint.every.epochs",
+                "minutes, or epochs where work.epochs says how many there are, or work.steps_per_epoch how long one is",
+            )
 
     def _progress_problems(self) -> Iterator[tuple[str, str]]:
         if not self.patterns and not self.progress.file:
-            yield "progress", "stdout: a regular expression with the group (?P<step>...), or file: a path of JSON lines"
+            yield (
+                "progress",
+                "stdout: a regular expression with the group (?P<step>...) or (?P<epoch>...), or file: a path of JSON"
+                " lines",
+            )
             return
-        groups: set[str] = set()
         for pattern in self.patterns:
             try:
-                groups |= set(re.compile(pattern).groupindex)
+                re.compile(pattern)
             except re.error as error:
                 yield "progress.stdout", f"a regular expression; at character {error.pos}: {error.msg}"
                 return
+        groups = self.groups
         if unknown := sorted(groups - set(GROUPS)):
             yield "progress.stdout", f"groups named {', '.join(GROUPS)}, and {', '.join(unknown)} is none of them"
-        elif self.patterns and not {"step"} <= groups and not {"epoch", "batch", "batches"} <= groups:
-            yield "progress.stdout", "a group named step, as in (?P<step>[0-9]+)"
+        elif self.patterns and not groups & {"step", "epoch"}:
+            yield "progress.stdout", "a group named step, as in (?P<step>[0-9]+), or epoch"
+        elif self.patterns and self.unit == "step" and not ("step" in groups or self._counts_batches(groups)):
+            yield (
+                "progress.stdout",
+                "a group named step, or epoch, batch and batches, where steps are counted; write work.epochs to count"
+                " epochs",
+            )
+
+    def _counts_batches(self, groups: frozenset[str]) -> bool:
+        """Whether epochs of the output can be told in steps."""
+        return "epoch" in groups and ({"batch", "batches"} <= groups or self.work.steps_per_epoch is not None)
 
     def _environment_problems(self) -> Iterator[tuple[str, str]]:
         secrets = self.secrets or {}
@@ -544,12 +655,16 @@ class CommandConfig(JobConfig):
 
     def doubts(self, steps: int) -> Iterator[str]:
         """What makes a paid run worth less, a sentence each."""
-        said, counted = setting(self.command, STEP_COUNTS), self.work.steps
-        if said is not None and counted is not None and int(said["value"]) != counted:
-            yield (
-                f"job.command has {said[0]} and job.work.steps is {counted}: the script trains the one, and the bill"
-                " counts the other"
-            )
+        for names, key in ((STEP_COUNTS, "steps"), (EPOCH_COUNTS, "epochs")):
+            said, counted = setting(self.command, names), getattr(self.work, key)
+            if said is not None and counted is not None and int(said["value"]) != counted:
+                yield (
+                    f"job.command has {said[0]} and job.work.{key} is {counted}: the script trains the one, and the"
+                    " bill counts the other"
+                )
+        if not self.saves:
+            yield "job.checkpoint is none: a loss repeats all that was trained before it, and is priced so"
+            return
         if not self.says_when_it_saves:
             yield (
                 "job.checkpoint.every is not said: a loss is priced as if it repeated an hour, and only your script"
@@ -566,6 +681,11 @@ class CommandConfig(JobConfig):
             )
 
 
+def _leaves(folder: str) -> bool:
+    """Whether a folder, as seen from the code's, is none of the run's own."""
+    return os.path.normpath(folder).startswith(("/", "../")) or os.path.normpath(folder) == ".."
+
+
 # What scripts call these settings. A name counts with - for _ and in any case.
 STEP_COUNTS = (
     "max_iters",
@@ -578,6 +698,7 @@ STEP_COUNTS = (
     "steps",
     "iterations",
 )
+EPOCH_COUNTS = ("num_train_epochs", "num_epochs", "max_epochs", "n_epochs", "train_epochs", "epochs")
 SAVE_INTERVALS = (
     "save_every",
     "save_interval",
@@ -615,19 +736,19 @@ def without_keys(text: str) -> str:
 
 
 PLACEHOLDERS = (
-    *("{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}"),
+    *("{code}", "{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}"),
     *("{nodes}", "{node_rank}", "{master}", "{port}"),
 )
 INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
-_NAMES = re.compile(r"checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run|nodes|node_rank|master|port")
+_NAMES = re.compile(r"code|checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run|nodes|node_rank|master|port")
 
 
 def unknown_placeholders(text: str, *, extra: bool = False) -> str:
-    """The first {word} of a text that stands for nothing, or empty. `extra`: {checkpoint} and {step} are known too.
+    """The first {word} of a text that stands for nothing, or empty. `extra`: {checkpoint}, {step}, {epoch} are known.
     Braces that hold no plain name (${HOME}, {1..3}, {"json": 1}) are the shell's.
     """
     for match in re.finditer(r"(?<![{$])\{([A-Za-z_][A-Za-z0-9_.]*)(:[0-9a-z]+)?\}(?!\})", text):
-        known = _NAMES.fullmatch(match[1]) or (extra and match[1] in ("checkpoint", "step"))
+        known = _NAMES.fullmatch(match[1]) or (extra and match[1] in ("checkpoint", "step", "epoch"))
         if not known:
             return match[0]
     return ""

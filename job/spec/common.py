@@ -31,11 +31,11 @@ def bounded(default: Any, minimum: float | None = None, maximum: float | None = 
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
-def added_later(default: Any) -> Any:
-    """A field that a released version did not have. Runs that began before it had its default, and are the same still:
-    what tells runs apart (infra/program/run_guard.py) leaves it out while it is that.
+def added_later(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A field that a released version did not have, with its range. Runs that began before it had its default, and are
+    the same still: what tells runs apart (infra/program/run_guard.py) leaves it out while it is that.
     """
-    return field(default=default, metadata={"later": True})
+    return field(default=default, metadata={"later": True, "minimum": minimum, "maximum": maximum})
 
 
 def one_or_more() -> Any:
@@ -183,7 +183,7 @@ class PhaseSize:
     sharded: bool = False  # trained state cut over the ranks (FSDP2), else a copy on each
     gathered_bytes: int = 0  # of weights that each micro-batch brings together from the ranks that they are cut over
     attention: Literal["causal", "full"] | None = "causal"  # as flops_per_token counts it; None: there is none
-    counts: Literal["steps", "seconds"] = "steps"  # seconds: of a run whose steps nobody knows, each a second
+    counts: Literal["steps", "epochs", "seconds"] = "steps"  # seconds: of a run whose steps nobody knows, each a second
     validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out
 
     def evaluation_s(self, step_s: float) -> float:

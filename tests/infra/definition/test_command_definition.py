@@ -63,8 +63,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "each without a step": (
         {"checkpoint": {**SAVES, "each": "ckpt.pt"}},
-        "line 5, job.checkpoint.each: 'ckpt.pt' is not accepted; allowed: names with {step}; one without it is allowed"
-        " with rewritten: true.",
+        "line 5, job.checkpoint.each: 'ckpt.pt' is not accepted; allowed: names with {step} or {epoch}; one without"
+        " is allowed with rewritten: true.",
     ),
     "each out of its folder": (
         {"checkpoint": {**SAVES, "each": "../{step}/"}},
@@ -73,12 +73,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no checkpoint": (
         {"checkpoint": {"every": {"steps": 1}}, "progress": {"file": "log.jsonl"}},
         "line 5, job.checkpoint.each: '[] (the default)' is not accepted; allowed: what one checkpoint is, such as"
-        " checkpoint-{step}/ or ckpt.pt, or a `format`.",
+        " checkpoint-{step}/, epoch_{epoch}.pt or ckpt.pt, or a `format`; or checkpoint: none, of a command that saves"
+        " nothing.",
     ),
     "every is missing on spot": (
         {"checkpoint": {"format": "dcp"}, "progress": {"stdout": "(?P<step>.)"}},
-        "line 5, job.checkpoint.every: missing; allowed: how often the command saves by itself, {steps: N} or"
-        " {minutes: N}. On spot a loss repeats what came after the last save: the bill prices it by this.",
+        "line 5, job.checkpoint.every: missing; allowed: how often the command saves by itself, {steps: N},"
+        " {epochs: N} or {minutes: N}. On spot a loss repeats what came after the last save: the bill prices it by"
+        " this. A command that saves nothing: checkpoint: none.",
     ),
     "every is no number": (
         {"checkpoint": {**SAVES, "every": {"steps": "often"}}},
@@ -88,7 +90,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no group step": (
         {"progress": {"stdout": r"loss (?P<loss>[\d.]+)"}},
         r"line 7, job.progress.stdout: 'loss (?P<loss>[\\d.]+)' is not accepted; allowed: a group named step, as in"
-        " (?P<step>[0-9]+).",
+        " (?P<step>[0-9]+), or epoch.",
     ),
     "no regular expression": (
         {"progress": {"stdout": "(step"}},
@@ -103,8 +105,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown placeholder": (
         {"command": "python train.py --out {output}"},
         "line 4, job.command: 'python train.py --out {output}' is not accepted; allowed: the placeholders"
-        " {checkpoints}, {outputs}, {state}, {inputs.NAME}, {gpus}, {run}, {nodes}, {node_rank}, {master}, {port}; {{"
-        " is a brace, and {output} is none of them.",
+        " {code}, {checkpoints}, {outputs}, {state}, {inputs.NAME}, {gpus}, {run}, {nodes}, {node_rank}, {master},"
+        " {port}; {{ is a brace, and {output} is none of them.",
     ),
     "an input that is not named": (
         {"command": "python train.py {inputs.txt}", "storage": {"inputs": {"text": "../text"}}},
@@ -118,7 +120,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "checkpoints beside the code": (
         {"checkpoint": {**SAVES, "folder": "./"}},
         "line 5, job.checkpoint.folder: './' is not accepted; allowed: {checkpoints}, or a folder of its own: it is"
-        " emptied before each start.",
+        " emptied before each start. Where the command saves into the folder that it starts in, write job.workdir:"
+        " {checkpoints}.",
     ),
     "a name of the node's": (
         {"env": {"AWS_PROFILE": "x"}},
@@ -208,6 +211,33 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "line 3, job.image: 'ubuntu' is not accepted; allowed: registry/repository:tag, with its @sha256: digest once"
         " pinned. It names no registry and no tag: write docker.io/library/ubuntu:TAG.",
     ),
+    "a checkpoint beside none": (
+        {"checkpoint": {"format": "none", "each": "a-{step}"}, "progress": {"stdout": r"(?P<step>\d+)"}},
+        "line 5, job.checkpoint.each: 'a-{step}' is not accepted; allowed: nothing beside checkpoint: none",
+    ),
+    "a save every so many steps where epochs are counted": (
+        {"work": {"epochs": 3}},
+        "line 5, job.checkpoint.every.steps: '10' is not accepted; allowed: epochs or minutes, where epochs are"
+        " counted.",
+    ),
+    "a save every so many epochs of nobody knows what length": (
+        {"checkpoint": {**SAVES, "every": {"epochs": 1}}},
+        "line 5, job.checkpoint.every.epochs: '1' is not accepted; allowed: minutes, or epochs where work.epochs says",
+    ),
+    "the time of a step where epochs are counted": (
+        {"checkpoint": {**SAVES, "every": {"epochs": 1}}, "work": {"epochs": 3, "step_ms": {"A10G": 5}}},
+        "line 6, job.work.step_ms: 'a section' is not accepted; allowed: work.epoch_minutes where epochs are counted",
+    ),
+    "lines that tell epochs where steps are counted": (
+        {"progress": {"stdout": r"epoch (?P<epoch>\d+)"}},
+        r"line 7, job.progress.stdout: 'epoch (?P<epoch>\\d+)' is not accepted; allowed: a group named step, or epoch,"
+        " batch and batches, where steps are counted; write work.epochs to count epochs.",
+    ),
+    "a folder of the machine's": (
+        {"workdir": "/opt"},
+        "line 7, job.workdir: '/opt' is not accepted; allowed: a folder of the run: {code}, {checkpoints}, {outputs},"
+        " {state}, or one below the code's.",
+    ),
 }
 
 
@@ -255,6 +285,44 @@ def test_a_ready_made_job_takes_no_inputs_and_no_keys_of_a_command(tmp_path: Pat
     ]
     (problem,) = refused(command_file(tmp_path, **keys, storage={"dataset": "data/x"}, setup="x"))
     assert problem == "line 5, job.setup: unknown key; allowed: experiment, image, parameters."
+
+
+@pytest.mark.parametrize(
+    ("keys", "unit", "total", "between", "interval_s"),
+    [
+        ({"work": {"steps": 40}}, "step", 40, 10, 20.0),
+        ({"work": {"epochs": 4}, "checkpoint": {**SAVES, "every": {"epochs": 2}}}, "epoch", 4, 2, 4.0),
+        ({"work": {"epochs": 4, "steps_per_epoch": 25}, "checkpoint": {**SAVES, "every": {"epochs": 2}}},
+         "step", 100, 50, 100.0),
+        ({"work": {"steps": 90, "steps_per_epoch": 25}, "checkpoint": {**SAVES, "every": {"epochs": 2}}},
+         "step", 90, 50, 100.0),
+        ({"work": {"hours": {"low": 1, "likely": 2, "high": 3}}, "checkpoint": {**SAVES, "every": {"minutes": 3}},
+          "progress": {"stdout": r"epoch (?P<epoch>\d+)"}}, "epoch", None, None, 180.0),
+        ({"work": {"steps": 40}, "checkpoint": "none", "progress": {"stdout": r"step (?P<step>\d+)"}},
+         "step", 40, None, 10 * 365 * 86400.0),
+    ],
+)  # fmt: skip
+def test_a_run_counts_steps_or_epochs_and_says_how_far_apart_its_saves_are(
+    tmp_path: Path, keys: dict[str, Any], unit: str, total: int | None, between: int | None, interval_s: float
+) -> None:
+    config: Any = load(command_file(tmp_path, **keys), now=NOW).job.parameters
+    assert (config.unit, config.total, config.steps_between_saves()) == (unit, total, between)
+    assert config.save_interval_s(2.0) == interval_s
+
+
+def test_a_command_that_saves_nothing_is_warned_of_and_no_signal_saves_anything(tmp_path: Path) -> None:
+    config: Any = load(
+        command_file(tmp_path, checkpoint="none", progress={"stdout": r"step (?P<step>\d+)"}), now=NOW
+    ).job.parameters
+    assert (config.saves, config.saves_on_signal, config.says_when_it_saves) == (False, False, True)
+    assert [each for each in config.doubts(1000) if "a loss repeats all" in each]
+
+
+def test_keys_that_came_later_leave_a_run_what_it_was(tmp_path: Path) -> None:
+    later: dict[str, Any] = {"workdir": "{code}", "exit": {"hold_minutes": 0}}
+    before, after = (load(command_file(tmp_path, **each), now=NOW) for each in ({}, later))
+    assert creation_digest(before) == creation_digest(after)
+    assert creation_digest(before) != creation_digest(load(command_file(tmp_path, workdir="x"), now=NOW))
 
 
 def test_neither_is_told_of_both(tmp_path: Path) -> None:

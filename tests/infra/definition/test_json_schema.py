@@ -139,6 +139,12 @@ OF_COMMANDS_BEYOND = {
     "more GPUs than there are",
     "more memory than there is",
     "steps and hours",
+    "a checkpoint beside none",
+    "a save every so many steps where epochs are counted",
+    "a save every so many epochs of nobody knows what length",
+    "the time of a step where epochs are counted",
+    "lines that tell epochs where steps are counted",
+    "a folder of the machine's",
 }
 
 
