@@ -23,6 +23,7 @@ from gpufleet.infra.compare.cheaper import bill_and_cheaper
 from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenario
+from gpufleet.infra.discover.marks import checks_warning
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence.receipts import score
 from gpufleet.infra.inputs.readiness import code_problems, not_ready
@@ -61,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     catalog = load_catalog()
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
-    bill = replace(bill, warnings=(*bill.warnings, *limits.deadline_warnings(definition, bill, now)))
+    late = limits.deadline_warnings(definition, bill, now)
+    left = checks_warning(definition.source.read_text(), definition.source.name)
+    bill = replace(bill, warnings=(*bill.warnings, *late, *left))
     fallback = price_fallback(definition, bill, now)
     if args.json:
         tree = record.to_json(bill) | {"cheaper": options and options.to_json()}
@@ -81,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill, fallback))
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
-    late = [*limits.deadline_problems(definition, bill, now), *fallback_problems(definition, bill, fallback)]
-    if found := [*code_problems(definition, root), *problems(definition, bill), *late]:
+    missed = [*limits.deadline_problems(definition, bill, now), *fallback_problems(definition, bill, fallback)]
+    if found := [*code_problems(definition, root), *problems(definition, bill), *missed]:
         raise DefinitionError(str(definition.source), found)
     return 1 if broken else 0
 
