@@ -31,7 +31,6 @@ class Framework:
     format: FormatName | None = None
     each: tuple[str, ...] = ()
     complete: str = ""
-    unless: str = ""
     rewritten: bool = False
     named: bool = False
     folder: str = ""

@@ -626,6 +626,8 @@ def _stop(found: ScriptFacts, command: str, made: Draft) -> Iterator[str]:
         (each for each in found.signals if each.value == "SIGTERM"), found.signals[0] if found.signals else None
     )
     if taken is None:
+        if found.framework is not None:
+            made.known.append(f"{found.framework.name}: on SIGTERM it {found.framework.on_signal}")
         return
     signal = taken.value.removeprefix("SIG")
     launcher = found.start.launcher or ("torchrun" if "torchrun" in command else "")
