@@ -10,33 +10,29 @@ from dataclasses import dataclass
 from gpufleet.infra.discover.reach import Reach, Site, called, dotted, walk
 from gpufleet.infra.discover.saves import loop_unit
 from gpufleet.infra.discover.settings import literal
-from gpufleet.infra.discover.values import Values, loop_range, unit
+from gpufleet.infra.discover.values import Piece, Values, braced, percented, pieces, unit
 
 NUMBER = r"(?:[-+]?[\d.]+(?:e[-+]?\d+)?|nan|[-+]?inf)"
 COUNTED = ("step", "epoch", "batch", "total", "batches")
-_PRINTERS = {
-    "print",
-    "print0",
-    "print_rank_0",
-    "rank0_print",
-    "master_print",
-    "info",
-    "log",
-    "write",
-    "echo",
-    "warning",
-    "debug",
-    "printf",
-    "log_string",
-    "logging",
-    "set_description",
-    "printlog",
-    "print_log",
-    "log_info",
-    "log_msg",
-}
-_TRAINS = re.compile(r"backward|loss|train_step|\.step\(|training_step|fit\(")
 BAR = r"\d+%\|[^|]*\| *(?P<{count}>\d+)/(?P<{total}>\d+) \["
+_TOTALS = {"step": "total", "batch": "batches"}
+_PRINTS = re.compile(r"\w*print\w*|info|log|echo|warning|debug|log_(string|info|msg)|logging|set_description")
+_PRINTS_ALL = re.compile(r"\w*print\w*")  # each of their arguments, a blank between two
+_BARS = {"tqdm", "trange", "tqdm_notebook", "track"}
+_TRAINS = re.compile(r"backward|loss|train_step|\.step\(|training_step|fit\(")
+_NO_TRAINING = re.compile(r"val|eval|test|sample|infer|generat|load|resume|restore|summary")  # names of functions
+_NO_PROGRESS = re.compile(
+    r"load|resum|restor|sav|checkpoint|best|early|eval|test|skip|start|stop|unable|fail|error|warn|after|retry|merg|profil",
+    re.IGNORECASE,
+)
+_NO_COUNT = re.compile(r"max|total_|\bnum_(?!update|iter)|\bn_|len\(|\blr\b|rate|_per_|/sec|speed|start|loss|time")
+_COUNT_WORDS = re.compile(r"(step|iter|epoch|update|iteration|it)s?\W*$", re.IGNORECASE)  # before a number alone
+# Figures by their own words and those before them: what has to be among them, and what must not.
+_FIGURES = (
+    ("val", re.compile(r"(?=.*(\bval|\btest|eval)).*(loss|perplexity|bpb|ppl)"), re.compile(r"(?!)")),
+    ("loss", re.compile(r"loss"), re.compile(r"val\b|valid|eval|best|test|aux")),
+)
+_TAKES_MS = re.compile(r"dt|time|ms|elapsed|step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +40,12 @@ class PrintedLine:
     """A line that the script prints."""
 
     regex: str
-    groups: frozenset[str]
     where: str
     is_of_training: bool = True  # it stands where the training goes round, not an evaluation
+
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset(re.findall(r"\(\?P<(\w+)>", self.regex))
 
     @property
     def counts(self) -> str:
@@ -54,278 +53,135 @@ class PrintedLine:
         return "step" if "step" in self.groups else "batch" if {"epoch", "batch"} <= self.groups else "epoch"
 
 
-_NO_PROGRESS = re.compile(
-    r"load|resum|restor|sav|checkpoint|best|early|eval|test|skip|start|stop|unable|fail|error|warn|after|retry|merg|profil",
-    re.IGNORECASE,
-)
-_COUNT_WORDS = re.compile(r"(step|iter|epoch|update|iteration|it)s?\W*$", re.IGNORECASE)  # before a number alone
-_MEANS = {"loss", "val", "step_ms"}  # what makes a line with a number one of the training's progress
-Piece = str | tuple[ast.expr | None, str]  # a text, or a value with its format
-
-
 def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
     """Those that tell a step, an epoch or both, the best first: of the training, with a loss, of the finest count."""
     found: dict[str, PrintedLine] = {}
     for site in reach.sites:
-        name = called(site.call)
-        is_file = name == "write" and not re.search(r"std(out|err)|tqdm|bar", dotted(site.call.func))
-        if name in _PRINTERS and site.call.args and not is_file:
-            for pieces in _pieces(site):
-                if line := _line(pieces, site, values):
-                    found.setdefault(line.regex, line)
-        elif name in ("tqdm", "trange", "tqdm_notebook", "track") and (line := _bar(site, values)):
-            found.setdefault(line.regex, line)
+        regex = ""
+        is_bars_own = site.name == "write" and re.search(r"std(out|err)|tqdm|bar", dotted(site.call.func))
+        if site.call.args and (_PRINTS.fullmatch(site.name) or is_bars_own):
+            regex = _line(_printed(site, values), site, values)
+        elif site.name in _BARS:
+            regex = _bar(site, values)
+        if regex:
+            names = " ".join((site.scope.file, *(each.name for each in site.scope.functions))).lower()
+            line = PrintedLine(regex=regex, where=site.where, is_of_training=not _NO_TRAINING.search(names))
+            found.setdefault(regex, line)
     return sorted(found.values(), key=_order)
 
 
 def _order(line: PrintedLine) -> tuple[int, ...]:
-    fine = {"step": 0, "batch": 1, "epoch": 2}[line.counts]
-    alone = len(line.groups) < 2
-    return (not line.is_of_training, alone, "loss" not in line.groups, fine, "val" in line.groups, -len(line.groups))
+    fine, groups = {"step": 0, "batch": 1, "epoch": 2}[line.counts], line.groups
+    return (not line.is_of_training, len(groups) < 2, "loss" not in groups, fine, "val" in groups, -len(groups))
 
 
-def _pieces(site: Site) -> Iterator[list[Piece]]:
-    """What a call prints, in pieces, for each form that the text may have."""
-    args = [each for each in site.call.args if not isinstance(each, ast.Starred)]
-    if not args:
-        return
-    first = args[0]
-    if isinstance(first, ast.Name):
-        first = next(_set_to(first.id, site), first)
-    if (
-        isinstance(first, ast.Constant)
-        and isinstance(first.value, str)
-        and called(site.call) != "print"
-        and len(args) > 1
-    ):
-        text = str(first.value)
-        yield _percent(text, args[1:]) if "%" in text else _braces(text, args[1:], {})
-    elif called(site.call) in ("print", "print0", "print_rank_0", "rank0_print") and len(args) > 1:
-        pieces: list[Piece] = []
-        for each in args:
-            pieces += [*([" "] if pieces else []), *_text(each, site)]
-        yield pieces
-    else:
-        yield _text(first, site)
+def _printed(site: Site, values: Values) -> list[Piece]:
+    """What a call prints, in pieces."""
+    first, *more = site.call.args
+    if chain := dotted(first):
+        first = next((node for node, _ in values.bound(chain, first, site.scope) if pieces(node)), first)
+    if more and _PRINTS_ALL.fullmatch(site.name):
+        return [piece for each in site.call.args for piece in (" ", *(pieces(each) or [(each, "")]))][1:]
+    if more and isinstance(text := literal(first), str):  # logging.info("step %d", step)
+        return percented(text, more) if "%" in text else braced(text, ast.Call(first, more, []))
+    return pieces(first)
 
 
-def _set_to(name: str, site: Site) -> Iterator[ast.expr]:
-    """What a name is set to that holds a text, in the function around."""
-    for function in reversed(site.scope.functions):
-        for node in walk(function):
-            if (
-                isinstance(node, ast.Assign)
-                and any(isinstance(each, ast.Name) and each.id == name for each in node.targets)
-                and isinstance(node.value, ast.JoinedStr | ast.BinOp | ast.Call)
-                and node.lineno <= site.call.lineno
-            ):
-                yield node.value
-
-
-def _text(expr: ast.expr, site: Site) -> list[Piece]:
-    if isinstance(expr, ast.JoinedStr):
-        pieces: list[Piece] = []
-        for each in expr.values:
-            if isinstance(each, ast.FormattedValue):
-                form = ast.unparse(each.format_spec)[2:-1] if each.format_spec else ""
-                pieces += _text(each.value, site) if isinstance(each.value, ast.Constant) else [(each.value, form)]
-            else:
-                pieces.append(str(each.value) if isinstance(each, ast.Constant) else "")
-        return pieces
-    if isinstance(expr, ast.Constant):
-        return [str(expr.value)]
-    if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Mod) and isinstance(text := literal(expr.left), str):
-        return _percent(text, list(expr.right.elts) if isinstance(expr.right, ast.Tuple) else [expr.right])
-    if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Add):
-        left, right = _text(expr.left, site), _text(expr.right, site)
-        if any(isinstance(each, str) for each in (*left, *right)):
-            return [*left, *right]
-    if isinstance(expr, ast.Call) and called(expr) == "format" and isinstance(expr.func, ast.Attribute):
-        of = literal(expr.func.value)
-        if isinstance(of, str):
-            return _braces(of, expr.args, {str(each.arg): each.value for each in expr.keywords})
-    if isinstance(expr, ast.Call) and called(expr) == "str" and expr.args:
-        return _text(expr.args[0], site)
-    return [(expr, "")]
-
-
-def _percent(text: str, values: list[ast.expr]) -> list[Piece]:
-    given, pieces = iter(values), list[Piece]()
-    for piece in re.split(r"(%(?:\(\w+\))?[-+ 0#]*\d*(?:\.\d+)?[a-zA-Z])", text):
-        if re.fullmatch(r"%(?:\(\w+\))?[-+ 0#]*\d*(?:\.\d+)?[a-zA-Z]", piece):
-            pieces.append((next(given, None), piece[1:]))
-        elif piece:
-            pieces.append(piece.replace("%%", "%"))
-    return pieces
-
-
-def _braces(text: str, values: list[ast.expr], keywords: dict[str, ast.expr]) -> list[Piece]:
-    given, pieces = iter(values), list[Piece]()
-    for piece in re.split(r"(\{[\w.\[\]]*(?:![rsa])?(?::[^{}]*)?\})", text):
-        if match := re.fullmatch(r"\{([\w.\[\]]*)(?:![rsa])?(?::([^{}]*))?\}", piece):
-            key = re.split(r"[.\[]", match[1])[0]
-            if key.isdigit():
-                value = values[int(key)] if int(key) < len(values) else None
-            else:
-                value = keywords.get(key, ast.Name(id=match[1], ctx=ast.Load())) if key else next(given, None)
-            if isinstance(value, ast.Name | ast.Attribute) and "." in match[1]:
-                value = ast.Name(id=match[1], ctx=ast.Load())  # {loss.val:.4f}
-            pieces.append((value, match[2] or ""))
-        elif piece:
-            pieces.append(piece.replace("{{", "{").replace("}}", "}"))
-    return pieces
-
-
-def _line(pieces: list[Piece], site: Site, values: Values) -> PrintedLine | None:
-    """The regular expression of one printed line, up to the last figure that means something; None where it tells
+def _line(several: list[Piece], site: Site, values: Values) -> str:
+    """The regular expression of one printed line, up to the last figure that means something; empty where it tells
     neither a step nor an epoch with a figure.
     """
     text, used, last, says_what = "", list[str](), 0, False
-    for index, piece in enumerate(pieces):
+    for before, piece, after in zip(["", *several], several, [*several[1:], ""], strict=False):
         if isinstance(piece, str):
             text += re.sub(r"\s+", r"\\s+", re.sub(r"([.^$*+?{}\[\]|()\\])", r"\\\1", piece))
             continue
-        value, form = piece
-        before = _words(pieces, index, -1)
-        after = _words(pieces, index, 1)
-        group = _group(value, before, after, used, site, values)
+        words = before if isinstance(before, str) else ""
+        group = _group(piece[0], words, after if isinstance(after, str) else "", used, site, values)
         if group:
             used.append(group)
-            says_what = says_what or bool(_COUNT_WORDS.search(before))
-            pads = bool(re.match(r"[<>^ ]|-?\d", form)) or (text[-1:] not in ("", "+"))
-            digits = r"\d+" if group in COUNTED else NUMBER
-            text += (r"\s*" if pads and not text.endswith(r"\s+") else "") + f"(?P<{group}>{digits})"
-            if group in COUNTED and re.search(r"\.\d+f", form):
-                text += r"(?:\.\d+)?"
+            says_what = says_what or bool(_COUNT_WORDS.search(words))
+            is_padded = re.match(r"[<>^ ]|-?\d", piece[1]) or text[-1:] not in ("", "+")
+            text += r"\s*" if is_padded and not text.endswith(r"\s+") else ""
+            text += f"(?P<{group}>" + (r"\d+" if group in COUNTED else NUMBER) + ")"
+            text += r"(?:\.\d+)?" if group in COUNTED and re.search(r"\.\d+f", piece[1]) else ""
             last = len(text)
         else:
             text += ".*?"
-    if not {"step", "epoch"} & set(used):
-        return None
-    if not _MEANS & set(used) and (_NO_PROGRESS.search(text) or not (says_what or len(used) > 1)):
-        return None
-    if "batch" in used and "step" not in used and not {"epoch", "batches"} <= set(used):
-        return None
-    text = re.sub(r"^(\\s\+)+", "", text[:last])
-    while text.startswith(".*?"):
-        text = text[3:]
-    if "\\n" in text or not re.search(r"[A-Za-z\[/:|]", re.sub(r"\(\?P<\w+>[^)]*\)|\\[sd]", "", text)):
-        return None
-    return PrintedLine(
-        regex=text, groups=frozenset(used), where=site.where, is_of_training=_is_of_training(site, values)
-    )
-
-
-def _words(pieces: list[Piece], index: int, step: int) -> str:
-    at = index + step
-    piece = pieces[at] if 0 <= at < len(pieces) else ""
-    return piece if isinstance(piece, str) else ""
-
-
-def _is_of_training(site: Site, values: Values) -> bool:
-    names = " ".join(each.name for each in site.scope.functions).lower()
-    return not re.search(r"val|eval|test|sample|infer|generat|load|resume|restore|summary", names)
+    has_figure = {"loss", "val", "step_ms"} & set(used)
+    is_progress = has_figure or ((says_what or len(used) > 1) and not _NO_PROGRESS.search(text))
+    is_counted = "step" in used or ("epoch" in used and ("batch" not in used or "batches" in used))
+    text = re.sub(r"^(\\s\+|\.\*\?)+", "", text[:last])
+    is_plain = re.search(r"[A-Za-z\[/:|]", re.sub(r"\(\?P<\w+>[^)]*\)|\\[sd]", "", text)) and "\\n" not in text
+    return text if is_progress and is_counted and is_plain else ""
 
 
 def _group(value: ast.expr | None, before: str, after: str, used: list[str], site: Site, values: Values) -> str:
     """What a figure of a line is, by its name and by the words around it; empty: nothing that is asked for."""
+    if re.search(r"(/|\bof)\s*$", before) and used and used[-1] in ("step", "epoch", "batch"):
+        group = _TOTALS.get(used[-1], "")
+        return group if group not in used else ""
     named = ast.unparse(value).lower() if value is not None else ""
     near = re.split(r"[,|;]", before.rstrip(" :=|([#").lower())[-1][-24:]
-    plain = re.sub(r"\s*[-+]\s*\d+|\bint\(|\bstr\(|\)", "", named).strip("() ")
-    is_total = before.rstrip().endswith(("/", "of")) and bool(used) and used[-1] in ("step", "epoch", "batch")
-    if is_total:
-        group = {"step": "total", "epoch": "", "batch": "batches"}[used[-1]]
-        return group if group not in used else ""
-    is_setting = (
-        isinstance(value, ast.Attribute)
-        and not named.startswith("self.")
-        and values.settings.find(value.attr) is not None
-    )
-    counted = (
-        unit(plain)
-        if not is_setting and re.fullmatch(r"[\w.]+", plain) and "loss" not in plain and "time" not in plain
-        else None
-    )
-    if re.search(r"max|total_|\bnum_|\bn_|len\(|\blr\b|rate|_per_|/sec|speed|start", named) and not re.search(
-        r"num_update|iter_num|num_iter", named
-    ):
-        counted = None
-    if counted is None and isinstance(value, ast.Name):
-        for statement in reversed(site.around):
-            if isinstance(statement, ast.For) and any(
-                isinstance(n, ast.Name) and n.id == value.id for n in walk(statement.target)
-            ):
-                first = statement.target.elts[0] if isinstance(statement.target, ast.Tuple) else statement.target
-                if isinstance(first, ast.Name) and first.id == value.id:
-                    is_loader = isinstance(statement.iter, ast.Call) and called(statement.iter) == "enumerate"
-                    counted = "batch" if is_loader else "step" if loop_range(statement) is not None else None
-        counted = {"epoch": "epoch"}.get(near.strip(), counted) if counted == "step" else counted  # type: ignore[assignment]
-    if counted == "step" and isinstance(value, ast.Name) and "epoch" in used:
-        for statement in site.around:
-            if isinstance(statement, ast.For) and loop_unit(values, statement, site.scope) == "batch":
-                counted = (
-                    "batch"
-                    if any(isinstance(n, ast.Name) and n.id == value.id for n in walk(statement.target))
-                    else counted
-                )
-    is_part = "epoch" in used and "batch" not in used and after.lstrip().startswith(("/", "of "))
-    if is_part and (counted == "step" or (before.rstrip(" ").endswith(("[", "(", "|")) and "epoch" not in named)):
-        return "batch"  # of so many: rows, or batches of the epoch
-    if counted in ("step", "epoch", "batch") and counted not in used:
-        return str(counted)
+    counted = _counted(value, named, near, "epoch" in used, site, values)
+    is_part = "epoch" in used and "batch" not in used and re.match(r"\s*(/|of )", after)
+    if is_part and (counted == "step" or (re.search(r"[\[(|] *$", before) and "epoch" not in named)):
+        counted = "batch"  # of so many: rows, or batches of the epoch
+    if counted and counted not in used:
+        return counted
     words = f"{near} {named}"
-    if (
-        re.search(r"\bval\w*|valid|\btest|eval", words)
-        and re.search(r"loss|perplexity|bpb|ppl", words)
-        and "val" not in used
-    ):
-        return "val"
-    if "loss" in words and not re.search(r"val\b|valid|eval|best|test|aux", words) and "loss" not in used:
-        return "loss"
-    is_sum = re.search(r"total|train(ing)?_time", words)
-    if (
-        not is_sum
-        and re.match(r"\s*ms\b", after)
-        and re.search(r"dt|time|ms|elapsed|step", words)
-        and "step_ms" not in used
-    ):
-        return "step_ms"
-    return ""
+    for group, wanted, unwanted in _FIGURES:
+        if group not in used and wanted.search(words) and not unwanted.search(words):
+            return group
+    is_step_ms = re.match(r"\s*ms\b", after) and _TAKES_MS.search(words) and not re.search("total|training", words)
+    return "step_ms" if is_step_ms and "step_ms" not in used else ""
 
 
-def _bar(site: Site, values: Values) -> PrintedLine | None:
+def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site: Site, values: Values) -> str:
+    """What a printed number counts, by its name, else by the loop that counts it; empty: nothing that is known."""
+    plain = re.sub(r"\s*[-+]\s*\d+|\b(int|str)\(|\)", "", named).strip("() ")
+    is_setting = isinstance(value, ast.Attribute) and dotted(value.value) != "self" and values.settings.find(value.attr)
+    counted: str | None = None
+    if re.fullmatch(r"[\w.]+", plain) and not is_setting and not _NO_COUNT.search(named):
+        counted = unit(plain)
+    loops = [node for node in site.around if isinstance(node, ast.For)]
+    if isinstance(value, ast.Name):
+        own = [each for each in loops if value.id in (n.id for n in walk(each.target) if isinstance(n, ast.Name))]
+        kind = values.kinds(value, site.scope) if counted is None and own else None
+        counted = counted or ("epoch" if kind == "step" and near.strip() == "epoch" else kind)
+        if counted == "step" and in_epoch and any(loop_unit(values, each, site.scope) == "batch" for each in own):
+            counted = "batch"
+    return counted or ""
+
+
+def _bar(site: Site, values: Values) -> str:
     """A progress bar over a range of steps or epochs, or over the batches of an epoch that its words name."""
-    said = {each.arg: each.value for each in site.call.keywords}
     loop = next(
         (each for each in reversed(site.around) if isinstance(each, ast.For) and site.call in walk(each.iter)), None
     )
-    over = site.call.args[0] if site.call.args else said.get("iterable")
-    ranges = [node for node in walk(site.call) if isinstance(node, ast.Call) and called(node) in ("range", "trange")]
+    body = loop or (site.scope.functions[-1] if site.scope.functions else site.call)
+    ranges = [each for each in walk(site.call) if isinstance(each, ast.Call) and called(each) in ("range", "trange")]
+    total, over = site.keyword("total"), site.argument(0, "iterable")
     count = loop_unit(values, loop, site.scope) if loop is not None else None
-    desc = _text(said["desc"], site) if "desc" in said else []
-    if count is None and over is None and "total" in said:
-        count = "step" if re.search(r"step|iter", ast.unparse(said["total"]).lower()) else None
-    count = count or (unit(ast.unparse(ranges[0].args[-1])) if ranges and ranges[0].args else None)
-    names = {"step": ("step", "total"), "epoch": ("epoch", ""), "batch": ("batch", "batches")}
-    if count is None and any("epoch" in ast.unparse(p[0]) for p in desc if isinstance(p, tuple) and p[0] is not None):
-        count = "batch"
-    if count not in names or not _TRAINS.search(
-        ast.unparse(loop or site.scope.functions[-1] if site.scope.functions else site.call)
-    ):
-        return None
-    prefix, used = "", list[str]()
-    for index, piece in enumerate(desc):
+    if count is None and over is None and total is not None:
+        count = "step" if re.search(r"step|iter", ast.unparse(total).lower()) else None
+    if count is None and ranges and ranges[0].args:
+        count = unit(ast.unparse(ranges[0].args[-1]))
+    prefix, tells_epoch = "", False
+    for piece in pieces(site.keyword("desc")):
+        is_epoch = (
+            not isinstance(piece, str)
+            and not tells_epoch
+            and unit(ast.unparse(piece[0] or ast.Name("", ast.Load()))) == "epoch"
+        )
         if isinstance(piece, str):
             prefix += re.sub(r"\s+", r"\\s+", re.escape(piece).replace("\\ ", " "))
-        elif (group := _group(piece[0], _words(desc, index, -1), "", used, site, values)) == "epoch":
-            used.append(group)
-            prefix += r"(?P<epoch>\d+)"
         else:
-            prefix += ".*?"
-    number, total = names[count]
-    if (number == "epoch" and "epoch" in used) or (number == "batch" and "epoch" not in used):
-        return None
-    bar = BAR.format(count=number, total=total or "x").replace("(?P<x>", "(?:")
-    regex = f"{prefix}:?\\s*{bar}" if prefix else rf"^\s*{bar}"
-    groups = frozenset(filter(None, {number, total, *used}))
-    return PrintedLine(regex=regex, groups=groups, where=site.where, is_of_training=_is_of_training(site, values))
+            prefix += r"(?P<epoch>\d+)" if is_epoch else ".*?"
+        tells_epoch = tells_epoch or is_epoch
+    count = count or ("batch" if tells_epoch else None)
+    wrong = count is None or (count == "epoch" and tells_epoch) or (count == "batch" and not tells_epoch)
+    if wrong or not _TRAINS.search(ast.unparse(body)):
+        return ""
+    bar = BAR.format(count=count, total=_TOTALS.get(str(count), "x")).replace("(?P<x>", "(?:")
+    return f"{prefix}:?\\s*{bar}" if prefix else rf"^\s*{bar}"

@@ -8,7 +8,7 @@ import re
 
 from gpufleet.infra.discover.frameworks import Framework
 from gpufleet.infra.discover.reach import Reach, Site, called, dotted, walk
-from gpufleet.infra.discover.saves import CodeSave, Saves, around_of
+from gpufleet.infra.discover.saves import OTHER, CodeSave, Saves, around_of
 from gpufleet.infra.discover.settings import Setting, literal
 from gpufleet.infra.discover.source import Finding
 from gpufleet.infra.discover.values import Hole, Values
@@ -44,6 +44,8 @@ def find_resume(
     for parts, site in saves.loads:
         if called(site.call) in ("load_state_dict", "from_pretrained", "loads", "glob", "open"):
             continue  # of what was read already, or of somebody's weights
+        if len(parts) > 1 and isinstance(parts[-1], str) and OTHER.search(parts[-1]):
+            continue  # its settings, say
         if parts and isinstance(parts[0], Hole) and parts[0].kind == "setting" and parts[0].name != folder:
             setting = values.settings.find(parts[0].name)
             if setting is not None and not _BEGINS.search(setting.name):
@@ -70,6 +72,7 @@ def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding |
     for parts, site in saves.loads if loops else ():
         named = any(isinstance(each, str) and re.search(r"[A-Za-z]", each) for each in parts)
         is_there = named and parts[0] == chosen.parts[0] and isinstance(parts[0], Hole)
+        is_there = is_there and posixpath.splitext(str(parts[-1]))[1] == posixpath.splitext(str(chosen.parts[-1]))[1]
         same = parts == chosen.parts or (is_there and called(site.call) in ("glob", "load"))
         if same and loops[-1] not in site.around and _is_before(reach, site, loops[-1], chosen):
             return Finding(f"it reads {shown(chosen)} by itself", site.where)

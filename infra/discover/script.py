@@ -339,6 +339,8 @@ def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> Checkpoi
             beside = pattern(other, values)
             if beside is None or other is chosen or not _goes_with(chosen, other) or beside.name in names:
                 continue
+            if posixpath.dirname(beside.name) != posixpath.dirname(place.name):
+                continue
             if (
                 (beside.setting, beside.folder) == (place.setting, place.folder)
                 and "{" in place.name
@@ -433,24 +435,11 @@ def _bound(
     from_one = begin is not None and bool(re.search(r"(^|\+ )1$", ast.unparse(begin)))
     if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Add) and literal(expr.right) == 1:
         expr, from_one = expr.left, False
-    if (number := values.number(expr, site.scope)) is not None and number > 1:
+    number, setting = values.quantity(expr, site.scope)
+    if setting is not None:
+        yield Total(unit=kind, count=setting.count, where=setting.place, setting=setting)
+    elif number is not None and number > 1:
         yield Total(unit=kind, count=number - from_one, where=where)
-        return
-    for parts in values.resolve(expr, site.scope):
-        if len(parts) != 1:
-            continue
-        part = parts[0]
-        if isinstance(part, str) and part.isdigit() and int(part) > 1:
-            yield Total(unit=kind, count=int(part) - from_one, where=where)
-        elif isinstance(part, Hole) and (
-            setting := values.settings.find(part.name.rpartition(".")[2] if part.kind != "setting" else part.name)
-        ):
-            yield Total(
-                unit=kind,
-                count=setting.count,
-                where=setting.where if setting.typed is None else "your command",
-                setting=setting,
-            )
 
 
 def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[str, tuple[object, str]]) -> Total | None:

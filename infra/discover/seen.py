@@ -115,12 +115,12 @@ def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
         matching = [line for line in seen.output if re.search(regex, line)]
         if matching:
             shown = f"{where}; seen {len(matching)} times: {matching[-1].strip()[:60]!r}"
-            lines.append(PrintedLine(regex=regex, groups=frozenset(re.compile(regex).groupindex), where=shown))
+            lines.append(PrintedLine(regex=regex, where=shown))
     counts = [each for each in lines if each.groups & {"step", "epoch"}]
     if counts:
         found.lines = [*counts[:1], *[each for each in lines if each is not counts[0]][:2]]
     elif seen.lines is not None:
-        found.lines = [PrintedLine(regex=seen.lines.regex, groups=seen.lines.groups, where=seen.lines.evidence)]
+        found.lines = [PrintedLine(regex=seen.lines.regex, where=seen.lines.evidence)]
     else:
         return
     if row is not None:
