@@ -48,7 +48,7 @@ def price(
     if one.variant.reference:
         raise GpufleetError(f"{one.name}, scenario {one.scenario}: ran elsewhere, so there is nothing to price")
     missing = [] if one.variant.only_priced else not_ready(one, root)
-    bill = bill_of(one, root, load_catalog(root), today=now.date(), not_ready=missing)
+    bill = bill_of(one, root, load_catalog(root, day=now.date()), today=now.date(), not_ready=missing)
     return bill_in_numbers(
         bill,
         warnings=limits.deadline_warnings(one, bill, now),

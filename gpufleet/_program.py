@@ -34,6 +34,7 @@ def program() -> None:
 
         preview = bool(pulumi.runtime.is_dry_run())
         unknown = unknown_fleets.look(plan.definition, was.fleet_ids, aws.client, datetime.now(UTC), preview=preview)
+        engine.begin(plan.verdict, was)
     except GpufleetError as error:
         pulumi.log.error(printable(f"{error}\nNothing was declared."))
         sys.exit(SHOWN)

@@ -63,18 +63,23 @@ class TrainingRun(pulumi.ComponentResource):
         in the definition, the run id of an earlier run, limits below the bill, inputs that are not there.
         """
         engine.require()
-        root = Path(project) if project is not None else engine.root_directory()
+        root = Path(project).resolve() if project is not None else engine.root_directory()
         try:
             path = file_of(definition, root, name)
             if path.is_relative_to(Path.cwd()):  # as further commands take it, on any machine
                 path = path.relative_to(Path.cwd())
-            was = engine.last_update((TYPE, name), path.stem)
+            earlier = _earlier_names(opts)
+            was = engine.last_update((TYPE, [name, *earlier]), path.stem)
             plan = engine.planned(root, str(path), was, scenario=scenario, tags=tags)
             _check_network(vpc_id, subnets, plan.definition.fleet.zones)
             _claim(plan.definition.name, name)
         except GpufleetError as error:
             raise pulumi.RunError(printable(f"{name}: {error}\nNothing of it was declared.")) from error
         super().__init__(TYPE, name, None, opts)
+        try:
+            engine.begin(plan.verdict, was, f"{name}-run", self)
+        except GpufleetError as error:
+            raise pulumi.RunError(printable(f"{name}: {error}\nNothing of it was declared.")) from error
         engine.say(plan, root, self)
 
         from gpufleet.infra.program.resources.declare import Surroundings, declare
@@ -85,6 +90,7 @@ class TrainingRun(pulumi.ComponentResource):
             _check_region(given, plan.definition.fleet.region)
         around = Surroundings(
             prefix=f"{name}-",
+            earlier=tuple(f"{each}-" for each in earlier),
             opts=pulumi.ResourceOptions(parent=self, providers=None if given is None else [given]),
             vpc=GivenVpc(id=vpc_id, subnets=subnets) if vpc_id is not None and subnets is not None else None,
             permissions_boundary=permissions_boundary,
@@ -124,6 +130,12 @@ def _claim(definition: str, name: str) -> None:
             f"{other} runs the definition {definition} already, and bucket, role and tags are named after it. Give this"
             f" one a file of another name, or the file's sections as a mapping, which is called {name} then"
         )
+
+
+def _earlier_names(opts: pulumi.ResourceOptions | None) -> list[str]:
+    """Those that the options' aliases give, as far as they are known at once."""
+    aliases = [alias.name if isinstance(alias, pulumi.Alias) else alias for alias in (opts and opts.aliases) or []]
+    return [each.rpartition("::")[2] for each in aliases if isinstance(each, str)]
 
 
 def _check_network(

@@ -9,13 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from typing import Any
+from xml.etree import ElementTree
 
 from moto.core.responses import ActionResult
 from moto.ec2.exceptions import EC2ClientError
+from moto.ec2.models.security_groups import SecurityGroupRule
 from moto.ec2.responses import EC2Response
 from moto.iam.access_control import IAMPolicy, PermissionResult
 from moto.s3.models import FakeBucket
+from moto.s3.responses import S3Response
 from moto.servicequotas.responses import ServiceQuotasResponse
+from moto.stepfunctions.responses import StepFunctionResponse
 
 from gpufleet.rehearsal.account import QUOTAS, spot_price, zone_ids
 from gpufleet.rehearsal.controller import FleetController
@@ -204,6 +208,50 @@ def _describe_launch_templates(fleets: FleetController, response: Any) -> Any:
     return _MOTO["describe_launch_templates"](response)
 
 
+def _describe_tags(fleets: FleetController, response: Any) -> Any:
+    """moto's, and those of the fleets, which it does not know."""
+    wanted = {each["Name"]: set(each["Values"]) for each in _params(response).get("Filters") or []}
+    if wanted.get("resource-type") != {"fleet"}:
+        return _MOTO["describe_tags"](response)
+    tags = [
+        tag
+        for tag in fleets.described_tags(response.region)
+        if all(tag["Value"] in values for name, values in wanted.items() if name == f"tag:{tag['Key']}")
+        and all(tag["Key"] == name[4:] for name in wanted if name.startswith("tag:"))
+    ]
+    return ActionResult({"Tags": tags})
+
+
+def _modify_security_group_rules(fleets: FleetController, response: Any) -> Any:
+    """AWS takes a rule for all protocols without ports, which moto asks of each."""
+    for each in _params(response).get("SecurityGroupRules") or []:
+        if each["SecurityGroupRule"].get("IpProtocol") == "-1":
+            each["SecurityGroupRule"].setdefault("FromPort", -1)
+            each["SecurityGroupRule"].setdefault("ToPort", -1)
+    return _MOTO["modify_security_group_rules"](response)
+
+
+def _validate_state_machine(fleets: FleetController, response: Any) -> Any:
+    """ValidateStateMachineDefinition: whether it is JSON and begins with one of its states."""
+    try:
+        machine = json.loads(response._get_param("definition"))
+        wrong = "" if machine["StartAt"] in machine["States"] else f"no state is called {machine['StartAt']}"
+    except (ValueError, TypeError, KeyError) as error:
+        wrong = str(error)
+    diagnostic = {"severity": "ERROR", "code": "SCHEMA_VALIDATION_FAILED", "message": wrong}
+    return ActionResult(
+        {"result": "FAIL" if wrong else "OK", "diagnostics": [diagnostic] if wrong else [], "truncated": False}
+    )
+
+
+def _list_state_machine_versions(fleets: FleetController, response: Any) -> Any:
+    machine = response.stepfunction_backend.describe_state_machine(response._get_param("stateMachineArn"))
+    versions = [
+        {"stateMachineVersionArn": each.arn, "creationDate": each.creation_date} for each in machine.versions.values()
+    ]
+    return ActionResult({"stateMachineVersions": versions})
+
+
 def _quota(fleets: FleetController, code: str) -> dict[str, Any]:
     name = QUOTAS[code]
     return {
@@ -256,12 +304,44 @@ _EC2: dict[str, Action] = {
     "terminate_instances": _terminate_instances,
     "create_launch_template": _create_launch_template,
     "describe_launch_templates": _describe_launch_templates,
+    "describe_tags": _describe_tags,
+    "modify_security_group_rules": _modify_security_group_rules,
     **{name: _unless_in_use(name, refuse) for name, refuse in _REFUSALS.items()},
 }
 for _name, _action in _EC2.items():
     _replace(EC2Response, _name, _action)
 _replace(ServiceQuotasResponse, "get_service_quota", _get_service_quota)
 _replace(ServiceQuotasResponse, "list_service_quotas", _list_service_quotas)
+
+_replace(StepFunctionResponse, "validate_state_machine_definition", _validate_state_machine)
+_replace(StepFunctionResponse, "list_state_machine_versions", _list_state_machine_versions)
+
+
+def _rule_description(rule: SecurityGroupRule) -> str | None:
+    """A rule's description, which moto forgets where the rule names a group."""
+    description: str | None = rule.ip_range.get("Description") or rule.source_group.get("Description")
+    return description
+
+
+SecurityGroupRule.description = property(_rule_description)  # type: ignore[assignment]
+
+_moto_bucket_put = S3Response._bucket_response_put
+
+
+def _bucket_put(response: S3Response, request: Any, bucket: str, query: dict[str, Any]) -> Any:
+    """CreateBucket takes tags."""
+    answer = _moto_bucket_put(response, request, bucket, query)
+    if response.data.get("Action") == "CreateBucket" and response.current_account in FLEETS and response.body:
+        tags = {
+            each.findtext("{*}Key", ""): each.findtext("{*}Value", "")
+            for each in ElementTree.fromstring(response.body).iterfind("{*}Tags/{*}Tag")
+        }
+        if tags:
+            response.backend.put_bucket_tagging(bucket, tags)
+    return answer
+
+
+S3Response._bucket_response_put = _bucket_put  # type: ignore[method-assign, assignment]
 
 _moto_get_permission = FakeBucket.get_permission
 

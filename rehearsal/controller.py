@@ -129,12 +129,24 @@ class FleetController:
             return {"SuccessfulFleetDeletions": done, "UnsuccessfulFleetDeletions": failed}
 
     def describe(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DescribeFleets, deleted ones included while they linger. Unlike tags, states are always current."""
+        """DescribeFleets, deleted ones included while they linger; instant ones only by their ids (API reference,
+        2026-11-27). Unlike tags, states are always current.
+        """
         with self.lock:
             self.tick()
             named = [self._get(region, fleet_id) for fleet_id in request.get("FleetIds") or []]
-            wanted = named or list(self.fleets.values())
+            wanted = named or [fleet for fleet in self.fleets.values() if fleet.type != "instant"]
             return {"Fleets": [fleet.data(self.living(fleet.id)) for fleet in wanted if fleet.region == region]}
+
+    def described_tags(self, region: str) -> list[dict[str, str]]:
+        """What DescribeTags tells of the fleets."""
+        with self.lock:
+            return [
+                {"Key": key, "Value": value, "ResourceId": fleet.id, "ResourceType": "fleet"}
+                for fleet in self.fleets.values()
+                if fleet.region == region
+                for key, value in fleet.tags.items()
+            ]
 
     def describe_instances(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """DescribeFleetInstances: the running ones only."""
@@ -296,10 +308,12 @@ class FleetController:
         return self.launcher.launch(fleet.region, fleet.id, fleet.spot, pools, now)
 
     def _settle(self, fleet: CloudFleet, now: datetime) -> None:
-        if self.living(fleet.id) or fleet.type == "instant":
+        if self.living(fleet.id):
             return
         over = fleet.expired and fleet.state == "active" and self.expired_state == "deleted"
-        if over or fleet.state in ("deleted_terminating", "deleted_running"):
+        if fleet.type == "instant" and fleet.state == "deleted_terminating":
+            fleet.deleted_at = fleet.deleted_at or now
+        elif over or fleet.state in ("deleted_terminating", "deleted_running"):
             fleet.state, fleet.deleted_at = "deleted", now
             self._event(fleet, "fleetRequestChange", "deleted")
         if fleet.deleted_at and now - fleet.deleted_at > LINGER:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.job import ledger
-from gpufleet.job.command.endings import REACHED
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.done import FINISHED, Done
+from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
 from gpufleet.job.spec.common import PhaseSize
@@ -61,12 +61,15 @@ RECOVERY_S = 10.0  # beyond importing torch: bench/results/bars.md
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """One promise: what, the figure, and whether it held. `required` False: reported, and not failed for."""
+    """One promise: what, the figure, and whether it held. `required` False: reported, and not failed for; `shown`
+    False: whether it holds is not known, and the figure says what would show it.
+    """
 
     name: str
     figure: str
     held: bool
     required: bool = True
+    shown: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +80,9 @@ class Resumption:
     last_step: int
     resumed_step: int
     started_s: float | None  # from its launch to the next node's first step
-    told_step: int | None  # the first one that the next node has logged
     signalled: bool  # a command was sent its signal
     reason: str  # why the checkpoint was made that the next node goes on from; empty: there was none
+    observed: Observed = field(default_factory=Observed)  # of a command, by the next node
 
     def saved(self, every: int | None) -> bool | None:
         """Whether the next node goes on from what a command has saved since its signal. None: that is not shown, no
@@ -149,9 +152,9 @@ class Evidence:
                     last_step=max(left.last_step, before.last_step),
                     resumed_step=taken.resumed_step,
                     started_s=None if taken.started_s is None else float(taken.started_s),
-                    told_step=after.first_step,
                     signalled=before.signalled,
                     reason=watch.manifests.get(taken.resumed_step, ""),
+                    observed=after.observed,
                 )
             )
         return found
@@ -169,7 +172,6 @@ class Evidence:
             last_step=begun.reached,
             resumed_step=max(begun.step, 0),
             started_s=None,
-            told_step=None,
             signalled=view.signalled,
             reason=watch.manifests.get(begun.step, ""),
         )
@@ -178,7 +180,7 @@ class Evidence:
 def checks(evidence: Evidence) -> list[Promise]:
     """Every promise about the run. Raises GpufleetError when one did not hold."""
     found = list(_checks(evidence))
-    broken = [check for check in found if check.required and not check.held]
+    broken = [check for check in found if check.required and check.shown and not check.held]
     if broken:
         raise GpufleetError("; ".join(f"{check.name}: {check.figure}" for check in broken))
     return found
@@ -271,7 +273,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
     else:
         every = config.steps_between_saves()
         figure += f", saves every {every} steps" if every else ""
-        held = resumption.resumed_step > 0 and reached
+        held = (resumption.resumed_step > 0 and reached) or not config.saves
         yield Promise(name="steps repeated after a loss without notice", figure=figure, held=held)
     if resumption.started_s is None:
         return
@@ -280,9 +282,6 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
         text = f"{resumption.started_s:.1f} s, {beyond:.1f} s beyond importing torch (bar {RECOVERY_S:.0f})"
         yield Promise(name="new node to first new step", figure=text, held=beyond < RECOVERY_S, required=False)
     else:
-        text = f"restored {resumption.resumed_step}, first step told {resumption.told_step}"
-        held = (resumption.told_step or 0) >= resumption.resumed_step
-        yield Promise(name="goes on from its checkpoint", figure=text, held=held)
         text = f"{resumption.started_s:.1f} s, with the command's own start"
         yield Promise(name="new node to first new step", figure=text, held=True)
 
@@ -296,20 +295,21 @@ def _logged(rehearsal: Rehearsal) -> set[str]:
 
 
 def _steps(evidence: Evidence, last: int) -> Promise:
-    """All of them; where a run may stop early, no more than those, and the last one published."""
+    """All of them; where a run may stop early, no more than those, and the last one published; of a command, as many as
+    its end was believed with.
+    """
     watch, total = evidence.rehearsal.watch, evidence.total_steps
     assert watch is not None
     if evidence.rehearsal.definition.job.parameters.may_stop_early:
         held = last == max(watch.manifests, default=0) <= total
         done = sum(evidence.steps_done().values())
         return Promise(name="steps", figure=f"{done} of at most {total}, it may stop early", held=held)
-    figure = f"{last} of {total}"
-    if not evidence.rehearsal.definition.job.parameters.is_users_own:
-        return Promise(name="steps", figure=figure, held=last == total)
-    held = REACHED * total <= last <= total / REACHED  # its last ones may be told nowhere
-    if not held:
-        figure += ": rehearsal.job.work.steps must say what rehearsal.job.command does"
-    return Promise(name="steps", figure=figure, held=held)
+    config = evidence.rehearsal.definition.job.parameters
+    counts = config.phases()[-1].counts
+    figure = f"{last}, of how many job.work does not say" if counts == "seconds" else f"{last} of {total}"
+    return Promise(
+        name=counts if counts == "epochs" else "steps", figure=figure, held=config.is_users_own or last == total
+    )
 
 
 def _passed(boundary: Mapping[str, Any]) -> bool:

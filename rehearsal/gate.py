@@ -198,6 +198,8 @@ class Gate:
             self.seed_region(region)
             action = _scheduler_action(environ) if service == "scheduler" else _action(environ)
             self.calls.append((key, action))
+            if action == "SimulatePrincipalPolicy":
+                return _send(start, environ, *self._simulated(key, environ))
             if (key, action) in self.denied:
                 return _send(start, environ, *_unauthorized(service, f"{action} (refused by the rehearsal)"))
         if service == "scheduler" and (past := self._passed_moment(environ, action)):
@@ -206,6 +208,22 @@ class Gate:
         if key == NODE_KEY:
             return self._of_node(environ, start, service, region, action)
         return self.app(environ, start)
+
+    def _simulated(self, key: str, environ: dict[str, Any]) -> tuple[str, dict[str, str], bytes]:
+        """IAM's simulator, which moto lacks: all is allowed that is not refused here."""
+        asked = parse_qs(_body(environ).decode())
+        actions = [value for name, (value,) in asked.items() if name.startswith("ActionNames.member.")]
+        members = "".join(
+            f"<member><EvalActionName>{action}</EvalActionName><EvalDecision>"
+            f"{'implicitDeny' if (key, action.partition(':')[2]) in self.denied else 'allowed'}"
+            "</EvalDecision></member>"
+            for action in actions
+        )
+        result = f"<EvaluationResults>{members}</EvaluationResults><IsTruncated>false</IsTruncated>"
+        result = f"<SimulatePrincipalPolicyResult>{result}</SimulatePrincipalPolicyResult>"
+        space = 'xmlns="https://iam.amazonaws.com/doc/2010-05-08/"'
+        whole = f"<SimulatePrincipalPolicyResponse {space}>{result}</SimulatePrincipalPolicyResponse>"
+        return "200 OK", {"Content-Type": "text/xml"}, whole.encode()
 
     def _passed_moment(self, environ: dict[str, Any], action: str) -> str:
         """What AWS says of a schedule whose moment has passed; empty where it has not."""

@@ -8,6 +8,7 @@ the CPU.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -21,6 +22,18 @@ from gpufleet.job.node import container, jobs
 from gpufleet.job.node.outside import last_line
 
 ANSWERS_S = 120.0
+TORCHRUN_S = 30.0  # after which torchrun ends its workers, where its torch reads no other figure from the environment
+LAUNCHED = re.compile(r"torchrun|torch\.distributed|accelerate\s+launch")
+# Says which torch an image has and whether its launcher reads that variable; nothing where it has none.
+LOOK = """
+import importlib.util, pathlib, re
+found = importlib.util.find_spec("torch")
+if found and found.origin:
+    folder = pathlib.Path(found.origin).parent
+    version = re.search("__version__ *= *.([0-9.]+)", (folder / "version.py").read_text())[1]
+    launchers = (folder / "distributed").glob("*/api.py")
+    print(version, any("TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in each.read_text() for each in launchers))
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +60,42 @@ class Docker:
                 f"docker: a container in the host's network does not reach the embedded AWS at {endpoint} ({said})."
                 " Docker Desktop and a rootless docker run containers elsewhere: --image needs Docker Engine on Linux"
             )
+
+    def impatience(self, definition: StackDefinition) -> str:
+        """That the image's torchrun ends its workers before `stop.grace_s` is over, in a sentence; empty: it does not.
+
+        Whatever the definition says: the variable that the node sets is read by the torch of 2026 and newer.
+        """
+        config = definition.job.parameters
+        if not LAUNCHED.search(getattr(config, "command", "")) or config.grace_s <= TORCHRUN_S:
+            return ""
+        image = definition.job.images[0].partition("@")[0]
+        shell = 'for each in python3 python; do command -v $each >/dev/null && exec $each -c "$LOOK"; done'
+        words = (
+            "run",
+            "--rm",
+            "-e",
+            f"LOOK={LOOK}",
+            "--entrypoint",
+            "sh",
+            f"{image}@{self.digests[image]}",
+            "-c",
+            shell,
+        )
+        try:
+            done = subprocess.run(
+                [self.program, *words], capture_output=True, text=True, timeout=ANSWERS_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        version, _, reads = done.stdout.strip().partition(" ")
+        if reads != "False":
+            return ""
+        return (
+            f"torch {version} of {image} ends the workers of torchrun after {TORCHRUN_S:.0f} s, whatever"
+            f" job.stop.grace_s ({config.grace_s:g} s) says: a save that takes longer is lost. Take an image with a"
+            f" torch of 2026 or newer, or write job.stop.grace_s: {TORCHRUN_S:.0f}"
+        )
 
     def remove(self, instance: str) -> None:
         """Ends a node's containers at once."""

@@ -28,6 +28,8 @@ from gpufleet.rehearsal.handlers import handler, table
 from gpufleet.rehearsal.handlers.table import Aws, UnsupportedError
 from gpufleet.rehearsal.provider import plain, struct
 
+STASH = "pulumi:index:Stash"  # the engine's own, in its state alone
+
 
 class Monitor(mocks.MockMonitor):
     """Creates what the program registers, and remembers how it asked."""
@@ -47,6 +49,11 @@ class Monitor(mocks.MockMonitor):
             return resource_pb2.RegisterResourceResponse(urn=urn, id="provider", object=request.object)
         if not request.custom:
             return resource_pb2.RegisterResourceResponse(urn=urn)
+        if request.type == STASH:
+            kept = plain(request.object)["input"]
+            return resource_pb2.RegisterResourceResponse(
+                urn=urn, id="stash", object=struct({"input": kept, "output": kept})
+            )
         region = self._regions[request.provider.rpartition("::")[0]]
         inputs = self._checked(request)
         resource_id, state = "", table.expected(handler(request.type), {}, inputs)

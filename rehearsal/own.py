@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,11 +16,14 @@ from botocore.exceptions import ClientError
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.inputs import code
 from gpufleet.job.contract import environment, metrics
+from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.workdir import FINAL
+from gpufleet.job.spec import CommandConfig, JobConfig
 from gpufleet.job.text import counted
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
 LEAST_GB = 0.0001  # that job.checkpoint.size_gb may be
+LATE = 3  # times its interval without any checkpoint, or checkpoints without any step
 Listing = Mapping[str, tuple[int, int]]  # by name: bytes and time of writing
 
 
@@ -53,20 +56,61 @@ def listing(definition: StackDefinition, root: Path) -> Listing:
     return {name: (path.lstat().st_size, path.lstat().st_mtime_ns) for name, path in files.items()}
 
 
+def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
+    """Why a command of this definition, of which so much was seen at a step, will not hold: said at once, with what did
+    come, in place of minutes later. Empty: it may hold.
+    """
+    every, patterns = config.steps_between_saves(), ", ".join(config.patterns)
+
+    def doubt(observed: Observed, step: int) -> str:
+        found = []
+        if observed.elsewhere and not observed.checkpoints:
+            found.append(f"nothing was saved where it is looked for: {observed.elsewhere}")
+        elif config.saves and every is not None and not observed.begun and step > LATE * every:
+            found.append(
+                f"nothing came into {config.checkpoint.folder} by {config.unit} {step:,}, though job.checkpoint.every"
+                f" says every {every:,}: have the command save there, or write checkpoint: none"
+            )
+        trains = bool(observed.checkpoints or observed.elsewhere)
+        is_told_by_names = not config.progress.stdout and not config.checkpoint.rewritten
+        if trains and observed.unread and not observed.told and not is_told_by_names:
+            found.append(
+                f"no line matched job.progress.stdout, {patterns}; the last ones with numbers were:\n"
+                + "\n".join(f"  | {line}" for line in observed.unread)
+            )
+        elif config.checkpoint.rewritten and not observed.told and observed.checkpoints >= LATE:
+            found.append(
+                f"{observed.checkpoints} checkpoints are whole, and nothing tells their steps: a file that is"
+                " overwritten has none in its name, and no line came. Print one with each step, unbuffered (stdbuf"
+                " -oL), or JSON lines into $GPUFLEET_PROGRESS, or save under names with {step}"
+            )
+        return ".\n".join(found)
+
+    return doubt
+
+
 def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     """Every promise about a command; nothing for a ready-made job."""
     rehearsal, definition = evidence.rehearsal, evidence.rehearsal.definition
     config = definition.job.parameters
     if not config.is_users_own:
         return
-    lines = len(evidence.metrics)
-    yield Promise(name="lines that tell its step", figure=str(lines), held=lines >= 2)
     assert rehearsal.watch is not None
+    views = list(rehearsal.watch.views.values())
+    told = sum(view.observed.told for view in views)
+    yield Promise(name=f"lines that tell its {_unit(config)}", figure=f"from {told} of {len(views)} nodes", held=True)
+    nodes = [each.observed for each in evidence.resumptions() if each.observed.resumes]
+    if nodes and not rehearsal.stand_in:
+        yield resumes(nodes)
     published = sorted(rehearsal.watch.manifests)
     sizes = [save.bytes for line in evidence.metrics for save in metrics.saves(line)]
     largest = max(sizes, default=0)
     size = f", {largest / 1e6:.1f} MB (job.checkpoint.size_gb: {max(LEAST_GB, largest / 1e9):.2g})" if sizes else ""
-    yield Promise(name="whole checkpoints in the bucket", figure=_few(published) + size, held=bool(published))
+    yield Promise(
+        name="whole checkpoints in the bucket",
+        figure=_few(published) + size,
+        held=bool(published) or not config.saves,
+    )
     if not rehearsal.stand_in:
         after = listing(definition, rehearsal.root)
         changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
@@ -79,6 +123,22 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     if notices and not rehearsal.stand_in:
         figure = advice(notices, config.steps_between_saves(), config.saves_on_signal)
         yield Promise(name="saves on the signal of a notice", figure=figure, held=True)
+
+
+def resumes(nodes: Sequence[Observed]) -> Promise:
+    """In one of three words whether it goes on from what its nodes were given. One that shows it is enough: a node that
+    shows the contrary has ended the run.
+    """
+    name, by_verdict = "goes on from its checkpoint", {each.resumes: each.why for each in nodes}
+    if (why := by_verdict.get("goes on")) is not None:
+        return Promise(name=name, figure=f"goes on: {why}", held=True)
+    if (why := by_verdict.get("not looked at")) is not None:
+        return Promise(name=name, figure=f"not looked at: {why}", held=True)
+    return Promise(name=name, figure=f"not shown: {nodes[-1].why}", held=False, shown=False)
+
+
+def _unit(config: JobConfig) -> str:
+    return config.unit if isinstance(config, CommandConfig) else "step"
 
 
 def saves(evidence: Evidence) -> bool | None:

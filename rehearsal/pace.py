@@ -15,11 +15,11 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import measured
 from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract.done import FAILURES, Done
-from gpufleet.job.spec.command import SAVE_INTERVALS, STEP_COUNTS, CommandConfig, setting
+from gpufleet.job.spec.command import EPOCH_COUNTS, SAVE_INTERVALS, STEP_COUNTS, CommandConfig, setting
 from gpufleet.rehearsal.evidence import Rehearsal
 from gpufleet.rehearsal.watch import Watch
 
-TRAINS_S = 60.0  # of training, for two interruptions to find it at work
+TRAINS_S = 30.0  # of training, for two interruptions to find it at work
 SAVES = 6
 LEAST_MS = 0.5  # of a step: lines of faster ones come together, and tell no time
 
@@ -34,16 +34,22 @@ class TooFastError(GpufleetError):
         super().__init__(why)
 
 
+def failed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
+    """Why the run did not do its work; None: it did."""
+    kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
+    done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
+    if done.reason not in FAILURES:
+        return None
+    left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
+    rest = f"\nStill to come would have been: {left}." if left else ""
+    return GpufleetError(f"{done.detail.removeprefix('the command failed: ')}{rest}")
+
+
 def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
     """Why the run was over before all of its interruptions."""
     left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
-    kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
-    done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
-    if done.reason in FAILURES:
-        return GpufleetError(
-            f"the run failed, before the interruptions that were still to come ({left}): {done.detail}"
-        )
-    if rehearsal.definition.job.parameters.is_users_own and not watch.manifests:
+    own = rehearsal.definition.job.parameters
+    if own.is_users_own and own.saves and not watch.manifests:
         config = cast(CommandConfig, rehearsal.definition.job.parameters)
         return GpufleetError(
             f"the run ended, and no whole checkpoint of it was ever seen: nothing named {', '.join(config.names)} came"
@@ -57,7 +63,7 @@ def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
     return TooFastError(
         f"the run ended before it could be interrupted as planned ({left}): its {view.last_step:,} steps took"
         f" {took_ms:.3g} ms each. {count:,} of them with a save every {max(1, count // SAVES):,} are enough: write that"
-        " in job.command, job.work.steps and job.checkpoint.every of the file's `rehearsal` section",
+        " in job.command, job.work and job.checkpoint.every of the file's `rehearsal` section",
         took_ms,
     )
 
@@ -80,10 +86,11 @@ def longer(definition: StackDefinition, step_ms: float) -> Change | None:
     if not definition.job.parameters.is_users_own:
         return None
     config, count = cast(CommandConfig, definition.job.parameters), steps(step_ms)
-    said = setting(config.command, STEP_COUNTS)
-    if said is None or int(said["value"]) != config.work.steps or count <= config.work.steps:
+    key, names = ("steps", STEP_COUNTS) if config.unit == "step" else ("epochs", EPOCH_COUNTS)
+    said = setting(config.command, names)
+    if said is None or config.total is None or int(said["value"]) != config.total or count <= config.total:
         return None
-    job: dict[str, object] = {"command": _with_setting(said, count), "work": {"steps": count}}
+    job: dict[str, object] = {"command": _with_setting(said, count), "work": {key: count}}
     if (saves := setting(str(job["command"]), SAVE_INTERVALS)) and int(saves["value"]) == config.checkpoint.every.steps:
         job |= {"command": _with_setting(saves, count // SAVES), "checkpoint": {"every": {"steps": count // SAVES}}}
     overlay = read(json.dumps({"job": job, "estimate": {"step_ms": [round(step_ms, 3)]}}))

@@ -34,7 +34,7 @@ def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mappin
         "complete": config.complete,
         "bytes": round(min((config.checkpoint.size_gb or 0.01) * 1e9, MOST_BYTES)),
         "steps": STEPS,
-        "every": min(every.steps or STEPS, STEPS // 5),
+        "every": min(every.steps or STEPS, STEPS // 5) if config.saves else STEPS + 1,
         "pace_s": pace_s,
         "saves": config.saves_on_signal is True,
         "signal": config.stop.signal,
@@ -49,8 +49,8 @@ def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mappin
         "work": {"steps": STEPS},
         "device": "cpu",
     }
-    kept = {"every": {"steps": told["every"]}}
-    bare = _drop_keys(tree, "job", "code", "setup", "resume", "progress", "work")
+    kept = {"every": {"steps": told["every"]}} if config.saves else {"format": "none"}
+    bare = _drop_keys(tree, "job", "code", "workdir", "setup", "resume", "progress", "work")
     bare = _drop_keys(bare, "job.checkpoint", "every")
     overlay = {"job": {**job, "checkpoint": kept}, "estimate": {"step_ms": [round(pace_s * 1000)]}}
     found = merge(bare, read(json.dumps(overlay)))

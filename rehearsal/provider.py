@@ -8,6 +8,7 @@ pulumi/proto/pulumi/provider.proto; methods left out answer UNIMPLEMENTED, which
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from google.protobuf import empty_pb2, json_format, struct_pb2
 from pulumi.runtime.proto import plugin_pb2, provider_pb2, provider_pb2_grpc
 
-from gpufleet.rehearsal.handlers import handler, table
+from gpufleet.rehearsal.handlers import HANDLERS, handler, table
 from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError
 
 _MESSAGE_BYTES = 64 * 1024 * 1024  # objects travel inside messages; gRPC's default is 4 MiB
@@ -72,6 +73,20 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
 
     def GetPluginInfo(self, request: Any, context: Any) -> Any:
         return plugin_pb2.PluginInfo(version=importlib.metadata.version("pulumi-aws"))
+
+    def GetSchema(self, request: Any, context: Any) -> Any:
+        """What `pulumi import` writes code by: the types that there are, with properties of any kind."""
+        anything = {"$ref": "pulumi.json#/Any"}
+        resources = {
+            kind: {
+                "inputProperties": dict.fromkeys(sorted(each.required | each.optional), anything),
+                "properties": dict.fromkeys(sorted(each.required | each.optional | each.computed), anything),
+                "requiredInputs": sorted(each.required),
+            }
+            for kind, each in HANDLERS.items()
+        }
+        whole = {"name": "aws", "version": importlib.metadata.version("pulumi-aws"), "resources": resources}
+        return provider_pb2.GetSchemaResponse(schema=json.dumps(whole))
 
     def Cancel(self, request: Any, context: Any) -> Any:
         return empty_pb2.Empty()

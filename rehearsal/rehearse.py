@@ -32,6 +32,7 @@ from gpufleet.infra.evidence.measurement import own_programs
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
 from gpufleet.job import progress
+from gpufleet.job.spec import CommandConfig
 from gpufleet.rehearsal import block, environment, evidence, images, own, pace, plumbing, report, scratch, undisturbed
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Result
@@ -44,6 +45,7 @@ from gpufleet.rehearsal.watch import Watch, plan, possible
 QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # the packages of `job` that no ready-made one does without
 RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
+NOT_SHOWN = 3  # of an attempt: nothing failed, and not all of it was shown
 
 
 class StepFailedError(GpufleetError):
@@ -64,9 +66,9 @@ def rehearse(
     stand_in: bool = False,
     again: Sequence[Until] = (),
 ) -> int:
-    """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project. `image`: a
-    command runs in its own; `stand_in`: for the script of a command, which does not run; `again`: once more without
-    interruptions, for each of these. `quiet`: nothing on the way.
+    """0 when all of it held, and was shown to. Otherwise says which step did not and why, and keeps the scratch
+    project. `image`: a command runs in its own; `stand_in`: for the script of a command, which does not run; `again`:
+    once more without interruptions, for each of these. `quiet`: nothing on the way.
     """
     way = (lambda line: None) if quiet else out
     root = root or project_root(Path.cwd())
@@ -100,7 +102,7 @@ def rehearse(
             shutil.rmtree(folder)
             changed = pace.longer(definition, error.step_ms)
             code = attempt(folder, changed=changed)
-        if code == 0:
+        if code in (0, NOT_SHOWN):
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
         for until in again:  # what they leave is beside the one that has held
@@ -111,7 +113,7 @@ def rehearse(
             code = attempt(finished / until, changed=laid, stand_in=stand_in, until=until)
             if code == 0 and until == "end":
                 undisturbed.compare(finished, finished / until, out)
-    return code
+    return 1 if code == NOT_SHOWN else code
 
 
 def _lacking(definition: StackDefinition, *, stand_in: bool = False) -> list[str]:
@@ -182,6 +184,8 @@ def _attempt(
             if docker is not None:
                 cloud.has_images(docker.digests)
                 docker.require_reach(cloud.endpoint)
+                if impatience := docker.impatience(definition):
+                    out(f"Warning: {impatience}")
             runner = NodeRunner(cloud, project / "nodes", programs, docker)
             stack.callback(runner.close)
             engine = stack.enter_context(
@@ -203,7 +207,7 @@ def _attempt(
             if python is not None:
                 way(f"Your script's Python: {os.path.normpath(python)}; rehearsal.python names another")
             try:
-                run_steps(rehearsal, out, way)
+                is_shown = run_steps(rehearsal, out, way)
             except BaseException:
                 try:
                     report.save_bucket(cloud, project / "bucket")
@@ -224,12 +228,12 @@ def _attempt(
         return 130
     shutil.rmtree(project)
     timeline.sort()
-    return 0
+    return 0 if is_shown else NOT_SHOWN
 
 
-def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[str], None]) -> None:
-    """The rehearsal itself; `way` gets what is said before the report. Raises StepFailedError at the first thing that
-    does not hold.
+def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[str], None]) -> bool:
+    """The rehearsal itself; `way` gets what is said before the report. Whether all that it promises was shown. Raises
+    StepFailedError at the first thing that does not hold.
     """
     name, timeline, before = rehearsal.name, rehearsal.timeline, _git_status(rehearsal.root)
     with step(rehearsal, "prepare"):
@@ -270,6 +274,7 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
         unchanged(before, _git_status(rehearsal.root))
     with step(rehearsal, "report"):
         report.write(found, out, checks=checks, left=left, swept=swept)
+    return all(check.shown for check in checks)
 
 
 @contextmanager
@@ -337,6 +342,8 @@ def _follow(rehearsal: Rehearsal) -> None:
         definition.run.id,
         stage_lines=definition.interruptions.stage_results,
         falls_back=definition.fleet.falls_back,
+        saves=counted.saves,
+        **({"doubts": own.doubts(counted)} if isinstance(counted, CommandConfig) and not rehearsal.stand_in else {}),
     )
     words, times_torch = ("wait", rehearsal.name), not definition.job.parameters.is_users_own
     with _started(rehearsal, *words) as waiting:
@@ -354,6 +361,8 @@ def _follow(rehearsal: Rehearsal) -> None:
         watch.run(check=check)
     if times_torch:
         rehearsal.torch_s = rehearsal.torch_s or import_torch_s()
+    if (failure := pace.failed(rehearsal, watch)) is not None:
+        raise failure
     if watch.planned:
         raise pace.missed(rehearsal, watch)
 

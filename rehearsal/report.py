@@ -46,7 +46,7 @@ def write(
     out("")
     checks = [*checks, duration_check(rehearsal.timeline.seconds)]
     for check in checks:
-        mark = "ok" if check.held else "slow" if not check.required else "NO"
+        mark = "ok" if check.held else "?" if not check.shown else "slow" if not check.required else "NO"
         out(f"  {mark:<5} {check.name}: {check.figure}")
     names = ", ".join(f"{kind} {name}" for kind, name in left)
     out(f"  ok    left after destroy: {names + ' (asked for)' if names else 'nothing'}")
@@ -65,7 +65,11 @@ def duration_check(seconds: float) -> Promise:
 
 
 def closing(checks: Sequence[Promise], seconds: float) -> str:
-    """The last line: what was promised held, or this would not be printed; how fast it was may still miss a bar."""
+    """The last line: nothing that was promised has failed, or this would not be printed; something may not have been
+    shown, and how fast it was may still miss a bar.
+    """
+    if unshown := [f"{check.name}: {check.figure}" for check in checks if not check.shown]:
+        return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. All else held."
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]
     if not slow:
         return f"Everything held, in {seconds:.0f} s."

@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,6 +20,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.aws import SWITCH
+from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.workdir import CHECKPOINTS, METRICS, STAGES, STEPS
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.imds import NOTICE_PATHS
@@ -87,10 +88,12 @@ POLL_S = 0.05
 TAIL = 15  # lines of a failed container's log that are shown
 BUCKET_S = 0.5
 HELD_S = 6.0  # longer than a notice may take to be seen
+PATIENCE_S = 3.0  # that something must look wrong before it counts
 STALLED_S = 150.0  # nothing new for so long: something hangs
 WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # job/node/disks.py
 _TOLD = re.compile(r"attempt failed|the run is over|fleet .* deleted|starting the container|timer:")
 _STEP = re.compile(r"^step \d+/\d+ \|")
+_WAITS = re.compile(r"waiting for AWS to end this machine")
 _ASKED = re.compile(r" host: SIG[A-Z0-9]+ to \d+ processes$")
 
 
@@ -117,6 +120,8 @@ class NodeView:
     interrupted: Planned | None = None
     signalled: bool = False  # its command was sent a signal
     held_until: float | None = None  # time.monotonic() at which its trainer goes on at the latest
+    observed: Observed = field(default_factory=Observed)  # of a command's start
+    doubted_at: float | None = None  # time.monotonic() since when something looks wrong of it
 
     @property
     def name(self) -> str:
@@ -148,16 +153,19 @@ class Watch:
         *,
         stage_lines: int = 1,
         falls_back: bool = False,
+        saves: bool = True,
+        doubts: Callable[[Observed, int], str] = lambda observed, step: "",
     ) -> None:
         """`stage_lines`: results of a stage after which a node is taken away in it. `falls_back`: after the last
-        interruption spot never comes back, and the run has to go on on demand.
+        interruption spot never comes back, and the run has to go on on demand. `saves`: the job has checkpoints.
+        `doubts`: why a command of which so much was seen, and which is so far, will not hold; empty: it may.
         """
         self.cloud = cloud
         self.runner = runner
         self.timeline = timeline
         self.planned = list(planned)
         self.bucket, self.run_id = bucket, run_id
-        self.stage_lines, self.falls_back = stage_lines, falls_back
+        self.stage_lines, self.falls_back, self.saves, self._doubts = stage_lines, falls_back, saves, doubts
         self.views: dict[str, NodeView] = {}
         self.manifests: dict[int, str] = {}  # by step: why that checkpoint was made
         self.generations: dict[int, Begun] = {}  # of several nodes, by number
@@ -209,6 +217,7 @@ class Watch:
         self._boot_log(view)
         self._container_log(view)
         self._metrics(view)
+        self._observe(view)
         self._notice_seen(view)
         if view.held_until is not None and (view.seen or over or time.monotonic() > view.held_until):
             view.held_until = None
@@ -228,8 +237,11 @@ class Watch:
             return self._written(view) >= self.stage_lines
         if view.first_step is None or view.last_step < planned.step:
             return False
-        if planned.kind == "loss" and not any(self.manifests):
-            return False  # with nothing in the bucket the run would begin anew, and show nothing of going on
+        # With nothing in the bucket the run would begin anew; and what any start tells first shows no going on.
+        first = min((each.first_step for each in self.views.values() if each.first_step is not None), default=0)
+        shown = max(self.manifests, default=0) > (first if view.observed.lines else 0)
+        if planned.kind == "loss" and self.saves and not shown:
+            return False
         return planned.place != "save" or self._saving(view)
 
     def _saving(self, view: NodeView) -> bool:
@@ -310,6 +322,8 @@ class Watch:
             if "attempt failed" in said:
                 last = "\n".join(_new(view.node.container_log, 0)[-TAIL:])
                 raise RunFailedError(f"{view.name}: {said}\n{last}".rstrip())
+            if _WAITS.search(said) and view.node.instance.notice_at is not None:
+                view.node.instance.terminate_at = self.cloud.clock.now()  # nobody learns anything from waiting
             if _TOLD.search(said):
                 self._tell("boot", f"{view.name}: {said}", node=view.node.instance.id)
 
@@ -320,6 +334,15 @@ class Watch:
             view.signalled = view.signalled or bool(_ASKED.search(line))
             if _STEP.match(line):
                 self._tell("step", line, quiet=False, node=view.node.instance.id)
+
+    def _observe(self, view: NodeView) -> None:
+        """What a command's host says of it. Raises RunFailedError for what will not hold, once that is sure."""
+        for path in _job_files(view, Observed.FILE):
+            view.observed = Observed.read(path.parent) or view.observed
+        doubt, now = self._doubts(view.observed, view.last_step), time.monotonic()
+        view.doubted_at = (view.doubted_at or now) if doubt else None
+        if view.doubted_at is not None and now > view.doubted_at + PATIENCE_S:
+            raise RunFailedError(doubt)
 
     def _metrics(self, view: NodeView) -> None:
         for path in _job_files(view, METRICS):

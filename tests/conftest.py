@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from dates import MOVED_CLOCK
+from waiting import children
 
 from gpufleet.rehearsal.environment import forget_account
 
@@ -19,6 +24,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 forget_account()
 for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
     del os.environ[name]
+if MOVED_CLOCK:  # also for those whose environment a test has made, a node's say
+    _start = subprocess.Popen.__init__
+
+    def _start_moved(self: Any, *words: Any, env: Any = None, **how: Any) -> None:
+        _start(self, *words, env=None if env is None else {**MOVED_CLOCK, **env}, **how)
+
+    subprocess.Popen.__init__ = _start_moved  # type: ignore[method-assign]
+SERVERS = re.compile(r"multiprocessing\.|forked")  # which serve all tests of a worker
 LONG = {
     "test_engine_real.py",
     "test_killed_calls.py",
@@ -29,6 +42,19 @@ LONG = {
     "test_command_attempts.py",
     "test_frozen.py",
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """What a test has started it ends and reaps itself: else it works on beside the next test."""
+    before = children()
+    yield
+    left = {pid: words for pid, words in children().items() if pid not in before and not SERVERS.search(words)}
+    for pid in left:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert not left, f"the test has left processes behind: {left}"
 
 
 @pytest.hookimpl(wrapper=True)

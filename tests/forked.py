@@ -18,7 +18,7 @@ from repository import ROOT
 
 from gpufleet.rehearsal import engine
 
-SERVER = """
+SERVER = """# forked
 import json, os, runpy, sys
 import boto3, numpy, pulumi_aws as aws, yaml
 import gpufleet.infra.bill.table, gpufleet.infra.evidence.receipts

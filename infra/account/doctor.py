@@ -12,7 +12,7 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from gpufleet.infra.account import checks, organisation, quotas, refusals, registry
+from gpufleet.infra.account import checks, organisation, quotas, refusals, registry, rights
 from gpufleet.infra.account.checks import Check
 from gpufleet.infra.definition import pin as pins
 from gpufleet.infra.definition.model import StackDefinition
@@ -69,6 +69,7 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
     if who.state == "problem":
         return
     groups: tuple[Callable[[], Iterator[Check]], ...] = (
+        lambda: rights.check(definition, client("sts", region), iam),
         lambda: checks.service_roles(definition, iam),
         lambda: quotas.vcpu_quotas(definition, service_quotas, ec2),
         lambda: quotas.vpc_quota(definition, ec2, service_quotas),

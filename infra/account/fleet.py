@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
+from botocore.exceptions import ClientError
+
 from gpufleet.infra.account import removal
 from gpufleet.infra.account.aws import owner_of, pages, tags_of
 from gpufleet.infra.definition.model import StackDefinition
@@ -20,16 +22,33 @@ ENDING_S = 300.0  # from done.json to a fleet at 0, or to a node's last try
 
 def fleets_of(ec2: Any, definition: StackDefinition, *, every_run: bool = False) -> list[dict[str, Any]]:
     """The fleets of a run, or of every run of the stack: those of the file's owner first, then those that may launch,
-    newest first. DescribeFleets has no filter by tag, so all are read.
+    newest first. DescribeFleets has no filter by tag, and tells of an instant fleet, as one into a block is, only by
+    its id: that comes from the tags.
     """
     wanted = {STACK_TAG: definition.name, **({} if every_run else {RUN_TAG: definition.run.id})}
-    mine = [fleet for fleet in pages(ec2, "describe_fleets", "Fleets") if wanted.items() <= tags_of(fleet).items()]
+    there = {fleet["FleetId"]: fleet for fleet in pages(ec2, "describe_fleets", "Fleets")}
+    ours = [("resource-type", ["fleet"]), (f"tag:{STACK_TAG}", [definition.name])]
+    filters = [{"Name": name, "Values": values} for name, values in ours]
+    tagged = {tag["ResourceId"] for tag in pages(ec2, "describe_tags", "Tags", Filters=filters)}
+    for fleet_id in sorted(tagged - there.keys()):
+        there.update((fleet["FleetId"], fleet) for fleet in _described(ec2, fleet_id))
+    mine = [fleet for fleet in there.values() if wanted.items() <= tags_of(fleet).items()]
 
     def order(fleet: dict[str, Any]) -> tuple[bool, bool, bool, datetime]:
         ours, ended = owner_of(fleet) == definition.run.owner, fleet["FleetState"] in ENDED
         return ours, _wants_nodes(fleet), not ended, fleet["CreateTime"]
 
     return sorted(mine, key=order, reverse=True)
+
+
+def _described(ec2: Any, fleet_id: str) -> list[dict[str, Any]]:
+    """The fleet; none where its tags have outlived it."""
+    try:
+        return list(ec2.describe_fleets(FleetIds=[fleet_id])["Fleets"])
+    except ClientError as error:
+        if error.response["Error"]["Code"] in ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound"):
+            return []
+        raise
 
 
 def may_launch(fleet: dict[str, Any], now: datetime) -> bool:

@@ -249,8 +249,7 @@ def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
         yield Left(
             kind="bucket",
             id=name,
-            note=f"{counted(len(sizes), 'object')}, {gb:.3f} GB"
-            + (f", expiring after {keep.days} days" if keep.bucket else ""),
+            note=f"{counted(len(sizes), 'object')}, {gb:.3f} GB" + (f", expiring {keep.expiry}" if keep.bucket else ""),
             # A cent is the least that a bill shows, and an empty bucket costs nothing.
             usd_per_month=gb * gb_price,
             asked_for=keep.bucket,

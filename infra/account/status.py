@@ -159,6 +159,8 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
         how += f", {took}" if took else ""
         kind = f"{record.type} {record.capacity}".rstrip()
         yield f"attempt     {name}, {kind} in {record.zone}, booted {record.booted_at}, {how}"
+        if record.alarm:
+            yield f"warning     {record.alarm}"
     yield from odd
 
 

@@ -55,7 +55,13 @@ def warnings(
         yield from _limits(bill)
     yield from _free_hours(bill)
     yield from _types(definition, bill)
-    for notice in bill.notice if bill.capacity == "spot" else ():
+    if config.held_minutes:
+        usd = bill.chosen.exposure.usd_h * config.held_minutes / 60
+        yield (
+            f"job.exit.hold_minutes: a run that fails keeps its node for {config.held_minutes:g} min more, which costs"
+            f" {usd:.2f} USD, and never passes a limit"
+        )
+    for notice in bill.notice if bill.capacity == "spot" and config.saves else ():
         if not notice.saves:
             why = "job.stop.saves is false" if config.saves_on_signal is False else "nobody has shown job.stop.saves"
             yield (

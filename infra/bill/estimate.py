@@ -204,7 +204,7 @@ def _kept_storage(definition: StackDefinition, catalog: Catalog) -> KeptStorage:
     total = sum((gb for _, gb in parts), nothing)
     monthly = catalog.price("s3_storage", definition.fleet.region).amount
     return KeptStorage(
-        what=f"bucket, at most {total:.1f} GB: {', '.join(name for name, _ in parts)}; expires after {keep.days} days",
+        what=f"bucket, at most {total:.1f} GB: {', '.join(name for name, _ in parts)}; expires {keep.expiry}",
         gb=total,
         usd_per_month=(total * monthly).quantize(lines.CENT_100),
         days=keep.days,

@@ -96,7 +96,8 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
     type_, sure, train_h = _launched(bill, on_demand)
     stop_h = max(spot.exposure.reserve_h, sure.reserve_h)
     by_h, work_h = left_h - stop_h, sure.phase_ends_h[-1]
-    start_h, margin_h = max(sure.setup_h, sure.restart_h), sure.interval_h + SWITCH_MARGIN_S / 3600
+    start_h = max(sure.setup_h, sure.restart_h)
+    margin_h = min(sure.interval_h, work_h) + SWITCH_MARGIN_S / 3600  # without checkpoints all of it is repeated
     switch_h = max(0.0, by_h - start_h - work_h - margin_h)
     most_usd, most_h = float(definition.limits.max_usd), float(definition.limits.max_hours)
     leave = simulation.PlannedEnd(by_h=switch_h + work_h, work_h=work_h)

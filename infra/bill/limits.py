@@ -56,7 +56,7 @@ def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     """A limit that comes before the first checkpoint."""
     exposure, (by_money, by_hours) = bill.chosen.exposure, bill.chosen.exposure.hours_at_cap()
     limits, block = definition.limits, definition.fleet.block
-    needed_h = exposure.setup_h + exposure.interval_h
+    needed_h = exposure.setup_h + (exposure.interval_h if definition.job.parameters.saves else 0.0)
     hours = Decimal(needed_h + exposure.reserve_h)
     usd = enough(Decimal(exposure.metered(needed_h + exposure.reserve_h)))
     by_time = ("limits.max_hours", str(limits.max_hours), f"{enough(hours * definition.nodes)} node-hours")

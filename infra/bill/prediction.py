@@ -19,7 +19,7 @@ def predict(definition: StackDefinition, root: Path, now: datetime, say: Say) ->
     """Says what the run will take with this dataset, before a GPU starts. Raises DefinitionError when the bill's p50
     passes a limit, or the uninterrupted run the deadline; the dataset stays.
     """
-    bill = bill_of(definition, root, load_catalog(root), today=now.date())
+    bill = bill_of(definition, root, load_catalog(root, day=now.date()), today=now.date())
     usd, hours = bill.chosen.needed_usd, bill.chosen.needed_hours
     steps = sum(phase.steps for phase in bill.chosen.runtime.phases)
     counts = all(phase.counts == "steps" for phase in definition.job.parameters.phases())

@@ -154,9 +154,9 @@ def hours(
         beside = _beside_s(config, size, instance, ranks, step_ms, seen, ended=ended)
         growth = size.growth_s if seen is None or seen.boundary_s is None or not index else seen.boundary_s
         training_s = size.steps * step_ms / 1e3
-        saves = (
-            (training_s + beside) / config.save_interval_s(step_ms / 1e3) + size.evaluations + 1 if size.steps else 0.0
-        )
+        saves = 0.0
+        if size.steps and config.saves:
+            saves = (training_s + beside) / config.save_interval_s(step_ms / 1e3) + size.evaluations + 1
         blocked_s = saves * _save_s(config, size, index, ranks, scratch_rate(instance, root), seen)
         peak = instance.gpu.bf16_tflops
         flop = size.tokens_per_step * size.flops_per_token

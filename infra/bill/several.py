@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from decimal import Decimal
 from typing import Any
 
@@ -18,6 +19,7 @@ from gpufleet.infra import text
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.record import quantiles
 from gpufleet.infra.bill.side import Quantiles, quantiles_of
+from gpufleet.infra.bill.table import price_age
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import Floats
@@ -40,6 +42,7 @@ class Several:
     """Runs of one or more files."""
 
     parts: tuple[StackRuns, ...]
+    price_age: str  # of the oldest price of compute
 
     @property
     def independent(self) -> Quantiles:
@@ -79,6 +82,7 @@ class Several:
             f"{each}. Interruptions and spot prices are each run's own luck; a speed that nobody has measured is all"
             f" runs' alike, so until `gpufleet calibrate` the last line holds. Limits: {self.max_usd:f} USD together."
         )
+        yield from text.wrap(f"Prices: {self.price_age}.")
 
     def to_json(self) -> dict[str, Any]:
         """Keys as documented in docs/bill.md."""
@@ -91,9 +95,11 @@ class Several:
         }
 
 
-def repeated(bills: Sequence[tuple[StackDefinition, Bill]], times: int) -> Several:
-    """Each of the bills `times` times."""
+def repeated(bills: Sequence[tuple[StackDefinition, Bill]], times: int, today: date) -> Several:
+    """Each of the bills `times` times. `today`: by which prices have their age."""
+    oldest = min((bill for _, bill in bills), key=lambda bill: bill.chosen.price.as_of)
     return Several(
+        price_age=price_age(oldest, today),
         parts=tuple(
             StackRuns(
                 name=definition.name,
@@ -103,7 +109,7 @@ def repeated(bills: Sequence[tuple[StackDefinition, Bill]], times: int) -> Sever
                 usd=bill.chosen.within.usd + float(bill.chosen.total) - bill.chosen.exposure.uninterrupted_usd,
             )
             for definition, bill in bills
-        )
+        ),
     )
 
 

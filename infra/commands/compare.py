@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
             ranked,
             compare_table.regions(found.regions),
             compare_table.batches(found.batches),
+            compare_table.ages(found.rows, now.date(), found.definition.estimate.max_price_age_days),
             compare_table.policy(*found.policy) if found.policy else "",
         ]
     sys.stdout.write("\n".join(filter(None, parts)))

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rules = policy.find_policy(root) or policy.Policy()
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
-    catalog = load_catalog()
+    catalog = load_catalog(day=now.date())
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
     late = limits.deadline_warnings(definition, bill, now)
     left = checks_warning(definition.source.read_text(), definition.source.name)
@@ -99,13 +99,13 @@ def _several(args: argparse.Namespace, root: Path, now: datetime) -> int:
 
     if args.scenario is not None:
         raise GpufleetError("--scenario is of one bill; `pulumi config set scenario NAME` chooses one for a stack")
-    catalog, hazards, bills = load_catalog(), learn(observations(root)), []
+    catalog, hazards, bills = load_catalog(day=now.date()), learn(observations(root)), []
     for name in (args.stack, *args.others):
         definition = stack.definition_of(argparse.Namespace(stack=name), past_deadline=False)
         if definition.variant.reference:
             raise GpufleetError(_claim(definition))
         bills.append((definition, bill_of(definition, root, catalog, today=now.date(), hazards=hazards)))
-    found = several.repeated(bills, args.times or 1)
+    found = several.repeated(bills, args.times or 1, now.date())
     text = json.dumps(found.to_json(), indent=2) if args.json else "\n".join(found.lines())
     sys.stdout.write(text + "\n")
     return 0

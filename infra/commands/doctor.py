@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gpufleet.infra.account import aws, doctor
+from gpufleet.infra.account import aws, doctor, rights
 from gpufleet.infra.commands import stack
 from gpufleet.infra.definition.loader import project_root
 
@@ -15,10 +15,14 @@ MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser)
     parser.add_argument("--pin", action="store_true", help="write the newest AMI and the image's digest into the file")
+    parser.add_argument("--rights", action="store_true", help="print the rights that you need, as an IAM policy")
 
 
 def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
+    if args.rights:
+        print(rights.policy(definition))
+        return 0
     print(f"{definition.name} in {definition.fleet.region}")
     if args.pin:
         doctor.pin(definition, aws.client("ssm", definition.fleet.region))

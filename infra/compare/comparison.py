@@ -60,7 +60,7 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     """The comparison of a file's work, or of one scenario's, on what `root` (the project) has measured. `within`: hours
     from now, instead of the file's deadline. Raises GpufleetError.
     """
-    catalog = load_catalog(root)
+    catalog = load_catalog(root, day=now.date())
     definition = load(path, now=now, past_deadline=True)
     variants = scenarios(path, now=now)
     asked = chosen(path, variants, scenario)

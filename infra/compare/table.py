@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from datetime import date
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -318,6 +319,17 @@ def matrix(rows: Sequence[Row], defaults: Row) -> str:
         cells = [(row.scenario, *(measure(row, defaults) for _, measure in part)) for row in shown]
         lines += [*table(("scenario", *(name for name, _ in part)), cells, right=()), ""]
     return "\n".join([*lines, *_wrap(CRITERIA_EXPLAINED)]) + "\n"
+
+
+def ages(rows: Sequence[Row], today: date, most_days: int) -> str:
+    """How old the prices of the ranked nodes are, where one is older than `most_days`; else nothing."""
+    days = [(today - row.prepared.price.as_of).days for row in rows if row.ranked and row.prepared]
+    if max(days, default=0) <= most_days:
+        return ""
+    span = f"{min(days)} to {max(days)}" if min(days) < max(days) else f"{max(days)}"
+    return (
+        "\n".join(_wrap(f"These nodes' prices are {span} days old: `gpufleet prices refresh` reads new ones.")) + "\n"
+    )
 
 
 def policy(found: DeadlinePlan, type_: str) -> str:

@@ -127,6 +127,12 @@ class Keep:
 
     bucket: bool = True
     days: int = 30  # objects of a run expire after this many days
+    lifecycle: Literal["own", "others"] = "own"  # others: the bucket's rules are the account's, and not looked at
+
+    @property
+    def expiry(self) -> str:
+        """When objects expire, in words."""
+        return f"after {self.days} days" if self.lifecycle == "own" else f"by others' rules, taken for {self.days} days"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

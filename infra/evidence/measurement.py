@@ -77,6 +77,11 @@ def measure(
             f"{definition.source}: {config.path}.device is cuda and this machine has no NVIDIA GPU: run this on a node"
             " with the GPU that the bill is for, or use --rehearsal"
         )
+    if any(size.counts == "epochs" for size in config.phases()):
+        raise GpufleetError(
+            f"{definition.source}: {config.path}.work counts epochs, and a probe times steps: write"
+            f" {config.path}.work.steps_per_epoch beside epochs, which counts steps then"
+        )
     steps = min(steps, config.total_steps())  # a bill that stands on this says how many
     plan, ranks = shorten(config, steps), config.ranks(len(gpus))
     too_short = [size for size in config.phases() if 0 < size.steps <= WARM_UP]
@@ -157,7 +162,7 @@ def shorten(config: JobConfig, steps: int) -> Shortened:
     sizes = short.phases()
     length = min([steps, *(size.steps for size in sizes if size.steps)])
     log = replace(config.log, every=max(1, min(config.log.every, length // LINES)), tensorboard=False)
-    short = short.changed(log=log, checkpoint=config.untimed())
+    short = short.untimed().changed(log=log)
     if short.eval is not None:
         every = max(1, min(short.eval.every, length // EVALUATIONS_PROBED))
         short = short.changed(eval=replace(short.eval, every=every))

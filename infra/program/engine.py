@@ -5,18 +5,20 @@ Errors come before the first resource, the bill and its warnings into the engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pulumi
+from pulumi.runtime.sync_await import _sync_await
 
 from gpufleet.infra.bill.table import render
+from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.receipts import score
 from gpufleet.infra.program.plan import Plan, make
 from gpufleet.infra.program.previous import previous, previous_of_component
-from gpufleet.infra.program.run_guard import Previous
+from gpufleet.infra.program.run_guard import Previous, RunDecision
 from gpufleet.infra.progress import Lines
 from gpufleet.job.progress import shown_by
 from gpufleet.job.text import printable
@@ -39,8 +41,8 @@ def root_directory() -> Path:
     return Path(pulumi.runtime.get_root_directory())
 
 
-def last_update(component: tuple[str, str] | None = None, definition: str = "") -> Previous:
-    """What this Pulumi stack, or a `component` of it (type and name) that runs a `definition`, was before."""
+def last_update(component: tuple[str, Sequence[str]] | None = None, definition: str = "") -> Previous:
+    """What this Pulumi stack, or a `component` of it (type and names) that runs a `definition`, was before."""
     stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
 
     def invoke(token: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
@@ -56,6 +58,25 @@ def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mappin
     say = lines()
     with shown_by(lambda what, total, unit: Lines(what, total, unit, say)):  # of hashing, which may take minutes
         return make(root, name, now=datetime.now(UTC), previous=was, preview=preview, scenario=scenario, tags=tags)
+
+
+def begin(verdict: RunDecision, was: Previous, name: str = "run", parent: pulumi.Resource | None = None) -> None:
+    """Keeps in the stack's state which run its resources are for. Raises GpufleetError for a new run if the engine
+    would leave the fleet of the run before as it is. Nothing else is declared by then.
+
+    With --run-program the engine writes each new replacement trigger into the state before it compares, so that no
+    trigger replaces anything, and policies change under a fleet that goes on (pulumi/pulumi 20217). This resource has
+    such a trigger too, another one at each attempt to begin a run: if it was not replaced, the fleet would not be.
+    """
+    began = f"{verdict.run.id} {verdict.run.began}"
+    kept = pulumi.Stash(name, input=began, opts=pulumi.ResourceOptions(parent=parent, replacement_trigger=began))
+    if not verdict.continues and was.fleets and _sync_await(kept.output.future()) != began:
+        others = " and ".join(sorted(each or "another run" for each in was.fleets))
+        raise GpufleetError(
+            f"Run {verdict.run.id} is new, and with --run-program or --target the engine would not replace the fleet "
+            f"of {others}, but take its rights away. Leave the option out (`pulumi refresh` and `pulumi destroy` "
+            "need no program), or put run.id back."
+        )
 
 
 def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:

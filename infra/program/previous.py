@@ -7,7 +7,8 @@ file cut short. It is asked again; any other refusal is passed on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
@@ -35,17 +36,26 @@ def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = tim
 
 
 def previous_of_component(
-    stack: str, type_: str, name: str, definition: str, invoke: Invoke, *, pause: Callable[[float], None] = time.sleep
+    stack: str,
+    type_: str,
+    names: Sequence[str],
+    definition: str,
+    invoke: Invoke,
+    *,
+    pause: Callable[[float], None] = time.sleep,
 ) -> Previous:
-    """What `previous` tells, for a component in somebody's stack: its own outputs say what it was; its fleet and
-    objects are those tagged with the name of the `definition` that it ran, or runs now.
+    """What `previous` tells, for a component in somebody's stack that has, or by its aliases had, one of these `names`:
+    its own outputs say what it was; its fleet and objects are those tagged with the name of the `definition` that it
+    ran, or runs now.
     """
     there = _resources(stack, invoke, pause)
-    own = [each["outputs"] for urn, each in there.items() if each["type"] == type_ and urn.split("::")[-1] == name]
+    components = [(urn.split("::")[-1], each["outputs"]) for urn, each in there.items() if each["type"] == type_]
+    own = [outputs for name, outputs in components if name in names]
     outputs = next((each for each in own if each.get("definition") == definition), own[0] if own else {})
     tag = str(outputs.get("definition") or definition)
     mine = {urn: each for urn, each in there.items() if (each["outputs"].get("tags") or {}).get(STACK_TAG) == tag}
-    return _previous(outputs, mine, str(outputs.get("region") or ""))
+    others = [name for name, outputs in components if name not in names and outputs.get("definition") == definition]
+    return replace(_previous(outputs, mine, str(outputs.get("region") or "")), other="".join(others[:1]))
 
 
 def _resources(stack: str, invoke: Invoke, pause: Callable[[float], None]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ A fleet takes its settings once, when it is created. Two kinds of change must th
 - the definition file says something else under the same run id: an error, before the first resource;
 - job code or prices have changed since the run began: the run keeps what it began with, and a warning says so.
 
+A digest tells whether the file says something else. It depends on the version that took it (DIGESTS).
+
 What the last successful `up` recorded comes from the stack's own output `run`. A run is over, its fleet no longer
 declared, when `valid_until` has passed or its fleet has gone from the stack (the run ended it, somebody deleted it, AWS
 expired it): a fleet is made once per run id. Into a block, whose fleet replaces no node, it is made
@@ -16,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -24,6 +26,10 @@ from gpufleet.infra.definition.model import Account, Notify, StackDefinition, da
 from gpufleet.infra.errors import DefinitionError, Problem
 from gpufleet.job.contract.bucket import input_key
 from gpufleet.job.text import stamp
+
+# Versions with digests of their own. A digest has every key that its version knew, and each later key that is not at
+# its default. The empty one, of checkouts before 0.1.0, leaves out the most, and new runs take it.
+DIGESTS = ("", "0.1.0")
 
 # Timer of a boot that does not know yet what the run has spent (job/node/allowance.py): as long after the limit.
 TIMER_MARGIN = timedelta(minutes=2)
@@ -51,6 +57,7 @@ class Previous:
     fleet_ids: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()  # keys in the bucket, but for those that wait for their deletion
     region: str = ""  # where its resources are
+    other: str = ""  # of a component: another one of the stack, which ran this definition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +83,8 @@ def judge(
     """Compare the definition with the stack as it is.
 
     Raises DefinitionError: another file or region than the stack's; same run id with another digest, or kept for less
-    than its fleet may live; the id of an earlier run, or of one that an `up` cut short has begun, or whose place it was
-    about to take; a new run past its deadline.
+    than its fleet may live, or in a stack whose fleet is another run's; the id of an earlier run, or of one that an
+    `up` cut short has begun, or whose place it was about to take; a new run past its deadline.
     """
     _stays(definition, previous)
     run_id, recorded = definition.run.id, _record(previous.outputs.get("run"))
@@ -94,6 +101,12 @@ def judge(
     runs = tuple(dict.fromkeys([*earlier, run_id]))
     if recorded is not None and recorded.id == run_id:
         return _continued(definition, recorded, asked, runs, previous, now)
+    if run_id in previous.fleets and previous.other:
+        raise _used(
+            definition,
+            f"The component {previous.other} of this stack runs it. If that is this one under another name, say so in "
+            f'its options: aliases=[pulumi.Alias(name="{previous.other}")].',
+        )
     if run_id in earlier:
         raise _used(
             definition,
@@ -126,11 +139,19 @@ def _continued(
 ) -> RunDecision:
     """The recorded run goes on, or is over; `asked` is what the file says under its id."""
     run_id = recorded.id
+    if previous.fleets and not previous.fleets & {run_id, ""}:
+        others = " and ".join(sorted(previous.fleets))
+        raise _used(
+            definition,
+            f"The stack's record says {run_id}, but its fleet is run {others}'s, and `up` would delete that: an `up` "
+            "was cut short, or `refresh --run-program` wrote the record. Leave the stack as it is until "
+            f"{others} is done, or give run.id a new value, whose fleet takes that one's place.",
+        )
     # A folder of inputs that is gone says nothing about the run; `up` asks for it elsewhere.
     other_inputs = (asked.dataset and asked.dataset != recorded.dataset) or (
         asked.weights and asked.weights != recorded.weights
     )
-    if recorded.digest != asked.digest or other_inputs:
+    if recorded.digest not in {creation_digest(definition, version=each) for each in DIGESTS} or other_inputs:
         raise _used(
             definition,
             f"Run {run_id} already exists with other settings, and a fleet takes its settings only when it is created. "
@@ -199,40 +220,43 @@ def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
     return any(not key.startswith((f"{recorded.id}/", *inputs)) for key in objects)
 
 
-def creation_digest(definition: StackDefinition) -> str:
-    """sha256 over what a fleet, its template and its run config take from the definition; not keep, not estimate."""
+def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -> str:
+    """sha256, as hexadecimal digits, over what a fleet, its template and its run config take from the definition, as
+    `version` took it: without keep and estimate, and without the keys that came after it while they have their default.
+    """
     kinds, zones = definition.fleet.instance_types, definition.fleet.zones
+    job, fleet = _digested(definition.job, version), _digested(definition.fleet, version)
     taken = {
         "run": asdict(definition.run),
-        "job": {key: value for key, value in _digested(definition.job).items() if value is not None},
-        "fleet": {**_digested(definition.fleet), "instance_types": sorted(kinds), "zones": sorted(zones)},  # sets
-        "disks": [
-            asdict(definition.storage.root),
-            asdict(definition.storage.data) if definition.storage.data else None,
-        ],
+        "job": {key: value for key, value in job.items() if value is not None},
+        "fleet": {**fleet, "instance_types": sorted(kinds), "zones": sorted(zones)},  # sets
+        "disks": [_digested(definition.storage.root, version), _digested(definition.storage.data, version)],
         "dataset": definition.storage.dataset,
         "base_weights": definition.storage.base_weights,
         **({"inputs": definition.storage.inputs} if definition.storage.inputs else {}),
-        "limits": asdict(definition.limits),
-        **({"account": asdict(definition.account)} if definition.account != Account() else {}),
-        **({"notify": asdict(definition.notify)} if definition.notify != Notify() else {}),
+        "limits": _digested(definition.limits, version),
+        **({"account": _digested(definition.account, version)} if definition.account != Account() else {}),
+        **({"notify": _digested(definition.notify, version)} if definition.notify != Notify() else {}),
     }
     text = json.dumps(taken, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _digested(value: Any) -> Any:
-    """As asdict has it, without the fields that came later and say nothing."""
+def _digested(value: Any, version: str) -> Any:
+    """As asdict has it, without the fields that came after the version and are at their default."""
     if is_dataclass(value):
-        kept = [each for each in fields(value) if not _is_silent(each, getattr(value, each.name))]
-        return {each.name: _digested(getattr(value, each.name)) for each in kept}
+        counted = {}
+        for key in fields(value):
+            own = getattr(value, key.name)
+            if own == key.default:
+                if key.metadata.get("added", "") > version:
+                    continue
+                own = key.default  # 6.0 as 6
+            counted[key.name] = _digested(own, version)
+        return counted
     if isinstance(value, dict):
-        return {key: _digested(each) for key, each in value.items()}
-    return [_digested(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def _is_silent(field: Field[Any], value: Any) -> bool:
-    return bool(field.metadata.get("later")) and value == field.default
+        return {key: _digested(each, version) for key, each in value.items()}
+    return [_digested(each, version) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def timer_seconds(definition: StackDefinition) -> int:

@@ -10,7 +10,7 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 from gpufleet.infra.bill.side import Hazards
@@ -40,13 +40,13 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
                 f"neither commit has a definition file in stacks/ of {project}: run this inside the project"
             )
         try:
-            new, new_note = _catalog_of(folders[1])
+            new, new_note = _catalog_of(folders[1], now.date())
             chosen = policy.find_policy(folders[1]) if rules is None else policy.load(rules)
             hazards = learn(observations(folders[1]))
         except GpufleetError as error:
             raise GpufleetError(str(error).replace(f"{scratch}/", "")) from None
         try:
-            old, old_note = _catalog_of(folders[0])
+            old, old_note = _catalog_of(folders[0], now.date())
         except GpufleetError:
             old, old_note = new, "its prices cannot be read; HEAD's stand in"
         notes = [f"{side}: {note}" for side, note in (("BASE", old_note), ("HEAD", new_note)) if note]
@@ -164,20 +164,22 @@ def _extract(project: Path, commit: str, folder: Path) -> list[str]:
     return links
 
 
-def _catalog_of(folder: Path) -> tuple[Catalog, str]:
-    """The prices of an extracted commit, and a sentence when it is not quite them.
+def _catalog_of(folder: Path, day: date) -> tuple[Catalog, str]:
+    """The prices of an extracted commit as they are in force on that day, and a sentence when it is not quite them.
 
     A commit's own shipped catalog counts where this version can read it, else this version's. A broken prices/ folder
     is an error: GpufleetError.
     """
     own = folder / "infra" / "catalog"
     if not own.is_dir():
-        return load_catalog(folder), ""
+        return load_catalog(folder, day=day), ""
     try:
         files.read(own)
-        return load_catalog(folder, shipped=own), ""
+        return load_catalog(folder, shipped=own, day=day), ""
     except (GpufleetError, KeyError, ValueError, TypeError, AttributeError, OSError):
-        return load_catalog(folder, shipped=SHIPPED), "its shipped catalog has another form; this version's stands in"
+        return load_catalog(
+            folder, shipped=SHIPPED, day=day
+        ), "its shipped catalog has another form; this version's stands in"
 
 
 def _contents(top: Path, blobs: list[str]) -> list[bytes]:

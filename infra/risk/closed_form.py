@@ -7,6 +7,7 @@ import math
 from gpufleet.infra.risk.hazard import gang, left_share
 from gpufleet.infra.risk.simulation import NOTICE_H, Exposure
 
+KEEPS_NOTHING = 100  # times its work that a checkpoint interval lasts of a run without any
 FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: that are told apart, that are looked at
 
 
@@ -15,7 +16,8 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
 
     A node gets past its first `a` = restart + notice with probability exp(-hazard a), so one useful stretch costs
     (exp(hazard a) - 1) / hazard on average, and work W is cut into 1 + hazard W stretches on average. Work grows by
-    what interruptions tear off. Exact when set-up equals restart and no checkpoint interval outlasts an attempt.
+    what interruptions tear off. Exact when set-up equals restart and no checkpoint interval outlasts an attempt. Where
+    one outlasts all of the work, nothing is kept of a stretch, and the work is one.
     """
     work_h = exposure.phase_ends_h[-1]
     if not hazard:
@@ -28,12 +30,16 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
     )
     torn = hazard * missed * exposure.interval_h / 2  # per hour of work
     exponent = hazard * (exposure.restart_h + NOTICE_H)
+    wait_h = exposure.wait_h * math.exp(exposure.wait_sigma**2 / 2)
+    if exposure.interval_h > KEEPS_NOTHING * work_h:
+        whole = hazard * (exposure.restart_h + work_h)
+        begun_h = math.expm1(whole) / hazard if whole <= 50 else math.inf
+        return (begun_h + exposure.setup_h - exposure.restart_h) * (1 + hazard * wait_h * left_share(exposure.nodes))
     if torn >= 1 or exponent > 50:
         return math.inf
     grown_h = work_h / (1 - torn)
     stretch_h = math.expm1(exponent) / hazard
     own_h = (1 + hazard * grown_h) * stretch_h + grown_h - NOTICE_H + exposure.setup_h - exposure.restart_h
-    wait_h = exposure.wait_h * math.exp(exposure.wait_sigma**2 / 2)
     return own_h * (1 + hazard * wait_h * left_share(exposure.nodes))  # who is left waits, billed
 
 

@@ -3,23 +3,30 @@
 A checkpoint counts when its names are complete, none of its files is open for writing, two looks a second apart see the
 same, and no file's own format says that it is cut. Then it is copied into ckpt/ in a thread, looked at again, and only
 then committed: what the command prunes or overwrites meanwhile makes another look differ, and the copy is thrown away.
+
+Its step is the one that its name counts, where the run counts the same; else what the command's lines had told when it
+was written. So a commit has two places, that of its name and that of its lines (Commit.lines), and neither is made of
+the other.
 """
 
 from __future__ import annotations
 
 import fcntl
+import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from gpufleet.job import atomic
-from gpufleet.job.command.names import FoundCheckpoint, Names, torn
+from gpufleet.job.command.names import FoundCheckpoint, Names, place, torn
 from gpufleet.job.command.places import give_to_everybody
 from gpufleet.job.command.processes import File, written
+from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.commit import COMMIT, Commit, Reason
 from gpufleet.job.contract.metrics import Save
@@ -33,7 +40,9 @@ FIRST_QUIET_S = 60.0  # the first one counts after that, where nothing else says
 UNKNOWN_QUIET_S = 5.0  # where nobody can say who writes a file
 SAVING_S = 5.0  # between two files of one checkpoint, at most
 AGAIN_S = 30.0  # after a copy that failed
+ARRIVAL_S = 0.02  # that a line takes from the command to here
 CLONE = 0x40049409  # FICLONE, linux/fs.h: the file's blocks are shared until one of the two is written
+Key = tuple[str, int | None]
 
 
 @dataclass(slots=True)
@@ -48,6 +57,17 @@ class Watched:
     still: bool = False
     doubtful: bool = False
     not_before: float = 0.0
+
+
+class LineReader(Protocol):
+    """What the command's output has told."""
+
+    @property
+    def val(self) -> Mapping[int, float]: ...
+    @property
+    def spread(self) -> int: ...
+    def told_by(self, moment: float) -> ToldProgress: ...
+    def saved(self, save: Save, written: float, *, is_counted: bool) -> None: ...
 
 
 class CommandCheckpoints:
@@ -65,30 +85,34 @@ class CommandCheckpoints:
         digest: str,
         gpus: int,
         alive: Callable[[], Sequence[int]],
-        step_at: Callable[[float], int],
-        val_of: Callable[[int], float | None],
-        saved: Callable[[Save, float], None],
+        lines: LineReader,
         say: Callable[[str], None],
         writing: Callable[[Sequence[int]], set[File] | None] = written,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.names = Names(config)
         self.folder, self.newest, self.committed_at = folder, -1, clock()
-        self.begun_at = 0.0  # of the newest commit: when its first file was seen
+        self.newest_is_on_signal = False  # whether the command made the newest commit because it was asked to leave
+        self.count = 0  # of those that this start has had committed
+        self.counted = -1  # the newest step that a checkpoint of this start tells
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
         self._digest, self._gpus = digest, gpus
-        self._alive, self._writing, self._step_at, self._val_of = alive, writing, step_at, val_of
+        self._alive, self._writing, self._lines = alive, writing, lines
         self._before: set[int] = set()  # its processes at the last look
-        self._saved, self._say, self._clock = saved, say, clock
-        self._watched: dict[int | None, Watched] = {}
-        self._done: dict[int | None, FoundCheckpoint] = {}  # as they were committed, or put back
+        self._say, self._clock = say, clock
+        self._watched: dict[Key, Watched] = {}
+        self._put_back: dict[Key, FoundCheckpoint] = {}  # as they looked before the start
+        self._done: dict[Key, tuple[FoundCheckpoint, int]] = {}  # as they were committed or put back, and their step
+        self._number, self._offset = -1, 0  # of the newest; what makes a step of a name's number
+        self._counts_else = False  # names were seen to count something else than the run's steps
         self._told: set[str] = set()
         self._evaluated = {-1}  # steps whose evaluation is in their commit
         self._looked_at = 0.0
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
         self.reason: Reason = "timed"  # of what is committed from now on
-        self._before_signal: dict[int | None, FoundCheckpoint] | None = None  # as they were; None: none was sent
+        self._signalled_at = math.inf  # as the disk tells time, in steps of some ms; inf: no signal was sent
+        self._begun_before: set[Key] = set()  # those that were not committed at the signal
 
     # Putting back -----------------------------------------------------------------------------------------------------
 
@@ -101,15 +125,20 @@ class CommandCheckpoints:
         newest = self._newest()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._watched, self._done, self.newest = {}, {}, -1
+        self._watched, self._done, self._put_back, self.newest = {}, {}, {}, -1
+        self._number, self._offset, self.count, self.counted = -1, 0, 0, -1
         if newest is not None:
             self.copy_newest(self.folder)
-            own = {name.removeprefix(f"{FILES}/"): size for name, size in newest.files}
-            self.names.learn(
-                {name: size for name, size in own.items() if name not in self._companion_files(newest.step)}
-            )
             self.newest = newest.step
-            self._done = {each.step: each for each in self.names.find(self.folder, self._user)}
+            self._put_back = {each.key: each for each in self.names.find(self.folder, self._user)}
+            self._done = {key: (each, newest.step) for key, each in self._put_back.items()}
+            for each in self._put_back.values():
+                self.names.learn(each)
+                self._number = max(self._number, each.number or 0)
+                number = self._in_unit(each)
+                apart = 0 if number is None else newest.step - number
+                self._counts_else = self._config.unit == "step" and "step" in each.counts and apart != 0
+                self._offset = 0 if self._counts_else else apart
         give_to_everybody(self.folder)
         self.committed_at = self._clock()
         return newest
@@ -124,10 +153,20 @@ class CommandCheckpoints:
             for name, _ in newest.files:
                 copy(self._kept / newest.folder / name, target / name.removeprefix(f"{FILES}/"))
 
+    @property
+    def restored(self) -> FoundCheckpoint | None:
+        """What was put back before this start; None: nothing."""
+        return next(iter(self._put_back.values()), None)
+
     def place(self, restored: Commit) -> Path:
         """What the command is told as {checkpoint}."""
-        names = [name.removeprefix(f"{FILES}/") for name, _ in restored.files]
-        return self.folder / self.names.place(set(names) - set(self._companion_files(restored.step)) or names)
+        if self.restored is not None:
+            return self.folder / place(self.restored)
+        return self.folder / sorted(name.removeprefix(f"{FILES}/") for name, _ in restored.files)[0]
+
+    def counts(self, restored: Commit) -> dict[str, int]:
+        """What it is told as {step} and {epoch}: what the names of the checkpoint count."""
+        return {"step": restored.step, **(self.restored.counts if self.restored else {})}
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
@@ -137,8 +176,8 @@ class CommandCheckpoints:
         return any(
             any((look.device, look.inode) in writing for look in each.files.values())
             or (each.written > recent and (self.names.lacks(each) or not self._is_settled))
-            for each in self.names.find(self.folder, self._user)
-            if self._done.get(each.step) != each
+            for each in self.find()
+            if self._is_new(each)
         )
 
     @property
@@ -146,7 +185,17 @@ class CommandCheckpoints:
         """It is known which names a whole one has."""
         return self.names.are_known or bool(self.names.learned)
 
-    def look(self) -> None:
+    def find(self) -> list[FoundCheckpoint]:
+        """Every checkpoint of the command's folder that has begun, the newest last."""
+        return [
+            self.names.newest(each, self._put_back.get(each.key)) for each in self.names.find(self.folder, self._user)
+        ]
+
+    def written_anew(self, found: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
+        """Those of them that this start has written."""
+        return [each for each in found if (before := self._put_back.get(each.key)) is None or each.is_anew(before)]
+
+    def look(self, found: list[FoundCheckpoint] | None = None) -> None:
         """Called often; never waits. Looks once a second, more often at the end, and has one copy at a time made."""
         now = self._clock()
         if self._copying is not None and self._copying[1].done():
@@ -155,15 +204,15 @@ class CommandCheckpoints:
             return
         self._looked_at = now
         self._take_evaluation()
-        found = self.names.find(self.folder, self._user)
+        found = self.find() if found is None else found
         for each in found:
             self._watch(each, now)
-        self._watched = {each.step: self._watched[each.step] for each in found if each.step in self._watched}
+        self._watched = {each.key: self._watched[each.key] for each in found if each.key in self._watched}
         alive = self._alive()
         gone, self._before = bool(self._before - set(alive)), set(alive)
         writing = self._writing(alive) if self._watched else set()
-        for watched in (self._watched[each.step] for each in reversed(found) if each.step in self._watched):
-            ready = self._is_ready(watched, writing, now, gone=gone, latest=found[-1].step)
+        for watched in (self._watched[each.key] for each in reversed(found) if each.key in self._watched):
+            ready = self._is_ready(watched, writing, now, gone=gone, latest=found[-1].number)
             if ready and self._copying is None:
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, True))
 
@@ -175,31 +224,36 @@ class CommandCheckpoints:
         """
         self._settle()
         now = self._clock()
-        there = self.names.find(self.folder, self._user)
+        there = self.find()
         for each in there:
             self._watch(each, now)
-        for watched in (self._watched[each.step] for each in reversed(there) if each.step in self._watched):
+        for watched in (self._watched[each.key] for each in reversed(there) if each.key in self._watched):
             found = watched.found
             if self.names.lacks(found) or not (by_itself or self._is_settled or found is not there[-1]):
                 continue
             if by_itself or watched.still or self._shows_a_cut(found):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
                 self._settle()
-                if self.newest >= (found.step or 0) and self._done.get(found.step) == found:
+                if not self._is_new(found):
                     return  # older ones are of no use any more
 
     def signalled(self) -> None:
-        """A signal is about to be sent: what is there already is none of its saves."""
-        self._before_signal = {each.step: each for each in self.names.find(self.folder, self._user)}
+        """A signal is about to be sent: a save that has begun by now, or is whole, was not made because of it."""
+        self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
+        with suppress(OSError):  # a full disk: the names alone tell then
+            mark.touch()
+            self._signalled_at = mark.stat().st_mtime_ns / 1e9
+        self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
 
     def prune(self, published: int) -> None:
         """Keeps the newest of the command's own, as many as it asks for, and what is not in the bucket yet."""
         keep = self._config.checkpoint.keep_on_disk
         if keep is None:
             return
-        there = [each for each in self.names.find(self.folder, self._user) if each.step is not None]
+        there = [each for each in self.find() if each.number is not None]
         for each in there[:-keep]:
-            if each.step is not None and each.step <= published and self._done.get(each.step) == each:
+            committed, step = self._done.get(each.key, (None, 0))
+            if committed == each and step <= published:
                 for name in each.files:
                     (self.folder / name).unlink(missing_ok=True)
                 for name in each.files:
@@ -209,14 +263,28 @@ class CommandCheckpoints:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def _is_new(self, found: FoundCheckpoint) -> bool:
+        """Whether it is not as it was committed or put back."""
+        return self._done.get(found.key, (None, 0))[0] != found
+
     def _watch(self, found: FoundCheckpoint, now: float) -> None:
-        before = self._watched.get(found.step)
-        if self._done.get(found.step) == found or (found.step is not None and found.step <= self.newest):
-            self._watched.pop(found.step, None)
+        before = self._watched.get(found.key)
+        number = -1 if found.number is None else found.number
+        if self._is_new(found) and -1 < number <= self._number and self._begins_anew(found):
+            self._offset, self._number, self._counts_else = self.newest, -1, False
+        if not self._is_new(found) or -1 < number <= self._number:
+            self._watched.pop(found.key, None)
         elif before is None:
-            self._watched[found.step] = Watched(found, now, now)
+            self._watched[found.key] = Watched(found, now, now)
         elif before.found != found:
-            self._watched[found.step] = Watched(found, now, before.begun)
+            is_another = found.number is None and before.still  # it was whole, and is written over
+            self._watched[found.key] = Watched(found, now, now if is_another else before.begun)
+
+    def _begins_anew(self, found: FoundCheckpoint) -> bool:
+        """Whether the names of this start count from the beginning, which the user has said is no matter."""
+        before = self._put_back.get(found.key)
+        is_anew = before is None or found.is_anew(before)
+        return self._config.resume.check == "none" and self.count == 0 and bool(self._put_back) and is_anew
 
     def _is_ready(
         self, watched: Watched, writing: set[File] | None, now: float, *, gone: bool, latest: int | None
@@ -232,17 +300,16 @@ class CommandCheckpoints:
         if quiet < (LOOK_S if writing is not None else UNKNOWN_QUIET_S) or now < watched.not_before:
             return False
         if lacking := self.names.lacks(found):
-            if found.step is not None and latest is not None and found.step < latest:
-                self._say_once(f"checkpoint of step {found.step:,} does not count: {lacking}")
+            if found.number is not None and latest is not None and found.number < latest:
+                self._say_once(f"{found.title} does not count: {lacking}")
             return False
         if watched.doubtful and not self._shows_a_cut(found):
-            what = "the checkpoint" if found.step is None else f"checkpoint of step {found.step:,}"
             self._say_once(
-                f"{what} does not count: a process ended when it was written, and may have left it cut; one that is"
-                " written under another name and then renamed counts"
+                f"{found.title} does not count: a process ended when it was written, and may have left it cut; one"
+                " that is written under another name and then renamed counts"
             )
             return False
-        has_later = found.step is not None and latest is not None and found.step < latest
+        has_later = found.number is not None and latest is not None and found.number < latest
         return self._is_settled or has_later or quiet >= FIRST_QUIET_S
 
     def _shows_a_cut(self, found: FoundCheckpoint) -> bool:
@@ -252,7 +319,7 @@ class CommandCheckpoints:
 
     # Copying ----------------------------------------------------------------------------------------------------------
 
-    def _companion_files(self, step: int | None) -> dict[str, Path]:
+    def _companion_files(self) -> dict[str, Path]:
         """What is kept with each, by its name below the folder."""
         found = {}
         for name in self._config.checkpoint.also:
@@ -265,12 +332,13 @@ class CommandCheckpoints:
     def _snapshot(self, watched: Watched, alive: bool) -> None:
         """Raises OSError, or ValueError for one that has changed or is cut."""
         found, started = watched.found, time.monotonic()
-        step = found.step if found.step is not None else max(self._step_at(found.written), self.newest + 1)
+        step, is_counted = self._step(found, self._lines.told_by(found.first_written + ARRIVAL_S).step)
         unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
-        also = self._companion_files(found.step)
+        also = self._companion_files()
+        on_signal = found.written > self._signalled_at and found.key not in self._begun_before
         reason = self.reason
-        if reason == "stop" and (self._before_signal is None or self._before_signal.get(found.step) == found):
+        if reason == "stop" and not on_signal:
             reason = "timed"  # it would have come anyway
         try:
             for name in {**found.files, **also}:
@@ -279,7 +347,7 @@ class CommandCheckpoints:
                 made = unfinished / FILES / name
                 if made.stat().st_size != look.bytes or (why := torn(made)):
                     raise ValueError(f"{name}: {why or 'another length than it had'}")
-            again = next((each for each in self.names.find(self.folder, self._user) if each.step == found.step), None)
+            again = next((each for each in self.find() if each.key == found.key), None)
             if again != found or (alive and self._is_written(found)):
                 raise ValueError("it was changed meanwhile")
             names = sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*") if path.is_file())
@@ -291,8 +359,9 @@ class CommandCheckpoints:
                 reason=reason,
                 phase=PHASE,
                 goes_on_from=step,
-                val_loss=self._val_of(step),
+                val_loss=self._lines.val.get(step),
                 world_size=self._gpus,
+                lines=self._lines.told_by(min(watched.begun, found.first_written)).counting.to_json(),
             )
             atomic.write_json(unfinished / COMMIT, told.to_json())
             if folder.exists():  # of a start before this one, which will not be gone on from
@@ -301,20 +370,46 @@ class CommandCheckpoints:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        self.names.learn({name: look.bytes for name, look in found.files.items()})
-        self.newest, self.begun_at, self.committed_at = step, watched.begun, self._clock()
-        self._done[found.step] = found
+        self.names.learn(found)
+        self.newest, self.newest_is_on_signal, self.committed_at = step, on_signal, self._clock()
+        self._begun_before.discard(found.key)
+        self._number, self.count = max(self._number, found.number or 0), self.count + 1
+        self.counted = step if is_counted else self.counted
+        self._done[found.key] = found, step
         blocked_s = max(0.0, found.written - watched.begun)  # while it was written, as far as that was seen
         took = time.monotonic() - started
         took_s = round(blocked_s + took, 3)
         save = Save(step=step, reason=reason, bytes=told.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
-        self._saved(save, found.written)
+        self._lines.saved(save, found.written, is_counted=is_counted)
         size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
         self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
 
+    def _in_unit(self, found: FoundCheckpoint) -> int | None:
+        """What its name counts, in the run's unit but for `_offset`; None: nothing that can be told in it."""
+        each = self._config.work.steps_per_epoch
+        if self._config.unit == "step" and "step" not in found.counts and each is not None and "epoch" in found.counts:
+            return found.counts["epoch"] * each
+        return found.counts.get(self._config.unit)
+
+    def _step(self, found: FoundCheckpoint, told: int | None) -> tuple[int, bool]:
+        """The run's step of one, and whether anything tells it: else it is one more than the one before. `told`: by
+        lines when its first file was whole.
+        """
+        number, counts_epochs = self._in_unit(found), "step" not in found.counts
+        if counts_epochs and found.number == 0 and not self.count and not self._put_back:
+            # A name of 0 is that of the first epoch.
+            self._offset = 1 if self._config.unit == "epoch" else self._config.work.steps_per_epoch or 0
+        if number is not None:
+            number += self._offset
+            # A name cannot be of a step that lay far behind when it was begun.
+            is_far = told is not None and told >= 2 * number and told - number > 2 * self._lines.spread
+            self._counts_else = self._counts_else or is_far
+        known = told if number is None or (self._counts_else and told is not None) else number
+        return max(-1 if known is None else known, self.newest + 1), known is not None
+
     def _take_evaluation(self) -> None:
         """One that was told after its checkpoint was committed: the supervisor sends the manifest again."""
-        if self.newest in self._evaluated or (val := self._val_of(self.newest)) is None:
+        if self.newest in self._evaluated or (val := self._lines.val.get(self.newest)) is None:
             return
         self._evaluated.add(self.newest)
         folder = self._kept / step_folder(self.newest)
@@ -333,12 +428,11 @@ class CommandCheckpoints:
         (watched, copying), self._copying = self._copying, None
         error = copying.exception()
         if error is None:  # what is written over it from now on has begun now
-            self._watched.pop(watched.found.step, None)
+            self._watched.pop(watched.found.key, None)
         else:
             watched.since = self._clock()
             watched.not_before = self._clock() + (AGAIN_S if isinstance(error, OSError) else 0.0)
-            what = "the checkpoint" if watched.found.step is None else f"checkpoint of step {watched.found.step:,}"
-            self._say_once(f"{what} is not taken yet: {error}")
+            self._say_once(f"{watched.found.title} is not taken yet: {error}")
 
     def _say_once(self, text: str) -> None:
         if text not in self._told:

@@ -1,17 +1,21 @@
-"""What the end of a command means: its exit code, its step and what it printed last, to a verdict. Pure.
+"""What the end of a command means: its exit code, how far it came and what it printed, to a verdict. Pure.
 
 | Exit code | No stop was sent | After a stop |
 |---|---|---|
-| 0 | finished, where its steps are reached or none are declared; else it cannot be: failed | stopped |
+| 0 | finished, where nothing contradicts it; else failed | finished at the last step, else stopped |
 | one of exit.fatal | failed | stopped |
 | one of exit.again | another node | stopped |
-| another, or a signal | again in place, exit.restarts times; then another node; twice the same end: failed | stopped |
+| another, or a signal | again in place, exit.restarts times; then another node; twice alike: failed | stopped |
 
-A stop at the declared last step finds it finished.
+Exit code 0 is contradicted by a step that lies further before the declared last one than lines do from each other, if
+nothing was written to the outputs after it; and by a start that was given a checkpoint and has done nothing. After a
+stop it takes a whole checkpoint of the last step, or an output after it: where that is not so the next node finds out
+what is left, which costs minutes.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,13 +25,13 @@ from typing import Literal
 from gpufleet.job.spec.command import CommandConfig
 
 REACHED = 0.99  # of the declared steps: the last ones may be logged nowhere
-MEMORY = (
-    "out of memory",
-    "outofmemory",
-    "cublas_status_alloc_failed",
-    "failed to cuda malloc",
-    "cannot allocate memory",
-)
+REASONS = {  # in words of many programs
+    "out of memory": re.compile(
+        r"out of memory|outofmemory|cublas_status_alloc_failed|failed to cuda malloc|cannot allocate memory"
+    ),
+    "no room on the disk": re.compile(r"no space left on device|disk quota exceeded"),
+    "a GPU's memory is broken": re.compile(r"uncorrectable ecc|ecc error"),
+}
 
 Verdict = Literal["finished", "failed", "again", "elsewhere", "stopped"]
 
@@ -37,11 +41,21 @@ class End:
     """How one start ended. `code` as a shell has it; `why`: gpufleet ended it, for this reason."""
 
     code: int
-    step: int
+    step: int  # how far it came, as far as that is known
+    is_told: bool = True  # whether a line or a checkpoint of this start has told it
+    is_read: bool = True  # whether a line has
+    spread: int = 1  # steps that may be done after the last one told
+    saved: int = -1  # the newest step that a whole checkpoint tells
+    is_saved: bool = False  # this start has left a whole checkpoint
+    is_delivered: bool = False  # something was written to the outputs after the last step was told
+    restored: int | None = None  # the step of the checkpoint that it was given
+    is_idle: bool = False  # no step was told, nothing saved, nothing delivered
+    follows: bool = False  # of several nodes it is none that has to print or save: the first one tells
     lines: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()  # lines with numbers that job.progress.stdout does not match
     why: str = ""
     what: str = "the command"
-    error: str = ""  # the exception that it printed last
+    cause: str = ""  # the exception, or what else it died of
 
     @property
     def sentence(self) -> str:
@@ -52,39 +66,77 @@ class End:
         if self.code > 128:
             with suppress(ValueError):
                 said = f"{signal.Signals(self.code - 128).name}, exit code {self.code}"
-        memory = any(word in line.lower() for line in self.lines for word in MEMORY)
-        if memory:
-            said += ", out of memory"
+        text = "\n".join((*self.lines, self.cause)).lower()
+        reason = next((name for name, words in REASONS.items() if words.search(text)), "")
+        if reason:
+            said += f", {reason}"
         elif self.code == 128 + signal.SIGKILL:
             said += ", as where the kernel lacks memory"
-        named = f" ({self.error})" if self.error and self.code else ""
+        named = f" ({self.cause})" if self.cause and self.code else ""
         return f"{self.what} ended with {said} at step {self.step:,}{named}"
 
     def is_like(self, other: End) -> bool:
-        """At the same step, with the same last words."""
-        return (self.step, self.lines[-1:]) == (other.step, other.lines[-1:])
+        """At the same step for the same cause; where none is known, with the same last words."""
+        mine, theirs = ((each.cause,) if each.cause else each.lines for each in (self, other))
+        return (self.step, self.code, *map(_plain, mine)) == (other.step, other.code, *map(_plain, theirs))
 
 
-def is_reached(config: CommandConfig, step: int) -> bool:
-    """Whether its declared steps are done; with none declared whatever it did is all."""
-    return config.work.steps is None or step >= REACHED * config.work.steps
+def _plain(text: str) -> str:
+    """Without what differs from one start to the next: processes, addresses, sizes, times."""
+    return re.sub(r"0x[0-9a-f]+|[0-9]+", "#", text)
 
 
 def judge(config: CommandConfig, end: End, before: Sequence[End], *, stopped: bool) -> tuple[Verdict, str]:
     """What follows, and why in a sentence. `before`: earlier ends of this node; `stopped`: a stop had been sent."""
     if stopped:
-        done = config.work.steps is not None and end.step >= config.work.steps
-        return ("finished" if done else "stopped"), end.sentence
+        return ("finished" if _is_finished_by_stop(config, end) else "stopped"), end.sentence
     if end.code == 0 and not end.why:
-        if is_reached(config, end.step) or config.work.early:
-            return "finished", end.sentence
-        return "failed", (
-            f"{end.what} ended by itself at step {end.step:,} of {config.work.steps:,}; if it may, set work.early: true"
-        )
+        problem = _contradiction(config, end)
+        return ("failed", problem) if problem else ("finished", end.sentence)
     if not end.why and end.code in config.exit.fatal:
         return "failed", f"{end.sentence}, which is one of exit.fatal"
     if not end.why and end.code in config.exit.again:
         return "elsewhere", f"{end.sentence}, which is one of exit.again"
     if not end.why and any(end.is_like(other) for other in before):
-        return "failed", f"{end.sentence}, twice with the same last line"
+        return "failed", f"{end.sentence}, twice for the same reason"
     return ("again" if len(before) < config.exit.restarts else "elsewhere"), end.sentence
+
+
+def _is_finished_by_stop(config: CommandConfig, end: End) -> bool:
+    """Whether the last step is done for certain."""
+    if end.code or config.total is None:
+        return False
+    return end.saved >= config.total or (end.is_delivered and end.is_told and end.step >= config.total)
+
+
+def _contradiction(config: CommandConfig, end: End) -> str:
+    """Why an exit code of 0 cannot mean that the work is done; empty: it can."""
+    if end.follows:
+        return ""
+    total, unit = config.total, config.unit
+    reached = max(end.step if end.is_told else 0, end.saved, end.restored or 0)
+    is_reached = False
+    if total is not None:
+        last = total - (unit == "step")  # of steps that are counted from 0
+        is_reached = reached >= REACHED * total or reached + end.spread >= last
+    if end.restored is not None and end.is_idle and not is_reached and not config.work.early:
+        return (
+            f"{end.what} was given the checkpoint of {unit} {end.restored:,}, told no step, wrote nothing and ended"
+            f" with exit code 0: it does not go on{_unread(end)}"
+        )
+    if total is None or config.work.early or is_reached or end.is_delivered:
+        return ""
+    if not end.is_told and end.is_saved:  # nothing tells how far it came, and it has saved
+        return ""
+    if not end.is_told:
+        hint = _unread(end) or ", and no line told a step: job.progress says which lines do"
+        return f"{end.what} ended by itself, and nothing tells how far it came of {total:,}{hint}"
+    by_names = "" if end.is_read else ", by the names of its checkpoints (write {epoch} where these count epochs)"
+    return f"{end.what} ended by itself at {unit} {reached:,} of {total:,}{by_names}; if it may, set work.early: true"
+
+
+def _unread(end: End) -> str:
+    """That no line was read, with the last ones that hold numbers; empty where lines have told steps."""
+    if end.is_told or not end.unread:
+        return ""
+    return f". No line matched job.progress.stdout; the last ones with numbers were: {' | '.join(end.unread)}"

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpufleet.job import atomic
 from gpufleet.job.command import processes
 from gpufleet.job.command.checkpoints import CommandCheckpoints, copy
-from gpufleet.job.command.endings import End, Verdict, judge
-from gpufleet.job.command.given import Folders, blanked, progress_file, secrets, variables
+from gpufleet.job.command.endings import End, Verdict
+from gpufleet.job.command.given import Folders, blanked, secrets, variables
+from gpufleet.job.command.output import Output
 from gpufleet.job.command.places import GoneError, GuardedProcesses, NodeContainer, Place, Scripts, give_to_everybody
-from gpufleet.job.command.reader import Metrics, Output, StepReader
+from gpufleet.job.command.progress import Metrics, StepReader
+from gpufleet.job.command.start import CommandStart
 from gpufleet.job.command.stopping import Leaving
 from gpufleet.job.command.watchdogs import StartWatch
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.commit import Commit
-from gpufleet.job.contract.messages import CommandEnd, Fatal, Message, Spent, Stop
+from gpufleet.job.contract.messages import Alarm, CommandEnd, Fatal, Message, Spent, Stop
 from gpufleet.job.contract.run import Task
 from gpufleet.job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, SCALARS, STOP
 from gpufleet.job.gpus import Sampler
@@ -32,24 +35,15 @@ from gpufleet.job.text import printable
 TICK_S = 0.1
 CALM_S = 1.0  # between two looks at processes and watchdogs
 LEFTOVER_S = 10.0  # for what a command leaves behind when it has ended by itself
+HOLD_S = 60.0  # between two words of a node that is held
 SETUP = "setup"
+WHAT = {SETUP: "the set-up", "command": "the command"}
 CODES: dict[Verdict, int] = {
     "finished": TrainerExit.FINISHED,
     "failed": TrainerExit.FATAL,
     "elsewhere": TrainerExit.CRASHED,
     "stopped": TrainerExit.STOPPED,
 }
-
-
-@dataclass(slots=True)
-class CommandStart:
-    """One start of the command, or of its set-up."""
-
-    name: str
-    command: str
-    restored: Commit | None = None
-    interval: int | None = None
-    leaving: Leaving | None = None
 
 
 class Host:
@@ -75,8 +69,7 @@ class Host:
         self.secrets = secrets(self.config.secrets or {})
         self.blank = blanked(self.secrets.values())
         self.gpus = Sampler(gpus=len(on_node)) if on_node else None
-        self.progress = StepReader(Metrics(workdir / METRICS), self.config.patterns, self.warn, self.gpus)
-        self.progress_file = progress_file(self.config, self.folders, self.values)
+        self.progress = StepReader(Metrics(workdir / METRICS), self.config, self.warn, self.alarm, self.gpus)
         self.scripts = Scripts(workdir)
         self.output = Output(self.scripts.out, self.progress.line, write, self.blank)
         self.checkpoints = CommandCheckpoints(
@@ -87,9 +80,7 @@ class Host:
             digest=task.digest,
             gpus=gpus,
             alive=self._alive,
-            step_at=self.progress.at_time,
-            val_of=self.progress.val.get,
-            saved=self.progress.saved,
+            lines=self.progress,
             say=say,
         )
         self.first: int | None = None  # the first process
@@ -119,6 +110,7 @@ class Host:
                 self._note(CommandEnd(how=why, lines=end.lines))
                 if verdict == "failed":
                     self._note(Fatal(error="the command failed", detail=CommandEnd(how=why, lines=end.lines).full_text))
+                    self._hold(why)
                 say(f"{verdict}: {why}")
                 return CODES[verdict]
         finally:
@@ -126,43 +118,33 @@ class Host:
 
     def _run_start(self, before: list[End]) -> tuple[Verdict, str, End, Stop | None]:
         """One start up to its end."""
-        restored = self.checkpoints.restore()
-        if restored is not None:
-            say(f"restored step {restored.step:,} to {self.checkpoints.folder}")
-        step = restored.step if restored is not None else 0
-        self.progress.begin(step, self.progress_file)
-        starts = [CommandStart("command", self._command(restored), restored, self.progress.interval)]
+        start = CommandStart(self.config, self.folders, self.values, self.checkpoints, self.progress, self.output)
+        step = start.restored.step if start.restored is not None else 0
+        if start.restored is not None:
+            say(f"restored step {step:,} to {self.checkpoints.place(start.restored)}")
+        commands = [("command", self._command(start.restored))]
         if not self.is_set_up:
-            starts.insert(0, CommandStart(SETUP, filled(self.config.setup, dict(self.values))))
-        for start in starts:
+            commands.insert(0, (SETUP, filled(self.config.setup, dict(self.values))))
+        for name, command in commands:
             if (stop := Stop.read(self.workdir)) is not None:
                 return "stopped", "it was not started", End(code=0, step=step), stop
             try:
-                end = self._run(start, f"{start.name}{len(before) + 1}")
+                end = self._run(start, name, command, f"{name}{len(before) + 1}")
             except GoneError as error:
-                end = self._end(processes.KILLED, f"its container is gone: {error}")
+                end = start.end(processes.KILLED, f"its container is gone: {error}", WHAT[name])
                 self._leave_place()
-            if start.name == SETUP and end.code == 0 and not end.why:
+            if name == SETUP and end.code == 0 and not end.why:
                 self.is_set_up = True
                 continue
             break
-        return *self._judged(end, before, start), end, Stop.read(self.workdir)
-
-    def _judged(self, end: End, before: list[End], start: CommandStart) -> tuple[Verdict, str]:
-        leaving = start.leaving
-        verdict, why = judge(self.config, end, before, stopped=leaving is not None and leaving.signalled)
-        if verdict == "finished":
-            return verdict, why
-        if problem := self._lost(start):
-            return "failed", problem
-        return ("stopped" if leaving is not None or (self.workdir / STOP).exists() else verdict), why
+        return *start.judge(end, before), end, Stop.read(self.workdir)
 
     def _command(self, restored: Commit | None) -> str:
         """With what a resume adds."""
         values = dict(self.values)
         text = filled(self.config.command, values).rstrip()
         if restored is not None and self.config.resume.args:
-            values |= {"checkpoint": str(self.checkpoints.place(restored)), "step": restored.step}
+            values |= {"checkpoint": str(self.checkpoints.place(restored)), **self.checkpoints.counts(restored)}
             text += " " + filled(self.config.resume.args, values)
         return text
 
@@ -170,18 +152,16 @@ class Host:
         told = dict(self.variables)
         if restored is not None:
             place = str(self.checkpoints.place(restored))
-            values = {**self.values, "checkpoint": place, "step": restored.step}
+            values = {**self.values, "checkpoint": place, **self.checkpoints.counts(restored)}
             told[environment.COMMAND["resume_from"]] = place
-            told[environment.COMMAND["resume_step"]] = str(restored.step)
+            told[environment.COMMAND["resume_step"]] = str(values["step"])
             told |= {name: filled(value, values) for name, value in (self.config.resume.env or {}).items()}
         return {**told, **self.secrets}
 
     # Running ----------------------------------------------------------------------------------------------------------
 
-    def _run(self, start: CommandStart, name: str) -> End:
+    def _run(self, start: CommandStart, what: str, command: str, name: str) -> End:
         """Until no process of it is left. Raises GoneError."""
-        self.output.last.clear()
-        self.output.error = ""
         self.folders.stop_file.unlink(missing_ok=True)
         if self.place is None:
             for folder in (self.folders.code, *self.folders.written):
@@ -189,9 +169,10 @@ class Host:
             contained = os.environ.get(environment.JOB_CONTAINER)
             self.place = NodeContainer(self.workdir) if contained else GuardedProcesses(self.workdir)
         folder = self.folders.code
-        if start.name != SETUP:
+        if what != SETUP:
             folder = self.folders.resolve_path(self.config.workdir, self.values)
-        self.scripts.run(name, start.command, self._environment(start.restored), folder)
+            start.begin()
+        self.scripts.run(name, command, self._environment(start.restored), folder)
         watch = self._watch()
         code, why, left_at, calm_at = None, "", None, 0.0
         while True:
@@ -201,15 +182,18 @@ class Host:
                 self.scripts.offer()
             self.progress.poll()
             code = self.scripts.code(name) if code is None else code
+            refusal = ""
+            if what != SETUP:  # what is there once it has ended, `end` takes
+                refusal = start.look(commit=code is None or left_at is not None)
             if why == "":
-                why = self._why_not(start, watch)
+                why = self._why_not(start, what, watch, refusal)
                 if why:
                     self._kill()
                     if self.first is None or not self.scripts.began:  # nor will it
                         code = processes.KILLED
                         break
-            if self._counts(start) and (code is None or left_at is not None):  # else `end` judges
-                self.checkpoints.look()
+            if what != SETUP and (observed := start.observe()) is not None:
+                self._note(observed)
             if code is not None or now >= calm_at + CALM_S:
                 calm_at = now
                 self._prune()
@@ -219,27 +203,17 @@ class Host:
             self._ask_to_save()
             time.sleep(TICK_S)
         self.output.finish()
-        self.progress.poll()
-        self.progress.flush()
-        if self._counts(start):
-            self.checkpoints.reason = "final" if code == 0 and start.leaving is None else self.checkpoints.reason
-            self.checkpoints.end(by_itself=code == 0 and not why)
-            self.progress.flush()
-        leaving = start.leaving
-        what = "the set-up" if start.name == SETUP else "the command"
-        return self._end(code, why or (leaving.ended if leaving else ""), what)
+        why = why or (start.leaving.ended if start.leaving else "")
+        if what == SETUP:
+            lines, cause = tuple(self.output.last), self.output.cause.text
+            return End(code=code, step=self.progress.step, lines=lines, cause=cause, why=why, what=WHAT[what])
+        end = start.end(code, why, WHAT[what])
+        self._note(observed := start.observe(is_over=True))
+        if observed is not None and observed.elsewhere:
+            self.warn(observed.elsewhere)
+        return end
 
-    def _end(self, code: int, why: str, what: str = "the command") -> End:
-        return End(
-            code=code,
-            step=self.progress.step,
-            lines=tuple(self.output.last),
-            error=self.output.error,
-            why=why,
-            what=what,
-        )
-
-    def _why_not(self, start: CommandStart, watch: StartWatch) -> str:
+    def _why_not(self, start: CommandStart, what: str, watch: StartWatch, refusal: str) -> str:
         """Why this start is ended now; nothing where it goes on."""
         stop = Stop.read(self.workdir) if (self.workdir / STOP).exists() else None
         if stop is not None and start.leaving is None:
@@ -251,37 +225,16 @@ class Host:
         if start.leaving is not None:
             return start.leaving.look(
                 time.time(),
-                saving=lambda: start.name != SETUP and self.checkpoints.saving(),
+                saving=lambda: what != SETUP and self.checkpoints.saving(),
                 committed=self.checkpoints.newest,
-                begun_at=self.checkpoints.begun_at,
+                on_signal=self.checkpoints.newest_is_on_signal,
                 send=self._send_stop,
                 say=say,
             )
-        if problem := self._lost(start):
-            return problem
+        if refusal:
+            return refusal
         watch.look(self.checkpoints.committed_at, self.progress.at)
         return watch.stuck(self.output.at, self.progress.at)
-
-    def _counts(self, start: CommandStart) -> bool:
-        """Whether what is saved now is of this run: not by a set-up, nor by a command that begins anew; and of one file
-        whose step its lines tell, not before they have told that it goes on.
-        """
-        unknown = start.restored is not None and self.config.checkpoint.rewritten and self.progress.first is None
-        return start.name != SETUP and not unknown and not self._lost(start)
-
-    def _lost(self, start: CommandStart) -> str:
-        """How it does not go on from what was restored, as far as it has told a step. One step of tolerance: some count
-        from 0.
-        """
-        first, restored = self.progress.first, start.restored
-        if first is None or restored is None or self.config.resume.check == "none":
-            return ""
-        if first >= restored.step - (start.interval or max(1, restored.step // 2)) - 1:
-            return ""
-        return (
-            f"checkpoint of step {restored.step:,} was restored and the command began at step {first:,}:"
-            " it does not resume"
-        )
 
     def _leftover(self, start: CommandStart, code: int | None, now: float, since: float | None) -> float | None:
         """Since when the command has ended and processes of it are left; None where there are none. They may save
@@ -311,11 +264,11 @@ class Host:
 
     def _every_s(self) -> float | None:
         """Between two checkpoints, as declared; None: nobody has said, or the time of a step is not known."""
-        every = self.config.checkpoint.every
-        if every.minutes is not None:
-            return every.minutes * 60
+        every, count = self.config.checkpoint.every, self.config.steps_between_saves()
+        if not self.config.saves or every.minutes is not None:
+            return math.inf if every.minutes is None else every.minutes * 60
         step_s = self.progress.step_s
-        return every.steps * step_s if every.steps is not None and step_s else None
+        return count * step_s if count is not None and step_s else None
 
     def _spent(self) -> float | None:
         found = Spent.read(self.workdir)
@@ -336,14 +289,15 @@ class Host:
         return [] if self.first is None else processes.descendants(self.first)
 
     def _send_stop(self, name: str) -> None:
-        self.checkpoints.signalled()
-        self._send(name)
+        self._send(name, self.checkpoints.signalled)
 
-    def _send(self, name: str) -> None:
+    def _send(self, name: str, just_before: Callable[[], None] = lambda: None) -> None:
+        """`just_before` is called when all is known and nothing is sent yet."""
         if self.first is not None:
             number = processes.number(name)
             to = processes.addressees(self.first, number)
             say(f"SIG{name} to {len(to)} processes")
+            just_before()
             processes.send(to, number)
 
     def _kill(self) -> None:
@@ -351,6 +305,23 @@ class Host:
             say("a process of the command cannot be ended")
 
     # Ending -----------------------------------------------------------------------------------------------------------
+
+    def _hold(self, why: str) -> None:
+        """Keeps the failed command's container for `gpufleet shell`, as long as the definition says, and no longer than
+        until a stop or a limit.
+        """
+        if not self.config.exit.hold_minutes or self.place is None or self.config.device == "cpu":  # a rehearsal
+            return
+        until = time.time() + self.config.exit.hold_minutes * 60
+        minutes, clock = self.config.exit.hold_minutes, time.strftime("%H:%M", time.gmtime(until))
+        text = f"{why}; the node is held for {minutes:g} min, until {clock} UTC: gpufleet shell looks into it"
+        self.alarm("held", text)
+        said_at = time.time()
+        while time.time() < until and not (self.workdir / STOP).exists():
+            if time.time() >= said_at + HOLD_S:
+                said_at = time.time()
+                say(f"held for gpufleet shell, {(until - said_at) / 60:.0f} min more; gpufleet stop ends it now")
+            time.sleep(TICK_S)
 
     def _deliver(self) -> None:
         """Its outputs, below final/: those of {outputs} as they are there, others by their path; where there are none,
@@ -404,7 +375,15 @@ class Host:
         """A warning in the log."""
         say(f"warning: {text}")
 
-    def _note(self, message: Message) -> None:
+    def alarm(self, kind: str, text: str) -> None:
+        """A warning in the log, in status and receipt, and for whoever the definition names."""
+        self.warn(text)
+        self._note(Alarm(kind=kind, text=text))
+
+    def _note(self, message: Message | None) -> None:
+        """Writes a message, where there is one."""
+        if message is None:
+            return
         try:
             message.write(self.workdir)
         except OSError as error:

@@ -12,17 +12,17 @@ import re
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpufleet.job.spec.command import CommandConfig, filled
+from gpufleet.job.spec.command import COUNTED, CommandConfig, filled
 
 ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's, where they begin as a zip does
 PICKLED = ".metadata"  # torch.distributed.checkpoint's
 MOST_STEPS = 10**8  # names of ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
-_STEP = re.compile(r"\{step(:[0-9a-z]+)?\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,36 @@ class FileState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCheckpoint:
-    """The files of one checkpoint, by their names below the folder of checkpoints; `inner`: below its own folder."""
+    """The files of one checkpoint, by their names below the folder of checkpoints. `inner`: their names below its own
+    folder; `places`: its files, or the folders that they are in where the definition names a folder.
+    """
 
-    step: int | None  # None: no name tells it
+    counts: Mapping[str, int]  # what its names tell: step, epoch; empty: nothing
+    folder: str  # what stands for the folders that the definition names with a `*`
     files: Mapping[str, FileState]
     inner: Mapping[str, str]
+    places: frozenset[str]
+
+    @property
+    def number(self) -> int | None:
+        """By which its names are in order; None: no name tells any."""
+        return self.counts.get("step", self.counts.get("epoch"))
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What tells it from the others of its folder."""
+        return self.folder, self.number
+
+    @property
+    def series(self) -> str:
+        """The kind of its folder: exp and exp2 are of one, pretrain and tune of two."""
+        return re.sub(r"[-_.]?\d+", "", self.folder)
+
+    @property
+    def title(self) -> str:
+        """It, in a sentence."""
+        counted = next((f"{name} {count:,}" for name, count in self.counts.items()), "")
+        return f"checkpoint of {counted}" if counted else "the checkpoint"
 
     @property
     def bytes(self) -> int:
@@ -57,8 +82,18 @@ class FoundCheckpoint:
 
     @property
     def written(self) -> float:
-        """Epoch seconds of the newest."""
+        """Epoch seconds of the newest file."""
         return max(look.written for look in self.files.values()) / 1e9
+
+    @property
+    def first_written(self) -> float:
+        """Epoch seconds of the oldest file."""
+        return min(look.written for look in self.files.values()) / 1e9
+
+    def is_anew(self, before: FoundCheckpoint) -> bool:
+        """Whether it was written again since it looked like `before`: not where a file only came into its folder."""
+        changed = any(name in before.files and before.files[name] != look for name, look in self.files.items())
+        return changed or bool(self.places - before.places)
 
 
 class Names:
@@ -67,48 +102,70 @@ class Names:
     def __init__(self, config: CommandConfig) -> None:
         self._complete, self._unless = config.complete, config.unless
         self._patterns = [_pattern(name) for name in config.names]
-        self.are_known = bool(config.complete) or not any("*" in name or name.endswith("/") for name in config.names)
+        self._has_parts = any("*" in name.rpartition("/")[2] for name in config.names)
+        self.are_known = bool(config.complete) or not (
+            self._has_parts or any(name.endswith("/") for name in config.names)
+        )
         self._sizes: set[tuple[str, int]] = set()
         self.learned: dict[str, tuple[int, int]] = {}  # of a kind of name: how many there are, bytes of the smallest
 
+    def match(self, relative: str) -> tuple[dict[str, int], str, str, str] | None:
+        """What a path below the folder of checkpoints tells: its counts, what stands for folders with a `*`, the file
+        or folder that is the checkpoint, and its path below that folder. None: it is of no checkpoint.
+        """
+        for pattern, depth in self._patterns:
+            if (match := pattern.fullmatch(relative)) is not None:
+                groups = match.groupdict()
+                counts: dict[str, int] = {name: int(groups[name]) for name in ("step", "epoch") if name in groups}
+                if any(value >= MOST_STEPS for value in counts.values()):
+                    return None
+                folder = "/".join(relative.split("/")[:depth])
+                inner = groups.get("inner")
+                outer = relative if inner is None else relative.removesuffix(f"/{inner}")
+                return counts, folder, outer, inner or relative.removeprefix(f"{folder}/")
+        return None
+
     def find(self, folder: Path, allowed: Path) -> list[FoundCheckpoint]:
-        """Every checkpoint that has begun, oldest step first. What a link leads to lies below `allowed`, or is none."""
-        steps: dict[int | None, tuple[dict[str, FileState], dict[str, str]]] = {}
+        """Every checkpoint that has begun, the newest last: by what its names count, else by when it was written. What
+        a link leads to lies below `allowed`, or is none.
+        """
+        made: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[str, str, str, FileState]]] = {}
         for top, _, names in os.walk(folder):
             for name in names:
                 path = Path(top, name)
                 relative = path.relative_to(folder).as_posix()
-                match = next(filter(None, (pattern.fullmatch(relative) for pattern in self._patterns)), None)
-                if (
-                    match is None
-                    or int(match.groupdict().get("step") or 0) >= MOST_STEPS
-                    or (path.is_symlink() and not path.resolve().is_relative_to(allowed.resolve()))
-                ):
+                told = self.match(relative)
+                if told is None or (path.is_symlink() and not path.resolve().is_relative_to(allowed.resolve())):
                     continue
-                groups = match.groupdict()
-                files, inner = steps.setdefault(int(groups["step"]) if "step" in groups else None, ({}, {}))
-                try:
-                    files[relative] = FileState.from_path(path)
-                except OSError:  # removed meanwhile
-                    continue
-                inner[relative] = groups.get("inner") or relative
-        found = [
-            FoundCheckpoint(step=step, files=files, inner=inner) for step, (files, inner) in steps.items() if files
+                counts, starred, outer, inner = told
+                with suppress(OSError):  # removed meanwhile
+                    row = (relative, outer, inner, FileState.from_path(path))
+                    made.setdefault((starred, tuple(counts.items())), []).append(row)
+        checkpoints = [
+            FoundCheckpoint(
+                counts=dict(counts),
+                folder=starred,
+                files={name: state for name, _, _, state in rows},
+                inner={name: inner for name, _, inner, _ in rows},
+                places=frozenset(outer for _, outer, _, _ in rows),
+            )
+            for (starred, counts), rows in made.items()
         ]
-        return sorted(found, key=lambda each: each.step or 0)
+        return sorted(checkpoints, key=lambda each: (each.number or 0, each.written))
 
     def lacks(self, found: FoundCheckpoint) -> str:
         """What of it is not there yet, in words; nothing where its names are complete."""
         inner = set(found.inner.values())
-        if self._unless and _at_step(self._unless, found.step) in inner:
+        if self._unless and filled(self._unless, {**found.counts}) in inner:
             return f"{self._unless} says that it is unfinished"
         if self._complete:
-            return "" if _at_step(self._complete, found.step) in inner else f"{self._complete} is not there"
-        if not all(any(pattern.fullmatch(name) for name in found.files) for pattern in self._patterns):
+            return "" if filled(self._complete, {**found.counts}) in inner else f"{self._complete} is not there"
+        if not all(any(pattern.fullmatch(name) for name in found.files) for pattern, _ in self._patterns):
             return "one of its files is not there"
-        if found.step is None:
-            return ""
-        kinds = _kinds(found.files)
+        if found.number is None:
+            count = sum(count for count, _ in self.learned.values()) if self._has_parts else 0
+            return f"{len(found.files)} of {count} files are there" if len(found.files) < count else ""
+        kinds = _kinds(found.inner, found.files)
         for kind, (count, least) in self.learned.items():
             there, smallest = kinds.get(kind, (0, 0))
             if there < count:
@@ -117,18 +174,29 @@ class Names:
                 return f"{kind} has {smallest:,} bytes, the first one's had {least:,}"
         return ""
 
+    def newest(self, found: FoundCheckpoint, before: FoundCheckpoint | None) -> FoundCheckpoint:
+        """The checkpoint with those of its files alone that were written since it looked like `before`, where its names
+        count nothing, match several files, and these are a checkpoint by themselves; else as it is.
+        """
+        files = {name: look for name, look in found.files.items() if before is None or before.files.get(name) != look}
+        if found.number is not None or not files or not self._has_parts:
+            return found
+        if not all(any(pattern.fullmatch(name) for name in files) for pattern, _ in self._patterns):
+            return found
+        outer = frozenset(each for each in found.places if any(name.startswith(each) for name in files))
+        return replace(found, files=files, inner={name: found.inner[name] for name in files}, places=outer)
+
     def _last(self, found: FoundCheckpoint) -> list[str]:
         """The files of it that say by their being there that the others are whole; all where none does."""
         if not self._complete:
             return list(found.files)
-        return [name for name, inner in found.inner.items() if inner == _at_step(self._complete, found.step)]
+        return [name for name, inner in found.inner.items() if inner == filled(self._complete, {**found.counts})]
 
-    def learn(self, files: Mapping[str, int]) -> None:
-        """From names and bytes of one that is whole: the first teaches the names, the newest the sizes."""
-        kinds = _kinds({name: FileState(0, 0, size, 0) for name, size in files.items()})
+    def learn(self, found: FoundCheckpoint) -> None:
+        """From one that is whole: the first teaches the names, the newest the sizes."""
         if not self._complete and not self.learned:
-            self.learned = kinds
-        self._sizes = {(_kind(name), size) for name, size in files.items()}
+            self.learned = _kinds(found.inner, found.files)
+        self._sizes = {(_kind(name), look.bytes) for name, look in found.files.items()}
 
     def shows_a_cut(self, folder: Path, found: FoundCheckpoint) -> bool:
         """Whether a cut in what was written last would show: by the file itself, as it is as long as the newest whole
@@ -141,28 +209,26 @@ class Names:
             for name in self._last(found)
         )
 
-    def place(self, files: Iterable[str]) -> str:
-        """What a command is told as {checkpoint}: the file, or the folder that all of it is in."""
-        first = sorted(files)[0]
-        match = next(filter(None, (pattern.fullmatch(first) for pattern in self._patterns)), None)
-        inner = match and match.groupdict().get("inner")
-        return first.removesuffix(f"/{inner}") if inner else first
+
+def place(found: FoundCheckpoint) -> str:
+    """What a command is told as {checkpoint}: the file, or the folder that all of it is in."""
+    return sorted(found.places)[0]
 
 
-def _pattern(name: str) -> re.Pattern[str]:
-    """The first {step} tells it, each other one repeats it."""
-    text, seen = "", False
-    for part in re.split(r"(\{step(?::[0-9a-z]+)?\}|\*)", name.rstrip("/")):
-        if _STEP.fullmatch(part):
-            text += r"0*(?P=step)" if seen else r"0*(?P<step>\d+)"
-            seen = True
+def _pattern(name: str) -> tuple[re.Pattern[str], int]:
+    """The first {step} tells it, each other one repeats it; the same of {epoch}. With how many of its folders, from
+    the first on, are told apart by a `*`.
+    """
+    text, seen = "", set[str]()
+    for part in re.split(r"(\{(?:step|epoch)(?::[0-9a-z]+)?\}|\*)", name.rstrip("/")):
+        if count := COUNTED.fullmatch(part):
+            text += rf"0*(?P={count[1]})" if count[1] in seen else rf"0*(?P<{count[1]}>\d+)"
+            seen.add(count[1])
         else:
             text += "[^/]*" if part == "*" else re.escape(part)
-    return re.compile(text + ("/(?P<inner>.+)" if name.endswith("/") else ""))
-
-
-def _at_step(name: str, step: int | None) -> str:
-    return filled(name, {"step": step or 0})
+    folders = name.rstrip("/").split("/")[:-1]
+    depth = max((index + 1 for index, each in enumerate(folders) if "*" in each), default=0)
+    return re.compile(text + ("/(?P<inner>.+)" if name.endswith("/") else "")), depth
 
 
 def _kind(name: str) -> str:
@@ -170,9 +236,9 @@ def _kind(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _kinds(files: Mapping[str, FileState]) -> dict[str, tuple[int, int]]:
+def _kinds(inner: Mapping[str, str], files: Mapping[str, FileState]) -> dict[str, tuple[int, int]]:
     """Names with their digits taken out: how many there are of each, and the bytes of the smallest."""
-    kinds = {name: _kind(name) for name in files}
+    kinds = {name: _kind(inside) for name, inside in inner.items()}
     counted = Counter(kinds.values())
     return {
         kind: (count, min(files[name].bytes for name in files if kinds[name] == kind))

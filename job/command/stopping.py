@@ -18,7 +18,6 @@ class Leaving:
     def __init__(self, config: CommandConfig, stop: Stop, now: float, newest: int) -> None:
         self.signalled, self.ended = False, ""
         self._config, self._stop, self._asked_at, self._newest = config, stop, now, newest
-        self._signalled_at = 0.0
         saves, rules = config.saves_on_signal, config.stop
         by_hand = stop.reason == ends.STOPPED
         # Where it saves nothing, or not in time, a signal would only end what may save by itself until then.
@@ -43,21 +42,22 @@ class Leaving:
         *,
         saving: Callable[[], bool],
         committed: int,
-        begun_at: float,
+        on_signal: bool,
         send: Callable[[str], None],
         say: Callable[[str], None],
     ) -> str:
         """Sends the signal when its time has come. Why the command is ended now; nothing where it is waited for.
 
-        `saving`: whether a checkpoint is being written; `committed` and `begun_at`: the newest, and when it was begun.
+        `saving`: whether a checkpoint is being written; `committed`: the newest; `on_signal`: whether the command made
+        that one because of the signal.
         """
         if not self.signalled and not self._waits and not saving():
-            self.signalled, self._signalled_at = True, now
+            self.signalled = True
             send(self._config.stop.signal)
         new = committed > self._newest
         if new and self._waits and self._stop.deadline is None:
             self.ended = "stopped after a whole checkpoint"
-        elif new and self.signalled and self._stop.deadline is not None and begun_at >= self._signalled_at:
+        elif new and on_signal and self._stop.deadline is not None:
             self.ended = "its checkpoint is whole, and the machine goes away"
         elif now >= self._until:
             gone = "the machine goes away" if self._stop.deadline is not None else "its save took too long"

@@ -170,6 +170,7 @@ class AttemptRecord:
     reclaimed: Mapping[str, bool] = field(default_factory=dict)  # what is known of earlier nodes, by instance
     preflight: Mapping[str, Any] | None = None  # messages.Preflight
     compiled: Mapping[str, Any] | None = None  # by phase: job/train/compile_cache.py
+    alarm: str = ""  # messages.Alarm, the newest
     # Written by whichever of the two ends first.
     exit: Exit | None = None
 
@@ -214,6 +215,7 @@ class AttemptRecord:
             floor=fields.take("floor", reading.whole_number, None),
             results=fields.take("results", reading.flag, False),
             reclaimed=fields.take("reclaimed", reading.mapping(reading.flag), {}),
+            alarm=fields.take("alarm", reading.text, ""),
             exit=Exit.from_fields(fields),
         )
 

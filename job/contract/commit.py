@@ -52,6 +52,7 @@ class Commit:
     retries: tuple[Retry, ...] = ()  # of the run so far, oldest first
     torch: str = ""
     world_size: int = 1
+    lines: dict[str, Any] = field(default_factory=dict)  # of a command: what its output had told, job/command/lines.py
 
     @property
     def folder(self) -> str:
@@ -70,7 +71,8 @@ class Commit:
 
     def to_json(self) -> dict[str, Any]:
         files = [{"name": name, "bytes": size} for name, size in self.files]
-        return {**asdict(self), "schema": SCHEMA, "files": files}
+        tree = {**asdict(self), "schema": SCHEMA, "files": files}
+        return tree if self.lines else {key: tree[key] for key in tree if key != "lines"}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Commit:
@@ -107,6 +109,7 @@ class Commit:
             ),
             torch=fields.take("torch", reading.text, ""),
             world_size=fields.take("world_size", reading.whole_number, 1),
+            lines=fields.take("lines", reading.mapping(reading.anything), {}),
         )
 
 

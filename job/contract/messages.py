@@ -223,6 +223,49 @@ class CommandEnd(Message):
         return cls(how=fields.need("how", reading.text), lines=fields.take("lines", reading.listed(reading.text), ()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Observed(Message):
+    """What was seen of a command's newest start so far, for who rehearses it."""
+
+    FILE = workdir.OBSERVED
+    lines: int = 0  # that it has printed
+    told: bool = False  # one of them told a step
+    unread: tuple[str, ...] = ()  # the last ones with numbers that told none
+    begun: int = 0  # checkpoints that are there
+    checkpoints: int = 0  # whole ones
+    restored: int | None = None  # the step of the checkpoint that it was given
+    resumes: str = ""  # goes on, begins anew, not shown; empty: it was given none
+    why: str = ""
+    elsewhere: str = ""  # what it has written where nobody looks, and the line to add
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Self:
+        return cls(
+            lines=fields.take("lines", reading.whole_number, 0),
+            told=fields.take("told", reading.flag, False),
+            unread=fields.take("unread", reading.listed(reading.text), ()),
+            begun=fields.take("begun", reading.whole_number, 0),
+            checkpoints=fields.take("checkpoints", reading.whole_number, 0),
+            restored=fields.take("restored", reading.step, None),
+            resumes=fields.take("resumes", reading.text, ""),
+            why=fields.take("why", reading.text, ""),
+            elsewhere=fields.take("elsewhere", reading.text, ""),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm(Message):
+    """What people should hear while a run trains: a loss that is no number, a node that is held. Of each kind once."""
+
+    FILE = workdir.ALARM
+    kind: str
+    text: str
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Self:
+        return cls(kind=fields.need("kind", reading.name), text=fields.need("text", reading.text))
+
+
 # Between a command's host and the node, in WORKDIR/control.
 
 

@@ -69,6 +69,7 @@ class AttemptCost:
     last_step: int = 0
     rung: int | None = None
     exit: Exit | None = None  # None: gone without notice
+    alarm: str = ""  # what people were warned of
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -88,6 +89,7 @@ class AttemptCost:
             "rung": self.rung,
             "exit": self.exit and self.exit.to_json(),
             **({"capacity": self.capacity} if self.capacity else {}),
+            **({"alarm": self.alarm} if self.alarm else {}),
             **({} if self.pulled_s is None else {"pulled_s": seconds(self.pulled_s)}),
         }
 
@@ -112,6 +114,7 @@ class AttemptCost:
             last_step=fields.take("last_step", reading.step, 0),
             rung=fields.take("rung", reading.whole_number, None),
             exit=Exit.from_fields(fields),
+            alarm=fields.take("alarm", reading.text, ""),
         )
 
 

@@ -24,6 +24,8 @@ PREFLIGHT = "preflight.json"
 COMPILED = "compiled.json"
 STEPPED = "stepped"  # of several nodes: how many steps are done, by each one's first rank with every step
 LEFT = "left.json"  # how a command ended
+OBSERVED = "observed.json"  # what was seen of a command's start
+ALARM = "alarm.json"  # what people should hear while it trains
 LOCK = "lock"  # held by the trainer that is at work
 
 # What the run leaves.
@@ -52,7 +54,9 @@ SCRIPTS, FIRST = "job", "first.sh"  # below it, and seen by the command's contai
 STEPS = "step_*"  # folders of checkpoints, as step_folder names them
 
 # Files at the top of the folder that are no results of the run.
-OWN = frozenset({RUN, START, STOP, SAVE, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT, DONE})
+OWN = frozenset(
+    {RUN, START, STOP, SAVE, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT, DONE, OBSERVED, ALARM}
+)
 
 
 def step_folder(step: int) -> str:

@@ -1,5 +1,6 @@
 """What a node tells whoever the definition names: that the run trains, that AWS takes the node, that most of its means
-are used up, how it ended. And the hour at which AWS tells that nothing has trained for long, moved while this one does.
+are used up, what its job warns of, how it ended. And the hour at which AWS tells that nothing has trained for long,
+moved while this one does.
 
 Nothing waits longer than WAIT_S for a message, and none is sent twice: one that cannot be sent is said in the boot log.
 """
@@ -19,7 +20,7 @@ from gpufleet.job import atomic
 from gpufleet.job.contract import terms
 from gpufleet.job.contract.aws import SILENCE
 from gpufleet.job.contract.reading import Fields
-from gpufleet.job.contract.workdir import RUN, SPENT
+from gpufleet.job.contract.workdir import ALARM, RUN, SPENT
 from gpufleet.job.node.container import secret
 from gpufleet.job.node.means import SpentByNow
 from gpufleet.job.node.outside import NOT_REACHED, Objects, ask, bounded, retry, say
@@ -30,6 +31,7 @@ LOOK_S, MOVE_S = 10, 300
 SEND_S, WAIT_S = 30, 20
 MOST_SHARE = Decimal("0.8")  # of a limit: then somebody is told
 TOLD_MOST = "told/most-of-the-cap"  # object of the run: a later node does not say it again
+TOLD_ALARM = "told/alarm-"  # and the kind
 
 
 class Notices:
@@ -56,7 +58,7 @@ class Notices:
             self._folder = workdir
             money = terms.read(Fields(atomic.read_object(workdir / RUN)))
             self._limits, self._nodes = money.limits, money.nodes
-            threading.Thread(target=self._watch, args=(TOLD_MOST in keys,), name="notices", daemon=True).start()
+            threading.Thread(target=self._watch, args=(set(keys),), name="notices", daemon=True).start()
 
     def tell(self, what: str) -> None:
         """One message: the run, what has happened, what it has spent."""
@@ -93,9 +95,13 @@ class Notices:
         if self._webhook and not self._post(f"{words} {more}"):
             say("the webhook has not taken the message")
 
-    def _watch(self, told_most: bool) -> None:
+    def _watch(self, told: set[str]) -> None:
+        """`told`: keys of what needs no telling any more."""
         while not self._ended:
             time.sleep(LOOK_S)
+            alarm = atomic.read_object(self._folder / ALARM) or {}
+            if (kind := str(alarm.get("kind", ""))).isalnum() and not self._ended:
+                self._send_once(TOLD_ALARM + kind, f"warning: {alarm.get('text')}", told)
             spent = self._spent()
             if spent is None or self._ended:
                 continue
@@ -106,12 +112,17 @@ class Notices:
                 if began:
                     self._send("it trains" if spent.attempt == 1 else f"it trains on, node {spent.attempt} of the run")
             leads = self._nodes == 1 or spent.trained_at > 0  # of several nodes one speaks
-            if leads and not told_most and (share := self._most(spent)) is not None:
-                told_most = True
-                self._send(share)
-                file = self._settings.folder / "told"
-                file.write_text(share)
-                self._objects.put(file, TOLD_MOST)
+            if leads and (share := self._most(spent)) is not None:
+                self._send_once(TOLD_MOST, share, told)
+
+    def _send_once(self, key: str, what: str, told: set[str]) -> None:
+        """A message that no node of the run has sent yet, as `told` and the run's objects have it."""
+        if key not in told:
+            told.add(key)
+            self._send(what)
+            file = self._settings.folder / "told"
+            file.write_text(what)
+            self._objects.put(file, key)
 
     def _most(self, spent: SpentByNow) -> str | None:
         """What to say once most of a limit is used up."""

@@ -304,9 +304,19 @@ class CommandConfig(JobConfig):
         return self.steps if self.unit == "step" else self.work.epochs
 
     @property
+    def stages(self) -> int:
+        """Trainings that the command runs one after another, as far as its text tells; 1 where it does not."""
+        parts = re.split(r"&&|;|\n", self.command)
+        scripts = [match[0] for each in parts if (match := TRAINING.search(each)) and not EVALUATION.search(match[0])]
+        return max(1, len(scripts))
+
+    @property
     def saves(self) -> bool:
-        """Whether it has checkpoints."""
         return self.checkpoint.format != "none"
+
+    @property
+    def held_minutes(self) -> float:
+        return self.exit.hold_minutes
 
     @property
     def saves_on_signal(self) -> bool | None:
@@ -408,9 +418,9 @@ class CommandConfig(JobConfig):
             checkpoint=replace(self.checkpoint, size_gb=size, every=every), stop=replace(self.stop, saves=saves)
         )
 
-    def untimed(self) -> CommandCheckpoint:
-        """It saves when it does."""
-        return self.checkpoint
+    def untimed(self) -> CommandConfig:
+        """The parameters for a probe: it saves when it does, and nobody waits once it has failed."""
+        return self.changed(exit=replace(self.exit, hold_minutes=0.0))
 
     @property
     def save_wait_s(self) -> float:  # type: ignore[override]
@@ -662,6 +672,11 @@ class CommandConfig(JobConfig):
                     f"job.command has {said[0]} and job.work.{key} is {counted}: the script trains the one, and the"
                     " bill counts the other"
                 )
+        if self.stages > 1:
+            yield (
+                f"job.command trains {self.stages} times, and a run has one counter of steps: lost in a later training,"
+                " it begins that anew, and nothing shows whether it resumes. Make a stack of each"
+            )
         if not self.saves:
             yield "job.checkpoint is none: a loss repeats all that was trained before it, and is priced so"
             return
@@ -685,6 +700,12 @@ def _leaves(folder: str) -> bool:
     """Whether a folder, as seen from the code's, is none of the run's own."""
     return os.path.normpath(folder).startswith(("/", "../")) or os.path.normpath(folder) == ".."
 
+
+# A program of a command that trains, by its name, up to its script; and one that does something else.
+TRAINING = re.compile(
+    r"\b(?:python[0-9.]*|torchrun|accelerate\s+launch|deepspeed)\s(?:\S+\s+)*?\S*(?:\.py\b|(?<=-m\s)[\w.]+)|\byolo\b"
+)
+EVALUATION = re.compile(r"eval|test|valid|predict|infer|generat|export|convert|merge|prepare|preprocess|download|data")
 
 # What scripts call these settings. A name counts with - for _ and in any case.
 STEP_COUNTS = (

@@ -31,11 +31,13 @@ def bounded(default: Any, minimum: float | None = None, maximum: float | None = 
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
-def added_later(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """A field that a released version did not have, with its range. Runs that began before it had its default, and are
-    the same still: what tells runs apart (infra/program/run_guard.py) leaves it out while it is that.
+def added_later(
+    default: Any, minimum: float | None = None, maximum: float | None = None, *, version: str = "0.2.0"
+) -> Any:
+    """A field that came with this version, with its range. A run that began before has its default: what tells runs
+    apart (infra/program/run_guard.py) leaves it out while it is that.
     """
-    return field(default=default, metadata={"later": True, "minimum": minimum, "maximum": maximum})
+    return field(default=default, metadata={"added": version, "minimum": minimum, "maximum": maximum})
 
 
 def one_or_more() -> Any:

@@ -23,6 +23,7 @@ from gpufleet.job.spec.common import (
     PhaseSize,
     Rung,
     Sizes,
+    added_later,
     bounded,
     cuts,
     too_short,
@@ -134,9 +135,9 @@ class GrowthConfig(JobConfig):
     batch: Batch = Batch()
     optim: AdamW = AdamW()
     precision: Precision = Precision()
-    deliver: Deliver = "last"
+    deliver: Deliver = added_later("last", version="0.1.0")
     checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = Guard()
+    guard: Guard = added_later(Guard(), version="0.1.0")
     eval: Eval = Eval()
     log: Log = Log()
 

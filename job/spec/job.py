@@ -196,6 +196,16 @@ class JobConfig(ABC):
         """What weights, gradients and moments are kept in, and what is in fp32 besides."""
         return "fp32; loss and norms in fp32"
 
+    @property
+    def saves(self) -> bool:
+        """Whether it has checkpoints: without any a loss repeats all that it has done."""
+        return True
+
+    @property
+    def held_minutes(self) -> float:
+        """That a node stays after its run has failed."""
+        return 0.0
+
     def waits_for_saves(self) -> bool:
         """Whether training stands still until a save is written."""
         return False
@@ -210,9 +220,9 @@ class JobConfig(ABC):
         """
         return self
 
-    def untimed(self) -> Beating:
-        """Its section `checkpoint` without saves that a clock asks for: a probe asks for its own."""
-        return replace(cast(Checkpoint, self.checkpoint), interval_s=86400.0)
+    def untimed(self: Self) -> Self:
+        """The parameters for a probe, which asks for its own saves: without those that a clock asks for."""
+        return self.changed(checkpoint=replace(cast(Checkpoint, self.checkpoint), interval_s=86400.0))
 
     def declared_step_ms(self, gpu: str) -> float | None:
         """Milliseconds of a step on this GPU, as its own parameters say; None: they do not."""

@@ -30,6 +30,7 @@ from gpufleet.job.spec.common import (
     Rung,
     Sizes,
     TokenBatch,
+    added_later,
     bounded,
     in_gb,
     warmup_doubts,
@@ -119,7 +120,7 @@ class KernelConfig(TuningConfig):
     generate: Generation = Generation()
     funnel: Funnel = Funnel()
     checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = Guard()
+    guard: Guard = added_later(Guard(), version="0.1.0")
     log: Log = Log()
 
     def work_kind(self) -> str:

@@ -24,6 +24,7 @@ from gpufleet.job.spec.common import (
     PhaseSize,
     Rung,
     Sizes,
+    added_later,
     bounded,
     cuts,
     halves,
@@ -135,9 +136,9 @@ class PretrainConfig(JobConfig):
     precision: Compute = Compute()
     early_stop: EarlyStop = EarlyStop()
     reshard_after_forward: bool = False  # False = ZeRO-2, True = ZeRO-3
-    deliver: Deliver = "best"
+    deliver: Deliver = added_later("best", version="0.1.0")
     checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = Guard()
+    guard: Guard = added_later(Guard(), version="0.1.0")
     eval: CharEval = CharEval()
     log: Log = Log()
 

@@ -58,7 +58,7 @@ class Lora:
     rank: int = bounded(64, 1, 4096)
     alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
     dropout: float = bounded(0.05, 0.0, 0.9)
-    template_tokens: bool = False
+    template_tokens: bool = added_later(False, version="0.1.0")
     shard_base: bool = added_later(False)  # FSDP2 brings each layer together where it is used
 
 
@@ -116,9 +116,9 @@ class SftConfig(TuningConfig):
     precision: Compute = Compute()
     measures: Measures = Measures()
     reshard_after_forward: bool = True  # full weights only: True = ZeRO-3, False = ZeRO-2
-    deliver: Deliver = "best"
+    deliver: Deliver = added_later("best", version="0.1.0")
     checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = Guard()
+    guard: Guard = added_later(Guard(), version="0.1.0")
     eval: RowEval = RowEval()
     log: Log = Log()
 

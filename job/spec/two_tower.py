@@ -26,6 +26,7 @@ from gpufleet.job.spec.common import (
     Rung,
     Say,
     Sizes,
+    added_later,
     bounded,
     cuts,
 )
@@ -144,7 +145,7 @@ class TwoTowerConfig(JobConfig):
     optim: TowerOptim = TowerOptim()
     precision: Compute = Compute(compute="fp32")
     checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = Guard()
+    guard: Guard = added_later(Guard(), version="0.1.0")
     log: Log = Log(every=100)
 
     def problems(self) -> list[tuple[str, str]]:

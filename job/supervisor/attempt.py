@@ -25,6 +25,7 @@ from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.commit import BEST, Published
 from gpufleet.job.contract.messages import (
     Accept,
+    Alarm,
     CommandEnd,
     Fatal,
     Message,
@@ -684,6 +685,9 @@ class Supervisor:
         told = replace(was, reclaimed=attempts.reclaimed(others.attempts), ended=others.ended, untold=others.untold)
         if told != was:
             self.record.update(reclaimed=told.reclaimed, ended=told.ended, untold=told.untold)
+        alarm = Alarm.read(self.workdir)
+        if alarm is not None and alarm.text != self.record.now.alarm:
+            self.record.update(alarm=alarm.text)
         used = UsedRung.read(self.workdir)
         if used is not None and used.rung != self.record.now.rung:
             self.record.update(rung=used.rung)

@@ -59,6 +59,7 @@ class Attempt:
     pulled_s: Decimal | None = None  # how long its images took
     capacity: str = ""  # spot or on-demand; empty: the run's
     reclaimed: bool | None = None
+    alarm: str = ""
 
     @property
     def noticed(self) -> bool:
@@ -201,6 +202,7 @@ def attempt_from_record(
         exit=record.exit,
         ceiling_s=paid.ceiling_s,
         pulled_s=record.pulled_s,
+        alarm=record.alarm,
     )
 
 

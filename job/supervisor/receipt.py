@@ -156,7 +156,7 @@ def text(receipt: Receipt) -> str:
         paid = f"{seconds(attempt.seconds)} s ${money(attempt.usd)}"
         paid = ", ".join(filter(None, (paid, start_up(attempt.started_s, attempt.pulled_s))))
         kind = f"{attempt.type} {attempt.capacity}".rstrip()
-        said.append(f"  {attempt.instance} {kind} {paid}: {end}")
+        said.append(f"  {attempt.instance} {kind} {paid}: {end}{attempt.alarm and f'; warned: {attempt.alarm}'}")
     return "\n".join(said)
 
 
@@ -245,6 +245,7 @@ def _cost(attempt: Attempt, *, last: bool) -> AttemptCost:
         last_step=attempt.last_step,
         rung=attempt.rung,
         exit=attempt.exit,
+        alarm=attempt.alarm,
     )
 
 

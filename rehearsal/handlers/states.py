@@ -6,6 +6,7 @@ from gpufleet.rehearsal.handlers.table import (
     Aws,
     Properties,
     ResourceHandler,
+    UnsupportedError,
     absent,
     fields,
     tag_diff,
@@ -21,6 +22,7 @@ def _tags(tags: dict[str, str]) -> list[dict[str, str]]:
 
 
 def _create(aws: Aws, inputs: Properties) -> str:
+    _validate(aws, inputs)
     made = aws.client("stepfunctions").create_state_machine(
         name=inputs["name"],
         definition=inputs["definition"],
@@ -28,6 +30,13 @@ def _create(aws: Aws, inputs: Properties) -> str:
         tags=_tags(inputs.get("tags") or {}),
     )
     return str(made["stateMachineArn"])
+
+
+def _validate(aws: Aws, inputs: Properties) -> None:
+    """What the provider asks before it makes or changes one, as soon as it knows the definition."""
+    answer = aws.client("stepfunctions").validate_state_machine_definition(definition=inputs["definition"])
+    if answer["result"] != "OK":
+        raise UnsupportedError(f"invalid Amazon States Language: {answer['diagnostics'][0]['message']}")
 
 
 def _read(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -42,6 +51,7 @@ def _read(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
 
 
 def _update(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    _validate(aws, new)
     states = aws.client("stepfunctions")
     states.update_state_machine(stateMachineArn=resource_id, definition=new["definition"], roleArn=new["roleArn"])
     gone, changed = tag_diff(old, new)

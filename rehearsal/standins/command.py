@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-STEP = re.compile(r"\{step(?::([0-9a-z]+))?\}")
+COUNT = re.compile(r"\{(?:step|epoch)(?::([0-9a-z]+))?\}")
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     for step in range(int(os.environ.get("GPUFLEET_RESUME_STEP") or 0) + 1, told["steps"] + 1):
         time.sleep(told["pace_s"])
         print("plumbing step", step, flush=True)  # noqa: T201 - that is how it tells
-        if asked or step % told["every"] == 0 or step == told["steps"]:
+        if told["every"] <= told["steps"] and (asked or step % told["every"] == 0 or step == told["steps"]):
             save(Path(sys.argv[1]), step, told)
         if asked:
             return
@@ -33,9 +33,7 @@ def save(folder: Path, step: int, told: dict[str, object]) -> None:
     """One checkpoint, its last file last."""
     names = [str(name) for name in told["names"]]  # type: ignore[attr-defined]
     for pattern in names:
-        name = re.sub(r"\{step(?::([0-9a-z]+))?\}", lambda found: format(step, found[1] or ""), pattern).replace(
-            "*", "0"
-        )
+        name = COUNT.sub(lambda found: format(step, found[1] or ""), pattern).replace("*", "0")
         if not name.endswith("/"):
             write(folder / name, told, len(names))
             continue

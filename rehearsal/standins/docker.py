@@ -203,7 +203,7 @@ class CloudWatchLogs:
     def close(self) -> None:
         self._closed.set()
         self._lines.put(None)
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=60)
 
     def _send(self, region: str) -> None:
         import botocore.session

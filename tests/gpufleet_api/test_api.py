@@ -35,7 +35,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def loaded(program: str) -> set[str]:
     """The packages that a program has loaded when it ends."""
     code = f"{program}\nimport json, sys\nprint(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -165,7 +165,7 @@ def test_the_picture_leaves_a_notebook_s_own_plots_alone(project: Path) -> None:
         "gpufleet.compare('mine').frontier._repr_png_()\n"
         "assert matplotlib.get_backend() == 'svg' and 'matplotlib.pyplot' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env={"PYTHONPATH": str(ROOT)})
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT)})
 
 
 def test_options_of_a_comparison_are_ranked_and_say_why_they_cannot_be_run(project: Path) -> None:

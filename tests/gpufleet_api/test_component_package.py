@@ -179,7 +179,6 @@ def test_the_yaml_program_of_the_page_runs(tmp_path: Path) -> None:
 @REAL
 @pytest.mark.slow  # npm fetches Pulumi's SDK
 @pytest.mark.skipif(not shutil.which("pulumi-language-nodejs"), reason="Pulumi's Node.js runtime is not on PATH")
-@pytest.mark.timeout(900)
 def test_the_typescript_program_of_the_page_runs_with_the_sdk_that_the_engine_makes(tmp_path: Path) -> None:
     (text,) = re.findall(r"```typescript\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
     with program(tmp_path / "program", {"name": "platform", "runtime": "nodejs"}) as (cloud, engine):

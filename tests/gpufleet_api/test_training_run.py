@@ -215,6 +215,7 @@ def test_two_runs_of_a_program_live_beside_its_resources_and_one_goes_alone(tmp_
     file = folder / "training.yaml"
     pin(file, ami=AMI, image=IMAGE, supervisor_image=IMAGE)
     edit(folder / "__main__.py", '("faster", definition)', '("faster", definition, opts=STAMPED)')
+    edit(folder / "__main__.py", '"training.yaml",\n', '"training.yaml",\n    project=".",\n')  # the program's folder
     edit(folder / "__main__.py", "# A definition from a file", STAMPING + "# A definition from a file")
     clock = ManualClock(datetime.now(UTC).replace(microsecond=0) - timedelta(minutes=5))
     with Cloud(tmp_path / "cloud", clock=clock) as cloud:
@@ -232,6 +233,15 @@ def test_two_runs_of_a_program_live_beside_its_resources_and_one_goes_alone(tmp_
                 asked = [sys.executable, "-m", "gpufleet.infra.cli", "status", path]
                 told = subprocess.run(asked, cwd=folder, env=scratch(environment), capture_output=True, text=True)
                 assert fleets[name] in told.stdout, told
+
+            edit(folder / "__main__.py", '"base",', '"core",')
+            renamed = engine.preview()
+            assert not renamed.ok
+            assert "The component base of this stack runs it" in renamed.diagnostics
+            known_as = 'opts=pulumi.ResourceOptions(provider=ohio, aliases=[pulumi.Alias(name="base")])'
+            edit(folder / "__main__.py", "opts=pulumi.ResourceOptions(provider=ohio)", known_as)
+            renamed = engine.up()
+            assert set(renamed.changes) == {"same"}, renamed.text
 
             edit(file, "max_hours: 4", "max_hours: 3")
             other = engine.preview()
@@ -255,7 +265,7 @@ def test_two_runs_of_a_program_live_beside_its_resources_and_one_goes_alone(tmp_
             (folder / "__main__.py").write_text(program[: program.index("# A definition from a file")])
             taken_out = engine.up()
             assert taken_out.ok, taken_out.text
-            assert deleted_fleets(taken_out) == {"base-fleet-fleet"}
+            assert deleted_fleets(taken_out) == {"core-fleet-fleet"}
             assert "team" in taken_out.affected("same")
             assert engine.destroy().ok
             assert {kind for kind, _ in cloud.leftovers()} == {"bucket"}

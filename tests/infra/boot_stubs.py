@@ -18,14 +18,18 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import pytest
+from waiting import wait_for
 
 from gpufleet import job
 from gpufleet.infra.inputs import archive
 from gpufleet.infra.program.boot import user_data
 from gpufleet.job.contract.bucket import fleet_key
+from gpufleet.job.contract.reading import iso
 
 JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
@@ -46,6 +50,7 @@ BUCKET = "gpufleet-test"
 FLEET = "fleet-0a1b2c3d"
 SCHEDULE = "gpufleet-schedules/stop"
 TIMER_S = 9000
+EXPIRES = iso(float(int(time.time()) + 10 * 365 * 86_400))  # when AWS ends the fleet, if nobody moves that hour
 DECLARED = {  # as GetSchedule answers
     "Arn": f"arn:aws:scheduler:us-east-2:111122223333:schedule/{SCHEDULE}",
     "ActionAfterCompletion": "NONE",
@@ -53,7 +58,7 @@ DECLARED = {  # as GetSchedule answers
     "FlexibleTimeWindow": {"Mode": "OFF"},
     "GroupName": "gpufleet-schedules",
     "Name": "stop",
-    "ScheduleExpression": "at(2036-11-27T00:00:00)",
+    "ScheduleExpression": f"at({EXPIRES[:19]})",
     "ScheduleExpressionTimezone": "UTC",
     "State": "ENABLED",
     "Target": {"Arn": "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets", "RoleArn": "arn:aws:iam::1:role/stop"},
@@ -72,6 +77,9 @@ fails() { [[ -e $WORLD/fails/$1 ]] && echo "$1" >>"$WORLD/refused"; }
 _AWS = r"""
 if [[ $3 == */job.tar.gz ]]; then echo "aws $*" >>"$WORLD/fetched"; else echo "aws $*" >>"$WORLD/calls"; fi
 path() { echo "$WORLD/s3/${1#s3://}"; }
+written() { # what the node has said is in its log: AWS's own program takes longer to start than tee to write
+  echo "# $$" >"/proc/$PPID/fd/1" && until grep -qx "# $$" "$1"; do /bin/sleep 0.01; done
+}
 case "$1 $2" in
   "s3 cp")
     if [[ $3 == s3://* && " $* " == *" --recursive "* ]]; then
@@ -83,6 +91,7 @@ case "$1 $2" in
       cp "$(path "$3")" "$4"
     else
       fails write && exit 1
+      [[ $3 != */boot.log ]] || written "$3"
       mkdir -p "$(dirname "$(path "$4")")" && cp "$3" "$(path "$4")"
     fi ;;
   "s3api list-objects-v2")
@@ -124,7 +133,7 @@ case $1 in
   inspect) cat "$WORLD/pid" ;;
   rm) echo removed ;;
   run)
-    if [[ $* == *first.sh ]]; then exec /usr/bin/env -i /bin/sleep 30; fi
+    if [[ $* == *first.sh ]]; then exec /usr/bin/env -i /bin/sleep 5000; fi
     touch "$WORLD/running"
     echo "a line from the job"
     [[ ! -e $WORLD/job ]] || . "$WORLD/job"
@@ -223,7 +232,7 @@ class StubNode:
         self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
         self.job_image = ""
         self.parameters: dict[str, Any] = {}
-        self.limits: dict[str, Any] = {"max_usd": "1000", "max_hours": "100", "expires": "2036-11-27T00:00:00Z"}
+        self.limits: dict[str, Any] = {"max_usd": "1000", "max_hours": "100", "expires": EXPIRES}
         self.launched(minutes_ago=90)
         self.nodes, self.capacity = 1, "spot"
         self.hourly_usd: dict[str, str] = {}
@@ -234,12 +243,12 @@ class StubNode:
         self.job_ends_with(0)
 
     def launched(self, *, minutes_ago: float) -> None:
-        at = datetime.now(UTC) - timedelta(minutes=minutes_ago)
+        self.launched_at = float(int(time.time() - 60 * minutes_ago))  # as AWS tells it, in whole seconds
         document = {
             "instanceId": INSTANCE,
             "instanceType": "g5.2xlarge",
             "availabilityZone": "us-east-2a",
-            "pendingTime": f"{at:%Y-%m-%dT%H:%M:%SZ}",
+            "pendingTime": iso(self.launched_at),
         }
         self.imds("dynamic/instance-identity/document", json.dumps(document, indent=2))
 
@@ -292,6 +301,11 @@ class StubNode:
             for each in told
         ]
 
+    def after_a_moment_of_its_life(self, seconds: float) -> Any:
+        """Equals the time so long after some moment between its start and now."""
+        lived = time.time() - self.began_at
+        return pytest.approx(self.began_at + lived / 2 + seconds, abs=lived / 2 + 1)
+
     def earlier_boots(self, count: int, *, manifest: str | None = None, notice: bool = False) -> None:
         for number in range(count):
             exit_ = {"code": 75 if notice else 1, "reason": "", "notice": notice, "at": ""}
@@ -338,6 +352,7 @@ class StubNode:
         return path
 
     def start(self, script: Path | None = None) -> subprocess.Popen[bytes]:
+        self.began_at = time.time()
         environment = {
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "WORLD": str(self.world),
@@ -359,18 +374,20 @@ class StubNode:
     def outcome(self, process: subprocess.Popen[bytes]) -> BootOutcome:
         """Waits for the script, and for everything it left behind."""
         try:
-            process.wait(timeout=20)
-            deadline = time.monotonic() + 5
-            while _alive(process.pid):
-                assert time.monotonic() < deadline, "a process outlived the script"
-                time.sleep(0.01)
+            wait_for("the end of the script", lambda: process.poll() is not None, log=self.log)
+            wait_for("the end of all that the script has started", lambda: not _alive(process.pid), log=self.log)
         finally:
             if _alive(process.pid):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         return BootOutcome(
             calls=(self.world / "calls").read_text().splitlines(),
-            log=(self.root / "opt/gpufleet/boot.log").read_text(),
+            log=self.log(),
         )
+
+    def log(self) -> str:
+        file = self.root / "opt/gpufleet/boot.log"
+        return file.read_text() if file.exists() else ""
 
 
 def _alive(group: int) -> bool:

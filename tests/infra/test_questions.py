@@ -167,7 +167,7 @@ def test_the_sum_of_independent_runs_is_that_of_a_binomial() -> None:
     """A run costs 1 or 3 USD, equally likely: of 100 the mean is 200, sd 10, so p10 and p90 are 12.8 from it."""
     values = np.array([1.0, 3.0] * 50)
     one = Quantiles(p10=exact(1), p50=exact(2), p90=exact(3), mean=exact(2))
-    found = Several(parts=(StackRuns(name="a", times=100, one=one, max_usd=exact(5), usd=values),))
+    found = Several(parts=(StackRuns(name="a", times=100, one=one, max_usd=exact(5), usd=values),), price_age="")
     assert [float(found.independent.p10), float(found.independent.p90)] == pytest.approx([187.2, 212.8], abs=1.3)
     assert (float(found.alike.p90), float(found.max_usd)) == (300, 500)
 

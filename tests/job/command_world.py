@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import runs
+from dates import skip_where_the_clock_is_moved
 from repository import ROOT
+from waiting import wait_for
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import commit
@@ -31,8 +32,8 @@ from gpufleet.job.spec.command import CommandConfig
 
 OWN_CODE = Path(__file__).parent / "own_code"
 PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
+HOST = "import sys; from gpufleet.job.command.__main__ import main; sys.exit(main())"
 STEP_LINE = r"^step (?P<step>\d+) loss (?P<loss>[\d.]+)"
-PATIENCE_S = 60.0
 
 # By convention: script, section checkpoint, what a resume adds.
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,6 +62,8 @@ def parameters(command: str, **sections: Any) -> dict[str, Any]:
 
 def of_format(name: str, more: str = "", **sections: Any) -> dict[str, Any]:
     """The miniature script of a convention, run with `more` arguments."""
+    if name == "file":  # whose step the lines tell that were printed when it was written
+        skip_where_the_clock_is_moved("moves the times of no files")
     script, checkpoint = FORMATS[name]
     progress = {} if name in ("hf-trainer", "lightning", "litgpt", "nanochat") else {"stdout": [STEP_LINE]}
     return parameters(
@@ -74,11 +77,17 @@ def of_format(name: str, more: str = "", **sections: Any) -> dict[str, Any]:
     )
 
 
+def as_restored(step: int, **lines: Any) -> Commit:
+    """A checkpoint as a reader of lines is given it."""
+    return Commit(step=step, config_sha256="0" * 64, goes_on_from=step, lines=lines)
+
+
 class CommandJob:
     """One node's work folder. `start` gives the host's process."""
 
-    def __init__(self, workdir: Path, parameters: dict[str, Any], code: Path = OWN_CODE) -> None:
-        self.workdir, self.parameters = workdir, parameters
+    def __init__(self, workdir: Path, parameters: dict[str, Any], code: Path = OWN_CODE, *, changed: str = "") -> None:
+        """`changed`: what is another way in this host than in all others, as Python."""
+        self.workdir, self.parameters, self.changed = workdir, parameters, changed
         self.environment: dict[str, str] = {}  # of the host, beside its own
         self.digest = config_digest("command", parameters)
         self.tree = runs.tree(job={"experiment": "command", "parameters": parameters})
@@ -89,7 +98,7 @@ class CommandJob:
         """The host, its output in host.log."""
         with (self.workdir / "host.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "gpufleet.job.command", str(self.workdir)],
+                [sys.executable, "-c", f"{self.changed}\n{HOST}", str(self.workdir)],
                 cwd=ROOT,
                 env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
@@ -105,16 +114,16 @@ class CommandJob:
     def finish(self, process: subprocess.Popen[bytes], during: Callable[[], object] = lambda: None) -> int:
         try:
             during()
-            return process.wait(PATIENCE_S)
+            wait_for("the end of the host", lambda: process.poll() is not None, log=lambda: self.log)
+            return process.wait()
         finally:
             kill(process)
 
-    def wait_for(self, seen: Callable[[], object], process: subprocess.Popen[bytes] | None = None) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while not seen():
-            assert time.monotonic() < until, f"never got there:\n{self.log}"
-            assert process is None or process.poll() is None, f"ended early:\n{self.log}"
-            time.sleep(0.01)
+    def wait_for(self, what: str, seen: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+        wait_for(what, seen, process=process, log=lambda: self.log)
+
+    def wait_for_line(self, text: str, process: subprocess.Popen[bytes]) -> None:
+        self.wait_for(f"{text!r} in its log", lambda: text in self.log, process)
 
     def tell(self, message: Message) -> None:
         message.write(self.workdir)
@@ -138,6 +147,18 @@ class CommandJob:
     def metrics(self) -> list[dict[str, Any]]:
         path = self.workdir / "metrics.jsonl"
         return atomic.objects(path.read_bytes()) if path.exists() else []
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Those whose current directory lies there: what a command starts keeps its own, in any session."""
+    return [int(link.parent.name) for link in Path("/proc").glob("[0-9]*/cwd") if _leads_into(link, folder)]
+
+
+def _leads_into(link: Path, folder: Path) -> bool:
+    try:
+        return link.resolve(strict=True).is_relative_to(folder)
+    except OSError:
+        return False
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

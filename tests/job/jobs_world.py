@@ -1,11 +1,10 @@
-"""The loop of a rehearsed node that starts the container that trains, with the stand-in for docker; and processes."""
+"""The loop of a rehearsed node that starts the container that trains, with the stand-in for docker."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,19 +36,3 @@ def serving(root: Path, monkeypatch: pytest.MonkeyPatch, *, job_image: str) -> I
     )
     with Jobs(settings, IDENTITY, folder):
         yield folder / "run"
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs; not one that only waits to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Fails where it takes longer."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)

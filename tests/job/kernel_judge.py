@@ -1,4 +1,4 @@
-"""Judges and candidates for tests, with small limits."""
+"""Judges and candidates for tests, with little memory and few trials."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor
+from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import planted, wire
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
@@ -18,7 +19,7 @@ from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 from gpufleet.job.spec.kernel import Funnel
 
-LIMITS = Funnel(candidate_s=30.0, trials=2, memory_gb=2.0, workers=2)
+LIMITS = Funnel(candidate_s=HANG_S, trials=2, memory_gb=2.0, workers=2)
 SEED = 1337
 
 
@@ -50,10 +51,10 @@ def honest(task: str = "relu", change: Callable[[str], str] = lambda text: text,
 
 def run(process: Process, source: str, *tensors: Tensor) -> wire.Message:
     """A source's answer to one watched call."""
-    process.ask({"do": "load"}, [source.encode()], limit_s=20)
+    process.ask({"do": "load"}, [source.encode()], limit_s=HANG_S)
     packed = [wire.pack(tensor) for tensor in tensors]
     head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": True}
-    return process.ask(head, [blob for _, blob in packed], limit_s=20, most_bytes=1 << 20)
+    return process.ask(head, [blob for _, blob in packed], limit_s=HANG_S, most_bytes=1 << 20)
 
 
 def never_misses_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from train_world import StopAt
+from waiting import HANG_S
 
 from gpufleet.job import atomic
 from gpufleet.job.dataset.prepare import publish
@@ -185,15 +186,19 @@ def free_port() -> int:
     raise AssertionError("no free ports")
 
 
-def launched(target: Callable[..., None], size: int, *given: Any, limit_s: float) -> list[int | None]:
+def launched(target: Callable[..., None], size: int, *given: Any) -> list[int | None]:
     """Exit codes of `size` processes that run target(rank, size, port, *given)."""
     port = free_port()
     ranks = [CONTEXT.Process(target=target, args=(rank, size, port, *given), daemon=True) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(limit_s)
-        process.kill()  # no effect on one that has ended
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(HANG_S)
+    finally:
+        for process in ranks:
+            process.kill()  # no effect on one that has ended
+            process.join()
     return [process.exitcode for process in ranks]
 
 
@@ -235,7 +240,7 @@ def train(
             shutil.copytree(workdir, folder, ignore=shutil.ignore_patterns("ckpt"))
         (folder / "ended.json").unlink(missing_ok=True)
     looks = (look, *[others] * (size - 1))
-    codes = launched(one, size, workdir, looks, saves, broken, nodes, limit_s=90)
+    codes = launched(one, size, workdir, looks, saves, broken, nodes)
     if size == 1:
         assert codes[0] is not None
         return codes[0]

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from waiting import wait_for
 
 from gpufleet.job.experiments.pretrain.model import CharGpt
 from gpufleet.job.experiments.pretrain.serve.model import open_model
@@ -51,7 +51,7 @@ def served(folder: Path) -> Iterator[Server]:
 
 def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
     """Status and parsed JSON."""
-    connection = http.client.HTTPConnection(*server.address, timeout=20)
+    connection = http.client.HTTPConnection(*server.address)
     content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     try:
         connection.request(method, path, content, headers)
@@ -65,10 +65,12 @@ def generate(server: Server, **body: Any) -> tuple[int, Any]:
     return ask(server, "POST", "/generate", body)
 
 
-def wait_until(server: Server, there: Callable[[], bool]) -> None:
-    """Asks the server until `there`; it fails where that never comes."""
-    deadline = time.monotonic() + 20
-    while not there():
-        assert time.monotonic() < deadline
+def ask_until(server: Server, what: str, there: Callable[[], bool]) -> None:
+    """Asks the server until `there`, which tells of `what`; a server looks after its connections when it is asked."""
+
+    def look() -> bool:
         with contextlib.suppress(http.client.HTTPException, OSError):
             ask(server, "GET", "/health")
+        return there()
+
+    wait_for(what, look)

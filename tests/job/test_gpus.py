@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from gpufleet.job import gpus
 from gpufleet.job.gpus import MEAN_OF, Sample, Sampler
@@ -19,14 +19,6 @@ def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
-
-
-def eventually(holds: Callable[[], object]) -> None:
-    """Waits for what a thread does."""
-    until = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 class Nvml:
@@ -66,9 +58,9 @@ def test_the_least_busy_the_fullest_and_the_hottest_gpu_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = "0, 97, 20480, 61\\n1, 5, 1024, 84\\n2, [N/A], 512, 40\\n"
-    driver(tmp_path, monkeypatch, f'[ "$4" = 0,1,2 ] && printf "{lines}"\nexec /bin/sleep 60')
+    driver(tmp_path, monkeypatch, f'[ "$4" = 0,1,2 ] && printf "{lines}"\nexec /bin/sleep 5000')
     sampler = Sampler(gpus=3, nvml=Nvml)
-    eventually(lambda: sampler.now)
+    wait_for("what nvidia-smi prints", lambda: sampler.now)
     assert sampler.now == Sample(use=5.0, busiest=97.0, memory_gb=21.475, temperature_c=84.0)
     assert sampler.figures() == {"gpu_util": 5.0, "gpu_mem_gb": 21.475, "gpu_temp_c": 84.0}
     sampler.close()
@@ -99,10 +91,10 @@ def test_use_is_a_mean_over_five_minutes_once_they_are_over(monkeypatch: pytest.
 def test_an_error_of_the_hardware_is_a_lost_gpu_and_one_of_a_program_is_not(
     xids: tuple[int, ...], lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver(tmp_path, monkeypatch, "exec /bin/sleep 60")
+    driver(tmp_path, monkeypatch, "exec /bin/sleep 5000")
     nvml = Nvml(*xids)
     sampler = Sampler(gpus=2, nvml=lambda: nvml)
-    eventually(lambda: len(sampler.xids) == len(xids))
+    wait_for("the errors that NVML tells", lambda: len(sampler.xids) == len(xids))
     assert nvml.registered == 2
     assert sampler.lost().startswith(lost)
     assert bool(sampler.lost()) is bool(lost)

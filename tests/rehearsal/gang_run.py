@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from typing import Any
 import runs
 from declared import fleet, role, template
 from repository import ROOT
+from waiting import wait_for
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.inputs import archive
@@ -123,19 +123,15 @@ class GangRun:
         path = self.runner.nodes[instance].container_log
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self, condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
-        """Raises AssertionError with what the nodes say."""
-        end = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > end:
-                raise AssertionError(
-                    f"{what}\n"
-                    + "\n".join(
-                        f"== {name}\n{node.log.read_text()[-1500:]}\n{self.said(name)[-4000:]}"
-                        for name, node in self.runner.nodes.items()
-                    )
-                )
-            time.sleep(0.2)
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        """Fails with what the nodes say."""
+        wait_for(what, condition, log=self._logs)
+
+    def _logs(self) -> str:
+        return "\n".join(
+            f"== {name}\n{node.log.read_text()[-1500:]}\n{self.said(name)[-4000:]}"
+            for name, node in self.runner.nodes.items()
+        )
 
     def pause(self, instance: str) -> None:
         """SIGSTOP of all its processes: silence."""

@@ -81,12 +81,12 @@ def test_lost_nodes_are_launched_again_by_up_and_a_second_destroy_ends_what_aws_
         cloud.tick()
         assert len([each for each in cloud.instances() if not each.ended_at]) == 1  # nothing replaces it
         ec2 = cloud.client("ec2")
-        (fleet,) = (each["FleetId"] for each in ec2.describe_fleets()["Fleets"])
+        (fleet,) = cloud.fleets.fleets
         ec2.delete_fleets(FleetIds=[fleet], TerminateInstances=True)  # as `gpufleet wait` says, or a node that fails
         cloud.tick()
         for known in (False, True):  # whether the state has it already that the fleet is gone
             if known:
-                (fleet,) = (f["FleetId"] for f in ec2.describe_fleets()["Fleets"] if f["FleetState"] == "active")
+                (fleet,) = (each.id for each in cloud.fleets.fleets.values() if each.state == "active")
                 ec2.delete_fleets(FleetIds=[fleet], TerminateInstances=True)
                 cloud.tick()
                 assert engine.refresh().ok
@@ -127,9 +127,9 @@ def test_half_an_hour_before_its_end_aws_ends_the_nodes(tmp_path: Path) -> None:
     with opened(tmp_path, clock) as (cloud, engine):
         cloud.has_block(bought(start, count=1))
         assert engine.up().ok
-        fleet = cloud.client("ec2").describe_fleets()["Fleets"][0]
+        (fleet,) = cloud.fleets.fleets.values()
         assert len(cloud.instances()) == 1  # as far as the block goes; the rest is told
-        assert [each["ErrorCode"] for each in fleet["Errors"]] == ["InsufficientInstanceCapacity"]
+        assert [each["ErrorCode"] for each in fleet.errors] == ["InsufficientInstanceCapacity"]
         clock.advance(46.4 * 3600)
         cloud.tick()
         assert not cloud.instances()[0].ended_at

@@ -24,7 +24,7 @@ def cloud(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     shutil.copy(ROOT / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
     (tmp_path / "stacks" / "latin.yaml").write_bytes(b"# caf\xe9\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "gpufleet.infra.cli", "cloud", "--timeout", "60"],
+        [sys.executable, "-m", "gpufleet.infra.cli", "cloud", "--timeout", "5000"],
         cwd=tmp_path,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -65,7 +65,7 @@ def test_the_printed_lines_lead_to_a_scratch_backend_and_dummy_credentials(
 
     assert cloud.stdin is not None
     cloud.stdin.close()  # its parent is gone
-    assert cloud.wait(timeout=20) == 0
+    assert cloud.wait() == 0
     assert not project.exists()
 
 
@@ -76,5 +76,5 @@ def test_a_signal_ends_it_and_removes_the_folder(cloud: subprocess.Popen[str], n
     _, project = printed(cloud.stdout)
     assert project.exists()
     os.kill(cloud.pid, number)
-    assert cloud.wait(timeout=20) == 0
+    assert cloud.wait() == 0
     assert not project.exists()

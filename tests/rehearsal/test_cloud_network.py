@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -147,3 +148,62 @@ def test_a_spot_node_names_its_request_wherever_it_is_described(cloud: Cloud) ->
     (node,) = ec2.describe_instances()["Reservations"][0]["Instances"]
     assert node["SpotInstanceRequestId"] == active["SpotInstanceRequestId"]
     assert node["SpotInstanceRequestId"].startswith("sir-")
+
+
+def test_a_rule_that_names_a_group_has_its_description_and_needs_no_ports(cloud: Cloud) -> None:
+    ec2, made = cloud.client("ec2"), network(cloud)
+    within = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": made["GroupId"], "Description": "one run's"}]}
+    (rule,) = ec2.authorize_security_group_ingress(GroupId=made["GroupId"], IpPermissions=[within])[
+        "SecurityGroupRules"
+    ]
+
+    def description() -> str:
+        named = ec2.describe_security_group_rules(SecurityGroupRuleIds=[rule["SecurityGroupRuleId"]])
+        return str(named["SecurityGroupRules"][0]["Description"])
+
+    assert description() == "one run's"
+    changed = {"IpProtocol": "-1", "ReferencedGroupId": made["GroupId"], "Description": "among themselves"}
+    asked = {"SecurityGroupRuleId": rule["SecurityGroupRuleId"], "SecurityGroupRule": changed}
+    ec2.modify_security_group_rules(GroupId=made["GroupId"], SecurityGroupRules=[asked])
+    assert description() == "among themselves"
+
+
+def test_a_bucket_takes_tags_as_it_is_created(cloud: Cloud) -> None:
+    s3, tags = cloud.client("s3"), [{"Key": "gpufleet:stack", "Value": "a & b"}, {"Key": "of", "Value": "team"}]
+    s3.create_bucket(Bucket="tagged", CreateBucketConfiguration={"LocationConstraint": "us-east-2", "Tags": tags})
+    assert s3.get_bucket_tagging(Bucket="tagged")["TagSet"] == tags
+    s3.create_bucket(Bucket="plain", CreateBucketConfiguration={"LocationConstraint": "us-east-2"})
+    with pytest.raises(ClientError, match="NoSuchTagSet"):
+        s3.get_bucket_tagging(Bucket="plain")
+
+
+def test_step_functions_tell_whether_a_definition_is_one_and_of_versions(cloud: Cloud) -> None:
+    states = cloud.client("stepfunctions")
+    one = {"StartAt": "a", "States": {"a": {"Type": "Pass", "End": True}}}
+    for definition, result in ((one, "OK"), ({**one, "StartAt": "b"}, "FAIL"), ({}, "FAIL")):
+        assert states.validate_state_machine_definition(definition=json.dumps(definition))["result"] == result
+    role = "arn:aws:iam::111122223333:role/any"
+    made = states.create_state_machine(name="m", definition=json.dumps(one), roleArn=role)["stateMachineArn"]
+    assert states.list_state_machine_versions(stateMachineArn=made)["stateMachineVersions"] == []
+
+
+def test_an_instant_fleet_is_told_of_by_its_id_alone_and_lingers(cloud: Cloud) -> None:
+    """As AWS says of DescribeFleets; that it lingers is reported (docs/decisions/2026-11-26-capacity-block.md)."""
+    ec2 = cloud.client("ec2")
+    tags = [{"ResourceType": "fleet", "Tags": [{"Key": "of", "Value": "run"}]}]
+    asked = {"TotalTargetCapacity": 1, "DefaultTargetCapacityType": "on-demand"}
+    made = fleet(cloud, Type="instant", TargetCapacitySpecification=asked, TagSpecifications=tags, SpotOptions={})
+    assert ec2.describe_fleets()["Fleets"] == []
+    filters = [{"Name": "resource-type", "Values": ["fleet"]}, {"Name": "tag:of", "Values": ["run"]}]
+    assert [each["ResourceId"] for each in ec2.describe_tags(Filters=filters)["Tags"]] == [made]
+    assert describe(cloud, made)["FleetState"] == "active"
+    ec2.delete_fleets(FleetIds=[made], TerminateInstances=True)
+    assert isinstance(cloud.clock, ManualClock)
+    for hours, state in ((0, "deleted_terminating"), (40, "deleted_terminating")):
+        cloud.clock.advance(hours * 3600)
+        assert describe(cloud, made)["FleetState"] == state
+        assert not [node for node in cloud.instances() if not node.ended_at]
+    cloud.clock.advance(9 * 3600)
+    cloud.tick()
+    with pytest.raises(ClientError, match="InvalidFleetId"):
+        describe(cloud, made)

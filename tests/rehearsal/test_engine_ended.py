@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
+from waiting import is_alive, wait_for
 
 from gpufleet.rehearsal.engine import streamed
 
@@ -23,25 +23,12 @@ def started(script: str) -> list[int]:
     return pids
 
 
-def process_ended(pid: int) -> bool:
-    """Within a moment, that is."""
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_it_is_asked_so_that_it_can_end_its_plugins() -> None:
-    engine, plugin = started("setsid sleep 600 & trap 'kill $!; exit' INT; echo $$ $!; wait")
-    assert process_ended(engine)
-    assert process_ended(plugin)
+    engine, plugin = started("setsid sleep 5000 & trap 'kill $!; exit' INT; echo $$ $!; wait")
+    wait_for("the end of both", lambda: not is_alive(engine) and not is_alive(plugin))
 
 
 def test_it_is_killed_with_its_group_when_it_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpufleet.rehearsal.engine.END_S", 0.2)
-    engine, child = started("trap '' INT; sleep 600 & echo $$ $!; wait")
-    assert process_ended(engine)
-    assert process_ended(child)
+    engine, child = started("trap '' INT; sleep 5000 & echo $$ $!; wait")
+    wait_for("the end of both", lambda: not is_alive(engine) and not is_alive(child))

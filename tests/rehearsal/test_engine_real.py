@@ -85,6 +85,8 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
 
     facts["first_fleet"] = fleet_id()
     edit(file, "id: r1", "id: r2")
+    for command in ("up", "refresh"):
+        steps[f"program {command}"] = engine._command(command, "--run-program", "--yes", "--skip-preview")
     cloud.deny("CreateFleet")
     steps["refused"] = engine.up()
     cloud.allow("CreateFleet")
@@ -183,6 +185,13 @@ def test_the_bill_is_among_diagnostics_and_outputs(story: RealStory) -> None:
     assert story.outputs["created"]["usd"]["p50"].startswith("$")
 
 
+def test_the_last_word_on_the_upload_is_that_it_is_over(story: RealStory) -> None:
+    lines = [line for line in story.steps["created"].text.splitlines() if "storage" in line and "upload" in line]
+    assert re.search(r"uploaded \d+\.\d MB", lines[-1]), lines
+    for step in ("after_end", "bad"):  # which upload nothing
+        assert not re.search(r"upload(ing:|ed \d)", story.steps[step].text)
+
+
 def test_the_bucket_names_the_one_fleet_that_the_state_knows_of(story: RealStory) -> None:
     for when, run, step in (("known", "r1", "created"), ("newly_known", "r2", "new_run")):
         assert story.facts[when] == [f"{run}/{fleet_key(story.outputs[step]['fleet_id'])}"]
@@ -240,6 +249,16 @@ def test_a_refresh_sees_what_was_changed_behind_the_program_s_back(story: RealSt
 
 def test_an_up_after_that_declares_again_what_is_gone(story: RealStory) -> None:
     assert "storage-expiry" in story.steps["refused"].affected("create")
+
+
+@pytest.mark.parametrize("command", ["up", "refresh"])
+def test_a_new_run_is_refused_where_the_engine_would_not_replace_the_fleet(story: RealStory, command: str) -> None:
+    """What the next plain `up` does with the rights of the run before, another test tells."""
+    refused = story.steps[f"program {command}"]
+    assert not refused.ok
+    assert "Run r2 is new, and with --run-program or --target" in refused.diagnostics
+    assert {each.name for each in refused.steps if each.operation not in ("same", "refresh")} <= {"run"}
+    assert {each.name for each in refused.steps if each.type.startswith("aws:")} == set()
 
 
 def test_a_refused_fleet_leaves_the_run_unbegun(story: RealStory) -> None:

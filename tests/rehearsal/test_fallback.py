@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import forked
@@ -18,6 +19,7 @@ from gpufleet.infra.account import iam_policy
 from gpufleet.infra.account.iam_policy import AccessRequest
 from gpufleet.infra.program.resources import fallback, stop
 from gpufleet.job.contract.aws import SWITCH
+from gpufleet.job.contract.bucket import FLEETS
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess
@@ -81,12 +83,18 @@ class FallbackRun:
         return str(found["stateMachineArn"])
 
 
+def with_fallback(folder: Path) -> Path:
+    """The definition of a new project that falls back."""
+    file = pinned(project(folder))
+    text = file.read_text().replace("  capacity: spot\n", "  capacity: spot\n  fallback: on-demand\n")
+    file.write_text(text.replace("limits:\n", f"limits:\n  deadline: in {HOURS:g} h\n"))
+    return file
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FallbackRun]:
     tmp_path = tmp_path_factory.mktemp("fallback")
-    file = pinned(project(tmp_path / "project"))
-    text = file.read_text().replace("  capacity: spot\n", "  capacity: spot\n  fallback: on-demand\n")
-    file.write_text(text.replace("limits:\n", f"limits:\n  deadline: in {HOURS:g} h\n"))
+    with_fallback(tmp_path / "project")
     clock = ManualClock(datetime.now(UTC))  # the program reads its own
     with (
         forked.programs(tmp_path),
@@ -97,6 +105,32 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FallbackRun]:
         created = engine.up()
         assert created.ok, created.text
         yield FallbackRun(cloud=cloud, clock=clock, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("refused", "nodes"),
+    [("ValidateStateMachineDefinition", 0), ("CreateSchedule", 0), ("Subscribe", 0), ("PutTargets", 1)],
+)
+def test_what_aws_refuses_comes_before_the_fleet_that_bills_or_its_node_is_not_known(
+    tmp_path: Path, refused: str, nodes: int
+) -> None:
+    """A node whose fleet the bucket does not name ends it (tests of the node)."""
+    file = with_fallback(tmp_path / "project")
+    file.write_text(file.read_text() + "notify: {email: me@example.org}\n")
+    with (
+        forked.programs(tmp_path),
+        Cloud(tmp_path / "cloud", clock=ManualClock(datetime.now(UTC))) as cloud,
+        Engine.open(tmp_path / "project", cloud.environment(), STACK, real=False) as engine,
+    ):
+        cloud.deny(refused)
+        result = engine.up()
+        assert not result.ok
+        assert refused in result.diagnostics
+        cloud.tick()
+        assert len(cloud.instances()) == nodes
+        (bucket,) = (name for kind, name in cloud.leftovers() if kind == "bucket")
+        listed = cloud.client("s3").list_objects_v2(Bucket=bucket).get("Contents", [])
+        assert not [each["Key"] for each in listed if FLEETS in each["Key"]]
 
 
 # A stolen node --------------------------------------------------------------------------------------------------------

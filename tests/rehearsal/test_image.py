@@ -47,6 +47,9 @@ if words[0] == "version":
 elif words[0] == "image":
     print("150000000 elsewhere/it@{DIGEST}")
 elif words[:2] == ["run", "--rm"]:
+    if "sh" in words:
+        os.environ["LOOK"] = words[3].partition("=")[2]
+        os.execv("/bin/sh", ["sh", *words[words.index("-c"):]])
     if "python" in words:
         os.execv(sys.executable, [sys.executable, *words[words.index("-c"):]])
 elif words[0] == "run":
@@ -181,7 +184,7 @@ def test_the_stand_in_passes_everything_on_but_the_log_driver(tmp_path: Path, as
     }
     ran = ("--name", "c", "--log-opt", "awslogs-stream=s", "--pid", "host", IMAGE, "python", "-c", "print('ran')")
     for words in (("run", *logs, *ran), ("run", "--log-driver", "none", IMAGE, "true"), ("stop", "-t", "1", "c")):
-        subprocess.run([STANDINS / "docker", *words], env=told, check=False, capture_output=True, timeout=30)
+        subprocess.run([STANDINS / "docker", *words], env=told, check=False, capture_output=True)
     assert asked()[0] == ["run", "--name", "c", "--pid", "host", IMAGE, "python", "-c", "print('ran')"]
     assert asked()[1:] == [["run", "--log-driver", "none", IMAGE, "true"], ["stop", "-t", "1", "c"]]
 
@@ -197,7 +200,6 @@ def rehearse_with_image(project: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_command_is_rehearsed_by_the_node_s_own_docker_command_line(project: Path, asked: Asked) -> None:
     rehearse_with_image(project)
     runs = [words for words in asked() if words[0] == "run" and "--name" in words]
@@ -212,3 +214,31 @@ def test_a_command_is_rehearsed_by_the_node_s_own_docker_command_line(project: P
     assert [words[0] for words in asked() if words[0] in ("pause", "unpause")] == ["pause", "unpause"]
     removed = {words[2] for words in asked() if words[:2] == ["rm", "-f"] and len(words) == 4}
     assert len(removed) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "reads", "grace_s", "named"),
+    [
+        ("torchrun --nproc-per-node={gpus} train.py", "", 90, True),
+        ("torchrun --nproc-per-node={gpus} train.py", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 90, False),
+        ("torchrun --nproc-per-node={gpus} train.py", "", 30, False),
+        ("python3 train.py", "", 90, False),
+    ],
+)
+def test_an_image_whose_torchrun_waits_less_than_is_declared_is_named(
+    project: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch, command: str, reads: str, grace_s: float, named: bool
+) -> None:
+    torch = project / "packages" / "torch"
+    (torch / "distributed" / "launcher").mkdir(parents=True)
+    (torch / "__init__.py").touch()
+    (torch / "version.py").write_text("__version__ = '2.5.1+cu124'\n")
+    (torch / "distributed" / "launcher" / "api.py").write_text(reads)
+    monkeypatch.setenv("PYTHONPATH", str(torch.parent))
+    path = project / "stacks" / "mine.yaml"
+    text = path.read_text().replace("'python3 train.py {checkpoints}'", f"'{command} {{checkpoints}}'")
+    path.write_text(text.replace("{saves: true}", f"{{saves: true, grace_s: {grace_s}}}"))
+    definition = load(path, now=datetime.now(UTC), rehearsal=True)
+    docker = images.require(definition, lambda _: None)
+    sentence = docker.impatience(definition)
+    assert bool(sentence) is named
+    assert not named or sentence.startswith(f"torch 2.5.1 of {IMAGE} ends the workers of torchrun after 30 s")

@@ -22,7 +22,7 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 from gpufleet.rehearsal.rehearse import rehearse
 
 WHY_NOT = own_images.daemon() if sys.platform == "linux" else "needs Docker Engine on Linux"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 IN_SH = """
 step=0
 [ -f "$1/ckpt.txt" ] && step=$(cat "$1/ckpt.txt")
@@ -108,7 +108,7 @@ def test_the_command_s_container_has_few_rights_no_keys_and_sees_its_own_folders
     jobs = Jobs(settings, machine, tmp_path / "scratch")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-machine")
     with metadata:
-        done = subprocess.run(["docker", *jobs.command()[1:]], capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(["docker", *jobs.command()[1:]], capture_output=True, text=True, check=False)
     subprocess.run(["docker", "rm", "-f", jobs_name(machine.instance)], capture_output=True, check=False)
     told = dict(line.replace(":", "").split(maxsplit=1) for line in done.stdout.splitlines())
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ import pytest
 from botocore.credentials import InstanceMetadataFetcher, InstanceMetadataProvider
 from botocore.utils import IMDSFetcher
 from declared import fleet
+from waiting import HANG_S
 
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
@@ -112,7 +113,7 @@ def test_faults_leave_the_rest_alone(imds: Imds) -> None:
 
 def test_botocore_gets_the_roles_credentials(imds: Imds) -> None:
     fetcher = InstanceMetadataFetcher(
-        timeout=2, num_attempts=1, config={"ec2_metadata_service_endpoint": imds.endpoint}
+        timeout=HANG_S, num_attempts=1, config={"ec2_metadata_service_endpoint": imds.endpoint}
     )
     assert isinstance(fetcher, IMDSFetcher)
     credentials = InstanceMetadataProvider(fetcher).load()

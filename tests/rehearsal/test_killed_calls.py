@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from engine_world import edit, pinned, project
 from killed import Mode, killed_engine
 from killed_calls import SharedAccount, shared_account
 from repository import ROOT
+from waiting import wait_for
 
 from gpufleet.job.node import __main__ as node_main
 from gpufleet.rehearsal.cloud import Cloud
@@ -46,7 +46,6 @@ def test_a_destroy_that_hears_nothing_of_its_fleet_s_deletion_leaves_nothing(acc
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_node_of_an_up_killed_after_its_fleet_ends_both_with_the_rights_it_has(tmp_path: Path) -> None:
     """The real script in the embedded AWS; ten minutes are ten seconds."""
     root, code = pinned(project(tmp_path / "project")).parents[1], tmp_path / "code"
@@ -59,10 +58,11 @@ def test_the_node_of_an_up_killed_after_its_fleet_ends_both_with_the_rights_it_h
         try:
             killed_engine(cloud, root, "CreateFleet", environment={"PYTHONPATH": str(code)})
             (fleet,) = cloud.fleets.fleets.values()
-            end = time.monotonic() + 500
-            while fleet.state != "deleted":
-                assert time.monotonic() < end, [node.log.read_text() for node in runner.nodes.values()]
-                time.sleep(0.2)
+
+            def logs() -> str:
+                return "\n".join(node.log.read_text() for node in runner.nodes.values())
+
+            wait_for("the fleet's deletion", lambda: fleet.state == "deleted", log=logs)
         finally:
             runner.close()
         (node,) = cloud.instances()  # nothing came after it

@@ -9,12 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from declared import fleet, living, template
+from waiting import is_alive, wait_for
 
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
@@ -50,14 +50,6 @@ def boot(cloud: Cloud, tmp_path: Path) -> Iterator[Callable[..., RehearsalNode]]
     runner.close()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Waits for another process, at most 20 s."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("curl", [True, False], ids=["curl", "no curl"])
 def test_user_data_runs_with_its_roles_credentials_and_shuts_its_instance_down(
     cloud: Cloud,
@@ -82,8 +74,8 @@ curl -sf -H "X-aws-ec2-metadata-token: $token" "$imds/meta-data/instance-id"
 echo
 shutdown -h now
 """)
-    node.process.wait(timeout=20)
-    wait_until(lambda: node.instance.ended_at is not None)
+    node.process.wait()
+    wait_for("the end of the instance", lambda: node.instance.ended_at is not None)
     assert node.log.read_text().split() == [cloud.account, node.instance.id]
     assert cloud._gate is not None
     assert NODE_KEY in {key for key, action in cloud._gate.calls if action == "GetCallerIdentity"}
@@ -105,38 +97,32 @@ def test_the_stand_in_for_curl_fails_as_curl_does(
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}" if "deaf" in words else "$AWS_EC2_METADATA_SERVICE_ENDPOINT"
         command = shlex.join(["bash", str(STANDINS / "absent" / "curl"), "-sf", *words[:-1]])
         node = boot(f'{command} "{url}/{words[-1]}"')
-        assert node.process.wait(timeout=20) == code
+        assert node.process.wait() == code
     assert node.log.read_text() == ""
 
 
 def test_the_stand_in_for_curl_says_that_nobody_is_there(boot: Callable[..., RehearsalNode]) -> None:
-    assert boot(f"{STANDINS}/absent/curl -sf http://127.0.0.1:9/").process.wait(timeout=20) == 7
+    assert boot(f"{STANDINS}/absent/curl -sf http://127.0.0.1:9/").process.wait() == 7
 
 
 def test_a_script_that_just_ends_leaves_the_machine_running(cloud: Cloud, boot: Callable[..., RehearsalNode]) -> None:
     node = boot("exit 1")
-    assert node.process.wait(timeout=20) == 1
+    assert node.process.wait() == 1
     assert living(cloud) == [node.instance.id]
 
 
 def test_losing_the_machine_kills_all_its_processes_at_once(cloud: Cloud, boot: Callable[..., RehearsalNode]) -> None:
     node = boot("""trap '' TERM
-sleep 600 &
-"$GPUFLEET_PYTHON" -c 'import os, time; os.setsid(); open("away", "w").write(str(os.getpid())); time.sleep(600)' &
+sleep 5000 &
+"$GPUFLEET_PYTHON" -c 'import os, time; os.setsid(); open("away", "w").write(str(os.getpid())); time.sleep(5000)' &
 echo $! $$ >started
 wait""")
-    wait_until(lambda: (node.root / "away").exists() and (node.root / "started").exists())
+    told = [node.root / "away", node.root / "started"]
+    wait_for("both processes", lambda: all(each.exists() and each.read_text() for each in told))
     pids = [int(word) for name in ("away", "started") for word in (node.root / name).read_text().split()]
     cloud.kill(node.instance.id)
-    wait_until(lambda: not any(_alive(pid) for pid in pids))
+    wait_for("the end of all", lambda: not any(is_alive(pid) for pid in pids))
     assert living(cloud) == []
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
 
 
 def test_instance_store_and_data_volume_are_there_to_be_formatted_and_mounted(
@@ -159,7 +145,7 @@ nvidia-smi || echo "no GPU"
 """,
         BlockDeviceMappings=[data],
     )
-    assert node.process.wait(timeout=20) == 0
+    assert node.process.wait() == 0
     said = node.log.read_text()
     assert said.startswith(f"{node.root}/dev/nvme1n1 Amazon EC2 NVMe Instance Storage\nblank: 2\nnot mounted\n")
     assert "not formatted again\nnot outside\n" in said
@@ -177,7 +163,7 @@ def docker(root: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate()
     return process.returncode, out, err
 
 
@@ -217,18 +203,17 @@ def test_docker_stop_asks_first(tmp_path: Path) -> None:
     waiting = """import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 print("ready", flush=True)
-time.sleep(60)"""
+time.sleep(5000)"""
     process = docker(tmp_path, "run", "--name", "c", IMAGE, "python", "-c", waiting)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    assert finish(docker(tmp_path, "stop", "-t", "20", "c"))[:2] == (0, "c\n")
+    assert finish(docker(tmp_path, "stop", "-t", "5000", "c"))[:2] == (0, "c\n")
     assert finish(process)[0] == 75
 
 
 def test_docker_stop_kills_what_does_not_listen(tmp_path: Path) -> None:
-    deaf = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
-    )
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    deaf = f"{ignores}; print('ready', flush=True); time.sleep(5000)"
     process = docker(tmp_path, "run", "--name", "c", IMAGE, "python", "-c", deaf)
     assert process.stdout is not None
     process.stdout.readline()
@@ -290,11 +275,22 @@ def test_a_container_that_says_more_than_can_wait_for_its_log_group_ends_all_the
 
 def test_a_log_group_that_comes_late_gets_what_was_said_before(cloud: Cloud, tmp_path: Path) -> None:
     stream = ("--log-opt", "awslogs-group=/late", "--log-opt", "awslogs-stream=s")
-    words = ("run", *LOGS, *stream, IMAGE, "python", "-c", "import time; print('first', flush=True); time.sleep(2.5)")
+    until = (
+        f"import os, time\nprint('first', flush=True)\nwhile not os.path.exists('{tmp_path / 'go'}'): time.sleep(0.01)"
+    )
+    words = ("run", *LOGS, *stream, IMAGE, "python", "-c", until)
     process = docker(tmp_path, *words, **cloud.environment())
     assert process.stdout is not None
-    process.stdout.readline()
-    cloud.client("logs").create_log_group(logGroupName="/late")
+    assert process.stderr is not None
+    assert "awslogs: no stream: " in process.stderr.readline()
+    logs = cloud.client("logs")
+    logs.create_log_group(logGroupName="/late")
+
+    def events() -> list[str]:
+        if not logs.describe_log_streams(logGroupName="/late")["logStreams"]:
+            return []
+        return [each["message"] for each in logs.get_log_events(logGroupName="/late", logStreamName="s")["events"]]
+
+    assert wait_for("the line in the log group", events, process=process) == ["first"]
+    (tmp_path / "go").touch()
     assert finish(process)[0] == 0
-    events = cloud.client("logs").get_log_events(logGroupName="/late", logStreamName="s")["events"]
-    assert [event["message"] for event in events] == ["first"]

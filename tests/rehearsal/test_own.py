@@ -20,7 +20,8 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import programs
 from gpufleet.job.contract import environment
-from gpufleet.rehearsal import evidence, own, plumbing
+from gpufleet.job.contract.messages import Observed
+from gpufleet.rehearsal import evidence, own, plumbing, report
 from gpufleet.rehearsal.evidence import Resumption
 
 TEXT = """
@@ -148,7 +149,6 @@ def after_a_notice(resumed: int, reason: str, *, last: int = 66, signalled: bool
         last_step=last,
         resumed_step=resumed,
         started_s=None,
-        told_step=None,
         signalled=signalled,
         reason=reason,
     )
@@ -203,11 +203,61 @@ def test_a_notice_breaks_a_promise_only_where_the_file_says_that_the_command_sav
     assert promise.name == "steps repeated after a notice"
 
 
-@pytest.mark.parametrize(("last", "held"), [(98, False), (99, True), (100, True), (102, False)])
-def test_the_last_steps_may_be_told_nowhere_as_in_a_run(tmp_path: Path, last: int, held: bool) -> None:
-    rehearsal = SimpleNamespace(definition=definition(tmp_path), watch=SimpleNamespace(manifests={}))
-    kept: Any = SimpleNamespace(rehearsal=rehearsal, total_steps=100)
-    assert evidence._steps(kept, last).held is held
+def observed(resumes: str, why: str = "because") -> Observed:
+    return Observed(lines=9, told=True, restored=40, resumes=resumes, why=why)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "figure", "held", "shown"),
+    [
+        (["goes on"], "goes on: because", True, True),
+        (["not shown", "goes on"], "goes on: because", True, True),
+        (["not shown"], "not shown: because", False, False),
+        (["not looked at"], "not looked at: because", True, True),
+    ],
+)
+def test_whether_it_goes_on_stands_in_one_of_three_words(
+    nodes: list[str], figure: str, held: bool, shown: bool
+) -> None:
+    promise = own.resumes([observed(each) for each in nodes])
+    assert (promise.figure, promise.held, promise.shown) == (figure, held, shown)
+
+
+def test_what_is_not_shown_is_never_all_that_held() -> None:
+    line = report.closing([own.resumes([observed("not shown", "a line would show it")])], 80.0)
+    assert line == (
+        "NOT SHOWN, after 80 s: goes on from its checkpoint: not shown: a line would show it. All else held."
+    )
+
+
+UNREAD = ("ep 3 of 9", "ep 4 of 9")
+
+
+@pytest.mark.parametrize(
+    ("seen", "step", "doubts"),
+    [
+        ({"lines": 5}, 0, []),
+        ({"lines": 50, "unread": UNREAD}, 0, []),  # before it trains
+        ({"lines": 50, "unread": UNREAD, "checkpoints": 1, "begun": 1}, 0,
+         ["no line matched job.progress.stdout, step (?P<step>[0-9]+); the last ones with numbers were:",
+          "  | ep 4 of 9"]),
+        ({"lines": 50, "unread": UNREAD, "checkpoints": 1, "begun": 1, "told": True}, 0, []),
+        ({"lines": 50, "told": True, "elsewhere": "x was written, where nobody looks"}, 20,
+         ["nothing was saved where it is looked for: x was written, where nobody looks"]),
+        ({"lines": 50, "told": True}, 29, []),
+        ({"lines": 50, "told": True}, 31, ["nothing came into {checkpoints} by step 31, though job.checkpoint.every"]),
+        ({"lines": 50, "told": True, "begun": 1}, 31, []),
+        ({"begun": 1, "checkpoints": 2}, 0, []),  # its lines may come in blocks
+        ({"begun": 1, "checkpoints": 3}, 0, ["3 checkpoints are whole, and nothing tells their steps"]),
+    ],
+)  # fmt: skip
+def test_what_will_not_hold_is_said_as_soon_as_that_is_sure(
+    tmp_path: Path, seen: dict[str, Any], step: int, doubts: list[str]
+) -> None:
+    config: Any = definition(tmp_path).job.parameters
+    doubt = own.doubts(config)(Observed(**seen), step)
+    assert bool(doubt) is bool(doubts)
+    assert all(each in doubt for each in doubts)
 
 
 def test_the_file_is_told_what_was_found_out() -> None:

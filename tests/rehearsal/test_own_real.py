@@ -13,7 +13,7 @@ from repository import ROOT
 from gpufleet.infra import cli
 from gpufleet.rehearsal.rehearse import rehearse
 
-pytestmark = [pytest.mark.optional, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.optional
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = {  # what a user changes of the file that is written: how long the rehearsal is
     "hf_trainer": {"--max_steps 60 --save_steps 10": "--max_steps 400 --save_steps 50", "steps: 60": "steps: 400"},

@@ -55,11 +55,11 @@ def definition(tmp_path: Path, command: str) -> StackDefinition:
     [
         (
             "python train.py --steps 60 --save-every=10 --lr 60",
-            "--steps 60000 --save-every=10000 --lr 60",
-            10_000,
+            "--steps 30000 --save-every=5000 --lr 60",
+            5_000,
         ),
-        ("python train.py --max_iters=60", "--max_iters=60000", 10),  # how often it saves, it alone knows
-        ("python train.py --steps 60 --save_steps 20", "--steps 60000 --save_steps 20", 10),
+        ("python train.py --max_iters=60", "--max_iters=30000", 10),  # how often it saves, it alone knows
+        ("python train.py --steps 60 --save_steps 20", "--steps 30000 --save_steps 20", 10),
     ],
 )
 def test_a_fast_script_is_given_the_steps_that_two_interruptions_need(
@@ -71,8 +71,23 @@ def test_a_fast_script_is_given_the_steps_that_two_interruptions_need(
     laid.write_text(rehearsal_text(found.source, tmp_path, changed=changed))
     config = cast(CommandConfig, load(laid, now=datetime.now(UTC)).job.parameters)
     assert config.command == f"python train.py {longer}"
-    assert (config.work.steps, config.checkpoint.every.steps) == (60_000, every)
+    assert (config.work.steps, config.checkpoint.every.steps) == (30_000, every)
     assert config.device == "cpu"
+
+
+def test_so_is_one_that_counts_epochs(tmp_path: Path) -> None:
+    found = definition(tmp_path, "python train.py --epochs=8")
+    text = found.source.read_text()
+    for old, new in (("{steps: 2000, step_ms: {L40S: 10}}", "{epochs: 90}"), ("{steps: 60}", "{epochs: 8}")):
+        assert old in text
+        text = text.replace(old, new)
+    text = text.replace("every: {steps: 500}", "every: {epochs: 1}")
+    found.source.write_text(text.replace("    checkpoint: {every: {steps: 10}}\n", "").replace("[500]", "[100]"))
+    found = load(found.source, now=datetime.now(UTC), rehearsal=True)
+    laid = tmp_path / "stacks" / "laid.yaml"
+    laid.write_text(rehearsal_text(found.source, tmp_path, changed=pace.longer(found, 100.0)))
+    config = cast(CommandConfig, load(laid, now=datetime.now(UTC)).job.parameters)
+    assert (config.command, config.work.epochs) == ("python train.py --epochs=300", 300)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +117,14 @@ def test_the_time_of_a_step_is_the_lines_own_and_never_none() -> None:
         (
             "finished",
             {60: "final"},
-            r"loss at step 40.*60 steps took 100 ms each\. 600 of them with a save every 100 ",
+            r"loss at step 40.*60 steps took 100 ms each\. 300 of them with a save every 50 ",
         ),
-        ("failed", {}, r"the run failed.*: it does not resume"),
+        ("failed", {}, r"^it does not resume\nStill to come would have been: loss at step 40\.$"),
     ],
 )
 def test_why_an_interruption_never_came(tmp_path: Path, reason: str, manifests: dict[int, str], said: str) -> None:
-    body = json.dumps({"reason": reason, "detail": "it does not resume", "instance": "i-1", "at": ""}).encode()
+    detail = "the command failed: it does not resume"
+    body = json.dumps({"reason": reason, "detail": detail, "instance": "i-1", "at": ""}).encode()
     s3 = SimpleNamespace(get_object=lambda **_: {"Body": io.BytesIO(body)})
     began = datetime.now(UTC)
     instance = SimpleNamespace(ended_at=began + timedelta(seconds=6))
@@ -121,7 +137,7 @@ def test_why_an_interruption_never_came(tmp_path: Path, reason: str, manifests: 
     rehearsal: Any = SimpleNamespace(
         definition=definition(tmp_path, "python train.py"), cloud=SimpleNamespace(client=lambda _: s3)
     )
-    assert re.search(said, str(pace.missed(rehearsal, watch)))
+    assert re.search(said, str(pace.failed(rehearsal, watch) or pace.missed(rehearsal, watch)))
 
 
 def test_it_is_rehearsed_once_more_and_what_was_left_by_then_is_gone(
@@ -143,5 +159,5 @@ def test_it_is_rehearsed_once_more_and_what_was_left_by_then_is_gone(
     said: list[str] = []
     assert rehearse("mine", root=tmp_path, out=said.append) == 0
     assert len(tries) == 2
-    assert said[-1].endswith("Once more, with 60,000 steps.")
+    assert said[-1].endswith("Once more, with 30,000 steps.")
     assert (tmp_path / "rehearsals" / "mine" / "r1" / "receipt.json").is_file()

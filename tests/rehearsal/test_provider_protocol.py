@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pulumi.runtime.proto import provider_pb2, provider_pb2_grpc
 
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.handlers import HANDLERS
 from gpufleet.rehearsal.provider import plain, serve, struct
 
 URN = "urn:pulumi:s::gpufleet::gpufleet:infra:Network$aws:ec2/vpc:Vpc::network-vpc"
@@ -39,8 +41,14 @@ def test_a_method_that_is_not_offered_answers_unimplemented(
     provider: provider_pb2_grpc.ResourceProviderStub,
 ) -> None:
     with pytest.raises(grpc.RpcError) as error:
-        provider.GetSchema(provider_pb2.GetSchemaRequest())
+        provider.Call(provider_pb2.CallRequest())
     assert error.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_schema_has_every_type_for_pulumi_import(provider: provider_pb2_grpc.ResourceProviderStub) -> None:
+    schema = json.loads(provider.GetSchema(provider_pb2.GetSchemaRequest()).schema)
+    assert (schema["name"], set(schema["resources"])) == ("aws", set(HANDLERS))
+    assert schema["resources"]["aws:s3/bucketPolicy:BucketPolicy"]["requiredInputs"] == ["bucket", "policy"]
 
 
 def test_a_provider_without_a_region_is_refused(provider: provider_pb2_grpc.ResourceProviderStub) -> None:

@@ -17,6 +17,7 @@ from repository import ROOT
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.contract.aws import SWITCH
+from gpufleet.job.contract.messages import Observed
 from gpufleet.rehearsal import evidence
 from gpufleet.rehearsal.evidence import Evidence
 from gpufleet.rehearsal.watch import Begun, Planned
@@ -36,6 +37,7 @@ class CheckedWorld:
                 node=SimpleNamespace(instance=SimpleNamespace(id=name)),
                 interrupted=kind,
                 first_step=1,
+                observed=Observed(),
                 signalled=True,
                 last_step=last,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,11 +11,13 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from declared import fleet, template
 from repository import ROOT
+from waiting import HANG_S
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import rehearse as command
@@ -250,8 +253,9 @@ def cloud(tmp_path: Path) -> Iterator[Cloud]:
 
 
 @pytest.fixture
-def watch(cloud: Cloud, tmp_path: Path) -> Iterator[Watching]:
+def watch(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watching]:
     """Of run r1 with these planned interruptions."""
+    monkeypatch.setattr("gpufleet.rehearsal.watch.STALLED_S", HANG_S)
     runner = NodeRunner(cloud, tmp_path / "nodes")
     timeline = Timeline(tmp_path / "timeline.jsonl", out=lambda _: None)
     yield lambda *planned: Watch(cloud, runner, timeline, planned, "bucket", "r1")
@@ -284,7 +288,7 @@ touch "$steps"
 while (( $(wc -l <"$steps") < 6 )); do
   echo >>"$steps"
   printf '{"ts": %s, "step": %s}\\n' "$(date +%s.%N)" "$(wc -l <"$steps")" >>"$work/metrics.jsonl"
-  case $(wc -l <"$steps") in 2 | 4) sleep 60 ;; esac
+  case $(wc -l <"$steps") in 2 | 4) sleep 5000 ;; esac
 done
 touch "$GPUFLEET_ROOT/../over"
 shutdown -h now
@@ -332,7 +336,7 @@ def test_a_loss_waits_for_the_first_checkpoint_in_the_bucket(cloud: Cloud, watch
     assert watching.planned == []
 
 
-# Half a second of steps, and a supervisor that looks for a notice once a second.
+# A hundred steps a second until it is asked to stop, and a supervisor that looks for a notice once a second.
 FAST = """#!/bin/bash
 work=$GPUFLEET_ROOT/opt/gpufleet/run
 mkdir -p "$work"
@@ -340,15 +344,14 @@ cat >"$work/train.py" <<'END'
 import json, pathlib, sys, time
 work = pathlib.Path(sys.argv[2])
 with (work / "metrics.jsonl").open("a") as file:
-    for step in range(1, 51):
+    step = 0
+    while not (work / "stop").exists():
+        step += 1
         print(json.dumps({"ts": time.time(), "step": step}), file=file, flush=True)
         time.sleep(0.01)
-        if (work / "stop").exists():
-            break
 END
 "$GPUFLEET_PYTHON" "$work/train.py" MODULE "$work" &
-for i in 1 2 3 4; do
-  sleep 1
+while sleep 1; do
   imds=$AWS_EC2_METADATA_SERVICE_ENDPOINT/latest
   token=$(curl -sf -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 300' "$imds/api/token")
   curl -sf -H "X-aws-ec2-metadata-token: $token" "$imds/meta-data/spot/instance-action" && touch "$work/stop" && break
@@ -359,8 +362,11 @@ shutdown -h now
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a trainer is held on Linux alone")
-def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(cloud: Cloud, watch: Watching) -> None:
-    cloud.fleets.notice_s = 8
+def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(
+    cloud: Cloud, watch: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpufleet.rehearsal.watch.HELD_S", HANG_S)
+    cloud.fleets.notice_s = HANG_S
     watching = watch(Planned(step=2, kind="notice"))
     fleet_id = fleet(cloud, template(cloud, user_data=FAST.replace("MODULE", JobConfig.module)))
 
@@ -370,8 +376,11 @@ def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(
 
     watching.run(check=one_node_is_enough)
     node = next(iter(watching.views.values()))
-    assert node.seen
-    assert 2 <= node.last_step < 50
+    moments = {each.what: datetime.fromisoformat(each.at).timestamp() for each in watching.timeline.moments}
+    noticed, seen = moments["notice"], moments["seen"]
+    steps = [float(json.loads(line)["ts"]) for line in node.logged()]
+    assert node.last_step > 2
+    assert [each for each in steps if noticed + 0.05 < each < seen] == []
 
 
 def test_a_failed_attempt_is_shown_with_the_containers_last_words(cloud: Cloud, watch: Watching) -> None:
@@ -379,7 +388,7 @@ def test_a_failed_attempt_is_shown_with_the_containers_last_words(cloud: Cloud, 
 mkdir -p "$GPUFLEET_ROOT/opt/gpufleet"
 echo "ValueError: no such key" >"$GPUFLEET_ROOT/opt/gpufleet/container.log"
 echo "2026-11-21T12:00:00Z attempt failed: the container ended with 1"
-sleep 60
+sleep 5000
 """
     fleet(cloud, template(cloud, user_data=script))
     with pytest.raises(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded import HERE, PROJECT, program
+from recorded import HERE, PROJECT, definition_keys, program
 from safetensors.torch import save_file
 
 from gpufleet.infra.catalog import SHIPPED, files
@@ -66,11 +66,12 @@ def main(target: Path) -> None:
 
 
 def record_definitions(target: Path) -> None:
-    """Every file that is shipped, and what the stack of a run of each remembers of it."""
+    """Every file that is shipped, what the stack of a run of each remembers of it, and every key that counts there."""
     found = sorted([*ROOT.glob("stacks/*.yaml"), *ROOT.glob("examples/*.yaml")])
     write_archive(target / "definitions.tar.gz", ((path.name, path.read_bytes()) for path in found))
     digests = {path.name: creation_digest(load(path, now=datetime.now(UTC))) for path in found}
     (target / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
+    (target / "keys.json").write_text(json.dumps(sorted(definition_keys())) + "\n")
 
 
 def record_prices(target: Path) -> None:

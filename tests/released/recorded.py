@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
+import re
 import shutil
 import sys
 import tarfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, fields, is_dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from gpufleet.job.text import stamp
+from gpufleet.infra.definition.model import Account, Disk, Fleet, Limits, Notify, Run
+from gpufleet.job.spec import KINDS
 from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.handlers import handler
@@ -25,6 +28,10 @@ from gpufleet.rehearsal.handlers.table import Aws
 HERE = Path(__file__).parent
 PROJECT = "<project>"  # stands for the folder in which it was recorded
 RELEASES = sorted(path for path in HERE.glob("[0-9]*") if path.is_dir())
+TIME = re.compile(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
+# A checkout before the first version (b155bce, 2026-11-25), recorded by its own code: one run of a ready-made job.
+BEFORE = HERE / "before-0.1.0"
+RECORDS = [BEFORE, *RELEASES]
 STACK, ROLE = "pulumi:pulumi:Stack", "aws:iam/role:Role"
 
 
@@ -123,9 +130,13 @@ class RecordedState:
         return RecordedState(json.loads(text))
 
     def begun(self, at: datetime) -> RecordedState:
-        """As if its run had begun then."""
-        began, until = (datetime.fromisoformat(self.run[key]) for key in ("began", "valid_until"))
-        return self.replaced({self.run["began"]: stamp(at), self.run["valid_until"]: stamp(at + (until - began))})
+        """As if its run had begun then: whatever time stands in it, a schedule's too, is as much later."""
+        by = at - datetime.fromisoformat(self.run["began"])
+
+        def moved(time: re.Match[str]) -> str:
+            return f"{datetime.fromisoformat(time[0]) + by:%Y-%m-%dT%H:%M:%S}"
+
+        return RecordedState(json.loads(TIME.sub(moved, json.dumps(self.tree))))
 
     def invoke(self, token: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What the engine answers to a program of this stack."""
@@ -147,11 +158,35 @@ class RecordedState:
             if not resource["type"].startswith("aws:"):
                 continue
             declared = {key: value for key, value in resource["inputs"].items() if not key.startswith("__")}
+            if "contentBase64" in declared:  # of checkouts before 0.1.0
+                declared["content"] = base64.b64decode(declared.pop("contentBase64")).decode()
             if "source" in declared and not (file := Path(declared["source"]["path"])).exists():
                 place({file.name: b""}, file.parent)
             made = handler(resource["type"]).create(aws, declared)
             state = state.replaced({resource["id"]: made})
         return state
+
+
+SECTIONS: dict[str, type] = {
+    **{"run": Run, "fleet": Fleet, "disk": Disk, "limits": Limits, "account": Account, "notify": Notify},
+    **KINDS,
+}
+
+
+def definition_keys() -> dict[str, Field[Any]]:
+    """Every key that counts in a run's digest, by its dotted path from its section, or from its kind of job."""
+    return {f"{name}.{key}": field for name, kind in SECTIONS.items() for key, field in _keys(kind)}
+
+
+def _keys(kind: Any) -> Iterator[tuple[str, Field[Any]]]:
+    hints = get_type_hints(kind)
+    for each in fields(kind):
+        yield each.name, each
+        types = [hints[each.name]]
+        for hint in types:
+            types += get_args(hint)
+            if is_dataclass(hint):
+                yield from ((f"{each.name}.{key}", below) for key, below in _keys(hint))
 
 
 def program(folder: Path) -> None:

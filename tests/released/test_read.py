@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import RELEASES, RecordedRun, opened, place
+from recorded import RELEASES, RecordedRun, place
 from repository import ROOT
 
 from gpufleet.infra.catalog import files, load_catalog
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.evidence import calibration, outcomes, receipts, traces
-from gpufleet.infra.program.run_guard import creation_digest
 from gpufleet.job.contract import attempt, done, metrics
 from gpufleet.job.contract.commit import Best, Manifest
 from gpufleet.job.contract.run import load as load_run
@@ -169,16 +168,6 @@ def test_what_a_run_leaves_means_what_it_meant(run: RecordedRun, tmp_path: Path)
     assert (
         unread(lambda line: metrics.saves(json.loads(line)), json.dumps({"saves": saving["saves"]}).encode()) == set()
     )
-
-
-@every_release
-def test_every_file_of_its_time_is_accepted_and_its_run_goes_on(release: Path, tmp_path: Path) -> None:
-    """Under the run's id `pulumi up` refuses a file whose digest is another one: a key that is new does not count while
-    it has its default (creation_digest).
-    """
-    place(opened(release / "definitions.tar.gz"), tmp_path)
-    digests = json.loads((release / "digests.json").read_text())
-    assert {path.name: creation_digest(load(path, now=NOW)) for path in tmp_path.iterdir()} == digests
 
 
 @every_run

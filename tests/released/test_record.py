@@ -17,7 +17,6 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 def test_a_record_of_this_version_has_what_the_last_one_has(tmp_path: Path) -> None:
     main(tmp_path / "recorded")

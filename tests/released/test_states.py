@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from recorded import RELEASES, RecordedRun, RecordedState, place
+from recorded import RECORDS, RELEASES, RecordedRun, RecordedState, place
 
 from gpufleet._training_run import TYPE
 from gpufleet.infra.cli import main
@@ -22,22 +22,23 @@ from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Pulumi, Result, settings
 
+every_record = pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.name)
 every_release = pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
+RUNS = [RecordedRun(each / "growth") for each in RECORDS] + [RecordedRun(each / "command") for each in RELEASES]
+every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.name} of {run.folder.parent.name}")
 REAL = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 NOW = datetime.now(UTC).replace(microsecond=0)
 STACKS = {"growth": "growth", "command": "dev"}
 
 
-@every_release
-@pytest.mark.parametrize("name", STACKS)
-def test_a_run_goes_on_until_its_fleet_expires(release: Path, name: str, tmp_path: Path) -> None:
-    run = RecordedRun(release / name)
-    project = run.project(tmp_path / "project")
+@every_run
+def test_a_run_goes_on_until_its_fleet_expires(run: RecordedRun, tmp_path: Path) -> None:
+    project, name = run.project(tmp_path / "project"), run.name
     for state in (run.state("up"), run.state("ended")):
         if name == "growth":
             was = previous(STACKS[name], state.invoke)
         else:
-            was = previous_of_component(STACKS[name], TYPE, "training", "command", state.invoke)
+            was = previous_of_component(STACKS[name], TYPE, ["training"], "command", state.invoke)
         began, until = (datetime.fromisoformat(state.run[key]) for key in ("began", "valid_until"))
         for now, over in ((began + timedelta(minutes=30), False), (until, True)):
             verdict = plan.make(project, run.definition, now=now, previous=was, preview=False).verdict
@@ -60,11 +61,11 @@ def account(
         yield cloud, project, restored
 
 
-@every_release
+@every_record
 def test_commands_find_and_end_a_run_that_is_up(
-    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RecordedRun(release / "growth")
+    run = RecordedRun(record / "growth")
     with account(run, "up", tmp_path) as (cloud, project, state):
         monkeypatch.chdir(project)
         for name, value in cloud.environment().items():
@@ -121,9 +122,9 @@ def assert_left_alone(result: Result, state: RecordedState, *, over: bool = Fals
 
 
 @REAL
-@every_release
-def test_a_stack_that_is_up_is_left_alone_then_takes_a_new_run_and_is_destroyed(release: Path, tmp_path: Path) -> None:
-    run = RecordedRun(release / "growth")
+@every_record
+def test_a_stack_that_is_up_is_left_alone_then_takes_a_new_run_and_is_destroyed(record: Path, tmp_path: Path) -> None:
+    run = RecordedRun(record / "growth")
     with stack(run, "up", tmp_path) as (cloud, project, engine):
         assert_left_alone(engine.up(), run.state("up"))
         file = project / run.definition

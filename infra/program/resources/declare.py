@@ -27,6 +27,7 @@ class Surroundings:
     """What a program around the run decides: nothing, where the run has a program to itself."""
 
     prefix: str = ""  # of the resources' names, where there may be several runs
+    earlier: tuple[str, ...] = ()  # prefixes that they had before their component was renamed
     opts: pulumi.ResourceOptions | None = None  # of all of them: parent, provider
     vpc: GivenVpc | None = None
     permissions_boundary: pulumi.Input[str] | None = None
@@ -49,7 +50,10 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
     storage = StorageComponent(
         f"{prefix}storage",
         definition,
-        uploads=[replace(each, name=f"{prefix}{each.name}") for each in uploads(plan, root)],
+        uploads=[
+            replace(each, name=f"{prefix}{each.name}", earlier=tuple(f"{old}{each.name}" for old in around.earlier))
+            for each in uploads(plan, root)
+        ],
         runs=verdict.runs,
         frozen=verdict.continues,
         opts=options,
@@ -90,15 +94,21 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         valid_until=verdict.run.valid_until,
         frozen=verdict.continues,
         over=verdict.over,
-        depends_on=[*network.ready, *storage.ready, *identity.ready],
+        depends_on=[
+            *network.ready,
+            *storage.ready,
+            *identity.ready,
+            *stop.ready,
+            *(notices.ready if notices else []),
+        ],
         opts=options,
     )
-    if fleet.fleet:
-        both = [fleet.fleet, *([fleet.fallback] if fleet.fallback else [])]
-        stop.declare_for(both, verdict.run.valid_until)
+    launched = None
+    if not verdict.over:
+        switch: list[pulumi.Resource] = []
         if fleet.fallback:
             due, priced = datetime.fromisoformat(verdict.run.valid_until), plan.fallback  # None: prices are gone
-            FallbackSwitch(
+            switch = FallbackSwitch(
                 f"{prefix}fallback",
                 definition,
                 fleet=fleet.fallback,
@@ -107,13 +117,15 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 enabled=priced is None or priced.paid_from_start,
                 permissions_boundary=around.permissions_boundary,
                 opts=options,
-            )
-        if notices:
-            notices.declare_for(both)
+            ).ready
+        launched = fleet.declare_fleet(switch)
+        both = [launched, *([fleet.fallback] if fleet.fallback else [])]
+        ends = stop.declare_for(both, verdict.run.valid_until)
+        fleet.declare_known(launched, [ends, *(notices.declare_for(both) if notices else [])])
     return DeclaredRun(
         bucket=storage.bucket.bucket,
         log_group=identity.log_group.name,
-        fleet_id=fleet.fleet.id if fleet.fleet else None,
+        fleet_id=launched.id if launched else None,
     )
 
 

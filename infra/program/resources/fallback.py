@@ -24,7 +24,9 @@ MODIFY_FLEET = "arn:aws:states:::aws-sdk:ec2:modifyFleet"  # an AWS SDK integrat
 
 
 class FallbackSwitch(pulumi.ComponentResource):
-    """State machine, its role, and the schedule that starts it."""
+    """State machine, its role, and the schedule that starts it. `ready` is what must exist before the first fleet."""
+
+    ready: list[pulumi.Resource]
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class FallbackSwitch(pulumi.ComponentResource):
             policy=machine.arn.apply(lambda arn: json.dumps(may_begin(arn))),
             opts=child,
         )
-        one_time(
+        schedule = one_time(
             f"{name}-schedule",
             name=SWITCH,
             stop=stop,
@@ -84,6 +86,7 @@ class FallbackSwitch(pulumi.ComponentResource):
             parent=self,
             enabled=enabled,
         )
+        self.ready = [schedule]
         self.register_outputs({})
 
 

@@ -1,8 +1,9 @@
 """The launch template and the fleet of a run's nodes: every option that could leave a GPU running is stated here.
 
-An object of the bucket says that a state knows of the fleet. The engine writes it after the fleet and deletes it before
-it; a node that looks for its own in vain ends its fleet (job/node). All that a node needs for that goes after the
-template: once any of it is gone, nothing launches.
+What AWS may refuse is made before the fleet that launches nodes, but for what needs that one's id. An object of the
+bucket says that a state knows of the fleet: the engine writes it last of all and deletes it before the fleet. A node
+that looks for its own in vain ends its fleet (job/node), so an `up` that was refused or cut short leaves no node for
+long. All that a node needs for that goes after the template: once any of it is gone, nothing launches.
 
 Nothing updates a fleet in place: the provider's update resends capacity and template, which would relaunch a finished
 run. A new run id replaces it, old one first. `on_demand_options` is left out on purpose: for a maintain fleet the
@@ -33,12 +34,11 @@ DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted
 
 
 class FleetComponent(pulumi.ComponentResource):
-    """One node, or several, kept alive until the run is over. Both are None for a run that is over, `fallback` without
-    one.
+    """The launch template, and the fleet at 0 of a run with a fallback that is not over. `declare_fleet` adds the one
+    that keeps a node, or several, alive until the run is over, `declare_known` what tells its nodes that it is known.
     """
 
     template: aws.ec2.LaunchTemplate
-    fleet: aws.ec2.Fleet | None
     fallback: aws.ec2.Fleet | None
 
     def __init__(
@@ -57,7 +57,7 @@ class FleetComponent(pulumi.ComponentResource):
         depends_on: Sequence[pulumi.Resource],
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`depends_on`: all a node needs at boot. Template and fleet themselves name little of it."""
+        """`depends_on`: all a node needs at boot, and what AWS may refuse. Template and fleets name little of it."""
         super().__init__("gpufleet:infra:Fleet", name, None, opts)
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
         self.template = aws.ec2.LaunchTemplate(
@@ -90,29 +90,35 @@ class FleetComponent(pulumi.ComponentResource):
                 ignore_changes=["userData", "metadataOptions"] if frozen else None,
             ),
         )
-        self.fleet = self.fallback = None
-        if not over:
+        self._name, self._frozen, self._bucket = name, frozen, bucket
+        self._spec = (definition, self.template, subnets, valid_until, label)
+        self.fallback = None
+        if definition.fleet.falls_back and not over:
+            self.fallback = _fleet(f"{name}-fallback-fleet", *self._spec, "on-demand", 0, [], parent=self)
+        self.register_outputs({})
 
-            def made(part: str, capacity: Capacity, target: int) -> aws.ec2.Fleet:
-                spec = (definition, self.template, subnets, capacity, target, valid_until, label)
-                fleet = _fleet(f"{part}-fleet", *spec, parent=self)
+    def declare_fleet(self, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
+        """The fleet that launches nodes."""
+        definition, *_ = self._spec
+        # Ignored on a fleet that exists. One that has to be made again for a run that has begun already (the run
+        # deleted it, and a refresh has just found out) starts nothing; but into a block, which replaces no node.
+        target = 0 if self._frozen and definition.fleet.block is None else definition.nodes
+        capacity = definition.fleet.capacity
+        return _fleet(f"{self._name}-fleet", *self._spec, capacity, target, depends_on, parent=self)
+
+    def declare_known(self, fleet: aws.ec2.Fleet, depends_on: Sequence[pulumi.Resource]) -> None:
+        """The fleets' names in the bucket, once all is there on which they depend."""
+        definition, *_ = self._spec
+        for part, each in ((self._name, fleet), (f"{self._name}-fallback", self.fallback)):
+            if each:
                 aws.s3.BucketObjectv2(
                     f"{part}-known",
-                    bucket=bucket,
-                    key=fleet.id.apply(lambda each: f"{definition.run.id}/{fleet_key(each)}"),
+                    bucket=self._bucket,
+                    key=each.id.apply(lambda id: f"{definition.run.id}/{fleet_key(id)}"),
                     content="The stack's state knows of this fleet.\n",
                     tags=tags(definition),
-                    opts=pulumi.ResourceOptions(parent=self),
+                    opts=pulumi.ResourceOptions(parent=self, depends_on=list(depends_on)),
                 )
-                return fleet
-
-            # Ignored on a fleet that exists. One that has to be made again for a run that has begun already (the run
-            # deleted it, and a refresh has just found out) starts nothing; but into a block, which replaces no node.
-            target = 0 if frozen and definition.fleet.block is None else definition.nodes
-            self.fleet = made(name, definition.fleet.capacity, target)
-            if definition.fleet.falls_back:
-                self.fallback = made(f"{name}-fallback", "on-demand", 0)
-        self.register_outputs({})
 
 
 def _fleet(
@@ -120,10 +126,11 @@ def _fleet(
     definition: StackDefinition,
     template: aws.ec2.LaunchTemplate,
     subnets: Mapping[str, pulumi.Input[str]],
-    capacity: Capacity,
-    target: int,
     valid_until: str,
     label: Mapping[str, str],
+    capacity: Capacity,
+    target: int,
+    depends_on: Sequence[pulumi.Resource],
     *,
     parent: pulumi.Resource,
 ) -> aws.ec2.Fleet:
@@ -156,6 +163,7 @@ def _fleet(
         tags=label,
         opts=pulumi.ResourceOptions(
             parent=parent,
+            depends_on=list(depends_on),
             replacement_trigger=definition.run.id,
             delete_before_replace=True,  # the other order runs two GPUs on one run
             ignore_changes=[

@@ -31,11 +31,12 @@ TOLD_OF_FLEET = (
 
 
 class NoticesComponent(pulumi.ComponentResource):
-    """The topic, its subscription and, with a moment, the schedule, all before a node boots. `declare_for` adds what
-    needs the fleet.
+    """The topic, its subscription and policy and, with a moment, the schedule, all before a node boots, as `ready` has
+    them. `declare_for` adds what needs the fleet.
     """
 
     topic: aws.sns.Topic
+    ready: list[pulumi.Resource]
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class NoticesComponent(pulumi.ComponentResource):
         self._name, self._definition, self._stop = name, definition, stop
         self._child = pulumi.ResourceOptions(parent=self)
         self.topic = aws.sns.Topic(f"gpufleet-{definition.name}", tags=tags(definition), opts=self._child)
-        aws.sns.TopicSubscription(
+        subscription = aws.sns.TopicSubscription(
             f"{name}-email",
             topic=self.topic.arn,
             protocol="email",
@@ -66,8 +67,15 @@ class NoticesComponent(pulumi.ComponentResource):
             policy=self.topic.arn.apply(lambda arn: json.dumps(_may_publish(arn))),
             opts=self._child,
         )
+        policy = aws.sns.TopicPolicy(
+            f"{name}-policy",
+            arn=self.topic.arn,
+            policy=self.topic.arn.apply(lambda arn: json.dumps(_events_may_publish(arn))),
+            opts=self._child,
+        )
+        self.ready = [subscription, policy]
         if silent_from is not None:
-            self._tell_silence(silent_from)
+            self.ready.append(self._tell_silence(silent_from))
         self.register_outputs({})
 
     def told_node(self) -> pulumi.Output[str]:
@@ -76,15 +84,9 @@ class NoticesComponent(pulumi.ComponentResource):
         told = {"silent_s": int(notify.silent_hours * 3600), "webhook": notify.webhook or ""}
         return pulumi.Output.json_dumps({"topic": self.topic.arn, **told})
 
-    def declare_for(self, fleets: Sequence[aws.ec2.Fleet]) -> None:
-        """The rule on the fleets' events."""
+    def declare_for(self, fleets: Sequence[aws.ec2.Fleet]) -> list[pulumi.Resource]:
+        """The rule on the fleets' events, and where it passes them on."""
         definition = self._definition
-        aws.sns.TopicPolicy(
-            f"{self._name}-policy",
-            arn=self.topic.arn,
-            policy=self.topic.arn.apply(lambda arn: json.dumps(_events_may_publish(arn))),
-            opts=self._child,
-        )
         rule = aws.cloudwatch.EventRule(
             f"gpufleet-{definition.name}",
             description="what AWS says of a gpufleet run's fleet",
@@ -96,7 +98,7 @@ class NoticesComponent(pulumi.ComponentResource):
             tags=tags(definition),
             opts=self._child,
         )
-        aws.cloudwatch.EventTarget(
+        target = aws.cloudwatch.EventTarget(
             f"{self._name}-target",
             rule=rule.name,
             arn=self.topic.arn,
@@ -107,15 +109,16 @@ class NoticesComponent(pulumi.ComponentResource):
             ),
             opts=self._child,
         )
+        return [rule, target]
 
-    def _tell_silence(self, since: datetime) -> None:
+    def _tell_silence(self, since: datetime) -> aws.scheduler.Schedule:
         definition, silent = self._definition, self._definition.notify.silent_hours
         words = (
             f"Nothing has trained for {silent:g} hours in run {definition.run.id} of {definition.name}: AWS has no "
             f"capacity, a node hangs, or the run cannot begin. What it does now: gpufleet status {definition.name}"
         )
         subject = f"gpufleet {definition.name}, run {definition.run.id}: nothing trains"  # SNS takes 100 of ASCII
-        one_time(
+        return one_time(
             f"{self._name}-silence",
             name=SILENCE,
             stop=self._stop,

@@ -25,10 +25,13 @@ END_FLEET = "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets"  # a universal target
 
 
 class FleetStop(pulumi.ComponentResource):
-    """Group and role of the schedule, which must exist before a node boots. `declare_for` adds the schedule itself."""
+    """Group and role of the schedule, which must exist before a node boots, as `ready` has them. `declare_for` adds the
+    schedule itself.
+    """
 
     group: aws.scheduler.ScheduleGroup
     role: aws.iam.Role
+    ready: list[pulumi.Resource]
 
     def __init__(
         self,
@@ -50,12 +53,13 @@ class FleetStop(pulumi.ComponentResource):
             tags=labels,
             opts=child,
         )
-        self._rights = aws.iam.RolePolicy(
+        rights = aws.iam.RolePolicy(
             f"{name}-rights",
             role=self.role.name,
             policy=json.dumps({"Version": "2012-10-17", "Statement": stop_statements(definition)}),
             opts=pulumi.ResourceOptions(parent=self, replacement_trigger=definition.run.id),
         )
+        self.ready = [rights]
         self.schedule_arn = self.group.arn.apply(schedule_arn)
         self.schedule_name = self.group.name.apply(lambda group: f"{group}/{SCHEDULE}")
         self.register_outputs({})
@@ -71,7 +75,7 @@ class FleetStop(pulumi.ComponentResource):
             at=datetime.fromisoformat(valid_until),
             target=END_FLEET,
             input=ids.apply(lambda each: json.dumps({"FleetIds": each, "TerminateInstances": True})),
-            depends_on=[self._rights],
+            depends_on=self.ready,
             # With the fleets: another run's, and one that was made again, whose hour may have passed.
             trigger=ids.apply(lambda each: " ".join([self._definition.run.id, *each])),
             parent=self,

@@ -29,6 +29,7 @@ class Upload:
     """A local file or a small text to be an object. `name` labels the resource, `key` the object."""
 
     name: str
+    earlier: tuple[str, ...] = ()  # names that the resource had: it is not called after its parent, so these are stated
     key: str
     file: Path | None = None
     text: str | None = None
@@ -93,23 +94,31 @@ class StorageComponent(pulumi.ComponentResource):
             policy=pulumi.Output.json_dumps(tls_only(self.bucket.arn)),
             opts=follows,
         )
-        lifecycle = aws.s3.BucketLifecycleConfiguration(
-            f"{name}-expiry",
-            bucket=self.bucket.bucket,
-            rules=[_abort_uploads(), *(_expire(folder, keep.days) for folder in (*runs, bucket.GRAPHS))],
-            opts=follows,
-        )
+        settings: list[pulumi.Resource] = [closed, encryption, policy]
+        if keep.lifecycle == "own":  # the provider waits in vain for rules to be as declared where others add to them
+            expiry = aws.s3.BucketLifecycleConfiguration(
+                f"{name}-expiry",
+                bucket=self.bucket.bucket,
+                rules=[_abort_uploads(), *(_expire(folder, keep.days) for folder in (*runs, bucket.GRAPHS))],
+                opts=follows,
+            )
+            settings.append(expiry)
         objects = [self._upload(upload, labels, frozen=frozen) for upload in uploads]
-        self._show(uploads, objects)
-        self.ready = [closed, encryption, policy, lifecycle, *objects]
+        if not frozen and not pulumi.runtime.is_dry_run():
+            self._show(uploads, objects)
+        self.ready = [*settings, *objects]
         self.register_outputs({"bucket": self.bucket.bucket})
 
     def _show(self, uploads: Sequence[Upload], objects: Sequence[aws.s3.BucketObjectv2]) -> None:
-        """How far the upload is, as objects come to be: the engine itself tells of each only that it is created."""
+        """How far the upload is, as objects come to be: the engine itself tells of each only that it is created. The
+        last line says that it is over, since it stays on the screen.
+        """
         sizes = [upload.file.stat().st_size if upload.file else 0 for upload in uploads]
-        shown = Lines("uploading", sum(sizes), "B", lines(self))
+        say = lines(self)
+        shown = Lines("uploading", sum(sizes), "B", say)
         for each, size in zip(objects, sizes, strict=True):
             each.etag.apply(partial(_count, shown, size))
+        pulumi.Output.all(*(each.etag for each in objects)).apply(lambda _: say(f"uploaded {sum(sizes) / 1e6:.1f} MB"))
 
     def _upload(self, upload: Upload, labels: dict[str, str], *, frozen: bool) -> aws.s3.BucketObjectv2:
         return aws.s3.BucketObjectv2(
@@ -121,6 +130,7 @@ class StorageComponent(pulumi.ComponentResource):
             tags=labels,
             opts=pulumi.ResourceOptions(
                 parent=self,
+                aliases=[pulumi.Alias(name=each) for each in upload.earlier],
                 retain_on_delete=upload.belongs_to_run,
                 # A run's nodes check these objects' hashes at every boot. New code or prices wait for a new run id.
                 # contentBase64: of runs that began when the archive was declared so.

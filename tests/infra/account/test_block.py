@@ -164,7 +164,7 @@ def test_a_fleet_that_only_stays_in_its_state_is_not_left_over(cloud: Cloud, in_
     assert found() == [fleet]
     cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)
     cloud.tick()
-    assert cloud.client("ec2").describe_fleets()["Fleets"][0]["FleetState"] == "deleted_terminating"
+    assert cloud.fleets.fleets[fleet].state == "deleted_terminating"
     assert found() == []
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from command_files import command_file
 from commands_world import declare_bucket, finished, put
+from waiting import wait_for
 
 from gpufleet.infra.account import results, run_folder
 from gpufleet.infra.cli import main
@@ -71,10 +72,10 @@ def test_a_second_download_leaves_the_models_alone(
 
 def test_models_of_another_run_with_the_same_id_are_replaced(cloud: Cloud, path: Path) -> None:
     """After a destroy nothing remembers r1, and its models have the same size."""
-    first = finished(cloud)
+    first, written = finished(cloud), int(time.time())
     main(["results", "small-growth"])
     cloud.client("s3").delete_bucket_tagging(Bucket=first)  # as good as gone
-    time.sleep(1.1)  # S3 tells whole seconds
+    wait_for("another second, as S3 tells whole ones", lambda: int(time.time()) > written)
     put(cloud, declare_bucket(cloud, "1b2c3d4"), "final/model.safetensors", b"n" * 5000)
     main(["results", "small-growth"])
     model = path.parents[1] / "results" / "small-growth" / "r1" / "final" / "model.safetensors"

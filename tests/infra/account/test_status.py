@@ -111,6 +111,12 @@ def test_status_tells_how_long_a_node_took_to_its_first_step(cloud: Cloud, stack
     assert stated(stack)["attempt"].endswith("set-up 8.0 min, image pull 4.2 min")
 
 
+def test_status_tells_what_a_job_warns_of(cloud: Cloud, stack: StackDefinition) -> None:
+    told = {"instance": "i-1", "booted_at": "12:00", "alarm": "loss is nan from step 21 on"}
+    put(cloud, declare_bucket(cloud), "attempts/i-1.json", told)
+    assert stated(stack)["warning"] == "loss is nan from step 21 on"
+
+
 def test_status_tells_how_its_gpus_fare(cloud: Cloud, stack: StackDefinition) -> None:
     beat = {"ts": "2026-11-21T12:08:00Z", "gpu_util": 97.0, "gpu_mem_gb": 70.12, "gpu_temp_c": 61.0, "xids": [31]}
     put(cloud, declare_bucket(cloud), "heartbeat/i-1.jsonl", beat)

@@ -29,16 +29,16 @@ def fleet(state: str = "active", **tags: str) -> dict[str, Any]:
 
 
 class ShownFleets:
-    """Answers DescribeFleets."""
+    """Answers DescribeFleets, and DescribeTags with nothing more."""
 
     def __init__(self, *fleets: dict[str, Any], refuses: Exception | None = None) -> None:
         self.fleets, self.refuses = list(fleets), refuses
 
     def get_paginator(self, operation: str) -> ShownFleets:
-        assert operation == "describe_fleets"
+        assert operation in ("describe_fleets", "describe_tags")
         return self
 
-    def paginate(self) -> list[dict[str, Any]]:
+    def paginate(self, Filters: Any = None) -> list[dict[str, Any]]:
         if self.refuses:
             raise self.refuses
         return [{"Fleets": self.fleets}]

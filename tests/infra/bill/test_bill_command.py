@@ -25,6 +25,7 @@ from gpufleet.job.spec.command import (
     CommandConfig,
     CommandWork,
     Every,
+    ExitRules,
     Hours,
     Progress,
     Resume,
@@ -150,6 +151,35 @@ def test_a_rarer_save_makes_an_interruption_dearer() -> None:
         return bill(checkpoint=every).chosen.needed_hours.mean
 
     assert needed(5) < needed(30) < needed(120)
+
+
+def test_a_script_that_saves_nothing_is_priced_to_begin_again() -> None:
+    none = CommandCheckpoint(format="none")
+    saving, bare = bill(), bill(checkpoint=none)
+    assert bare.chosen.needed_usd.mean > 2 * saving.chosen.needed_usd.mean
+    assert bare.cadence is None
+    assert sum(phase.saves for phase in bare.chosen.runtime.phases) == 0
+    assert not [each for each in bare.warnings if "one checkpoint interval" in each]
+    endless = definition(CommandWork(), checkpoint=none)
+    assert not list(problems(endless, price(endless, CATALOG)))  # no first checkpoint is waited for
+
+
+def test_epochs_are_priced_as_steps_of_that_length_are() -> None:
+    every = CommandCheckpoint(each=("e{epoch}.pt",), every=Every(epochs=1), size_gb=1.5)
+    lines = Progress(stdout=(r"epoch (?P<epoch>\d+)",))
+    epochs = CommandWork(epochs=10, epoch_minutes={"A10G": 30.0})
+    found = bill(epochs, checkpoint=every, progress=lines, capacity="on-demand")
+    (phase,) = found.chosen.runtime.phases
+    assert (phase.steps, phase.step_ms) == (10, 30 * 60_000)
+    assert float(found.chosen.compute.quantity) == pytest.approx(5.0, rel=0.05)
+    with pytest.raises(DefinitionError, match=r"how long an epoch takes .* job\.work\.epoch_minutes: \{A10G: \.\.\.\}"):
+        bill(CommandWork(epochs=10), checkpoint=every, progress=lines)
+
+
+def test_holding_a_failed_node_is_priced_and_said() -> None:
+    found = bill(exit=ExitRules(hold_minutes=30))
+    usd = found.chosen.exposure.usd_h / 2
+    assert any(f"30 min more, which costs {usd:.2f} USD" in each for each in found.warnings)
 
 
 def test_memory_is_held_against_the_gpu_only_where_it_is_declared() -> None:

@@ -83,6 +83,15 @@ def test_a_prepared_datasets_counts_enter_every_row_as_they_enter_the_bill(
         assert counted[scenario]["usd"] == printed(capsys, "cost", "sft-h100", "--scenario", scenario)["usd"]
 
 
+def test_that_prices_are_old_is_told_of_a_comparison_and_of_a_sum(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shipped ones of spot are of January 2026."""
+    for words in (["compare", "two-tower"], ["cost", "two-tower", "--times", "2"]):
+        assert main(words) == 0
+        assert "`gpufleet prices refresh`" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_matrix_shows_the_loss_of_a_finished_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     definition = load(project / "stacks" / "sft-h100.yaml", now=datetime.now(UTC), past_deadline=True)
     folder = project / "results" / "sft-h100" / "r7"

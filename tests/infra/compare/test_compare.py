@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import cache
 from typing import Any
@@ -489,6 +489,15 @@ def test_the_scenario_table_says_what_does_not_launch_or_is_over_its_limit() -> 
     text = compare_table.scenarios(list(rows("two-tower").values()))
     line = next(line for line in text.splitlines() if line.startswith("o-p3.8x"))
     assert "NOT LAUNCHABLE" in line
+
+
+def test_the_age_of_prices_is_told_where_one_is_older_than_the_definition_allows() -> None:
+    (newest, *_, oldest) = sorted(row.prepared.price.as_of for row in options() if row.ranked and row.prepared)[::-1]
+    day = oldest + timedelta(days=90)
+    assert compare_table.ages(options(), day, 90) == ""
+    said = compare_table.ages(options(), day + timedelta(days=1), 90)
+    span = f"{91 - (newest - oldest).days} to 91" if newest > oldest else "91"
+    assert said == f"These nodes' prices are {span} days old: `gpufleet prices refresh` reads new ones.\n"
 
 
 def test_no_dollars_are_shown_as_none() -> None:

@@ -96,7 +96,7 @@ def test_a_minimal_file_loads_with_its_types(write: Write) -> None:
         pytest.param("limits", "deadline:", "deadline=None", id="nothing where nothing is allowed"),
         pytest.param("storage", "keep: {bucket: false}", "bucket=False", id="truth"),
         pytest.param("storage", "keep: {days: 3}", "days=3", id="the shortest for this fleet"),
-        pytest.param("storage", "keep:", "Keep(bucket=True, days=30)", id="an empty section is its defaults"),
+        pytest.param("storage", "keep:", "Keep(bucket=True, days=30, lifecycle=", id="an empty section is its defaults"),
         pytest.param("job", 'image: "registry.example:443/a/b:1"', "registry.example:443/a/b:1", id="port"),
         pytest.param("storage", "data: {size_gib: 500, snapshot: snap-0123456789abcdef0}", "snap-0", id="snapshot"),
         pytest.param("storage", "dataset: s3://my-bucket/tokens/v1/", "s3://my-bucket/tokens/v1/", id="prefix"),

@@ -91,10 +91,14 @@ def test_a_component_is_what_its_own_outputs_and_tags_say() -> None:
         "d": {"type": stored, "outputs": tagged("other", key="r7/run.json")},
         "e": {"type": "other:index:Thing", "outputs": {}},
     }
-    found = previous.previous_of_component("s", kind, "one", "renamed", lambda token, _: {"outputs": there})
-    assert found == Previous(
-        outputs=outputs, fleets=frozenset({"r1"}), objects=frozenset({"r1/run.json"}), region="us-east-2"
-    )
-    nothing = previous.previous_of_component("s", kind, "three", "third", lambda token, _: {"outputs": there})
-    assert nothing == Previous(outputs={})
-    assert previous.previous_of_component("s", kind, "one", "mine", lambda token, _: {}) == Previous(outputs={})
+
+    def asked(names: list[str], definition: str) -> Previous:
+        return previous.previous_of_component("s", kind, names, definition, lambda token, _: {"outputs": there})
+
+    mine = Previous(outputs=outputs, fleets=frozenset({"r1"}), objects=frozenset({"r1/run.json"}), region="us-east-2")
+    assert asked(["one"], "renamed") == mine
+    assert asked(["first", "one"], "mine") == mine  # a component that was called one
+    assert asked(["two", "one"], "mine") == mine
+    assert asked(["first"], "mine").other == "one"
+    assert asked(["three"], "third") == Previous(outputs={})
+    assert previous.previous_of_component("s", kind, ["one"], "mine", lambda token, _: {}) == Previous(outputs={})

@@ -211,6 +211,15 @@ def test_the_log_group_forgets(declared: Declared) -> None:
     assert days <= declared.one("aws:cloudwatch/logGroup:LogGroup")["retentionInDays"] < 3 * days
 
 
+def test_a_bucket_whose_lifecycle_is_others_has_no_rule_of_the_stack_s(tmp_path: Path) -> None:
+    text = GROWTH.read_text().replace("    bucket: true", "    bucket: true\n    lifecycle: others")
+    found = declare(tmp_path / "project", GROWTH.stem, text)
+    assert found.result.ok, found.result.text
+    assert FLEET in found.kinds
+    assert not [kind for kind in found.kinds if "Lifecycle" in kind]
+    assert "expires by others' rules, taken for 7 days" in json.dumps(found.result.outputs["kept"])
+
+
 def test_the_preview_says_what_a_destroy_will_keep(declared: Declared) -> None:
     assert declared.result.outputs["kept"]["usd_per_month"].startswith("$")
     assert "Kept after destroy" in declared.result.diagnostics

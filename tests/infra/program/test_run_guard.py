@@ -249,8 +249,12 @@ def test_no_up_deletes_what_one_that_was_cut_short_has_replaced_while_the_run_go
     assert not verdict(run(DEFINITION, "r2"), previous=first, objects=others).continues
 
 
-def test_a_run_whose_fleet_gave_way_to_another_is_over() -> None:
-    assert verdict(previous=verdict(), fleets={"r2"}).over
+@pytest.mark.parametrize("now", [NOW, NOW + 40 * HOUR])
+def test_no_up_deletes_a_fleet_of_another_run(now: datetime) -> None:
+    """As an `up` cut short leaves it, and a `refresh --run-program`, which writes the outputs before there is one."""
+    with pytest.raises(DefinitionError, match=r"record says r1, but its fleet is run r2's, and `up` would delete that"):
+        verdict(previous=verdict(), fleets={"r2"}, now=now)
+    assert not verdict(run(DEFINITION, "r3"), previous=verdict(), fleets={"r2"}).continues  # the way out
     assert not verdict(previous=verdict(), fleets={""}).over  # a fleet without tag could be its own
 
 

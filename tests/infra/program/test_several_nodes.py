@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from command_files import several_nodes
 from declared_world import Declared, declare
 
+from gpufleet.infra.account import rights
 from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load
 from gpufleet.rehearsal.handlers.table import UNKNOWN
 
 TEMPLATE, FLEET = "aws:ec2/launchTemplate:LaunchTemplate", "aws:ec2/fleet:Fleet"
@@ -64,6 +67,16 @@ def test_over_one_card_a_node_has_efa_a_public_address_and_no_subnet_of_its_own(
         }
     ]
     assert not two.kinds & {NAT, ADDRESS}
+
+
+def test_the_rights_that_up_asks_for_are_those_of_all_that_is_declared(
+    two: Declared, over_all: Declared, tmp_path: Path
+) -> None:
+    for declared, cards in ((two, "one"), (over_all, "all")):
+        path = tmp_path / "pretrain-d64.yaml"
+        path.write_text(several_nodes(cards))
+        definition = load(path, now=datetime.now(UTC))
+        assert declared.kinds == set(rights.declared(definition))
 
 
 def test_a_type_without_efa_has_a_plain_interface(tmp_path: Path) -> None:

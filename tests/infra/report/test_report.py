@@ -187,7 +187,6 @@ def test_a_browser_shows_it(tmp_path: Path, width: int, dark: bool) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert "CONSOLE" not in done.stderr
     found = re.search(r'<pre id="seen">(.*)</pre>', done.stdout)

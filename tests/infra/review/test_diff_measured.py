@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import date
 from decimal import Decimal
 
 import pytest
@@ -10,7 +12,7 @@ from calibration_world import measurement
 from receipt_tree import node, receipt
 from review_world import STACK, Project, reviewed, run
 
-from gpufleet.infra.catalog import SHIPPED
+from gpufleet.infra.catalog import SHIPPED, files
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.review.markdown import LIMIT, marker
 from gpufleet.infra.review.review import review_commits
@@ -27,6 +29,19 @@ def kept_receipt(run_id: str) -> str:
     """The receipt of a spot run whose nodes lived for twelve minutes each."""
     attempt = node("i-1", seconds="720", interrupted=True)
     return json.dumps(receipt("1.0000", run=run_id, stack="growth", attempts=[attempt] * 40))
+
+
+def test_a_price_that_begins_after_head_s_commit_is_in_no_review_of_it(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whenever that is made: the commit is of 2026-11-21."""
+    prices, key = files.read(SHIPPED), ("g5.2xlarge", "us-east-2")
+    now = replace(prices.on_demand[key], as_of=date(2026, 11, 21))
+    prices.on_demand[key] = now
+    prices.dated[key] = (replace(now, amount=9 * now.amount, valid_from=date(2026, 11, 22)),)
+    files.write(prices, project.folder / "prices", date(2026, 11, 21))
+    code, stacks = reviewed(capsys, project.stack(), "HEAD")
+    assert (code, Decimal(stacks["growth"]["head"]["p50"]) < 2 * now.amount) == (0, True)
 
 
 def test_a_new_measurement_is_a_row_of_its_own_and_the_rows_still_sum(

@@ -78,9 +78,7 @@ class Runner:
             "COMMENTS": str(self.folder / "comments.json"),
         }
         command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
-        done = subprocess.run(
-            command, cwd=self.clone / FOLDER, env=environment, capture_output=True, text=True, timeout=100
-        )
+        done = subprocess.run(command, cwd=self.clone / FOLDER, env=environment, capture_output=True, text=True)
         for line in output.read_text().splitlines() if output.exists() else []:
             key, _, value = line.partition("=")
             self.expressions[f"steps.{step['id']}.outputs.{key}"] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -187,6 +188,14 @@ def test_the_simulation_agrees_with_the_closed_form(hazard: float) -> None:
     assert simulate(run, runs=50_000).hours.mean() == pytest.approx(expected_hours(run, hazard), rel=0.02)
     slow = replace(run, setup_h=0.7)
     assert expected_hours(slow, 1e-9) == pytest.approx(slow.uninterrupted_h, abs=1e-6)  # nothing happens to it
+
+
+@pytest.mark.parametrize("hazard", [0.05, 0.3])
+def test_without_checkpoints_both_begin_all_of_it_again(hazard: float) -> None:
+    run = replace(RUN, hazard=hazard, free_h=0.0, saves_fit=(False, False), interval_h=87_600.0)
+    expected = (math.exp(hazard * 4.5) - 1) / hazard  # 4.5 h in one piece
+    assert expected_hours(run, hazard) == pytest.approx(expected)
+    assert simulate(run, runs=50_000).hours.mean() == pytest.approx(expected, rel=0.02)
 
 
 def test_more_hazard_never_makes_a_run_shorter() -> None:

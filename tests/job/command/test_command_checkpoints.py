@@ -13,18 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG_S, wait_for
 
 from gpufleet.job.command import checkpoints as module
 from gpufleet.job.command.checkpoints import CommandCheckpoints
+from gpufleet.job.command.lines import Counting, Position
 from gpufleet.job.command.names import Names, torn
+from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.spec import convert
 from gpufleet.job.spec.command import CommandConfig
 
 
-def config(**checkpoint: Any) -> CommandConfig:
-    return convert.from_json(CommandConfig, {"command": "x", "checkpoint": checkpoint}, "job", CommandConfig())
+def config(*, epochs: int | None = None, **checkpoint: Any) -> CommandConfig:
+    tree = {"command": "x", "checkpoint": checkpoint, "work": {"epochs": epochs}}
+    return convert.from_json(CommandConfig, tree, "job", CommandConfig())
 
 
 class WatchedDisk:
@@ -46,12 +50,19 @@ class WatchedDisk:
             gpus=1,
             alive=lambda: self.alive,
             writing=lambda pids: self.open,
-            step_at=lambda moment: self.step,
-            val_of=lambda step: self.val.get(step),
-            saved=lambda save, written: self.saves.append(save),
+            lines=self,
             say=self.said.append,
             clock=lambda: self.now,
         )
+
+    spread = 1
+
+    def told_by(self, moment: float) -> ToldProgress:
+        place = Position(step=self.step) if self.step else None
+        return ToldProgress(step=self.step or None, counting=Counting(unit="step", newest=place))
+
+    def saved(self, save: Save, written: float, *, is_counted: bool) -> None:
+        self.saves.append(save)
 
     def write(self, name: str, content: bytes | str = b"x" * 100) -> Path:
         path = self.folder / name
@@ -91,6 +102,8 @@ class WatchedDisk:
          {300: ["000300/global_step300/m.pt", "000300/latest"]}),
         ({"each": ["ckpt.pt"], "rewritten": True}, ["ckpt.pt", "ckpt.pt.tmp"], {None: ["ckpt.pt"]}),
         ({"each": ["a{step}.pt"]}, ["a123456789012.pt"], {}),  # more digits than a step has
+        ({"each": ["epoch_{epoch:02d}/"]}, ["epoch_03/a", "epoch_x/a"], {3: ["epoch_03/a"]}),
+        ({"each": ["e{epoch}-s{step}.pt"]}, ["e1-s50.pt", "e2-s100.pt"], {50: ["e1-s50.pt"], 100: ["e2-s100.pt"]}),
     ],
 )  # fmt: skip
 def test_which_files_belong_to_which_step(
@@ -100,7 +113,7 @@ def test_which_files_belong_to_which_step(
     for name in names:
         disk.write(name)
     seen = Names(config(**checkpoint)).find(disk.folder, tmp_path)
-    assert {each.step: sorted(each.files) for each in seen} == found
+    assert {each.number: sorted(each.files) for each in seen} == found
 
 
 def test_a_link_out_of_the_command_s_folders_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
@@ -215,7 +228,7 @@ def test_a_later_one_that_lacks_a_name_never_counts_and_it_is_said_once(tmp_path
             disk.write(f"step-{step}/{name}.bin")
         disk.wait(70)
     assert disk.committed() == [1, 3]
-    assert disk.said.count("checkpoint of step 2 does not count: step-#/b.bin is not there") == 1
+    assert disk.said.count("checkpoint of step 2 does not count: b.bin is not there") == 1
 
 
 def test_what_a_format_says_of_itself_decides(tmp_path: Path) -> None:
@@ -306,6 +319,55 @@ def test_one_that_is_overwritten_has_the_step_that_was_told_and_never_the_same_t
     ]  # overwritten in place, on the same inode: none of the copies has changed
 
 
+@pytest.mark.parametrize(
+    ("each", "names"),
+    [
+        ("*/last.pt", ["exp/last.pt", "exp2/last.pt", "exp3/last.pt"]),  # a folder for each start
+        ("version_*/last.ckpt", ["version_0/last.ckpt", "version_1/last.ckpt", "version_2/last.ckpt"]),
+        ("last*.ckpt", ["last.ckpt", "last-v1.ckpt", "last-v2.ckpt"]),
+    ],
+)
+def test_of_several_matches_of_a_rewritten_name_the_newest_is_the_checkpoint(
+    tmp_path: Path, each: str, names: list[str]
+) -> None:
+    disk = WatchedDisk(tmp_path, each=[each], rewritten=True)
+    for step, name in enumerate(names, 1):
+        disk.step = 10 * step
+        disk.write(name, a_zip(tmp_path / "made"))
+        disk.wait(70)
+        assert disk.files(10 * step) == [name]
+        restored = disk.found.restore()
+        assert restored is not None
+        assert restored.step == 10 * step
+        assert disk.found.place(restored) == disk.folder / name
+
+
+def test_shards_of_one_rewritten_checkpoint_count_together_alone(tmp_path: Path) -> None:
+    disk = WatchedDisk(tmp_path, each=["shard_*.bin"], rewritten=True)
+    disk.step = 10
+    for rank in range(3):
+        disk.write(f"shard_{rank}.bin")
+    disk.wait(70)
+    assert disk.files(10) == ["shard_0.bin", "shard_1.bin", "shard_2.bin"]
+    disk.found.restore()
+    disk.step = 20
+    for rank in range(3):
+        disk.write(f"shard_{rank}.bin", b"y" * 100)
+        disk.wait(5)
+        assert disk.committed() == ([10] if rank < 2 else [10, 20])
+
+
+def test_epochs_counted_from_0_are_epochs_that_are_done(tmp_path: Path) -> None:
+    disk = WatchedDisk(tmp_path, epochs=3, each=["epoch_{epoch}.bin"])
+    for epoch in (0, 1):
+        disk.write(f"epoch_{epoch}.bin")
+        disk.wait(4)
+    disk.found.restore()
+    disk.write("epoch_2.bin")
+    disk.wait(4)
+    assert disk.committed() == [1, 2, 3]
+
+
 def test_what_is_put_back_is_all_that_is_there(tmp_path: Path) -> None:
     disk = WatchedDisk(tmp_path, each=["step-{step}/"], also=["tokenizer/", "best.txt"])
     disk.write("tokenizer/vocab.txt", "words")
@@ -390,7 +452,7 @@ def test_a_disk_that_is_full_is_said_and_tried_again_later(tmp_path: Path, monke
 def test_the_copy_of_a_large_checkpoint_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, held = WatchedDisk(tmp_path, each=["a-{step}.bin"]), threading.Event()
     real = module.copy
-    monkeypatch.setattr(module, "copy", lambda source, target: (held.wait(30), real(source, target)))
+    monkeypatch.setattr(module, "copy", lambda source, target: (held.wait(HANG_S), real(source, target)))
     disk.write("a-5.bin")
     disk.now += 2
     disk.found.look()
@@ -402,3 +464,30 @@ def test_the_copy_of_a_large_checkpoint_keeps_nobody_waiting(tmp_path: Path, mon
     held.set()
     disk.wait(2)
     assert disk.committed() == [5]
+
+
+@pytest.mark.parametrize(
+    ("when", "reason"),
+    [("whole before it", "timed"), ("begun before it", "timed"), ("at it", "timed"), ("on it", "stop")],
+)
+def test_only_what_was_begun_after_the_signal_is_a_save_that_the_signal_caused(
+    tmp_path: Path, when: str, reason: str
+) -> None:
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
+    disk.write("a-1.bin")
+    disk.wait(70)
+    disk.found.reason = "stop"
+    if when != "on it":
+        disk.write("a-2.bin", b"x" * 100 if when == "whole before it" else b"")
+    if when == "at it":  # it came after the look at what is there, and before the signal
+        held = (disk.folder / "a-2.bin").rename(tmp_path / "held")
+        held.write_bytes(b"x" * 100)
+    disk.found.signalled()
+    if when == "at it":
+        held.rename(disk.folder / "a-2.bin")
+    if when in ("begun before it", "on it"):
+        wait_for("a later time of files", lambda: disk.write("a-2.bin").stat().st_mtime > disk.found._signalled_at)
+    disk.wait(3)
+    found = commit.read(tmp_path / "ckpt" / "step_00000002")
+    assert found is not None
+    assert (found.reason, disk.found.newest_is_on_signal) == (reason, reason == "stop")

@@ -53,6 +53,7 @@ def test_what_has_lost_its_parent_still_saves_and_is_waited_for(node: Path) -> N
     told = of_format("file", "--steps 3 --every 3 --step-s 0.3")
     told["command"] = f"setsid {told['command']} & sleep 0.5; exit 0"
     job = contained(node, told)
+    job.changed = "from gpufleet.job.command import host; host.LEFTOVER_S = 900.0"
     assert job.run() == 0, job.log
     assert job.steps() == [3], job.log
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_world import FORMATS, CommandJob, of_format, wrong
+from command_world import FORMATS, PYTHON, CommandJob, of_format, parameters, wrong
+
+from gpufleet.job.contract.messages import Alarm, Stop
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -20,3 +22,37 @@ def test_a_script_of_each_convention_runs_to_its_end_and_leaves_whole_checkpoint
     for each in job.commits():
         assert wrong(job.workdir / "ckpt" / each.folder, each.step) == []
     assert job.metrics()[-1]["step"] == 20
+
+
+def test_a_command_starts_in_the_folder_that_it_asks_for_and_may_save_there(tmp_path: Path) -> None:
+    told = of_format("dcp", "--steps 20 --every 5", work={"steps": 20}, workdir="{checkpoints}")
+    told["command"] = f"{PYTHON} {{code}}/dcp.py --out . --steps 20 --every 5"
+    job = CommandJob(tmp_path / "w", told)
+    assert job.run() == 0, job.log
+    assert job.steps()[-1] == 20
+
+
+def test_a_command_that_saves_nothing_begins_anew_after_a_crash_and_finishes(tmp_path: Path) -> None:
+    once = "if [ -e ../once ]; then echo step 9 loss 1; else touch ../once; exit 9; fi"
+    job = CommandJob(
+        tmp_path / "w", parameters(f"echo step 1 loss 1; {once}", checkpoint={"format": "none"}, work={"steps": 9})
+    )
+    assert job.run() == 0, job.log
+    assert job.steps() == []
+    assert job.log.count("step 1 loss 1") == 2
+
+
+def test_a_node_that_has_failed_is_held_until_somebody_ends_it(tmp_path: Path) -> None:
+    held = {"fatal": [3], "hold_minutes": 600}
+    job = CommandJob(tmp_path / "w", parameters("exit 3", exit=held, device="cuda"))  # a rehearsal holds nothing
+    process = job.start()
+
+    def end() -> None:
+        job.wait_for("the alarm", lambda: Alarm.read(job.workdir), process)
+        job.tell(Stop(reason="stopped", ends=True))
+
+    assert job.finish(process, end) == 65, job.log
+    alarm = Alarm.read(job.workdir)
+    assert alarm is not None
+    assert "exit code 3" in alarm.text
+    assert "the node is held for 600 min, until " in alarm.text

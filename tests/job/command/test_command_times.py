@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_world import as_restored
 
 from gpufleet.job import measured
-from gpufleet.job.command import reader
-from gpufleet.job.command.reader import Metrics, StepReader
+from gpufleet.job.command import progress
+from gpufleet.job.command.progress import Metrics, StepReader
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.metrics import Save
+from gpufleet.job.spec.command import CommandConfig, Progress
 
 LINE = r"^step (?P<step>\d+)( took (?P<step_ms>\d+))?( val (?P<val>[\d.]+))?"
 
@@ -23,10 +25,11 @@ class Script:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, restored: int = 0) -> None:
         self.now, self.path = 1000.0, folder / "metrics.jsonl"
-        monkeypatch.setattr(reader, "FLUSH_S", 0.0)
+        monkeypatch.setattr(progress, "FLUSH_S", 0.0)
         monkeypatch.setattr(time, "time", lambda: self.now)
-        self.reader = StepReader(Metrics(self.path), [LINE], lambda text: None)
-        self.reader.begin(restored, folder / "progress.jsonl")
+        config = CommandConfig(command="x", progress=Progress(stdout=(LINE,)))
+        self.reader = StepReader(Metrics(self.path), config, lambda text: None, lambda kind, text: None)
+        self.reader.begin(as_restored(restored) if restored else None, folder / "progress.jsonl")
 
     def step(self, step: int, took: float, more: str = "") -> None:
         self.now += took
@@ -34,7 +37,7 @@ class Script:
         self.reader.poll()
 
     def save(self, step: int, reason: Any = "timed") -> None:
-        self.reader.saved(Save(step=step, reason=reason, bytes=7, blocked_s=99.0), self.now)
+        self.reader.saved(Save(step=step, reason=reason, bytes=7, blocked_s=99.0), self.now, is_counted=True)
 
     @property
     def records(self) -> list[dict[str, Any]]:

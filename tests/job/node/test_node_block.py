@@ -62,7 +62,8 @@ def test_a_node_that_is_launched_again_after_the_end_ends_the_fleet(node: StubNo
 def test_of_several_the_one_that_ended_the_run_waits_for_the_others_and_they_leave_alone(node: StubNode) -> None:
     node.nodes = 2
     (node.world / "there").write_text(f"{INSTANCE}\ni-other\n")
-    gone = f"(sleep 0.5; echo {INSTANCE} > {node.world}/there) & "
+    asked_twice = '[[ $(grep -c "describe-instances --output" $WORLD/calls) -gt 1 ]]'
+    gone = f"(until {asked_twice}; do /bin/sleep 0.02; done; echo {INSTANCE} > $WORLD/there) & "
     node.job_ends_with(0, gone + says_done(node, INSTANCE))
     outcome = node.boot()
     asked = [each for each in outcome.calls if each.startswith("aws ec2 describe-instances --output")]

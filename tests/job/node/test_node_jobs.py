@@ -17,10 +17,7 @@ ASK = """
 control=$GPUFLEET_ROOT/opt/gpufleet/run/control
 mkdir -p "$control"
 echo '{"number": 7, "wanted": true}' >"$control/container.json"
-for ((i = 0; i < 400; i++)); do
-  grep -q pid "$control/contained.json" && break
-  /bin/sleep 0.05
-done
+until grep -q pid "$control/contained.json"; do /bin/sleep 0.05; done
 cp "$control/contained.json" "$WORLD/contained.json"
 """
 
@@ -145,7 +142,7 @@ def test_a_container_that_is_asked_for_has_no_role_no_socket_and_little_of_the_n
 
 def test_a_container_that_ends_by_itself_is_told_of_with_its_code(ready_made: StubNode) -> None:
     docker = ready_made.bin / "docker"
-    docker.write_text(docker.read_text().replace("exec /usr/bin/env -i /bin/sleep 30", "exit 69"))
+    docker.write_text(docker.read_text().replace("exec /usr/bin/env -i /bin/sleep 5000", "exit 69"))
 
     containers(ready_made, "code")
 

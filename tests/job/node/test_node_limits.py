@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from boot_stubs import DELETE, INSTANCE, MOVE, RUN, SHUTDOWN, TERMINATE, StubNode
 
+from gpufleet.job.contract.reading import iso
 from gpufleet.job.node.allowance import STOP_S
 
 
@@ -21,8 +21,8 @@ def node(tmp_path: Path) -> StubNode:
 
 
 def earlier(node: StubNode, instance: str, hours_ago: float, **more: object) -> None:
-    """A node that was launched then, and ended with a notice."""
-    at = f"{datetime.now(UTC) - timedelta(hours=hours_ago):%Y-%m-%dT%H:%M:%SZ}"
+    """A node that was launched so long before this one, and ended with a notice."""
+    at = iso(node.launched_at - 3600 * hours_ago)
     ending = {"code": 75, "reason": "notice", "notice": True, "at": at}
     node.put(
         f"attempts/{instance}.json",
@@ -33,7 +33,7 @@ def earlier(node: StubNode, instance: str, hours_ago: float, **more: object) -> 
 def ended(node: StubNode, instance: str, hours_ago: float) -> None:
     """What the fleet's history says of it."""
     with (node.world / "history").open("a") as history:
-        history.write(f"terminated\t{instance}\t{(datetime.now(UTC) - timedelta(hours=hours_ago)).isoformat()}\n")
+        history.write(f"terminated\t{instance}\t{iso(node.launched_at - 3600 * hours_ago)}\n")
 
 
 def test_the_hour_at_which_aws_ends_the_fleet_is_moved_before_the_job_begins(node: StubNode) -> None:
@@ -42,7 +42,7 @@ def test_the_hour_at_which_aws_ends_the_fleet_is_moved_before_the_job_begins(nod
     outcome = node.boot()
 
     assert outcome.calls_starting(MOVE, RUN)[:2] == [MOVE, RUN]
-    assert node.moves()[0] == pytest.approx(time.time() + 2 * 3600 - 120 + STOP_S, abs=30)
+    assert node.moves()[0] == pytest.approx(node.launched_at + 2 * 3600 + STOP_S, abs=1)
 
 
 def test_a_schedule_that_cannot_be_moved_is_said_and_keeps_no_job_from_running(node: StubNode) -> None:
@@ -61,31 +61,31 @@ def test_a_lost_node_does_not_give_the_next_one_a_timer_of_its_own(node: StubNod
 
     node.boot()
 
-    assert node.moves()[0] == pytest.approx(time.time() + 0.5 * 3600 - 120 + STOP_S, abs=30)
+    assert node.moves()[0] == pytest.approx(node.launched_at + 0.5 * 3600 + STOP_S, abs=1)
     assert list(node.stored(f"attempts/{INSTANCE}.json")["ended"]) == ["i-1"]
 
 
 def test_what_an_earlier_boot_was_told_of_a_node_s_end_counts_where_aws_tells_no_more(node: StubNode) -> None:
     node.limits |= {"max_hours": "2"}
     node.fails("history")
-    at = f"{datetime.now(UTC) - timedelta(hours=1.5):%Y-%m-%dT%H:%M:%SZ}"
+    at = iso(node.launched_at - 1.5 * 3600)
     earlier(node, "i-1", 3, exit=None)
     earlier(node, "i-2", 1.4, ended={"i-1": at})
 
     node.boot()
 
-    assert node.moves()[0] == pytest.approx(time.time() + 0.5 * 3600 - 60 - 120 + STOP_S, abs=30)
+    assert node.moves()[0] == pytest.approx(node.launched_at + 0.5 * 3600 - 60 + STOP_S, abs=1)
 
 
 def test_a_node_without_a_record_that_an_earlier_boot_was_told_of_counts_too(node: StubNode) -> None:
     node.limits |= {"max_hours": "2"}
     node.fails("history")
-    began, over = (f"{datetime.now(UTC) - timedelta(hours=hours):%Y-%m-%dT%H:%M:%SZ}" for hours in (3, 2.5))
+    began, over = (iso(node.launched_at - 3600 * hours) for hours in (3, 2.5))
     earlier(node, "i-2", 1.4, untold={"i-1": began}, ended={"i-1": over})
 
     node.boot()
 
-    assert node.moves()[0] == pytest.approx(time.time() + 1.5 * 3600 - 60 - 120 + STOP_S, abs=30)
+    assert node.moves()[0] == pytest.approx(node.launched_at + 1.5 * 3600 - 60 + STOP_S, abs=1)
     assert list(node.stored(f"attempts/{INSTANCE}.json")["untold"]) == ["i-1"]
 
 
@@ -139,7 +139,8 @@ def test_a_node_that_is_still_there_counts_on_although_nothing_was_heard_of_it(n
 
     node.boot()
 
-    assert node.moves()[0] == pytest.approx(time.time() + 1 * 3600 - 120 + STOP_S, abs=30)
+    left_s = 2 * 3600 - 1 * 3600
+    assert 2 * node.launched_at + left_s + STOP_S - node.moves()[0] == node.after_a_moment_of_its_life(0)  # two count
 
 
 def test_where_aws_says_nothing_a_node_nothing_was_heard_of_counts_until_the_next_one_came(node: StubNode) -> None:
@@ -149,16 +150,15 @@ def test_where_aws_says_nothing_a_node_nothing_was_heard_of_counts_until_the_nex
 
     node.boot()
 
-    assert node.moves()[0] == pytest.approx(time.time() + 1 * 3600 - 0 + STOP_S, abs=150)
+    assert node.moves()[0] == pytest.approx(node.launched_at + 1 * 3600 + STOP_S, abs=1)
 
 
 def test_a_node_that_ended_before_it_could_record_itself_counts_as_aws_tells_of_it(node: StubNode) -> None:
     node.limits |= {"max_hours": "2"}
-    now = datetime.now(UTC)
-    events = [(1.6, "launched", "i-1"), (1.1, "terminated", "i-1"), (0.03, "launched", INSTANCE)]
-    told = [f"{what}\t{name}\t{(now - timedelta(hours=ago)).isoformat()}\n" for ago, what, name in events]
+    events = [(1.6, "launched", "i-1"), (1.1, "terminated", "i-1"), (0, "launched", INSTANCE)]
+    told = [f"{what}\t{name}\t{iso(node.launched_at - 3600 * ago)}\n" for ago, what, name in events]
     (node.world / "history").write_text("".join(told))
 
     node.boot()
 
-    assert node.moves()[0] == pytest.approx(time.time() + 1.5 * 3600 - 120 + STOP_S, abs=30)
+    assert node.moves()[0] == pytest.approx(node.launched_at + 1.5 * 3600 + STOP_S, abs=1)

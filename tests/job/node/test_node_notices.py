@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 from boot_stubs import BootOutcome, StubNode
 
 from gpufleet.job.contract.aws import SILENCE
-from gpufleet.job.node.notices import TOLD_MOST
+from gpufleet.job.contract.messages import Alarm
+from gpufleet.job.node.notices import TOLD_ALARM, TOLD_MOST
 
 TOPIC = "arn:aws:sns:us-east-2:111122223333:gpufleet-x"
 SILENT_S = 6 * 3600
@@ -29,15 +31,18 @@ def node(tmp_path: Path) -> StubNode:
     return made
 
 
-def spends(node: StubNode, usd: float, *, trained: bool = True, attempt: int = 1, until: str) -> None:
+def spends(
+    node: StubNode, usd: float, *, trained: bool = True, attempt: int = 1, alarm: Alarm | None = None, until: str
+) -> None:
     """A job that has told this, and ends once `until` holds."""
     told = {"spent_usd": str(usd), "spent_s": "3600", "at": time.time(), "attempt": attempt}
     told |= {"trained_at": time.time()} if trained else {}
     node.job_ends_with(
         0,
         f"find {node.root} -path '*/run/run.json' -printf '%h\\n' >$WORLD/folder\n"
-        f"echo '{json.dumps(told)}' >$(cat $WORLD/folder)/control/spent.json\n"
-        f"for _ in {{1..200}}; do {until} && break; /bin/sleep 0.05; done",
+        + (f"echo '{json.dumps(asdict(alarm))}' >$(cat $WORLD/folder)/{alarm.FILE}\n" if alarm else "")
+        + f"echo '{json.dumps(told)}' >$(cat $WORLD/folder)/control/spent.json\n"
+        f"until {until}; do /bin/sleep 0.05; done",
     )
 
 
@@ -69,7 +74,7 @@ def test_a_run_is_told_to_train_and_to_end_with_its_figures_and_silence_is_expec
     assert subjects(node) == ["it trains", "it is over: finished"]
     assert "Spent: 3.20 of 1000 USD, 1.0 of 100 billed hours. Node i-0123456789abcdef0, g5.2xlarge in" in text(node)
     assert "What it does now: gpufleet status tinystories-growth" in text(node)
-    assert node.moves(SILENCE)[0] == pytest.approx(time.time() + SILENT_S, abs=60)
+    assert node.moves(SILENCE)[0] == node.after_a_moment_of_its_life(SILENT_S)
     assert json.loads((node.world / "moves").read_text().splitlines()[-1])["State"] == "DISABLED"
 
 
@@ -104,6 +109,19 @@ def test_most_of_a_limit_is_told_once_in_a_run(node: StubNode, limits: dict[str,
     spends(again, 3.2, until='grep -q "it trains" $WORLD/told')
     again.boot()
     assert subjects(again) == ["it trains", "it is over: finished"]
+
+
+def test_what_a_job_warns_of_is_told_once_in_a_run(node: StubNode) -> None:
+    key = f"{TOLD_ALARM}loss"
+    warning = Alarm(kind="loss", text="loss is nan from step 21 on")
+    for each, told in ((node, True), (StubNode(node.root.parent / "again"), False)):
+        each.launched(minutes_ago=2)
+        each.notify = node.notify
+        if not told:
+            each.put(key, "told")
+        spends(each, 3.2, until='grep -q "it trains" $WORLD/told', alarm=warning)
+        each.boot()
+        assert ("warning: loss is nan from step 21 on" in subjects(each)) is told
 
 
 def test_a_notice_and_a_crash_are_told(node: StubNode) -> None:

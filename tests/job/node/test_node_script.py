@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from boot_stubs import BUCKET, DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
+from waiting import wait_for
 
 BROKEN = {
     "a syntax error": (")", 1),
@@ -77,13 +77,12 @@ def test_a_shutdown_that_the_system_refuses_is_asked_for_until_the_timer_ends_th
 
 def test_sigterm_while_the_archive_is_fetched_shuts_down_and_leaves_the_fleet(node: StubNode) -> None:
     aws = node.bin / "aws"
-    aws.write_text(aws.read_text().replace("case ", 'touch "$WORLD/fetching"; /bin/sleep 0.5\ncase ', 1))
+    waits = 'touch "$WORLD/fetching"; until [[ -e $WORLD/asked ]]; do /bin/sleep 0.02; done'
+    aws.write_text(aws.read_text().replace("case ", f"{waits}\ncase ", 1))
     process = node.start()
-    deadline = time.monotonic() + 10
-    while not (node.world / "fetching").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for("the fetch of the archive", (node.world / "fetching").exists, process=process)
 
     process.send_signal(signal.SIGTERM)
+    (node.world / "asked").touch()
 
     assert node.outcome(process).calls == [SHUTDOWN]

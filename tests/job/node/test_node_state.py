@@ -10,6 +10,12 @@ from boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNo
 from gpufleet.job.contract.bucket import fleet_key
 from gpufleet.job.node import __main__ as node_main
 
+# The node has looked twice since, so that it knows the answer to the first look; or was refused as often.
+LOOKED = (
+    "n=$(grep -c known_fleet $WORLD/calls);"
+    " until [[ $(grep -c known_fleet $WORLD/calls) -gt $((n+1)) ]]; do /bin/sleep 0.02; done"
+)
+REFUSED = "until [[ $(grep -c list $WORLD/refused) -gt 10 ]]; do /bin/sleep 0.02; done"
 FOR_EVER = "while [[ ! -e $WORLD/stopped ]]; do /bin/sleep 0.02; done"
 ENDS = [RUN, "docker stop -t 115", DELETE, TERMINATE, SHUTDOWN]
 
@@ -53,7 +59,7 @@ def test_of_two_fleets_of_a_run_the_one_that_the_state_does_not_know_ends_and_le
 
 
 def test_a_fleet_that_a_destroy_was_about_to_delete_ends(node: StubNode) -> None:
-    node.job_ends_with(75, f"/bin/sleep 0.3; rm {known(node)}; {FOR_EVER}")
+    node.job_ends_with(75, f"{LOOKED}; rm {known(node)}; {FOR_EVER}")
 
     outcome = node.boot()
 
@@ -78,7 +84,7 @@ def test_a_node_whose_bucket_is_gone_ends_its_fleet(node: StubNode) -> None:
 
 def test_an_s3_that_does_not_answer_ends_no_fleet_that_was_known(node: StubNode) -> None:
     trouble = node.world / "fails" / "list"
-    node.job_ends_with(0, f"/bin/sleep 0.3; touch {trouble}; /bin/sleep 1.5; rm {trouble}")
+    node.job_ends_with(0, f"{LOOKED}; touch {trouble}; {REFUSED}; rm {trouble}")
 
     outcome = node.boot()
 
@@ -89,9 +95,9 @@ def test_an_s3_that_does_not_answer_ends_no_fleet_that_was_known(node: StubNode)
 def test_a_fleet_is_given_ten_minutes_to_become_known(tmp_path: Path) -> None:
     assert node_main.UNKNOWN_S == 600
     node = StubNode(tmp_path)
-    patient(node, 15)
+    patient(node, 5000)
     known(node).unlink()
-    node.job_ends_with(0, f"/bin/sleep 0.2; mkdir -p {known(node).parent}; touch {known(node)}; /bin/sleep 0.5")
+    node.job_ends_with(0, f"{LOOKED}; mkdir -p {known(node).parent}; touch {known(node)}; {LOOKED}")
 
     outcome = node.boot()
 

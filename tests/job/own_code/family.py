@@ -18,7 +18,7 @@ def rank(number, kind, folder):
     """Saves at the signal, and ends."""
     asked = []
     signal.signal(kind, lambda *_: asked.append(tell(f"rank {number} was signalled")))
-    for step in range(1, 500):
+    for step in range(1, 1_000_000):
         time.sleep(0.02)
         if number == 0:
             tell(f"step {step} loss 1.0")

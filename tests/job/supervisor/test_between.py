@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from supervisor_world import Bench, FakeTrainer, FaultyStore, NodeDeath
+from waiting import HANG_S, wait_for
 
 from gpufleet.job.contract.attempt import Exit, Node
 from gpufleet.job.supervisor import attempts, staging
@@ -40,7 +41,7 @@ def test_a_notice_ends_a_download_and_is_recorded_at_once(tmp_path: Path, monkey
 
     def downloading(cancelled: threading.Event) -> None:
         bench.notice(120)
-        assert cancelled.wait(30), "the download was not ended"
+        assert cancelled.wait(HANG_S), "the download was not ended"
         raise GivenUpError("given up")
 
     slow = partial(SlowInputs, act=downloading)
@@ -57,11 +58,8 @@ def test_a_node_lost_while_it_stages_is_billed_until_then(tmp_path: Path, monkey
 
     def downloading(cancelled: threading.Event) -> None:
         bench.clock.now += 600
-        beats, pause = bench.store.get_bytes("heartbeat/i-1.jsonl"), threading.Event()
-        for _ in range(300):
-            if bench.store.get_bytes("heartbeat/i-1.jsonl") != beats:
-                break
-            pause.wait(0.1)
+        beats = bench.store.get_bytes("heartbeat/i-1.jsonl")
+        wait_for("a heartbeat", lambda: bench.store.get_bytes("heartbeat/i-1.jsonl") != beats)
         raise NodeDeath
 
     monkeypatch.setattr(staging, "inputs", partial(staging.inputs, opened=partial(SlowInputs, act=downloading)))
@@ -148,7 +146,7 @@ def test_the_newest_record_of_an_attempt_is_put_last(tmp_path: Path) -> None:
         def put_bytes(self, content: bytes, key: str) -> None:
             if b"exit" not in content:
                 slow.set()
-                assert release.wait(10)
+                assert release.wait(HANG_S)
             super().put_bytes(content, key)
 
     store = Slow(tmp_path)
@@ -156,7 +154,7 @@ def test_the_newest_record_of_an_attempt_is_put_last(tmp_path: Path) -> None:
     record.update(type="g5.2xlarge")
     pulse = threading.Thread(target=record.flush)
     pulse.start()
-    assert slow.wait(10)
+    assert slow.wait(HANG_S)
     record.update(exit=Exit(75, "notice"))
     leaving = threading.Thread(target=record.flush)
     leaving.start()

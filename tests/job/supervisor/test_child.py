@@ -13,8 +13,8 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from jobs_world import alive, wait_until
 from repository import ROOT
+from waiting import is_alive, wait_for
 
 from gpufleet.job import gpus
 from gpufleet.job.contract.messages import Stop
@@ -26,11 +26,15 @@ def start(log: JobLog, code: str) -> Child:
     return Child(lambda: GroupedProcess([sys.executable, "-c", code], os.environ), log, time.time)
 
 
+def wait_for_end(child: Child) -> None:
+    wait_for("the end of the child", lambda: child.poll() is not None)
+
+
 def test_nothing_that_a_terminal_would_obey_is_logged(tmp_path: Path) -> None:
     stream, log = BytesIO(), tmp_path / "job.log"
     said = r"import sys; sys.stdout.buffer.write(b'\x1b[2J10 %\r20 %\ttwo\xff\x9b\n')"
     child = start(JobLog(log, stream), said)
-    wait_until(lambda: child.poll() is not None)
+    wait_for_end(child)
     assert log.read_bytes() == stream.getvalue() == "\\x1b[2J10 %\n20 %\ttwo\ufffd\ufffd\n".encode()
 
 
@@ -39,7 +43,7 @@ def test_output_goes_to_the_log_and_on_and_the_code_is_kept(tmp_path: Path) -> N
     child = start(
         JobLog(tmp_path / "job.log", stream), "import sys; print('out'); sys.stderr.write('err\\n'); sys.exit(69)"
     )
-    wait_until(lambda: child.poll() is not None)
+    wait_for_end(child)
     assert child.poll() == 69
     assert sorted((tmp_path / "job.log").read_text().splitlines()) == ["err", "out"]
     assert sorted(stream.getvalue().decode().splitlines()) == ["err", "out"]
@@ -60,14 +64,14 @@ def test_ranks_end_with_what_one_of_them_has_left_and_an_earlier_start_has_not(
     path.write_text('{"code": 0}')
     words = [sys.executable, "-c", code.format(path=str(path))]
     child = Child(lambda: GroupedProcess(words, os.environ), JobLog(tmp_path / "job.log", BytesIO()), time.time, path)
-    wait_until(lambda: child.poll() is not None)
+    wait_for_end(child)
     assert child.poll() == ends
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     stream = BytesIO()
     child = start(JobLog(tmp_path / "no" / "folder" / "job.log", stream), "print('out')")
-    wait_until(lambda: child.poll() is not None)
+    wait_for_end(child)
     assert child.poll() == 0
     assert stream.getvalue() == b"out\n"
 
@@ -78,7 +82,7 @@ def test_no_link_that_the_trainer_leaves_leads_its_words_or_a_message_elsewhere(
     (tmp_path / "job.log").symlink_to(other)
     (tmp_path / f".stop.json.{os.getpid()}").symlink_to(other)
     child = start(JobLog(tmp_path / "job.log", BytesIO()), "print('import os')")
-    wait_until(lambda: child.poll() is not None)
+    wait_for_end(child)
     Stop().write(tmp_path)
     assert not other.read_text()
     assert Stop.read(tmp_path) == Stop()
@@ -86,17 +90,17 @@ def test_no_link_that_the_trainer_leaves_leads_its_words_or_a_message_elsewhere(
 
 def test_a_kill_ends_the_whole_group(tmp_path: Path) -> None:
     code = (
-        "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
-        "print(p.pid, flush=True); time.sleep(99)"
+        "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(5000)']);"
+        "print(p.pid, flush=True); time.sleep(5000)"
     )
     stream = BytesIO()
     child = start(JobLog(tmp_path / "job.log", stream), code)
-    wait_until(lambda: stream.getvalue().endswith(b"\n"))
+    wait_for("the number of the process below", lambda: stream.getvalue().endswith(b"\n"), process=child)
     grandchild = int(stream.getvalue())
-    assert alive(grandchild)
+    assert is_alive(grandchild)
     child.kill()
     child.kill()
-    wait_until(lambda: not alive(grandchild))
+    wait_for("the end of the process below", lambda: not is_alive(grandchild))
     assert child.poll() == -signal.SIGKILL
 
 
@@ -104,6 +108,7 @@ WAITS = """
 import sys, time
 from pathlib import Path
 print("imported", flush=True)
+Path(sys.argv[1]).with_name("imported").touch()
 while not Path(sys.argv[1]).exists():
     time.sleep(0.01)
 print(Path(sys.argv[1]).read_text())
@@ -124,11 +129,11 @@ def waiting(tmp_path: Path, stream: BytesIO) -> Child:
 def test_one_that_waits_says_nothing_until_it_is_let_go(tmp_path: Path) -> None:
     stream = BytesIO()
     child = waiting(tmp_path, stream)
-    time.sleep(0.2)
+    wait_for("its start", (tmp_path / "imported").exists)
     assert child.poll() is None
     assert not stream.getvalue()
     child.go(3)
-    wait_until(lambda: child.poll() is not None)
+    wait_for_end(child)
     assert child.poll() == 0
     assert stream.getvalue().split() == [b"imported", b'{"rung":', b"3}"]
 
@@ -143,12 +148,12 @@ def test_a_process_that_left_the_group_and_holds_the_output_does_not_hold_the_su
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpufleet.job.supervisor.child.KILL_S", 0.2)
-    code = "import subprocess, sys; subprocess.Popen(['sleep', '2'], start_new_session=True); print('out')"
-    child = start(JobLog(tmp_path / "job.log", BytesIO()), code)
-    began = time.monotonic()
-    wait_until(lambda: child.poll() is not None)
+    code = "import subprocess; print(subprocess.Popen(['sleep', '5000'], start_new_session=True).pid)"
+    stream = BytesIO()
+    child = start(JobLog(tmp_path / "job.log", stream), code)
+    wait_for_end(child)
     assert child.poll() == 0
-    assert time.monotonic() - began < 1.5
+    os.kill(int(stream.getvalue()), signal.SIGKILL)
     child._reader.join()
     assert child._process.stdout is not None
     child._process.stdout.close()
@@ -158,18 +163,18 @@ def test_a_process_that_left_the_group_and_holds_the_output_does_not_hold_the_su
 def test_the_trainer_does_not_outlive_a_killed_supervisor() -> None:
     code = (
         "import os, subprocess, sys, time;"
-        "inner = 'import os, time; print(os.getpid(), flush=True); time.sleep(99)';"
+        "inner = 'import os, time; print(os.getpid(), flush=True); time.sleep(5000)';"
         "words = [sys.executable, '-m', 'gpufleet.job.supervisor.leash', str(os.getpid()), '-c', inner];"
-        "subprocess.Popen(words, process_group=0); time.sleep(99)"
+        "subprocess.Popen(words, process_group=0); time.sleep(5000)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    assert alive(pid)
+    assert is_alive(pid)
     assert os.getpgid(pid) != os.getpgid(parent.pid)
     parent.kill()
     parent.wait()
-    wait_until(lambda: not alive(pid))
+    wait_for("the end of the trainer", lambda: not is_alive(pid))
     parent.stdout.close()
 
 

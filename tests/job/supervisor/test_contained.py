@@ -9,7 +9,8 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from jobs_world import alive, serving, wait_until
+from jobs_world import serving
+from waiting import is_alive, wait_for
 
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.supervisor.child import Child, JobLog, trainer
@@ -38,7 +39,7 @@ class LetGo(Child):
     def ended(self) -> tuple[int | None, list[str]]:
         """Its code, and what it printed."""
         self.go(0)
-        wait_until(lambda: self.poll() is not None)
+        wait_for("the end of the trainer", lambda: self.poll() is not None)
         return self.poll(), self.printed.getvalue().decode().splitlines()
 
 
@@ -58,27 +59,27 @@ def test_a_signal_is_told_as_that_of_a_child_is(workdir: Path) -> None:
 
 
 def test_it_begins_before_it_is_let_go(workdir: Path) -> None:
-    program = "import sys, time; print('imported', flush=True); open(sys.argv[1], 'w'); time.sleep(99)"
+    program = "import sys, time; print('imported', flush=True); open(sys.argv[1], 'w'); time.sleep(5000)"
     child = LetGo(workdir, "-c", program, str(workdir / "began"))
-    wait_until(lambda: (workdir / "began").exists())
+    wait_for("the trainer's file", lambda: (workdir / "began").exists(), process=child)
     assert child.poll() is None
     child.kill()
 
 
 def test_a_kill_ends_all_of_it_and_another_one_can_begin(workdir: Path) -> None:
     forks = (
-        "import subprocess, time; p = subprocess.Popen(['setsid', 'sleep', '99']); print(p.pid, flush=True); p.wait()"
+        "import subprocess, time; p = subprocess.Popen(['setsid', 'sleep', '5000']); print(p.pid, flush=True); p.wait()"
     )
     child = LetGo(workdir, "-c", forks)
     child.go(0)
-    wait_until(lambda: child.printed.getvalue().endswith(b"\n"))
+    wait_for("the number of the process below", lambda: child.printed.getvalue().endswith(b"\n"), process=child)
     grandchild = int(child.printed.getvalue())
-    assert alive(grandchild)
+    assert is_alive(grandchild)
 
     child.kill()
 
     assert child.poll() == -9
-    wait_until(lambda: not alive(grandchild))
+    wait_for("the end of the process below", lambda: not is_alive(grandchild))
     assert LetGo(workdir, "-c", "print('again')").ended() == (0, ["again"])
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from supervisor_world import STEPS, Bench, FakeClock, FaultyStore, Inline, Queue, commit, publisher
+from waiting import HANG_S
 
 from gpufleet.job.contract.attempt import Beat
 from gpufleet.job.supervisor import publish
@@ -228,7 +229,7 @@ def test_the_last_heartbeat_is_put_after_the_one_before_it(tmp_path: Path) -> No
     def slow(put: int, _: str) -> None:
         if put == 1:
             begun.set()
-            assert may_end.wait(30)
+            assert may_end.wait(HANG_S)
 
     store = FaultyStore(bench.store, slow)
     with ThreadPoolExecutor(1) as executor:
@@ -242,7 +243,7 @@ def test_the_last_heartbeat_is_put_after_the_one_before_it(tmp_path: Path) -> No
             say=print,
         )
         pulse.beat(Beat(step=1))
-        assert begun.wait(30)
+        assert begun.wait(HANG_S)
         threading.Timer(0.05, may_end.set).start()
         pulse.last(Beat(step=2))
     lines = (bench.store.get_bytes("heartbeat/i-1.jsonl") or b"").splitlines()

@@ -19,6 +19,7 @@ import torch
 import train_world as world
 from repository import ROOT
 from supervisor_world import Bench, FakeTrainer
+from waiting import HANG_S
 
 from gpufleet.job import atomic, gpus
 from gpufleet.job.contract.codes import AttemptExit
@@ -192,7 +193,7 @@ def summed(number: int, size: int, port: int) -> None:
 
 
 def test_what_nodes_send_each_other_is_measured_by_a_sum() -> None:
-    assert rank_world.launched(summed, 2, limit_s=60) == [0, 0]
+    assert rank_world.launched(summed, 2) == [0, 0]
 
 
 class SecondOfTwo(World):
@@ -232,7 +233,7 @@ def test_a_gpu_that_hangs_ends_the_pre_flight_with_its_reason(tmp_path: Path, mo
         ended.set()
 
     def hanging(device: Device) -> Measured:
-        assert ended.wait(30)
+        assert ended.wait(HANG_S)
         return SOUND
 
     monkeypatch.setattr(preflight, "measure", hanging)
@@ -250,7 +251,7 @@ def test_a_gpu_that_hangs_ends_the_pre_flight_on_a_full_disk_too(
         raise OSError(28, "No space left on device")
 
     def hanging(device: Device) -> Measured:
-        assert ended.wait(5)
+        assert ended.wait(HANG_S)
         return SOUND
 
     monkeypatch.setattr(atomic, "write_bytes", full)
@@ -275,9 +276,7 @@ def test_a_gpu_that_has_answered_is_not_said_to_hang_later(tmp_path: Path, monke
 
 def test_a_process_whose_gpu_hangs_is_refused_although_it_cannot_go_on(tmp_path: Path) -> None:
     workdir = world.make(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", HANGING, str(workdir)], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, "-c", HANGING, str(workdir)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 71, done.stderr
     record = atomic.read_object(workdir / "preflight.json")
     assert record is not None

@@ -15,6 +15,7 @@ import pytest
 import rank_world as world
 from repository import ROOT
 from train_world import committed, records
+from waiting import wait_for
 
 from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, trainer
 
@@ -29,11 +30,13 @@ def launch(workdir: Path) -> Child:
     return Child(lambda: GroupedProcess(words, environment), log, time.time, workdir / "ended.json")
 
 
-def wait_until(condition: object, child: Child, workdir: Path, seconds: float = 90.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, (workdir / "job.log").read_text()
-        time.sleep(0.02)
+def wait_for_steps(child: Child, workdir: Path) -> None:
+    told = workdir / "metrics.jsonl"
+    wait_for("a step", lambda: told.exists() and records(workdir), process=child, log=(workdir / "job.log").read_text)
+
+
+def wait_for_end(child: Child, workdir: Path) -> None:
+    wait_for("the end of torchrun", lambda: child.poll() is not None, log=(workdir / "job.log").read_text)
 
 
 def ranks(workdir: Path) -> list[int]:
@@ -58,9 +61,9 @@ def test_a_stop_request_ends_all_ranks_with_a_save_and_the_code_of_a_stop(tmp_pa
     workdir = make(tmp_path, 1_000_000)
     child = launch(workdir)
     try:
-        wait_until(lambda: records(workdir) if (workdir / "metrics.jsonl").exists() else False, child, workdir)
+        wait_for_steps(child, workdir)
         (workdir / "stop.json").write_text('{"reason": "notice", "save": true}')
-        wait_until(lambda: child.poll() is not None, child, workdir)
+        wait_for_end(child, workdir)
     finally:
         child.kill()
     assert child.poll() == 75
@@ -74,11 +77,11 @@ def test_ranks_do_not_outlive_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     workdir = make(tmp_path, 1_000_000)
     child = launch(workdir)
     try:
-        wait_until(lambda: records(workdir) if (workdir / "metrics.jsonl").exists() else False, child, workdir)
+        wait_for_steps(child, workdir)
         assert len(ranks(workdir)) == 3
     finally:
         child.kill()
-    wait_until(lambda: not ranks(workdir), child, workdir)
+    wait_for("the end of all ranks", lambda: not ranks(workdir))
     assert child.poll() == -signal.SIGKILL
 
 
@@ -88,7 +91,7 @@ def test_an_error_that_all_ranks_see_ends_with_its_own_code(tmp_path: Path) -> N
     (workdir / "data" / "dataset.json").unlink()
     child = launch(workdir)
     try:
-        wait_until(lambda: child.poll() is not None, child, workdir)
+        wait_for_end(child, workdir)
     finally:
         child.kill()
     assert child.poll() == 65

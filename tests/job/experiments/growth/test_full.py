@@ -22,7 +22,6 @@ def lively(state: State, scale: float) -> State:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_full_size_growth_keeps_the_function(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     probe = torch.randint(CONFIG.model.vocab, (2, 256), generator=g)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_judge import judge, never_misses_its_gpu, scratch, verdicts
+from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import adversarial
 from gpufleet.job.experiments.kernel.judge.ablation import ROWS
@@ -24,9 +25,8 @@ pytestmark = pytest.mark.xdist_group("kernels")
 
 FIXTURES = {fixture.candidate.label: fixture for fixture in adversarial.FIXTURES}
 CPU = [label for label, fixture in FIXTURES.items() if not fixture.gpu_only]
-LIMIT_S = 60.0  # for those that end: a busy machine must not decide
 OTHERS = [row for row in ROWS if row != "full"]
-HANGS, HANG_S = ("never-ends",), 1.5
+HANGS = ("never-ends",)
 
 
 def caught(needs: frozenset[str], switches: Switches) -> bool:
@@ -41,8 +41,8 @@ def judged(workers: Workers) -> Row:
     """row -> label -> verdict, a row when it is first asked for. Candidates that no extension is needed for are tried
     with none and with all.
     """
-    made = judge(workers, candidate_s=LIMIT_S, memory_gb=1.2)
-    impatient = judge(workers, candidate_s=HANG_S)
+    made = judge(workers, candidate_s=HANG_S, memory_gb=1.2)
+    impatient = judge(workers, candidate_s=1.5)
 
     @functools.cache
     def row(name: str) -> dict[str, Verdict]:
@@ -158,7 +158,6 @@ def test_cuda_may_name_its_threads_and_write_nothing_else_and_what_is_left_ends(
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     if done.returncode == 77:
         pytest.skip("this kernel allows no namespaces here")
@@ -206,5 +205,5 @@ def test_a_gpus_compiler_works_within_the_confinement(tmp_path: Path, monkeypatc
     never_misses_its_gpu(monkeypatch)
     headers = Path(sysconfig.get_path("include"), "Python.h").exists() and shutil.which("gcc") is not None
     with Workers(scratch(tmp_path), gpus=True) as workers, workers.start(memory_bytes=4e9) as process:
-        reply, _ = process.ask({"do": "load"}, [(BUILDS % headers).encode()], limit_s=60.0)
+        reply, _ = process.ask({"do": "load"}, [(BUILDS % headers).encode()], limit_s=HANG_S)
     assert "error" not in reply, reply

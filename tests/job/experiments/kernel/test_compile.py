@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_judge import LIMITS, SEED, candidate, honest, judge, judged, scratch, verdicts
+from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import catalog, planted, tasks, worker
 from gpufleet.job.experiments.kernel.judge.compilation import OUTCOME, Compilation
@@ -191,7 +192,7 @@ def test_the_first_launches_on_a_gpu_find_all_that_was_compiled_ahead(workers: W
     def said(source: str, task: str, cache: Path | None) -> str:
         program = f"{source}\nCALLS = {tasks.layouts(catalog.BY_NAME[task], SEED)!r}\n{LAUNCH}".encode()
         with workers.start(memory_bytes=4e9, compiles=True, built=cache) as process:
-            return str(process.ask({"do": "load"}, [program], limit_s=60.0)[0]["error"])
+            return str(process.ask({"do": "load"}, [program], limit_s=HANG_S)[0]["error"])
 
     source = planted.source(catalog.BY_NAME["addcmul"])
     launches = f"ValueError: {len(tasks.LAYOUTS)} launches"
@@ -264,7 +265,7 @@ os.mkfifo("cache/mine/pipe")
     ],
 )
 def test_a_process_that_compiles_is_held_to_the_same_limits(workers: Workers, acts: str, said: str) -> None:
-    limit_s = 1.0 if "within 1 s" in said else 30.0
+    limit_s = 1.0 if "within 1 s" in said else HANG_S
     verdict = judged(workers, candidate(acts), OFF, candidate_s=limit_s)
     assert (verdict.stage, said in verdict.reason) == (2, True), verdict
 
@@ -299,7 +300,7 @@ def held_back(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> tuple[thread
 
     def watched(**named: Any) -> Process:
         if not named.get("compiles") and named.get("confined", True):
-            assert go.wait(60.0)
+            assert go.wait(HANG_S)
             given.append(named["built"])
         return start(**named)
 

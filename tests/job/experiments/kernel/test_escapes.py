@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from kernel_judge import never_misses_its_gpu, scratch
+from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import sandbox, syscalls
 from gpufleet.job.experiments.kernel.judge.worker import Lost, Process, Workers
@@ -68,7 +69,7 @@ ESCAPES = {
     "connects": "socket.create_connection(('127.0.0.1', PORT), 5)",
     "asks the metadata service": (
         "import urllib.request\n"
-        "assert urllib.request.urlopen(f'http://127.0.0.1:{PORT}/latest/api/token', timeout=5).read() == b'role'"
+        "assert urllib.request.urlopen(f'http://127.0.0.1:{PORT}/latest/api/token', timeout=600).read() == b'role'"
     ),
     "sends a datagram": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
     "connects to a socket without a file": "socket.socket(socket.AF_UNIX).connect(chr(0) + NAME)",
@@ -186,7 +187,7 @@ def said(process: Process, names: str, way: str) -> str:
     acts = "".join(f"    {line}\n" for line in ALL[way].splitlines())
     text = f"{HEAD}{names}def kernel_function():\n    pass\ndef escape():\n{acts}\nescape()\nraise ValueError('out')"
     try:
-        reply, _ = process.ask({"do": "load"}, [text.encode()], limit_s=30)
+        reply, _ = process.ask({"do": "load"}, [text.encode()], limit_s=HANG_S)
     except Lost as error:
         return f"lost: {error}"
     return str(reply.get("error")).removeprefix("ValueError: ")
@@ -290,7 +291,7 @@ def test_no_open_file_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = "import os\nfound = []\nfor n in range(3, 256):\n    try:\n        os.fstat(n)\n        found.append(n)\n"
     with Workers(scratch(tmp_path), gpus=False) as workers, workers.start(memory_bytes=1e9) as process:
         text += "    except OSError:\n        pass\nraise ValueError(len(found))"
-        reply, _ = process.ask({"do": "load"}, [text.encode()], limit_s=30)
+        reply, _ = process.ask({"do": "load"}, [text.encode()], limit_s=HANG_S)
     os.close(kept)
     assert reply["error"] == "ValueError: 1"  # what it talks through
 

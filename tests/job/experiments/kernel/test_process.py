@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_judge import honest, judge, never_misses_its_gpu, run, scratch, verdicts
+from waiting import HANG_S, wait_for
 
 from gpufleet.job.experiments.kernel.judge import forkserver, wire, worker
 from gpufleet.job.experiments.kernel.judge.verdict import Switches
@@ -82,7 +82,7 @@ def test_a_process_without_its_gpu_is_no_verdict(workers: Workers, monkeypatch: 
         ours, theirs = socket.socketpair()
         with theirs:
             wire.send(theirs, {"isolated": True, "error": "RuntimeError: no CUDA-capable device"})
-        sleeping = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        sleeping = subprocess.Popen(["sleep", "5000"], start_new_session=True)
         return Process(sleeping.pid, ours, tmp, 1e9, lambda _: sleeping.wait(), watch_s=wire.WATCH_S)
 
     made, tmp = judge(workers), workers.folder / "none"
@@ -134,13 +134,13 @@ def test_nothing_of_a_candidate_is_left_when_it_is_over(workers: Workers) -> Non
         folder = process.scratch
         assert _ours() - before
     assert not folder.exists()
-    _wait_until_none(before)
+    wait_for("the end of all of it", lambda: not _ours() - before)
 
 
 def test_processes_that_begin_and_end_at_once_leave_each_other_alone(workers: Workers) -> None:
     def one(number: int) -> str:
         with workers.start(memory_bytes=2e9) as process:
-            reply, _ = process.ask({"do": "ready", "flush": False}, limit_s=20)
+            reply, _ = process.ask({"do": "ready", "flush": False}, limit_s=HANG_S)
         return str(reply.get("error"))
 
     with ThreadPoolExecutor(8) as pool:
@@ -188,9 +188,9 @@ raise ValueError("forked")
 """
     before = _ours()
     with workers.start(memory_bytes=2e9, compiles=True) as process:  # others may not fork
-        reply, _ = process.ask({"do": "load"}, [source.encode()], limit_s=20)
+        reply, _ = process.ask({"do": "load"}, [source.encode()], limit_s=HANG_S)
     assert reply["error"] == "ValueError: forked"
-    _wait_until_none(before)
+    wait_for("the end of all of it", lambda: not _ours() - before)
 
 
 def test_no_candidate_outlives_its_judge(workers: Workers) -> None:
@@ -210,7 +210,7 @@ def test_no_process_of_a_gpus_outlives_its_judge(tmp_path: Path, monkeypatch: py
         with ThreadPoolExecutor(1) as pool:
             process = pool.submit(_hanging, workers).result()
             pids = list(forkserver.offspring(process.pid))
-        workers._spawned[process.pid].wait(timeout=20)
+        workers._spawned[process.pid].wait()
         for pid in pids:
             _wait_until_gone(pid)
         process.close()
@@ -224,18 +224,7 @@ def _hanging(workers: Workers) -> Process:
 
 
 def _wait_until_gone(pid: int) -> None:
-    until = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < until, "it runs on"
-        time.sleep(0.01)
-
-
-def _wait_until_none(before: set[int]) -> None:
-    for _ in range(100_000):
-        if not _ours() - before:
-            return
-        os.sched_yield()
-    raise AssertionError("a process is left")
+    wait_for(f"the end of process {pid}", lambda: not Path(f"/proc/{pid}").exists())
 
 
 def _ours() -> set[int]:
@@ -268,7 +257,7 @@ def test_a_process_that_compiles_is_looked_at_once_a_second(workers: Workers, mo
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_process_that_takes_more_memory_than_allowed_is_ended(workers: Workers, compiles: bool) -> None:
     with pytest.raises(Lost, match="of memory"), workers.start(memory_bytes=1.0, compiles=compiles) as process:
-        process.ask({"do": "load"}, [b"while True: pass"], limit_s=20.0)
+        process.ask({"do": "load"}, [b"while True: pass"], limit_s=HANG_S)
 
 
 def test_memory_of_offspring_and_of_no_process_counts(workers: Workers) -> None:
@@ -283,7 +272,7 @@ def test_memory_of_offspring_and_of_no_process_counts(workers: Workers) -> None:
             workers.start(memory_bytes=1.0e9, compiles=True) as process,
             pytest.raises(Lost, match=r"of memory, 1\.0 are allowed"),
         ):
-            process.ask({"do": "load"}, [source.encode()], limit_s=60)
+            process.ask({"do": "load"}, [source.encode()], limit_s=HANG_S)
 
 
 @pytest.mark.parametrize(
@@ -300,9 +289,9 @@ def test_memory_of_offspring_and_of_no_process_counts(workers: Workers) -> None:
 )
 def test_the_scratch_folder_as_a_whole_is_limited(workers: Workers, fills: str) -> None:
     def asks() -> None:
-        process.ask({"do": "load"}, [f"import os\n{fills}\nkernel_function = len".encode()], limit_s=60)
+        process.ask({"do": "load"}, [f"import os\n{fills}\nkernel_function = len".encode()], limit_s=HANG_S)
         for _ in range(100_000):  # it is looked at between the questions as well
-            process.ask({"do": "ready", "flush": False}, limit_s=60)
+            process.ask({"do": "ready", "flush": False}, limit_s=HANG_S)
 
     with workers.start(memory_bytes=2e9) as process, pytest.raises(Lost, match="more in its folder than 256 MiB"):
         asks()
@@ -326,7 +315,7 @@ end, greeting = socket.socket(fileno=int(sys.argv[1])), b'{"blobs": []}'
 end.sendall(struct.pack("!I", len(greeting)) + greeting)
 if sys.argv[2] == "1":
     end.close()
-    time.sleep(60)
+    time.sleep(5000)
 end.recv(4096)
 end.sendall(b"77")
 end.recv(1)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from kernel_judge import honest, judged, run
+from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import planted, rules, timing, wire
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
 from gpufleet.job.experiments.kernel.judge.verdict import Switches
 from gpufleet.job.experiments.kernel.judge.watched import WIDTH, Ops
-from gpufleet.job.experiments.kernel.judge.worker import Workers
+from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 
 
 def test_inputs_reach_the_candidate_with_their_gaps(workers: Workers) -> None:
@@ -94,7 +96,7 @@ def test_no_address_tells_a_trial_that_is_listed_from_another(workers: Workers) 
     source = "import torch\ndef kernel_function(x):\n    raise ValueError(torch.empty_like(x).storage_offset())"
     with workers.start(memory_bytes=2e9) as process:
         watched, _ = run(process, source, torch.ones(8))
-        trials = [process.ask({"do": "trial", "ops": ops}, limit_s=60)[0]["error"] for ops in (True, False)]
+        trials = [process.ask({"do": "trial", "ops": ops}, limit_s=HANG_S)[0]["error"] for ops in (True, False)]
     assert (watched["error"], trials) == (f"ValueError: {WIDTH}", ["ValueError: 0"] * 2)
 
 
@@ -111,10 +113,10 @@ def test_no_call_computes_with_torch_whether_it_is_listed_or_not(workers: Worker
     source = f"import torch\ndef kernel_function(x):\n    y = x[:1, None].clone()\n    return {computes}"
     packed = wire.pack(torch.zeros(8, 8))
     with workers.start(memory_bytes=2e9) as process:
-        process.ask({"do": "load", "refuses": True}, [source.encode()], limit_s=60)
-        process.ask({"do": "give", "inputs": [packed[0]]}, [packed[1]], limit_s=60)
+        process.ask({"do": "load", "refuses": True}, [source.encode()], limit_s=HANG_S)
+        process.ask({"do": "give", "inputs": [packed[0]]}, [packed[1]], limit_s=HANG_S)
         for ops in (True, False):
-            reply, _ = process.ask({"do": "trial", "ops": ops}, limit_s=60)
+            reply, _ = process.ask({"do": "trial", "ops": ops}, limit_s=HANG_S)
             assert str(reply.get("error")).startswith("computes with torch: "), reply
 
 
@@ -126,10 +128,10 @@ def test_no_address_tells_a_checked_call_among_the_trials_from_a_timed_one(worke
         def asked(act: str, *given: torch.Tensor, **how: Any) -> list[float]:
             packed = [wire.pack(tensor) for tensor in given]
             head = {"do": act, "inputs": [spec for spec, _ in packed], **how}
-            _, blobs = process.ask(head, [blob for _, blob in packed], limit_s=60, most_bytes=8)
+            _, blobs = process.ask(head, [blob for _, blob in packed], limit_s=HANG_S, most_bytes=8)
             return [number for blob in blobs for number in torch.frombuffer(blob, dtype=torch.float32).tolist()]
 
-        process.ask({"do": "load"}, [source.encode()], limit_s=60)
+        process.ask({"do": "load"}, [source.encode()], limit_s=HANG_S)
         for act in ("give", "trial"):
             asked(act, torch.ones(8, 8))
         place, total = asked("collect")
@@ -152,18 +154,26 @@ def kernel_function(x):
 """
     with workers.start(memory_bytes=2e9) as process:
         first, _ = run(process, source, torch.ones(8))
-        second, _ = process.ask({"do": "trial"}, limit_s=60)
+        second, _ = process.ask({"do": "trial"}, limit_s=HANG_S)
     assert first["error"] == second["error"] == "ValueError: NullAllocator"
 
 
-def test_one_that_waits_for_memory_that_is_not_filled_is_rejected_before_it_is_timed(workers: Workers) -> None:
+def test_one_that_waits_for_memory_that_is_not_filled_is_rejected_before_it_is_timed(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def waits(text: str) -> str:
         text = text.replace("out_ptr, n,", "out_ptr, new_ptr, n,").replace("x, out, n,", "x, out, torch.empty(1), n,")
         return text.replace(
             "    inside = ", "    while tl.load(new_ptr) == tl.load(new_ptr):\n        at += 0\n    inside = "
         )
 
-    verdict = judged(workers, honest(change=waits), candidate_s=3.0)
+    bound, stages = timing.bound, count(2)  # the first asks nothing
+
+    def hurried(process: Process, limit_s: float) -> timing.Ask:
+        return bound(process, 3.0 if next(stages) == 4 else limit_s)
+
+    monkeypatch.setattr(timing, "bound", hurried)
+    verdict = judged(workers, honest(change=waits))
     assert (verdict.stage, verdict.reason[:16]) == (4, "no answer within")
 
 
@@ -190,12 +200,12 @@ def kernel_function(x):
 
 def test_an_empty_launch_launches_and_a_contained_process_may(workers: Workers) -> None:
     with workers.start(memory_bytes=2e9) as process:
-        process.ask({"do": "load"}, [COUNTS.encode()], limit_s=20)
+        process.ask({"do": "load"}, [COUNTS.encode()], limit_s=HANG_S)
         for kind in ("kernel", "operation", "kernel"):
-            reply, _ = process.ask({"do": "trial", "empty": kind}, limit_s=20)
+            reply, _ = process.ask({"do": "trial", "empty": kind}, limit_s=HANG_S)
             assert reply["seconds"] > 0
         spec, blob = wire.pack(torch.ones(1))
-        reply, _ = process.ask({"do": "run", "inputs": [spec]}, [blob], limit_s=20)
+        reply, _ = process.ask({"do": "run", "inputs": [spec]}, [blob], limit_s=HANG_S)
     assert reply["error"] == "ValueError: [2, 1]"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import wire
 
@@ -24,12 +25,12 @@ def test_a_message_that_is_none_or_too_large_is_not_believed() -> None:
     with ours, theirs:
         theirs.sendall(b"\xff\xff\xff\xff")
         with pytest.raises(wire.Closed):
-            wire.receive(ours, until=time.monotonic() + 5)
+            wire.receive(ours, until=time.monotonic() + HANG_S)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         wire.send(theirs, {"shape": [1]}, [b"1234"])
         with pytest.raises(wire.Closed, match="at most 3"):
-            wire.receive(ours, until=time.monotonic() + 5, most_bytes=3)
+            wire.receive(ours, until=time.monotonic() + HANG_S, most_bytes=3)
         with pytest.raises(wire.Late):
             wire.receive(ours, until=time.monotonic())
 
@@ -51,7 +52,7 @@ def test_a_large_message_goes_in_few_pieces_and_its_memory_is_used(monkeypatch: 
     spec, blob = wire.pack(torch.arange(6_000_000, dtype=torch.int32))
     with ours, theirs, ThreadPoolExecutor(1) as pool:
         sent = pool.submit(wire.send, theirs, {}, [blob])
-        _, (found,) = wire.receive(ours, until=time.monotonic() + 60, most_bytes=len(blob), watch_s=30.0)
+        _, (found,) = wire.receive(ours, until=time.monotonic() + HANG_S, most_bytes=len(blob), watch_s=30.0)
         sent.result()
     assert found == blob
     assert calls.count("receive") == 3  # the length, the head, and the tensor
@@ -59,17 +60,26 @@ def test_a_large_message_goes_in_few_pieces_and_its_memory_is_used(monkeypatch: 
     assert wire.unpack(spec, found).data_ptr() == torch.frombuffer(found, dtype=torch.int32).data_ptr()
 
 
+class LookedError(Exception):
+    """It was looked at who keeps us waiting."""
+
+
+def looks() -> None:
+    raise LookedError
+
+
 @pytest.mark.parametrize("sends", [True, False])
 def test_who_neither_reads_nor_writes_is_late_at_the_limit_and_looked_at_meanwhile(sends: bool) -> None:
     ours, theirs = socket.socketpair()
-    looks, started = list[float](), time.monotonic()
-    tries: Callable[[], object] = partial(wire.receive, ours, until=started + 0.3, watch=lambda: looks.append(0.0))
-    if sends:
-        tries = partial(wire.send, ours, {}, [bytes(1 << 24)], until=started + 0.3)
-    with ours, theirs, pytest.raises(wire.Late):
-        tries()
-    assert 0.3 <= time.monotonic() - started < 3.0
-    assert sends or looks
+    until = time.monotonic() + 0.3
+    tries = partial(wire.send, ours, {}, [bytes(1 << 24)]) if sends else partial(wire.receive, ours)
+    with ours, theirs:
+        with pytest.raises(wire.Late):
+            tries(until=until)
+        assert time.monotonic() >= until
+        if not sends:
+            with pytest.raises(LookedError):
+                wire.receive(ours, until=until + HANG_S, watch=looks)
 
 
 @pytest.mark.parametrize("sends", [True, False])
@@ -93,7 +103,7 @@ def test_a_limit_is_kept_by_one_who_is_interrupted_all_the_time(sends: bool, mon
     waiting = threading.Thread(target=waits)
     try:
         waiting.start()
-        while waiting.is_alive() and time.monotonic() < until + 5:
+        while waiting.is_alive():
             signal.pthread_kill(waiting.ident or 0, signal.SIGUSR1)
             waiting.join(0.02)
         assert len(caught) == 1
@@ -123,10 +133,8 @@ def test_one_who_answers_a_little_at_a_time_is_late_and_one_who_ends_is_seen_at_
     with ours:
         theirs.sendall(b"\0")
         theirs.close()
-        started = time.monotonic()
         with pytest.raises(wire.Closed, match="the connection ended"):
-            wire.receive(ours, until=started + 60, watch_s=30.0)
-        assert time.monotonic() - started < 20
+            wire.receive(ours, until=time.monotonic() + HANG_S, watch_s=2 * HANG_S)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,7 @@ def test_a_head_that_is_no_message_is_not_believed(blobs: str, shown: str) -> No
     with ours, theirs:
         theirs.sendall(struct.pack("!I", len(content)) + content)
         with pytest.raises(wire.Closed):
-            wire.receive(ours, until=time.monotonic() + 5, most_bytes=100)
+            wire.receive(ours, until=time.monotonic() + HANG_S, most_bytes=100)
 
 
 def test_json_of_any_depth_is_no_message() -> None:
@@ -166,4 +174,4 @@ def test_json_of_any_depth_is_no_message() -> None:
     with ours, theirs:
         theirs.sendall(struct.pack("!I", len(content)) + content)
         with pytest.raises(wire.Closed):
-            wire.reply(wire.receive(ours, until=time.monotonic() + 5)[0])
+            wire.reply(wire.receive(ours, until=time.monotonic() + HANG_S)[0])

@@ -27,7 +27,6 @@ def test_the_peak_of_a_step_is_the_predicted_one(shape: dict[str, Any], compute:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_steps_peak_on_eight_gpus_is_the_predicted_one() -> None:
     # In a process of its own: eight ranks are pretended, and a process group is global.
     found = subprocess.run(

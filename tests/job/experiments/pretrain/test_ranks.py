@@ -82,7 +82,7 @@ def updated(number: int, size: int, port: int, nodes: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(3, 1), (4, 2)])
 def test_matrices_that_ranks_do_not_share_evenly_are_updated_as_whole_ones(ranks: int, nodes: int) -> None:
-    assert rank_world.launched(updated, ranks, nodes, limit_s=60) == [0] * ranks
+    assert rank_world.launched(updated, ranks, nodes) == [0] * ranks
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     two["cut"] = pretrain.make(root / "cut", optim=OPTIM["adamw"], **ODD)
     two["rising"] = pretrain.make(root / "rising", optim=OPTIM["muon"])
     works = [(two[kind], 5 if kind == "cut" else None) for kind in ("muon", "adamw", "zero-3", "cut", "rising")]
-    assert rank_world.launched(rank, 2, works, limit_s=200) == [0, 0]
+    assert rank_world.launched(rank, 2, works) == [0, 0]
     for kind, optim in OPTIM.items():
         two[f"{kind} on one"] = pretrain.make(root / f"{kind}-one", optim=optim, **ODD)
         assert world.train(two[f"{kind} on one"]) == TrainerExit.FINISHED
@@ -147,8 +147,8 @@ def test_two_nodes_of_one_rank_end_with_the_bits_of_one_node_of_two(tmp_path: Pa
     whole: dict[str, Any] = {"batch": {"rows": 8, "micro": 4}}  # a sum of two is the same in either order, of four not
     one, two = (pretrain.make(tmp_path / name, optim=OPTIM["muon"], **whole) for name in ("one", "two"))
     shutil.copytree(two, rank_world.of_node(two, 1))
-    assert rank_world.launched(rank, 2, [(one, None)], limit_s=60) == [0, 0]
-    assert rank_world.launched(rank, 2, [(two, None)], 2, limit_s=60) == [0, 0]
+    assert rank_world.launched(rank, 2, [(one, None)]) == [0, 0]
+    assert rank_world.launched(rank, 2, [(two, None)], 2) == [0, 0]
     assert world.final_hash(one) == world.final_hash(two)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from serve_world import ask, exported, generate, served, wait_until
+from serve_world import ask, ask_until, exported, generate, served
 
 from gpufleet.job.experiments.pretrain.serve import server as serving
 from gpufleet.job.experiments.pretrain.serve.model import open_model
@@ -71,7 +71,7 @@ def test_it_stops_at_a_newline_when_asked(running: Server) -> None:
 
 def test_a_stream_brings_the_same_characters_one_by_one(running: Server) -> None:
     asked = {"prompt": "9-4", "max_tokens": 15, "seed": 1}
-    connection = http.client.HTTPConnection(*running.address, timeout=20)
+    connection = http.client.HTTPConnection(*running.address)
     connection.request("POST", "/generate", json.dumps({**asked, "stream": True}))
     response = connection.getresponse()
     assert response.headers["Content-Type"] == "text/event-stream"
@@ -87,7 +87,7 @@ def test_a_stream_brings_the_same_characters_one_by_one(running: Server) -> None
 
 def test_a_client_of_the_old_protocol_gets_its_stream_unchunked(running: Server) -> None:
     body = json.dumps({"prompt": "9", "max_tokens": 3, "temperature": 0, "stream": True}).encode()
-    with socket.create_connection(running.address, timeout=20) as raw:
+    with socket.create_connection(running.address) as raw:
         raw.sendall(b"POST /generate HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         answer = b"".join(iter(lambda: raw.recv(4096), b""))
     head, _, content = answer.partition(b"\r\n\r\n")
@@ -183,7 +183,7 @@ def test_a_wrong_method_path_or_size_is_refused(
 def test_a_broken_request_is_refused_in_json_and_the_connection_closed(
     running: Server, head: bytes, status: bytes, said: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_connection(running.address, timeout=20) as raw:
+    with socket.create_connection(running.address) as raw:
         raw.sendall(head)
         answer = b"".join(iter(lambda: raw.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 " + status)
@@ -194,7 +194,7 @@ def test_a_broken_request_is_refused_in_json_and_the_connection_closed(
 
 
 def test_a_body_in_chunks_is_taken_up_to_the_same_length(running: Server) -> None:
-    with closing(http.client.HTTPConnection(*running.address, timeout=20)) as connection:
+    with closing(http.client.HTTPConnection(*running.address)) as connection:
         for parts, status in ((['{"prompt": "1"', ', "max_tokens": 1}'], 200), (["1" * 40_000] * 2, 413)):
             connection.request("POST", "/generate", (part.encode() for part in parts), encode_chunked=True)
             response = connection.getresponse()
@@ -209,7 +209,9 @@ def test_a_length_with_leading_zeros_or_blanks_around_it_is_a_length(stated: str
 
 
 def test_a_full_server_says_come_again_and_serves_on(running: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_until(running, lambda: running.under_way == 0)  # the answer before may be there sooner than its place
+    ask_until(
+        running, "no generation under way", lambda: running.under_way == 0
+    )  # the answer before may be there sooner than its place
     monkeypatch.setattr(running, "under_way", serving.AT_ONCE)
     status, answer = generate(running, prompt="1")
     assert (status, ask(running, "GET", "/health")[0]) == (503, 200)
@@ -238,7 +240,7 @@ def test_a_generation_under_way_is_told_that_the_server_ends(tmp_path: Path) -> 
     server = Server(("127.0.0.1", 0), open_model(exported(tmp_path / "final")))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    connection = http.client.HTTPConnection(*server.address, timeout=20)
+    connection = http.client.HTTPConnection(*server.address)
     connection.request("POST", "/generate", json.dumps({"prompt": "1", "max_tokens": 2048, "stream": True}))
     response = connection.getresponse()
     response.read(1)

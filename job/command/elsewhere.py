@@ -1,0 +1,114 @@
+"""What a command has written where nobody looks for its checkpoints, and the line that would make it count."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpufleet.job.command.given import Folders
+from gpufleet.job.command.names import Names
+from gpufleet.job.contract.workdir import KEPT, OUTPUTS, STATE
+from gpufleet.job.spec.command import CommandConfig
+
+FIRST_S, LONGEST_S = 2.0, 60.0  # between two searches: each twice as long as the one before
+SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules", "wandb", "tb", "runs.tb"}
+KEPT_AS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".npy", ".pkl", ".h5", ".keras", ".msgpack", ".tar")
+SHOWN = 3
+TEMPORARY = re.compile(r"tmp|temp|part|lock|^\.", re.IGNORECASE)
+
+
+class Search:
+    """Looks for what one start has written. `folder`: where its checkpoints are looked for."""
+
+    def __init__(self, config: CommandConfig, names: Names, folders: Folders, folder: Path, began: float) -> None:
+        self._config, self._names, self._folders, self._folder, self._began = config, names, folders, folder, began
+        self._at, self._pause, self._answer = began + FIRST_S, FIRST_S, ""
+
+    def look(self, now: float, *, at_once: bool = False) -> str:
+        """In a sentence: what was written elsewhere, and what to write; empty: nothing that may be a checkpoint."""
+        if (now >= self._at or at_once) and self._config.saves:
+            self._at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_S)
+            self._answer = self._search()
+        return self._answer
+
+    def _search(self) -> str:
+        written = list(dict.fromkeys(self._written()))
+        for path in written:
+            if (place := self._matching(path)) is not None:
+                return f"{_shown(path, self._folders.user)} was written, where nobody looks: {self._cure(place)}"
+        inside = [path.relative_to(self._folder).as_posix() for path in written if path.is_relative_to(self._folder)]
+        if inside:
+            each, is_counted = _pattern(inside)
+            more = "" if is_counted else ", rewritten: true"
+            return (
+                f"{', '.join(inside[:SHOWN])} came into {self._config.checkpoint.folder}, and job.checkpoint.each,"
+                f" {', '.join(self._config.names)}, names none of them: write each: '{each}'{more}, if that is one"
+                " checkpoint"
+            )
+        if kept := [_shown(path, self._folders.user) for path in written if path.suffix in KEPT_AS]:
+            return (
+                f"nothing came into {self._config.checkpoint.folder}; written were {', '.join(kept[:SHOWN])}: say in"
+                " job.checkpoint.folder and each which of these is a checkpoint"
+            )
+        return ""
+
+    def _cure(self, place: str) -> str:
+        """What to write for checkpoints that come into this folder; empty: into that of the code."""
+        if not place:
+            return "write job.workdir: '{checkpoints}', and {code}/ before the script's name in job.command"
+        option = re.search(rf"(--?[\w.-]+[= ])(?:\./)?{re.escape(place.partition('/')[0])}\b", self._config.command)
+        other = f"{option[1]}{{checkpoints}} in job.command" if option else "have the command write into {checkpoints}"
+        return f"write job.checkpoint.folder: '{place}', or {other}"
+
+    def _written(self) -> Iterator[Path]:
+        """Files that are new since the start, below the folders that the host sees; the checkpoints' first."""
+        for root in (self._folder, self._folders.code, *self._folders.written):
+            for top, folders, names in os.walk(root):
+                folders[:] = sorted(each for each in folders if each not in SKIPPED)
+                for path in (Path(top, name) for name in sorted(names)):
+                    try:
+                        is_new = path.lstat().st_mtime >= self._began and not TEMPORARY.search(path.name)
+                    except OSError:
+                        continue
+                    if is_new:
+                        yield path
+
+    def _matching(self, path: Path) -> str | None:
+        """The folder, as a definition names it, from which on the path is a checkpoint's; None: from none on."""
+        for text, root in self._roots():
+            if path.is_relative_to(root):
+                parts = path.relative_to(root).parts
+                for depth in range(len(parts)):
+                    if self._names.match("/".join(parts[depth:])) is not None:
+                        return "/".join([text, *parts[:depth]]).lstrip("/")
+        return None
+
+    def _roots(self) -> Iterator[tuple[str, Path]]:
+        yield "", self._folders.code
+        for text, name in (("{checkpoints}", KEPT), ("{outputs}", OUTPUTS), ("{state}", STATE)):
+            yield text, self._folders.user / name
+
+
+def _shown(path: Path, user: Path) -> str:
+    """As the user knows it."""
+    relative = path.relative_to(user).parts
+    return "/".join(relative[1:] if relative[0] == "code" else ("{" + relative[0] + "}", *relative[1:]))
+
+
+def _pattern(names: list[str]) -> tuple[str, bool]:
+    """What names the most of them: with {step} where a number differs, and whether there is one."""
+    name = names[-1]
+    alike = [each for each in names if re.sub(r"\d+", "#", each) == re.sub(r"\d+", "#", name)]
+    numbers = list(re.finditer(r"\d+", name))
+    for number in reversed(numbers):
+        index = numbers.index(number)
+        values = {re.findall(r"\d+", each)[index] for each in alike}
+        if len(values) > 1 or len(numbers) == 1:
+            width = len(number[0]) if number[0].startswith("0") and len(number[0]) > 1 else 0
+            word = "epoch" if re.search(r"(?<![a-z])ep(och)?[-_=]?$", name[: number.start()], re.IGNORECASE) else "step"
+            count = f"{{{word}:0{width}d}}" if width else f"{{{word}}}"
+            text = name[: number.start()] + count + name[number.end() :]
+            return text.partition("/")[0] + "/" if "/" in text and count in text.partition("/")[0] else text, True
+    return name, False

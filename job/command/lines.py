@@ -1,0 +1,188 @@
+"""What one line of a command's output says: where its training is, and figures.
+
+The definition's regular expressions are read a little wider than they are written: numbers may have thousands
+separators, losses may be nan or inf, totals may be unknown (`25/?`). Which of several counters of a script is the one
+of its training is decided in progress.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gpufleet.job.spec.command import Unit
+
+# What a terminal obeys and nobody reads: colours, cursor movements, titles, single controls but for tab.
+CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])|[\x00-\x08\x0a-\x1f\x7f]")
+COUNTS, TOTALS, LOSSES = ("step", "epoch", "batch"), ("total", "batches"), ("loss", "val")
+_THOUSANDS = r"[0-9]{1,3}(?:[,_'’][0-9]{3})+(?![0-9])"
+_BAR = re.compile(r"(?P<words>[^|]*?)[0-9]+(?:\.[0-9]+)?%\|")  # as tqdm draws it
+# Words before a bar. A bar of the second kind is none of the training's.
+_TRAINS = re.compile(r"\b(steps?|epochs?|iter(ation)?s?|train\w*|batch(es)?|updates?|fine-?tun\w*)\b", re.IGNORECASE)
+_ELSE = re.compile(
+    r"\b(map|filter|load|download|fetch|tokeni[sz]|resolv|generat|extract|prepar|process|cach|shard|upload|sav|check|data"
+    r"|eval|val\b|valid|test|predict|sampl|infer|sanity|comput|encod|decod|pack|shuffl|read|scan|index|convert|split)\w*",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Where a training is, as a line says it. None: it does not say."""
+
+    step: int | None = None
+    epoch: int | None = None
+    batch: int | None = None
+    batches: int | None = None  # of this epoch
+
+    @classmethod
+    def from_json(cls, tree: Any) -> Position | None:
+        """None for anything but what `asdict` gives."""
+        if not isinstance(tree, dict) or not set(tree) <= set(cls.__slots__):
+            return None
+        return cls(**tree) if all(each is None or type(each) is int for each in tree.values()) else None
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether nothing is done of what it counts: a bar may stand there before it jumps to where it goes on."""
+        counter = self.step if self.step is not None else self.batch
+        return counter is not None and counter <= 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counting:
+    """How the lines of a run count, as they have shown; kept with each checkpoint."""
+
+    unit: Unit
+    batches: int | None = None  # of a whole epoch
+    base: int | None = None  # the number of the first epoch, 0 or 1
+    first: Position | None = None  # what a start without a checkpoint has told first
+    newest: Position | None = None  # what was told last by then
+    interval: int | None = None  # steps between two lines, usually
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any], unit: Unit, batches: int | None) -> Counting:
+        """What a checkpoint has kept of it; `batches`: of an epoch, as the definition states it."""
+        numbers = ("batches", "base", "interval")
+        kept = {key: value if type(value := tree.get(key)) is int else None for key in numbers}
+        return cls(
+            unit=unit,
+            batches=batches or kept["batches"],
+            base=kept["base"],
+            interval=kept["interval"],
+            first=Position.from_json(tree.get("first")),
+            newest=Position.from_json(tree.get("newest")),
+        )
+
+    def position(self, place: Position) -> int | None:
+        """So many of `unit` are done there; None: that cannot be told."""
+        if self.unit == "step":
+            if place.step is not None or place.epoch is None or self.batches is None:
+                return place.step
+            whole = place.epoch - (self.base or 0)
+            return (whole + 1) * self.batches if place.batch is None else whole * self.batches + place.batch
+        if place.epoch is None:
+            return None if place.step is None or self.batches is None else place.step // self.batches
+        is_over = place.batch is None or (self.batches is not None and place.batch >= self.batches)
+        return place.epoch - (1 if self.base is None else self.base) + is_over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputLine:
+    """What a line says. `total`: of its counter; a bar of it has `words` before it."""
+
+    text: str
+    place: Position | None
+    total: int | None
+    figures: Mapping[str, float]
+    is_other: bool = False  # its bar is of something else than training
+    is_doubtful: bool = False  # its bar has words that may be of anything
+
+    @classmethod
+    def from_groups(cls, groups: Mapping[str, Any], text: str = "") -> OutputLine:
+        """From what the groups of a pattern, or the keys of a JSON line, hold."""
+        numbers = {name: value for name in groups if (value := number(groups[name])) is not None}
+        whole = {
+            name: int(value)
+            for name in (*COUNTS, *TOTALS)
+            if (value := numbers.pop(name, math.nan)) == value and math.isfinite(value)
+        }
+        total = whole.pop("total", None)
+        place = Position(**whole) if whole.keys() & {"step", "epoch"} else None
+        words = bar["words"] if (bar := _BAR.search(text)) else ""
+        trains, other = bool(_TRAINS.search(words)), bool(_ELSE.search(words))
+        return cls(
+            text=text,
+            place=place,
+            total=total,
+            figures=numbers,
+            is_other=other,
+            is_doubtful=not trains and bool(re.search(r"[^\W\d_]{3}", words)),
+        )
+
+
+class Patterns:
+    """The regular expressions of a definition."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._patterns = [widened(each) for each in patterns]
+
+    def read(self, text: str) -> OutputLine | None:
+        """What a line without control sequences says; None where no pattern matches it."""
+        groups: dict[str, str] = {}
+        for pattern in self._patterns:
+            if (match := pattern.search(text)) is not None:
+                groups |= {name: value for name, value in match.groupdict().items() if value is not None}
+        return OutputLine.from_groups(groups, text) if groups else None
+
+
+def widened(pattern: str) -> re.Pattern[str]:
+    """The pattern, whose groups also take what scripts write beyond plain digits. Raises re.error."""
+    re.compile(pattern)
+    for names, more in (
+        (COUNTS, _THOUSANDS),
+        (TOTALS, rf"\?|{_THOUSANDS}"),
+        (LOSSES, r"[-+]?(?i:nan|inf(?:inity)?)\b"),
+    ):
+        for name in names:
+            pattern = _with_alternative(pattern, name, more)
+    return re.compile(pattern)
+
+
+def _with_alternative(pattern: str, name: str, more: str) -> str:
+    """The pattern, whose group of this name may also be `more`; not a count that a comma follows, as in CSV."""
+    start = pattern.find(mark := f"(?P<{name}>")
+    if start < 0:
+        return pattern
+    inner, depth, place, in_class = start + len(mark), 1, start + len(mark), False
+    while depth:
+        letter = pattern[place]
+        if letter == "\\":
+            place += 1
+        elif in_class:
+            in_class = letter != "]" or pattern[place - 1] in "[^"
+        elif letter == "[":
+            in_class = True
+        else:
+            depth += (letter == "(") - (letter == ")")
+        place += 1
+    if pattern[place : place + 1] == "," and "[0-9]{3}" in more:
+        return pattern
+    return f"{pattern[:inner]}{more}|{pattern[inner:]}"
+
+
+def number(value: Any) -> float | None:
+    """The number that a text or JSON value is, nan and inf too; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        made = float(re.sub(r"(?<=[0-9])[,_'’](?=[0-9])", "", value) if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        return None
+    return made if not math.isfinite(made) or abs(made) < 1e15 else None

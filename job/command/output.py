@@ -1,0 +1,149 @@
+"""What a command prints: bytes to lines, and of what it died.
+
+The cause of an end is the first exception of the command's own that nothing followed: a launcher's is about the process
+that it has started, other ranks' are about the one that was gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from gpufleet.job.command.lines import CONTROL
+
+LAST = 20  # lines that an ending tells
+LONGEST = 32 * 1024  # a line is cut there
+FINISH_S = 10.0  # at most, to read what is there
+BAR_S = 10.0  # between two states of a progress bar in the log
+SAMPLES = 3  # lines with numbers that nothing was read of
+SURVIVED = 3  # steps told after an exception: it was none to die of
+
+EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?::|$)")
+LAUNCHERS_OWN = re.compile(r"(ChildFailed|CalledProcess)Error|Process(Exited|Raised)Exception|SignalException")
+CHAINED = re.compile(r"(During handling of|The above exception was the direct cause)")
+NCCL = re.compile(
+    r"(?:\[Rank (?P<rank>\d+)\].*)?Watchdog caught collective operation timeout: \w+\((?:.*OpType=(?P<what>\w+))?.*"
+    r" ran for (?P<ms>\d+) milliseconds"
+)
+PLAIN = re.compile(r"no space left on device|disk quota exceeded|uncorrectable ECC|out of memory", re.IGNORECASE)
+
+
+class CauseOfEnd:
+    """What a command has died of, by its lines. `text`: empty before anything went wrong."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._steps = self._weight = 0
+        self._is_traced = self._is_chained = False
+
+    def take(self, line: str, *, tells_step: bool) -> None:
+        """The next line; `tells_step`: it shows that training goes on."""
+        self._steps += tells_step
+        if self.text and self._steps >= SURVIVED:
+            self.text, self._weight = "", 0
+        self._is_traced = self._is_traced or "Traceback (most recent call last)" in line
+        self._is_chained = self._is_chained or bool(CHAINED.search(line))
+        text, weight = self._cause(line)
+        if weight > self._weight or (weight and self._is_chained):
+            self.text, self._weight, self._steps = text, weight, 0
+        if weight:
+            self._is_traced = self._is_chained = False
+
+    def _cause(self, line: str) -> tuple[str, int]:
+        """What a line says that a command may have died of, and how surely; 0: nothing."""
+        if match := NCCL.search(line):
+            whose = f"rank {match['rank']}'s" if match["rank"] else "a"
+            return f"NCCL: {whose} {match['what'] or 'collective'} ran for {int(match['ms']) / 1000:.0f} s", 3
+        if EXCEPTION.match(line) and not LAUNCHERS_OWN.search(line):
+            return line.strip()[:300], 3 if self._is_traced else 2
+        return (line.strip()[:300], 1) if PLAIN.search(line) else ("", 0)
+
+
+class Output:
+    """The command's output, read in a thread of its own until `close`: each byte is a sign of life, a line ends at a
+    line feed or at a carriage return, and what a bar draws over itself is shown now and then. `line` reads one, without
+    what a terminal obeys, and says whether it tells a step.
+    """
+
+    def __init__(
+        self,
+        pipe: int,
+        line: Callable[[str, float], bool],
+        show: Callable[[bytes], None],
+        blank: Callable[[bytes], bytes],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.at = clock()
+        self.last: deque[str] = deque(maxlen=LAST)
+        self.cause, self.unread, self.lines = CauseOfEnd(), deque[str](maxlen=SAMPLES), 0
+        self._pipe, self._line, self._show, self._blank, self._clock = pipe, line, show, blank, clock
+        self._rest, self._bar_at = b"", 0.0
+        self._ended, self._read_all = threading.Event(), threading.Event()
+        self._read_all.set()
+        self._thread = threading.Thread(target=self._read, name="output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def begin(self) -> None:
+        """A new start, of which nothing is printed yet."""
+        self.last.clear()
+        self.unread.clear()
+        self.cause, self.lines = CauseOfEnd(), 0
+
+    def finish(self) -> None:
+        """Returns when all that is there is read, a last line without an end too."""
+        self._read_all.clear()
+        self._read_all.wait(FINISH_S)
+
+    def close(self) -> None:
+        """Stops reading, after what is there has been read."""
+        self._ended.set()
+        self._thread.join()
+
+    def take(self, content: bytes) -> None:
+        """More bytes."""
+        self.at = self._clock()
+        *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self._rest + content)
+        if len(self._rest) > LONGEST:
+            lines, self._rest = [*lines, self._rest], b""
+        for each in lines:
+            self._take_line(each)
+
+    def _take_line(self, line: bytes) -> None:
+        text, is_bar = self._blank(line.rstrip(b"\r\n"))[:LONGEST], not line.endswith(b"\n")
+        shown = CONTROL.sub("", text.decode("utf-8", "replace"))
+        plain = self._blank(shown.encode()).decode()  # a secret may be whole now
+        if not plain.strip():
+            return
+        tells_step = self._line(plain, self.at)
+        self.lines += 1
+        self.cause.take(plain, tells_step=tells_step)
+        if not tells_step and any(map(str.isdigit, plain)):
+            self.unread.append(plain.strip()[:200])
+        if is_bar and self.at < self._bar_at + BAR_S:
+            return
+        self._bar_at = self.at if is_bar else self._bar_at
+        self.last.append(plain.rstrip()[:500])
+        self._show(text + b"\n")
+
+    def _read(self) -> None:
+        while True:
+            ended, asked = self._ended.is_set(), not self._read_all.is_set()
+            ready, _, _ = select.select([self._pipe], [], [], 0.05)
+            if ready:
+                with suppress(BlockingIOError):
+                    self.take(os.read(self._pipe, 1 << 20))
+                continue
+            if (asked or ended) and self._rest:
+                self.take(b"\n")
+            if asked:
+                self._read_all.set()
+            if ended:
+                return

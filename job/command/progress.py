@@ -1,0 +1,389 @@
+"""What a command says of its progress: lines to steps, steps to metrics.jsonl.
+
+Which lines are the training's: none of a bar of something else (its words, its total), none that goes back or jumps,
+and none at all once steps were told beyond the last one that the definition declares. Where no line is left, whole
+checkpoints whose names count tell the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gpufleet.job.command.lines import Counting, OutputLine, Patterns, Position
+from gpufleet.job.contract import metrics
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.contract.metrics import Save
+from gpufleet.job.gpus import Sampler
+from gpufleet.job.measured import WARM_UP
+from gpufleet.job.spec.command import PHASE, CommandConfig
+
+FLUSH_S = 1.0  # between two lines of metrics.jsonl
+JUMP = 100  # logging intervals: a step further away is not believed at once
+REMEMBERED = 2000
+SLACK = 0.02  # by which totals and last steps may differ from the declared ones
+
+
+class Metrics:
+    """metrics.jsonl, as a ready-made job writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def resume(self, step: int) -> int | None:
+        """Cuts off what will be repeated. The usual distance between two lines before it; None: not known."""
+        with suppress(FileNotFoundError):
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            kept = [(each, found) for each in lines if (found := metrics.line(each)) and found["step"] <= step]
+            if len(kept) < len(lines):
+                self._path.write_bytes(b"".join(each for each, _ in kept))
+            steps = [found["step"] for _, found in kept]
+            gaps = [after - before for before, after in pairwise(steps) if after > before]
+            return round(median(gaps)) if gaps else None
+        return None
+
+    def append(self, record: dict[str, Any]) -> None:
+        """A full disk stops nothing."""
+        with suppress(OSError), self._path.open("ab") as file:
+            file.write(metrics.write(record))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToldProgress:
+    """What the lines of a start had told by a moment. `step`: of the run; None: no line has told any in this start."""
+
+    step: int | None
+    counting: Counting
+
+
+class StepReader:
+    """The command's steps, from its output or from its file. `first`: what this start has told first; `at`: when it
+    last told a step.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        config: CommandConfig,
+        note: Callable[[str], None],
+        alarm: Callable[[str, str], None],
+        gpus: Sampler | None = None,
+    ) -> None:
+        """`note` is told what is kept out, `alarm` of a loss that is no number (its name, a sentence); each once."""
+        self._metrics, self._config, self._note, self._alarm, self._gpus = metrics, config, note, alarm, gpus
+        self._patterns = Patterns(config.patterns)
+        self._longest = 0  # total of several bars, where the definition declares none
+        self._lock = threading.Lock()
+        self.step = self._began = self._offset = self._saved = 0
+        self.first: Position | None = None
+        self.val: dict[int, float] = {}  # by step
+        self.at = 0.0
+        self.counting = Counting(unit=config.unit)
+        self._is_fresh, self._is_begun, self._counts_else = True, False, False
+        self._is_told = False  # a line of this start has told a step of the run
+        self._history: deque[tuple[float, int | None, Counting]] = deque(maxlen=REMEMBERED)
+        self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
+        self._gaps: deque[int] = deque(maxlen=50)
+        self._pending: dict[str, Any] = {}
+        self._flushed = 0.0
+        self._events: list[str] = []
+        self._saves: list[tuple[Save, float]] = []  # and when its last file was written
+        self._blocked_s: float | None = None  # by the newest of which that is known
+        self._timed: tuple[float, int] | None = None  # up to where lines of metrics.jsonl tell the time of steps
+        self._told_at: tuple[float, int] | None = None  # the step of the last one
+        self._doubted: int | None = None
+        self._beyond: set[int] = set()
+        self._told: set[str] = set()
+        self._interval: int | None = None
+        self._file: Path | None = None
+        self._offset_of_file = 0
+
+    def begin(self, restored: Commit | None, file: Path) -> None:
+        """A start from this checkpoint; `file`: of JSON lines, which holds earlier starts' as well."""
+        step = 0 if restored is None else restored.step
+        with self._lock:
+            self._flush(time.time())
+            interval = self._metrics.resume(step)
+            kept = {} if restored is None else restored.lines
+            self.counting = Counting.from_json(kept, self._config.unit, self._config.work.steps_per_epoch)
+            self._interval = self.counting.interval or interval or self._interval
+            self._is_fresh, self._is_begun, self._counts_else, self._is_told = restored is None, False, False, False
+            self.step, self._began, self._saved, self._offset = step, step, step, 0
+            self.first, self._doubted = None, None
+            self._pending = {"resumed": step} if step else {}
+            self._seen.clear()
+            self._history.clear()
+            self._beyond.clear()
+            self._timed = None
+            self._file, self._offset_of_file = file, file.stat().st_size if file.exists() else 0
+
+    @property
+    def interval(self) -> int | None:
+        """Steps between two records, usually; None: not known."""
+        return round(median(self._gaps)) if len(self._gaps) >= 3 else self._interval
+
+    @property
+    def spread(self) -> int:
+        """Steps that may lie between the last one told and the one that is done."""
+        told_in_epochs = self.counting.unit == "step" and "step" not in self._config.groups
+        return max(1, self.interval or 0, (self.counting.batches or 0) if told_in_epochs else 0)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step in this start; None: not known."""
+        with self._lock:
+            if len(self._seen) < 2:
+                return None
+            (began, low), (at, high) = self._seen[0], self._seen[-1]
+            return (at - began) / (high - low)
+
+    @property
+    def is_believed(self) -> bool:
+        """Whether a line of this start has told a step of the run, and none has shown that it counts something else."""
+        return self._is_told and not self._counts_else
+
+    def told_by(self, moment: float) -> ToldProgress:
+        """What lines had told by then."""
+        with self._lock:
+            for at, step, counting in reversed(self._history):
+                if at <= moment and not self._counts_else:
+                    return ToldProgress(step=step, counting=replace(counting, interval=self.interval))
+            return ToldProgress(step=None, counting=replace(self.counting, newest=None))
+
+    def event(self, text: str) -> None:
+        """Into the next line of metrics.jsonl."""
+        with self._lock:
+            self._events.append(text)
+
+    def saved(self, save: Save, written: float, *, is_counted: bool) -> None:
+        """Adds a save to those that a line of metrics tells: once a step has been told after `written`, which shows how
+        long the command stood still for it. Where no line tells steps, one whose name counts (`is_counted`) does.
+        """
+        with self._lock:
+            self._saves.append((save, written))
+            self._is_begun = True
+            self._saved = save.step if is_counted else self._saved
+            if is_counted and not self.is_believed and save.step > self.step:
+                self._move(save.step, written)
+                self._pending = {**self._pending, "step": save.step}
+
+    def line(self, text: str, at: float) -> bool:
+        """Reads one that the command has printed. Whether it tells a step of the training."""
+        line = self._patterns.read(text)
+        return line is not None and self._take(line, at)
+
+    def poll(self) -> None:
+        """What its file has got since, and what waits to be written."""
+        if self._file is not None:
+            with suppress(FileNotFoundError), self._file.open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                if file.tell() < self._offset_of_file:  # written anew
+                    self._offset_of_file = 0
+                file.seek(self._offset_of_file)
+                new = file.read()
+                whole = new[: new.rfind(b"\n") + 1]
+                self._offset_of_file += len(whole)
+                for each in whole.splitlines():
+                    with suppress(ValueError):
+                        record = json.loads(each)
+                        if isinstance(record, dict) and (line := OutputLine.from_groups(record)).place is not None:
+                            self._take(line, time.time())
+        with self._lock:
+            now = time.time()
+            if now >= self._flushed + FLUSH_S:
+                self._flush(now)
+
+    def flush(self) -> None:
+        """Writes what waits."""
+        with self._lock:
+            self._flush(time.time(), last=True)
+
+    def _take(self, line: OutputLine, at: float) -> bool:
+        """Whether the line tells a step of the training."""
+        with self._lock:
+            accepted = line.place is not None and self._accept(line, line.place, at)
+            if line.place is not None and not accepted:
+                return False
+            if self.step == 0 and line.place is None:
+                return False
+            figures = dict(line.figures)
+            for name in ("loss", "val"):
+                if name in figures and not math.isfinite(figures[name]):
+                    text = f"{name} is {figures[name]} from {self._config.unit} {self.step:,} on"
+                    self._say_once(name, text, partial(self._alarm, name))
+            record = {key: value for key, value in figures.items() if key != "val" and math.isfinite(value)}
+            if self.step - self._began <= WARM_UP:
+                record.pop("step_ms", None)
+            if math.isfinite(val := figures.get("val", math.nan)):
+                record["val_loss"] = self.val[self.step] = val
+            self._pending = {**self._pending, **record, "step": self.step}
+            return accepted
+
+    def _accept(self, line: OutputLine, place: Position, at: float) -> bool:
+        """Whether it is a step of the training, which is then the newest."""
+        if self._counts_else or not self._is_of_training(line):
+            return False
+        if self._is_fresh and self.counting.base is None and place.epoch in (0, 1):
+            self.counting = replace(self.counting, base=place.epoch)
+        if not self._config.work.steps_per_epoch and (place.batches or 0) > (self.counting.batches or 0):
+            self.counting = replace(self.counting, batches=place.batches)  # the last epoch may be cut
+        position = self.counting.position(place)
+        if place.is_beginning and (position or 0) <= 0:
+            return False
+        if position is None:  # it can be held against other lines alone
+            self._remember(place, at, is_newest=True)
+            return False
+        if self._config.resume.check == "none" and self.first is None and position < self._began - self.spread:
+            self._offset = self._began  # the user has said that it goes on: it counts what this start does
+        position += self._offset
+        if self._is_beyond(line, position):
+            return False
+        is_next = self._follows(position)
+        if is_next:
+            self._move(position, at)
+            self._is_told = True
+        self._remember(place, at, is_newest=is_next)
+        return is_next
+
+    def _remember(self, place: Position, at: float, *, is_newest: bool) -> None:
+        """The first place of this start, and the newest, for who asks what was told by a moment."""
+        if self.first is None:
+            self.first, self._is_begun = place, True
+            if self._is_fresh:
+                self.counting = replace(self.counting, first=place)
+        if is_newest:
+            self.counting = replace(self.counting, newest=place)
+            self._history.append((at, self.step if self._is_told else None, self.counting))
+
+    def _is_of_training(self, line: OutputLine) -> bool:
+        """By the words before its bar, and by its total: the declared one, or else of several the longest."""
+        if line.is_other:
+            return False
+        tells_steps = line.place is not None and line.place.step is not None
+        declared = self._config.steps if tells_steps else self._config.work.epochs
+        if line.total is not None and declared is not None:
+            if abs(line.total - declared) > max(1, SLACK * declared):
+                if self.first is None:
+                    self._say_once(
+                        "total",
+                        f"a line tells {line.total:,} in all, job.work has {declared:,}: it is not taken for the"
+                        f" training's: {line.text.strip()[:160]}",
+                        self._note,
+                    )
+                return False
+            return True
+        if line.is_doubtful and not self._is_begun:
+            return False
+        self._longest = max(self._longest, line.total or 0)
+        return line.total is None or line.total == self._longest
+
+    def _is_beyond(self, line: OutputLine, position: int) -> bool:
+        """Whether it lies beyond the declared end. The second such step shows that all of them count something else."""
+        total = self._config.total
+        if total is None or position <= total * (1 + SLACK) + self.spread:
+            return False
+        self._beyond.add(position)
+        self._say_once(
+            "beyond",
+            f"a line tells {self._config.unit} {position:,} of {total:,}, so job.progress.stdout reads something else;"
+            f" checkpoints tell how far it is: {line.text.strip()[:160]}",
+            self._note,
+        )
+        if len(self._beyond) > 1:
+            self._counts_else = True
+            self.step = self._saved
+            self._pending.pop("step", None)
+        return True
+
+    def _follows(self, step: int) -> bool:
+        """Whether it comes after the newest one, and not too far from it."""
+        ahead = step - self.step
+        if ahead < 0:
+            if self._history and -ahead > (self.interval or 1):
+                self._say_once(
+                    "back", f"steps go back without a restart, from {self.step:,} to {step:,}: kept out", self._note
+                )
+            return False
+        far = JUMP * (self.interval or 0)
+        if len(self._gaps) >= 3 and ahead > far and not 0 <= step - (self._doubted or step + 1) <= far:
+            self._say_once(
+                "jump",
+                f"steps jump from {self.step:,} to {step:,}: kept out unless they go on from there",
+                self._note,
+            )
+            self._doubted = step
+            return False
+        return True
+
+    def _move(self, step: int, at: float) -> None:
+        """The newest step is this one."""
+        ahead = step - self.step
+        if ahead:
+            if self._seen:
+                self._gaps.append(ahead)
+            self._seen.append((at, step))
+            if self._timed is None and step - self._began >= WARM_UP:
+                self._timed = at, step
+            self.step, self.at, self._doubted = step, at, None
+
+    def _say_once(self, kind: str, text: str, say: Callable[[str], None]) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            say(text)
+            self._events.append(text)
+
+    def _flush(self, now: float, *, last: bool = False) -> None:
+        """`last`: of what waits for a step to come nothing waits any longer."""
+        told = [self._told_save(save, at) for save, at in self._saves if last or at < self.at]
+        if "step" not in self._pending and not (last and told and self.step):
+            return
+        self._flushed = now
+        is_new = bool(self._seen) and self._told_at != self._seen[-1]
+        self._told_at = self._seen[-1] if self._seen else None
+        record = {"ts": round(self.at if is_new else now, 3), "phase": PHASE, "step": self.step}
+        record |= self._step_time() | self._pending | ({} if self._gpus is None else self._gpus.figures())
+        if self._events:
+            record["event"] = "; ".join(self._events)
+        if told:
+            record["saves"] = told
+            self._saves = [] if last else [each for each in self._saves if each[1] >= self.at]
+        self._metrics.append(record)
+        self._pending, self._events = {}, []
+
+    def _step_time(self) -> dict[str, float]:
+        """step_ms, from the times of the lines since the last one of metrics.jsonl; nothing during the warm-up, and
+        where the command has evaluated meanwhile.
+        """
+        if self._timed is None or not self._seen or self._seen[-1][1] <= self._timed[1]:
+            return {}
+        (since, known), (at, step) = self._timed, self._seen[-1]
+        self._timed = at, step
+        return {} if "val_loss" in self._pending else {"step_ms": round((at - since) * 1000 / (step - known), 3)}
+
+    def _told_save(self, save: Save, written: float) -> dict[str, Any]:
+        """As a line has it: it has kept the command waiting for what its steps do not explain of the time between the
+        two that were told around it; the last one of a stop as long as one before.
+        """
+        blocked_s, pace = save.blocked_s if self._blocked_s is None else self._blocked_s, self._pace()
+        around = next(((a, b) for a, b in pairwise(self._seen) if a[0] <= written < b[0]), None)
+        if around is not None and pace is not None:
+            (since, known), (at, step) = around
+            blocked_s = self._blocked_s = max(0.0, at - since - (step - known) * pace)
+        return asdict(replace(save, blocked_s=round(blocked_s, 3)))
+
+    def _pace(self) -> float | None:
+        """Seconds of a step, in the middle; None: not known."""
+        paces = [(at - since) / (step - known) for (since, known), (at, step) in pairwise(self._seen)]
+        return median(paces) if len(paces) >= 3 else None

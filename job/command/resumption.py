@@ -1,0 +1,139 @@
+"""Whether a start goes on from the checkpoint that it was given, as its files and its lines show.
+
+| It has | That shows |
+|---|---|
+| written a checkpoint whose name lies below the restored one's | begins anew |
+| written the restored one again, and no line tells that it goes on | begins anew |
+| told a place before the one that was told when the checkpoint was begun | begins anew |
+| told a place after it that no start without a checkpoint tells first | goes on |
+| written the checkpoint that comes next, by `checkpoint.every`, and none before it | goes on |
+| neither | not shown |
+
+Names are held against names and lines against lines: neither is converted into the other. What shows that it begins
+anew counts whenever it comes. After the last step, and in a second training of one command, lines tell of something
+else: they show nothing then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from gpufleet.job.command.lines import Counting, Position
+from gpufleet.job.command.names import FoundCheckpoint, place
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.spec.command import CommandConfig
+
+Verdict = Literal["goes on", "begins anew", "not shown", "not looked at"]
+
+
+class ResumeCheck:
+    """Judges one start: its `verdict` so far, and `why` in a sentence."""
+
+    def __init__(
+        self, config: CommandConfig, restored: Commit, checkpoint: FoundCheckpoint | None, counting: Counting
+    ) -> None:
+        """`checkpoint`: as its files were put back; `counting`: what its commit has kept of the lines."""
+        self.verdict: Verdict = "not shown"
+        self.why = "it has told nothing and saved nothing yet"
+        self._config, self._restored, self._checkpoint, self._counting = config, restored, checkpoint, counting
+        self._interval, total = counting.interval or 1, config.total
+        # Steps that are counted from 0 end with one less; no line comes any more where the next is not due.
+        last = total - (config.unit == "step") if total is not None else None
+        self.is_done = last is not None and (restored.step >= last or restored.step + self._interval > last + 1)
+        self._reads_lines = not self.is_done and config.stages < 2
+
+    @property
+    def expects_lines(self) -> bool:
+        """Whether lines had told a place when the checkpoint was begun, and so will tell one that can be compared."""
+        return self._counting.newest is not None and self._reads_lines
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next file may still change the verdict."""
+        return self.verdict == "not shown"
+
+    def look(self, anew: Iterable[FoundCheckpoint], first: Position | None, *, is_over: bool = False) -> Verdict:
+        """The verdict, by the checkpoints that this start has written, and by what it has told first. `is_over`: the
+        start has ended, and nothing more comes.
+        """
+        if self._config.resume.check == "none":
+            self.verdict, self.why = "not looked at", "job.resume.check is none"
+        elif self.verdict != "begins anew":
+            self._judge(list(anew), first, is_over=is_over)
+        return self.verdict
+
+    def _judge(self, anew: list[FoundCheckpoint], first: Position | None, *, is_over: bool) -> None:
+        before, again, after = self._files(anew)
+        by_lines, told = self._lines(first)
+        if before is not None and self._config.stages < 2:
+            self._settle("begins anew", f"the command wrote {place(before)}")
+        elif by_lines == "begins anew":
+            self._settle("begins anew", f"the command began at {told}")
+        elif by_lines == "goes on":
+            self._settle("goes on", f"its first line tells {told}")
+        elif again is not None and self._reads_lines and (is_over or first is not None or not self.expects_lines):
+            self._settle("begins anew", f"the command wrote {place(again)} again")
+        elif again is None and after is not None:
+            self._settle("goes on", f"its first checkpoint is {place(after)}")
+        elif self.verdict == "not shown":
+            self.why = self._what_would_show(told)
+
+    def _files(
+        self, anew: list[FoundCheckpoint]
+    ) -> tuple[FoundCheckpoint | None, FoundCheckpoint | None, FoundCheckpoint | None]:
+        """What this start has written: one from before the restored checkpoint, that one itself, the next one; None for
+        each that it has not.
+        """
+        kept = self._checkpoint
+        if kept is None or kept.number is None:
+            return None, None, None
+        same = [(each, each.number) for each in anew if each.series == kept.series and each.number is not None]
+        before = next((each for each, number in same if number < kept.number), None)
+        again = next((each for each, number in same if number == kept.number), None)
+        every = self._config.checkpoint.every
+        apart = every.epochs if "step" not in kept.counts else every.steps or self._config.steps_between_saves()
+        after = next((each for each, number in same if apart and kept.number < number <= kept.number + apart), None)
+        return before, again, after
+
+    def _lines(self, first: Position | None) -> tuple[Verdict, str]:
+        """What the first line shows, and its place in words."""
+        if first is None:
+            return "not shown", ""
+        kept, fresh = self._counting.newest or Position(), self._counting.first or Position()
+        now, then, usual, slack = first.epoch or 0, kept.epoch, fresh.epoch, 0
+        words = f"epoch {now:,}"
+        if first.step is not None:
+            now, then, usual, slack = first.step, kept.step, fresh.step, self._interval + 1
+            words = f"step {now:,}"
+            if then is not None and self._config.unit == "step":
+                then = min(then, self._restored.step)
+        if then is None:
+            return "not shown", words
+        if now < then - slack:
+            return ("begins anew" if self._reads_lines else "not shown"), words
+        return ("goes on" if usual is not None and now > usual else "not shown"), words
+
+    def _settle(self, verdict: Verdict, fact: str) -> None:
+        self.verdict = verdict
+        kept = f" ({place(self._checkpoint)})" if self._checkpoint is not None and self._checkpoint.counts else ""
+        what = f"checkpoint of {self._config.unit} {self._restored.step:,}{kept} was restored"
+        does = ": it does not resume" if verdict == "begins anew" else ""
+        self.why = f"{what} and {fact}{does}"
+
+    def _what_would_show(self, told: str) -> str:
+        names = " or names with {step} or {epoch}, and checkpoint.every in the same" if self._checkpoint else ""
+        if self.is_done:
+            return "all of its work was done when that checkpoint was made"
+        if self._config.stages > 1:
+            return "the command trains twice, and each stage counts by itself: make two stacks of them"
+        if not told:
+            return f"no line of this start told a step: a line that tells it{names} would show it"
+        if self._counting.newest is None:
+            return (
+                f"its first line tells {told}, and none had told any before that checkpoint: a later one would show it"
+            )
+        return (
+            f"its first line tells {told}, which a start without a checkpoint may tell as well: an interruption after a"
+            " later checkpoint would show it"
+        )

@@ -1,0 +1,158 @@
+"""One start of the command, followed by its files and its lines, without its processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from gpufleet.job.command.checkpoints import CommandCheckpoints
+from gpufleet.job.command.elsewhere import Search
+from gpufleet.job.command.endings import End, Verdict, judge
+from gpufleet.job.command.given import Folders, progress_file
+from gpufleet.job.command.lines import Counting
+from gpufleet.job.command.output import Output
+from gpufleet.job.command.progress import StepReader
+from gpufleet.job.command.resumption import ResumeCheck
+from gpufleet.job.command.stopping import Leaving
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.contract.messages import Observed
+from gpufleet.job.contract.workdir import SCALARS
+from gpufleet.job.spec.command import CommandConfig
+
+LOOK_S = 1.0  # between two looks at its files once its resume is judged, and between two writings of what was seen
+
+
+class CommandStart:
+    """From its restored checkpoint on. `look` is called often; `judge` once no process of it is left."""
+
+    def __init__(
+        self,
+        config: CommandConfig,
+        folders: Folders,
+        values: dict[str, str | int],
+        checkpoints: CommandCheckpoints,
+        progress: StepReader,
+        output: Output,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Puts the newest checkpoint back. Raises OSError."""
+        self.leaving: Leaving | None = None
+        self._config, self._folders, self._values, self._clock = config, folders, values, clock
+        self._checkpoints, self._progress, self._output = checkpoints, progress, output
+        self.restored: Commit | None = checkpoints.restore()
+        self._progress_file = progress_file(config, folders, values)
+        progress.begin(self.restored, self._progress_file)
+        self.begin()
+        self._resumption: ResumeCheck | None = None
+        self._follows = str(values["node_rank"]) != "0"
+        if self.restored is not None and not self._follows:
+            kept = Counting.from_json(self.restored.lines, config.unit, config.work.steps_per_epoch)
+            self._resumption = ResumeCheck(config, self.restored, checkpoints.restored, kept)
+        self._observed, self._observed_at, self._looked_at = Observed(), 0.0, 0.0
+
+    def begin(self) -> None:
+        """The command is about to be started: what the set-up did before is none of its doing."""
+        self._output.begin()
+        self.began, saved = self._clock(), self._checkpoints
+        self._search = Search(self._config, saved.names, self._folders, saved.folder, self.began)
+
+    @property
+    def refusal(self) -> str:
+        """How it does not go on from what was restored; empty: it does, or nothing shows."""
+        found = self._resumption
+        return found.why if found is not None and found.verdict == "begins anew" else ""
+
+    def look(self, *, commit: bool = True) -> str:
+        """Looks at its files and lines. Why it must not go on; empty: it may. `commit`: what it saves may be taken."""
+        found, now = None, self._clock()
+        if self._resumption is not None and (self._resumption.is_open or now >= self._looked_at + LOOK_S):
+            found, self._looked_at = self._checkpoints.find(), now
+            self._resumption.look(self._checkpoints.written_anew(found), self._progress.first)
+        if commit and self._counts():
+            self._checkpoints.look(found)
+        return self.refusal
+
+    def _counts(self, *, is_over: bool = False) -> bool:
+        """Whether what is saved now is of this run: not where it begins anew; nor of one file whose step its lines
+        tell, before they have told that it goes on. `is_over`: it has ended well, and no line comes any more.
+        """
+        found = self._resumption
+        if found is None or not self._config.checkpoint.rewritten or self._config.resume.check == "none":
+            return not self.refusal
+        waits = found.expects_lines and self._progress.first is None and not is_over
+        return not self.refusal and not waits
+
+    def end(self, code: int, why: str, what: str) -> End:
+        """Takes what it has left whole, and tells how it ended."""
+        self._progress.poll()
+        self._progress.flush()
+        is_own = code == 0 and not why
+        anew = self._checkpoints.written_anew(self._checkpoints.find())
+        if self._resumption is not None:
+            self._resumption.look(anew, self._progress.first, is_over=is_own)
+        if self._counts(is_over=is_own):
+            self._checkpoints.reason = "final" if is_own and self.leaving is None else self._checkpoints.reason
+            self._checkpoints.end(by_itself=is_own)
+            self._progress.flush()
+        progress, is_told = self._progress, self._progress.is_believed or self._checkpoints.counted >= 0
+        is_delivered = self._delivers_after(max(self.began, progress.at))
+        return End(
+            code=code,
+            step=progress.step,
+            is_told=is_told,
+            is_read=progress.is_believed,
+            spread=progress.spread,
+            saved=self._checkpoints.counted,
+            is_saved=self._checkpoints.count > 0,
+            is_delivered=is_delivered,
+            restored=None if self.restored is None else self.restored.step,
+            is_idle=not (is_told or anew or is_delivered),
+            follows=self._follows,
+            lines=tuple(self._output.last),
+            unread=tuple(self._output.unread),
+            why=why,
+            what=what,
+            cause=self._output.cause.text,
+        )
+
+    def judge(self, end: End, before: list[End]) -> tuple[Verdict, str]:
+        """What its end means, and why in a sentence."""
+        leaving = self.leaving
+        verdict, why = judge(self._config, end, before, stopped=leaving is not None and leaving.signalled)
+        if self.refusal:
+            return "failed", self.refusal
+        return ("stopped" if leaving is not None and verdict != "finished" else verdict), why
+
+    def _delivers_after(self, moment: float) -> bool:
+        """Whether something was written to the outputs since then, but for what a training writes all along."""
+        for text in self._config.outputs:
+            with suppress(OSError, ValueError):
+                root = self._folders.resolve_path(text, self._values)
+                for path in root.rglob("*") if root.is_dir() else [root]:
+                    along = path == self._progress_file or path.is_relative_to(self._folders.outputs / SCALARS)
+                    if not along and path.is_file() and path.stat().st_mtime > moment:
+                        return True
+        return False
+
+    def observe(self, *, is_over: bool = False) -> Observed | None:
+        """What was seen of it, where that is news; asked for often. `is_over`: nothing more comes, and all of it is."""
+        now = self._clock()
+        if now < self._observed_at + LOOK_S and not is_over:
+            return None
+        self._observed_at, there = now, self._checkpoints.find()
+        seen = Observed(
+            lines=self._output.lines,
+            told=self._progress.first is not None,
+            unread=tuple(self._output.unread),
+            begun=len(there),
+            checkpoints=self._checkpoints.count,
+            restored=None if self.restored is None else self.restored.step,
+            resumes="" if self._resumption is None else self._resumption.verdict,
+            why="" if self._resumption is None else self._resumption.why,
+            elsewhere="" if there else self._search.look(now, at_once=is_over),
+        )
+        if seen == self._observed and not is_over:
+            return None
+        self._observed = seen
+        return seen
