@@ -11,7 +11,7 @@ import yaml
 
 from gpufleet.infra.discover.reach import Reach
 from gpufleet.infra.discover.start import StartedProgram
-from gpufleet.job.spec.command import FormatName
+from gpufleet.job.spec.command import FORMATS, FormatName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,6 +48,11 @@ class Framework:
     naming: str = ""  # the setting or keyword that names a checkpoint
     resume_setting: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Its lines, by its own regular expressions or its format's."""
+        return self.progress or (FORMATS[self.format].progress if self.format else ())
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpufleet.infra.discover.reach import Reach, Site, called, dotted, walk

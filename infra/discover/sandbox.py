@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +22,9 @@ from pathlib import Path
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import ENVIRONMENTS, MIB, files_in
 from gpufleet.job.command import processes
+from gpufleet.job.command.elsewhere import SKIPPED
+from gpufleet.job.command.lines import CONTROL
+from gpufleet.job.command.names import FileState
 from gpufleet.job.command.places import own_environment
 from gpufleet.job.contract.environment import COMMAND
 from gpufleet.job.spec.command import filled
@@ -30,21 +33,10 @@ MOST_MIB = 500  # of a folder that is copied
 LOOK_S = 0.1
 ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # with so many of both there is nothing to wait for
 LEAVES_S = 20.0  # to save and end when it is asked to
-_CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b[=>]")
 NO_CHECKPOINT = re.compile(
     r"(^|/)(__pycache__|\.git|wandb|\.cache|mlruns|\.ipynb_checkpoints)/|\.pyc$|tfevents|\.lock$|\.log$|\.csv$|\.txt$|\.md$"
     r"|\.ya?ml$|\.png$|\.jpg$|\.html$|metrics|history|\.tmp$|~$|\.part$"
 )
-_LEFT_OUT = (".git", "__pycache__", "wandb", ".venv", "venv")
-
-
-@dataclass(frozen=True, slots=True)
-class SeenFile:
-    """A file at one look."""
-
-    inode: int
-    bytes: int
-    written: int  # nanoseconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +68,7 @@ class Sandbox:
         self.root, self._folder = root, folder.resolve()
         self.code, self.home = root / "code", root / "home"
         self.user = {name: root / name for name in ("checkpoints", "outputs", "state")}
-        self._shipped: dict[str, SeenFile] = {}
+        self._shipped: dict[str, FileState] = {}
 
     def copy(self) -> None:
         """What would be shipped. Raises GpufleetError."""
@@ -163,29 +155,26 @@ class Sandbox:
             files.look(last=True)
         return watch
 
-    def _look(self) -> dict[str, SeenFile]:
+    def _look(self) -> dict[str, FileState]:
         """Files of the command's folders by name, `code/` or `checkpoints/` first."""
         found = {}
         for top in (self.code, *self.user.values()):
             for where, folders, files in os.walk(top):
-                folders[:] = [each for each in folders if each not in _LEFT_OUT]
+                folders[:] = [each for each in folders if each not in SKIPPED]
                 for name in files:
                     path = Path(where, name)
                     with suppress(OSError):
-                        status = path.stat()
-                        found[path.relative_to(self.root).as_posix()] = SeenFile(
-                            status.st_ino, status.st_size, status.st_mtime_ns
-                        )
+                        found[path.relative_to(self.root).as_posix()] = FileState.from_path(path)
         return found
 
 
 class _Files:
     """Tells from look to look which files became whole: still at two looks, or renamed."""
 
-    def __init__(self, look: Callable[[], dict[str, SeenFile]], watch: TrialRun, before: dict[str, SeenFile]) -> None:
+    def __init__(self, look: Callable[[], dict[str, FileState]], watch: TrialRun, before: dict[str, FileState]) -> None:
         self._look, self._watch = look, watch
         self._known = dict(before)  # as they were when they were told
-        self._last: dict[str, SeenFile] = dict(before)
+        self._last: dict[str, FileState] = dict(before)
         self._began: dict[str, float] = {}
 
     def look(self, *, last: bool = False) -> None:
@@ -208,24 +197,14 @@ class _Files:
 
 
 def _read(pipe: int, watch: TrialRun) -> None:
-    """Lines of the output, ended by a line feed or a carriage return, without control sequences."""
-    rest = b""
-    while content := os.read(pipe, 1 << 16):
-        *lines, rest = re.split(rb"[\r\n]+", rest + content)
-        for line in lines:
-            text = _CONTROL.sub(b"", line).decode("utf-8", "replace").rstrip()
-            if text:
+    """Lines of the output, as a terminal would show them."""
+    with open(pipe, encoding="utf-8", errors="replace", newline=None, closefd=False) as output:
+        for line in output:  # ended by a line feed or a carriage return
+            if text := CONTROL.sub("", line.rstrip("\r\n")).rstrip():
                 watch.lines.append((time.time(), text[:2000]))
-    if rest.strip():
-        watch.lines.append((time.time(), _CONTROL.sub(b"", rest).decode("utf-8", "replace")[:2000]))
 
 
 def _is_enough(watch: TrialRun) -> bool:
-    saves = [each for each in watch.writes if not NO_CHECKPOINT.search(each.name)]
-    counted: dict[str, int] = defaultdict(int)
-    for each in saves:
-        counted[re.sub(r"\d+", "#", each.name)] += 1
-    forms: dict[str, int] = defaultdict(int)
-    for _, line in watch.lines:
-        forms[re.sub(r"\d+", "#", line)[:40]] += 1
-    return max(counted.values(), default=0) >= ENOUGH_SAVES and max(forms.values(), default=0) >= ENOUGH_LINES
+    saves = Counter(re.sub(r"\d+", "#", each.name) for each in watch.writes if not NO_CHECKPOINT.search(each.name))
+    forms = Counter(re.sub(r"\d+", "#", line)[:40] for _, line in watch.lines)
+    return max(saves.values(), default=0) >= ENOUGH_SAVES and max(forms.values(), default=0) >= ENOUGH_LINES

@@ -4,46 +4,51 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from gpufleet.infra.discover.frameworks import Framework
 from gpufleet.infra.discover.lines import BAR, NUMBER, PrintedLine
 from gpufleet.infra.discover.sandbox import LEAVES_S, NO_CHECKPOINT, TrialRun, Written
 from gpufleet.infra.discover.saves import Pattern, SaveCadence
 from gpufleet.infra.discover.script import CheckpointFacts, ScriptFacts
 from gpufleet.infra.discover.source import Finding
-from gpufleet.job.spec.command import FORMATS
+from gpufleet.job.command.elsewhere import pattern_of
+from gpufleet.job.command.lines import Counting, Patterns, Position
+from gpufleet.job.command.names import FoundCheckpoint, Names
+from gpufleet.job.command.output import CauseOfEnd
+from gpufleet.job.command.resumption import ResumeCheck
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.spec.command import CommandCheckpoint, CommandConfig, Every, Progress, Unit
 
 _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![\w]|\.\d|,\d)")
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
+_COUNTS = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenCheckpoint:
-    """What one checkpoint is, as files showed it. `where`: checkpoints, or code for one below the command's folder."""
+    """What one checkpoint is, as files showed it. `top`: checkpoints, or code for one below the command's folder."""
 
-    names: tuple[str, ...]
-    folder: str
-    where: str
-    rewritten: bool
-    unit: str  # step or epoch
+    name: str  # with {step} or {epoch}; without one it is written again and again
+    folder: str  # below `top`; empty or a dot for itself
+    top: str
+    unit: Unit
     every: int | None
     complete: str
     bytes: int
     files: tuple[str, ...]  # below the folder, as they came
     evidence: str
 
+    @property
+    def rewritten(self) -> bool:
+        return "{" not in self.name
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SeenLines:
-    """A form of line that came again and again."""
-
-    regex: str
-    groups: frozenset[str]
-    evidence: str
+    def config(self, lines: Sequence[str]) -> CommandConfig:
+        """The command as the node would know it."""
+        every = Every(epochs=self.every) if self.unit == "epoch" else Every(steps=self.every)
+        checkpoint = CommandCheckpoint(each=(self.name,), complete=self.complete, every=every)
+        return CommandConfig(checkpoint=checkpoint, progress=Progress(stdout=tuple(lines)))
 
 
 @dataclass(slots=True)
@@ -51,7 +56,7 @@ class TrialFindings:
     """All that the trial showed. None: it did not come to that; `problems` says why."""
 
     checkpoint: SeenCheckpoint | None = None
-    lines: SeenLines | None = None
+    line: PrintedLine | None = None  # a form of line that came again and again
     goes_on: bool | None = None
     resume_evidence: str = ""
     saves_on_signal: bool | None = None
@@ -60,29 +65,33 @@ class TrialFindings:
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    def places(self, watch: TrialRun) -> list[tuple[float, Position]]:
+        """What the lines of a start told, and when."""
+        patterns = Patterns([self.line.regex] if self.line is not None else [])
+        read = ((at, patterns.read(line)) for at, line in watch.lines)
+        places = ((at, each.place) for at, each in read if each is not None)
+        return [(at, place) for at, place in places if place is not None and not place.is_beginning]
+
+
+# What is written of it ------------------------------------------------------------------------------------------------
+
 
 def with_seen(found: ScriptFacts, seen: TrialFindings, out: str) -> None:
     """Puts what was seen in the place of what was read. `out`: the setting that told the command where to save."""
-    row, read = found.framework, found.checkpoint
-    if (kept := seen.checkpoint) is not None:
-        place = (
-            Pattern(kept.names[0], out) if kept.where == "checkpoints" else Pattern(kept.names[0], folder=kept.folder)
-        )
-        if kept.where == "checkpoints" and not out:
-            place = Pattern(kept.names[0], in_checkpoints=True)
-        cadence = read.cadence if read is not None else None
-        if cadence is None or not cadence.setting:  # one with a setting was asked for more often than it is meant
-            cadence = (
-                SaveCadence(unit="epoch" if kept.unit == "epoch" else "step", count=kept.every, where="seen")
-                if kept.every
-                else cadence
-            )
-        names = found.names if found.names and _are_of(found.names, kept) else kept.names
+    row, kept = found.framework, seen.checkpoint
+    if kept is not None:
+        place = Pattern(kept.name, folder=kept.folder)
+        if kept.top == "checkpoints":
+            place = Pattern(kept.name, out, in_checkpoints=not out)
+        cadence = found.checkpoint.cadence if found.checkpoint is not None else None
+        if kept.every and (cadence is None or not cadence.setting):  # else it was asked for more often than it is meant
+            cadence = SaveCadence(unit=kept.unit, count=kept.every, where="seen")
+        names = found.names if found.names and _are_of(found.names, kept) else (kept.name,)
         found.checkpoint = CheckpointFacts(names=names, place=place, where=kept.evidence, cadence=cadence)
         found.complete = Finding(kept.complete, "seen: the last of each") if kept.complete else None
         found.size = Finding(f"{kept.bytes / 1e9:.4f}", "seen")
         if row is not None:
-            found.framework = replace(row, format=None, each=(), named=True, complete="", progress=_progress_of(row))
+            found.framework = replace(row, format=None, each=(), named=True, complete="", progress=row.patterns)
     _take_lines(found, seen)
     if seen.goes_on is False:
         found.begins_anew, found.resume, found.reads_itself = Finding(seen.resume_evidence, "seen"), None, None
@@ -96,324 +105,231 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str) -> None:
 
 def _are_of(names: tuple[str, ...], kept: SeenCheckpoint) -> bool:
     """Whether names that were read are those of the files that came."""
-    patterns = [re.compile(name_regex(name)) for name in names]
-    return kept.rewritten != ("{" in names[0]) and all(
-        any(each.match(file) for each in patterns) for file in kept.files
-    )
-
-
-def _progress_of(row: Framework) -> tuple[str, ...]:
-    return row.progress or (FORMATS[row.format].progress if row.format else ())
+    read = Names(CommandConfig(checkpoint=CommandCheckpoint(each=names)))
+    return kept.rewritten != ("{" in names[0]) and all(read.match(file) for file in kept.files)
 
 
 def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
     """The patterns that were read, where they match what came; else the form that came."""
     row = found.framework
-    patterns = [(each, row.name) for each in _progress_of(row)] if row is not None else []
     lines: list[PrintedLine] = []
-    for regex, where in [*patterns, *((each.regex, each.where) for each in found.lines)]:
-        matching = [line for line in seen.output if re.search(regex, line)]
-        if matching:
+    for regex, where in [
+        *((each, row.name) for each in (row.patterns if row is not None else ())),
+        *((each.regex, each.where) for each in found.lines),
+    ]:
+        if matching := [line for line in seen.output if re.search(regex, line)]:
             shown = f"{where}; seen {len(matching)} times: {matching[-1].strip()[:60]!r}"
             lines.append(PrintedLine(regex=regex, where=shown))
-    counts = [each for each in lines if each.groups & {"step", "epoch"}]
-    if counts:
+    if counts := [each for each in lines if each.groups & {"step", "epoch"}]:
         found.lines = [*counts[:1], *[each for each in lines if each is not counts[0]][:2]]
-    elif seen.lines is not None:
-        found.lines = [PrintedLine(regex=seen.lines.regex, where=seen.lines.evidence)]
+    elif seen.line is not None:
+        found.lines = [seen.line]
     else:
         return
     if row is not None:
         found.framework = replace(row, progress=(), format=None if found.checkpoint is not None else row.format)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Restored:
-    number: int
-    shown: str
-    values: dict[str, str | int]
-    at: float  # when the second start began
+# The first start ------------------------------------------------------------------------------------------------------
 
 
 def learn(seen: TrialFindings, first: TrialRun) -> None:
-    if first.code not in (None, 0) and first.signalled_at is None:
-        error = next((line for _, line in reversed(first.lines) if _EXCEPTION.match(line)), "")
-        last = error or (first.lines[-1][1] if first.lines else "without a line")
-        seen.problems.append(f"the command ended with exit code {first.code}: {last[:200]}")
-    numbers = _counting(first)
+    """What the first start showed."""
+    if why := failure(first):
+        seen.problems.append(f"the command {why}")
+    counters = _counters(first)
     seen.output = [line for _, line in first.lines]
-    seen.lines = _lines_seen(first, numbers)
-    seen.checkpoint = _checkpoint_seen(first, numbers)
+    seen.line = next(filter(None, map(_as_pattern, counters)), None)
+    seen.checkpoint = _checkpoint(seen, first, counters)
     if seen.checkpoint is None and not seen.problems:
         seen.problems.append("no checkpoint appeared: nothing was written twice, or under names that count")
     if first.signalled_at is not None:
-        _signal_seen(seen, first)
+        _take_signal(seen, first, first.signalled_at)
 
 
-def _form(line: str) -> str:
-    return re.sub(r"[-+]?[\d.,]+(e[-+]?\d+)?|\bnan\b|\binf\b|[█▏▎▍▌▋▊▉#━╸╺─]+", "#", line)[:200]
-
-
-def _numbers(line: str) -> Iterator[tuple[str, int, int]]:
-    """The whole numbers of a line, with its form and their places in it."""
-    form = _form(line)
-    for place, match in enumerate(_INTEGER.finditer(line)):
-        yield form, place, int(match[0].replace(",", ""))
+def failure(watch: TrialRun) -> str:
+    """That a start ended by itself, and not well, in words; else empty."""
+    if watch.code in (None, 0) or watch.signalled_at is not None:
+        return ""
+    cause = CauseOfEnd()
+    for _, line in watch.lines:
+        cause.take(line, tells_step=False)
+    last = cause.text or (watch.lines[-1][1] if watch.lines else "without a line")
+    return f"ended with exit code {watch.code}: {last[:200]}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Counting:
-    """A number in a form of line that goes up: `steps` with the times at which they were told."""
+class _Counter:
+    """A number in a form of line that goes up, with the times at which it was told."""
 
-    form: str
     place: int
     told: tuple[tuple[float, int], ...]
     sample: str
+
+    @property
+    def match(self) -> re.Match[str]:
+        return list(_INTEGER.finditer(self.sample))[self.place]
+
+    @property
+    def is_epoch(self) -> bool:
+        words = re.findall(r"[A-Za-z]+", self.sample[: self.match.start()][-24:])
+        return bool(words) and words[-1].lower().startswith("ep")
 
     def told_by(self, moment: float) -> int | None:
         return next((number for at, number in reversed(self.told) if at <= moment + 0.05), None)
 
 
-def _counting(watch: TrialRun) -> list[_Counting]:
-    """The numbers that go up from line to line, the most lively first."""
+def _counters(watch: TrialRun) -> list[_Counter]:
+    """The numbers that go up from line to line, the likeliest of the training first."""
     told: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
     samples: dict[str, str] = {}
     for at, line in watch.lines:
-        samples.setdefault(_form(line), line)
-        for form, place, number in _numbers(line):
-            told[form, place].append((at, number))
+        form = re.sub(r"[-+]?[\d.,]+(e[-+]?\d+)?|\bnan\b|\binf\b|[█▏▎▍▌▋▊▉#━╸╺─]+", "#", line)[:200]
+        samples.setdefault(form, line)
+        for place, match in enumerate(_INTEGER.finditer(line)):
+            told[form, place].append((at, int(match[0].replace(",", ""))))
     found = []
     for (form, place), pairs in told.items():
-        numbers = [number for _, number in pairs]
-        ups = sum(after > before for before, after in pairwise(numbers))
-        downs = sum(after < before for before, after in pairwise(numbers))
-        if len(numbers) >= 3 and ups >= 2 and downs == 0:
-            found.append(_Counting(form, place, tuple(pairs), samples[form]))
-    words = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
+        changes = [after - before for (_, before), (_, after) in pairwise(pairs)]
+        if (
+            sum(each > 0 for each in changes) >= 2
+            and min(changes) >= 0
+            and len(_INTEGER.findall(samples[form])) > place
+        ):
+            found.append(_Counter(place, tuple(pairs), samples[form]))
     return sorted(
         found,
-        key=lambda each: (not words.search(each.form), "loss" not in each.form.lower(), -len(each.told), each.place),
-    )
+        key=lambda each: (
+            not _COUNTS.search(each.sample), "loss" not in each.sample.lower(), -len(each.told), each.place,
+        ),
+    )  # fmt: skip
 
 
-def _lines_seen(watch: TrialRun, counting: list[_Counting]) -> SeenLines | None:
-    """The form that tells the step best, as a regular expression."""
-    for best in counting:
-        line = best.sample
-        if bar := re.search(r"^(.*?)\d+%\|[^|]*\| *\d+/\d+ \[", line):
-            regex = _escaped(bar[1]) + BAR.format(count="step", total="total")
-            return SeenLines(
-                regex=regex, groups=frozenset({"step", "total"}), evidence=f"seen: {len(best.told)} states of a bar"
-            )
-        matches = list(_INTEGER.finditer(line))
-        if best.place >= len(matches):
-            continue
-        match = matches[best.place]
-        before, after = line[: match.start()], line[match.end() :]
-        word = re.findall(r"[A-Za-z]+", before[-24:])
-        group = "epoch" if word and word[-1].lower().startswith("ep") else "step"
-        head = (
-            _escaped(re.sub(r"^.*?(?=\S{0,12}\s*[A-Za-z(\[|]*\W*$)", "", before))
-            if len(before) > 40
-            else _escaped(before)
-        )
-        regex, groups = f"{head}(?P<{group}>[\\d,]+)", {group}
-        if total := re.match(r"\s*/\s*(\d+)", after):
-            name = "total" if group == "step" else ""
-            regex += r"\s*/\s*" + (f"(?P<{name}>\\d+)" if name else r"\d+")
-            groups |= {name} if name else set()
-            after = after[total.end() :]
-        if loss := re.search(r"(?<![A-Za-z_])(?:train[ _])?loss\W{1,4}", after, re.IGNORECASE):
-            regex += f".*?{_escaped(loss[0])}(?P<loss>{NUMBER})"
-            groups.add("loss")
-        if not re.search(regex, line):
-            continue
-        shown = f"seen: {len(best.told)} lines, such as {line.strip()[:60]!r}"
-        return SeenLines(regex=regex, groups=frozenset(groups), evidence=shown)
-    return None
+def _as_pattern(counter: _Counter) -> PrintedLine | None:
+    """A line as a regular expression; None where it does not match what it was made of."""
+    line, match = counter.sample, counter.match
+    if bar := re.search(r"^(.*?)\d+%\|[^|]*\| *\d+/\d+ \[", line):
+        regex = _escaped(bar[1]) + BAR.format(count="step", total="total")
+        return PrintedLine(regex=regex, where=f"seen: {len(counter.told)} states of a bar")
+    before, after = line[: match.start()], line[match.end() :]
+    if len(before) > 40:
+        before = re.sub(r"^.*?(?=\S{0,12}\s*[A-Za-z(\[|]*\W*$)", "", before)
+    regex = f"{_escaped(before)}(?P<{'epoch' if counter.is_epoch else 'step'}>[\\d,]+)"
+    if total := re.match(r"\s*/\s*(\d+)", after):
+        regex += r"\s*/\s*" + (r"\d+" if counter.is_epoch else r"(?P<total>\d+)")
+        after = after[total.end() :]
+    if loss := re.search(r"(?<![A-Za-z_])(?:train[ _])?loss\W{1,4}", after, re.IGNORECASE):
+        regex += f".*?{_escaped(loss[0])}(?P<loss>{NUMBER})"
+    shown = f"seen: {len(counter.told)} lines, such as {line.strip()[:60]!r}"
+    return PrintedLine(regex=regex, where=shown) if re.search(regex, line) else None
 
 
 def _escaped(text: str) -> str:
     """Literal text of a line; numbers and blanks in it may be others."""
-    text = re.sub(r"[█▏▎▍▌▋▊▉━╸╺─]+", "#", text)
-    parts = re.split(r"(\s+|\d[\d.,:]*)", text)
-    return "".join(
-        r"\s*"
-        if part.isspace()
-        else r"[\d.,:]+"
-        if part[:1].isdigit()
-        else re.escape(part).replace("\\ ", " ").replace("\\#", "#").replace("\\%", "%")
-        for part in parts
-        if part
-    )
+    found = ""
+    for part in filter(None, re.split(r"(\s+|\d[\d.,:]*)", re.sub(r"[█▏▎▍▌▋▊▉━╸╺─]+", "#", text))):
+        found += (
+            r"\s*"
+            if part.isspace()
+            else r"[\d.,:]+"
+            if part[0].isdigit()
+            else re.sub(r"\\([ #%])", r"\1", re.escape(part))
+        )
+    return found
 
 
-def _checkpoint_seen(watch: TrialRun, counting: list[_Counting]) -> SeenCheckpoint | None:
+def _checkpoint(seen: TrialFindings, watch: TrialRun, counters: list[_Counter]) -> SeenCheckpoint | None:
     """The kind of file that came again and again, or was written again, and is no log."""
-    before = watch.signalled_at or float("inf")
+    until = (watch.signalled_at or float("inf")) + LEAVES_S
     kinds: dict[str, list[Written]] = defaultdict(list)
     for each in watch.writes:
-        if not NO_CHECKPOINT.search(each.name) and each.at <= before + LEAVES_S:
+        if not NO_CHECKPOINT.search(each.name) and each.at <= until:
             kinds[re.sub(r"\d+", "#", each.name)].append(each)
-    options = []
-    for writes in kinds.values():
-        if len({each.name for each in writes}) >= 2:
-            if (option := _numbered(writes, watch, counting)) is not None:
-                options.append(option)
-        elif len(writes) >= 2:
-            options.append(_rewritten(writes, watch, counting))
-    options.sort(
-        key=lambda each: (bool(re.search(r"best|ema|sample|optim_only", each.names[0])), each.rewritten, -each.bytes)
-    )
-    return options[0] if options else None
+    several = (sorted(writes, key=lambda each: each.at) for writes in kinds.values() if len(writes) > 1)
+    options = [found for writes in several if (found := _as_checkpoint(seen, writes, watch, counters)) is not None]
+    likely = re.compile(r"best|ema|sample|optim_only")
+    options.sort(key=lambda each: (bool(likely.search(each.name)), each.rewritten, -each.bytes))
+    return next(iter(options), None)
 
 
-def _relative_name(name: str, top: str, folder: str) -> str:
-    """A name relative to the folder of the checkpoints."""
-    return name.removeprefix(f"{top}/").removeprefix(f"{folder}/")
-
-
-def _split_place(name: str) -> tuple[str, str]:
-    top, _, rest = name.partition("/")
-    return ("checkpoints" if top == "checkpoints" else top), rest
-
-
-def _numbered(writes: list[Written], watch: TrialRun, counting: list[_Counting]) -> SeenCheckpoint | None:
-    """Names that differ in one number which goes up."""
-    names = [each.name for each in sorted(writes, key=lambda each: each.at)]
-    rows = [re.findall(r"\d+", name) for name in names]
-    varying = [place for place in range(len(rows[0])) if len({row[place] for row in rows}) > 1]
-    if not varying:
-        return None
-    texts = re.split(r"\d+", names[0])
-    place = next((each for each in varying if re.search(r"step|iter", texts[each], re.IGNORECASE)), varying[0])
-    values = [int(row[place]) for row in rows]
-    ordered = list(dict.fromkeys(values))
-    if ordered != sorted(ordered):
-        return None
-    digits = {len(row[place]) for row in rows}
-    padded = any(row[place].startswith("0") and len(row[place]) > 1 for row in rows) and len(digits) == 1
-    unit = _unit_of_names(writes, values, watch, counting, names[0], place)
-    word = f"{{{unit}:0{digits.pop()}d}}" if padded else f"{{{unit}}}"
-    top, rest = _split_place(names[0])
-    pieces, index = re.split(r"(\d+)", rest), -1
-    offset = len(re.findall(r"\d+", names[0])) - len(re.findall(r"\d+", rest))
-    shown = ""
-    for piece in pieces:
-        if piece.isdigit():
-            index += 1
-            shown += word if index + offset == place else "*" if index + offset in varying else piece
-        else:
-            shown += piece
-    parts, complete = shown.split("/"), ""
-    for level, part in enumerate(parts[:-1]):
-        if word in part:
-            shown = "/".join(parts[: level + 1]) + "/"
-            complete = _written_last(writes, watch, shown, word)
-            break
-    folder = ""
-    if top == "code":
-        fixed = []
-        rest_parts = shown.split("/")
-        while len(rest_parts) > 1 and word not in rest_parts[0] and "*" not in rest_parts[0] and rest_parts[1:] != [""]:
-            fixed.append(rest_parts.pop(0))
-        folder, shown = "/".join(fixed) or ".", "/".join(rest_parts)
-    gaps = [after - before for before, after in pairwise(ordered)]
-    every = min(gaps) if gaps and len(set(gaps)) == 1 else None
-    also = "; renamed from " + Path(writes[0].renamed_from).name if writes[0].renamed_from else ""
-    told = f", when {unit}s to {ordered[-1]} were told" if counting else ""
-    few = [name.partition("/")[2] if "/" in shown else Path(name).name for name in list(dict.fromkeys(names))[:3]]
+def _as_checkpoint(
+    seen: TrialFindings, writes: list[Written], watch: TrialRun, counters: list[_Counter]
+) -> SeenCheckpoint | None:
+    """What these files are: one that is written again, or those of names that count upwards. None: of neither."""
+    top, files = writes[0].name.partition("/")[0], [each.name.partition("/")[2] for each in writes]
+    name, numbers, unit, complete = files[0], list[int](), "step", ""
+    if len(set(files)) > 1:
+        name = pattern_of(files)[0]
+        matches = [Names(CommandConfig(checkpoint=CommandCheckpoint(each=(name,)))).match(each) for each in files]
+        numbers = [number for each in matches if each is not None for number in each[0].values()]
+        if "{" not in name or numbers != sorted(numbers):
+            return None
+        unit = "epoch" if "{epoch" in name or _are_epochs(writes, numbers, counters) else "step"
+        name = name.replace("{step", f"{{{unit}") if "{epoch" not in name else name
+        complete = _written_last(writes, watch, name)
+    else:
+        places = seen.places(watch)
+        told = ([place for at, place in places if at <= each.began + 0.05][-1:] for each in writes)
+        numbers = [number for each in told for place in each if (number := place.step or place.epoch) is not None]
+    parts = name.rstrip("/").split("/")
+    fixed = next((index for index, part in enumerate(parts) if re.search(r"[{*]", part)), len(parts) - 1)
+    fixed = fixed if top == "code" else 0
+    gaps = {after - before for before, after in pairwise(dict.fromkeys(numbers))}
+    came = ", ".join(list(dict.fromkeys(files))[:3]) if len(set(files)) > 1 else f"written {len(writes)} times"
+    told_at = f", at {unit}s {', '.join(map(str, list(dict.fromkeys(numbers))[:4]))}" if counters and numbers else ""
+    renamed = f"; renamed from {Path(writes[-1].renamed_from).name}" if writes[-1].renamed_from else ""
     return SeenCheckpoint(
-        names=(shown,),
-        folder=folder,
-        where=top,
-        rewritten=False,
-        unit=unit,
-        every=every,
+        name="/".join(parts[fixed:]) + ("/" if name.endswith("/") else ""),
+        folder="/".join(parts[:fixed]) or ("." if top == "code" else ""),
+        top=top,
+        unit="epoch" if unit == "epoch" else "step",
+        every=gaps.pop() if len(gaps) == 1 else None,
         complete=complete,
-        bytes=_bytes_of(watch, writes, shown, word),
-        files=tuple(_relative_name(name, top, folder) for name in names),
-        evidence=f"seen: {', '.join(few)}{told}{also}",
+        bytes=_bytes(writes, watch, name),
+        files=tuple("/".join(each.split("/")[fixed:]) for each in files),
+        evidence=f"seen: {came}{told_at}{renamed}",
     )
 
 
-def _bytes_of(watch: TrialRun, writes: list[Written], shown: str, word: str) -> int:
-    """The bytes of one checkpoint: all files of its folder, or the file."""
-    if not shown.endswith("/"):
-        return max(each.bytes for each in writes)
-    level = shown.count("/")
-    folder = "/".join(writes[0].name.split("/")[: level + 1]) + "/"
-    return sum({each.name: each.bytes for each in watch.writes if each.name.startswith(folder)}.values())
-
-
-def _unit_of_names(
-    writes: list[Written], values: list[int], watch: TrialRun, counting: list[_Counting], name: str, place: int
-) -> str:
-    """Whether a name's number is the step or the epoch that was told when it was written."""
-    text = re.split(r"\d+", name)[place]
-    if re.search(r"(?<![a-z])ep(och)?s?[-_=.]?$", text, re.IGNORECASE):
-        return "epoch"
-    for each in counting:
-        word = re.findall(
-            r"[A-Za-z]+", each.form.split("#")[min(each.place, each.form.count("#") - 1)] if "#" in each.form else ""
-        )
-        is_epoch = bool(word) and word[-1].lower().startswith("ep")
-        close = [
-            abs((each.told_by(write.began) or -9) - value) <= 1 for write, value in zip(writes, values, strict=True)
-        ]
-        if is_epoch and sum(close) > len(close) / 2 and not re.search(r"step|iter", text, re.IGNORECASE):
-            return "epoch"
-    return "step"
-
-
-def _written_last(writes: list[Written], watch: TrialRun, shown: str, word: str) -> str:
-    """The file of a folder that came last in each of them; empty where that differs."""
-    level = shown.count("/")
-    last: dict[str, tuple[float, str]] = {}
+def _inside(writes: list[Written], watch: TrialRun, name: str) -> dict[str, dict[str, Written]]:
+    """The files of each checkpoint that is a folder, by their names in it."""
+    level, found = name.count("/"), defaultdict[str, dict[str, Written]](dict)
+    kinds = {re.sub(r"\d+", "#", "/".join(each.name.split("/")[: level + 1])) for each in writes}
     for each in watch.writes:
         parts = each.name.split("/")
-        folder = "/".join(parts[: level + 1])
-        if re.sub(r"\d+", "#", folder) == re.sub(r"\d+", "#", "/".join(writes[0].name.split("/")[: level + 1])):
-            last[folder] = max(last.get(folder, (0.0, "")), (each.at, "/".join(parts[level + 1 :])))
-    names = {name for _, name in last.values()}
-    return names.pop() if len(names) == 1 and len(last) > 1 else ""
+        if re.sub(r"\d+", "#", folder := "/".join(parts[: level + 1])) in kinds:
+            found[folder]["/".join(parts[level + 1 :])] = each
+    return found
 
 
-def _rewritten(writes: list[Written], watch: TrialRun, counting: list[_Counting]) -> SeenCheckpoint:
-    """One file that was written again and again."""
-    top, rest = _split_place(writes[0].name)
-    folder, shown = "", rest
-    if top == "code":
-        folder, shown = (rest.rpartition("/")[0] or "."), rest.rpartition("/")[2]
-    steps = [number for each in writes if (number := told_at(watch, each.began)) is not None]
-    gaps = {after - before for before, after in pairwise(steps)}
-    every = gaps.pop() if len(gaps) == 1 and min(gaps) > 0 else None
-    also = "; renamed from " + Path(writes[-1].renamed_from).name if writes[-1].renamed_from else ""
-    at = f", at {', '.join(map(str, steps[:4]))}" if steps else ""
-    return SeenCheckpoint(
-        names=(shown,),
-        folder=folder,
-        where=top,
-        rewritten=True,
-        unit="step",
-        every=every,
-        complete="",
-        bytes=max(each.bytes for each in writes),
-        files=(shown,),
-        evidence=f"seen: written {len(writes)} times{at}{also}",
-    )
+def _bytes(writes: list[Written], watch: TrialRun, name: str) -> int:
+    """The bytes of one checkpoint: all files of its folder, or the file."""
+    if not name.endswith("/"):
+        return max(each.bytes for each in writes)
+    return max(sum(each.bytes for each in files.values()) for files in _inside(writes, watch, name).values())
 
 
-def told_at(watch: TrialRun, moment: float) -> int | None:
-    counting = _counting(watch)
-    return counting[0].told_by(moment) if counting else None
+def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
+    """The file of a folder that came last in each of them; empty where that differs."""
+    folders = _inside(writes, watch, name).values() if name.endswith("/") else ()
+    names = {max(files, key=lambda each: files[each].at) for files in folders}
+    return names.pop() if len(names) == 1 and len(folders) > 1 else ""
 
 
-def _signal_seen(seen: TrialFindings, first: TrialRun) -> None:
+def _are_epochs(writes: list[Written], numbers: list[int], counters: list[_Counter]) -> bool:
+    """Whether the numbers of names are the epochs that were told when they were written."""
+    for each in counters:
+        told = [each.told_by(write.began) for write in writes]
+        close = sum(at is not None and abs(at - number) <= 1 for at, number in zip(told, numbers, strict=False))
+        if each.is_epoch and close > len(numbers) / 2:
+            return True
+    return False
+
+
+def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> None:
     """A save after a signal counts where something catches the signal: else it was under way, and may be cut."""
-    assert first.signalled_at is not None
     ended = f"was still there {LEAVES_S:.0f} s later" if first.code is None else f"ended with exit code {first.code}"
-    later = [each for each in first.writes if each.began > first.signalled_at and not NO_CHECKPOINT.search(each.name)]
+    later = [each for each in first.writes if each.began > signalled_at and not NO_CHECKPOINT.search(each.name)]
     if first.catches and later:
         seen.saves_on_signal = True
         seen.signal_evidence = f"seen: after SIGTERM it wrote {Path(later[0].name).name} and {ended}"
@@ -421,69 +337,30 @@ def _signal_seen(seen: TrialFindings, first: TrialRun) -> None:
         seen.saves_on_signal = False
         why = "wrote nothing" if first.catches else "dies of it, as nothing in it catches it,"
         seen.signal_evidence = f"seen: on SIGTERM it {why} and {ended}"
-    else:
-        seen.signal_evidence = f"seen: after SIGTERM it {ended}"
 
 
-def steps_told(seen: TrialFindings, watch: TrialRun) -> list[int]:
-    if seen.lines is None:
-        return []
-    pattern = re.compile(seen.lines.regex)
-    group = "step" if "step" in seen.lines.groups else "epoch"
-    return [int(match[group].replace(",", "")) for _, line in watch.lines if (match := pattern.search(line))]
+# The second start -----------------------------------------------------------------------------------------------------
 
 
-def written_again(seen: SeenCheckpoint, restored: Restored, second: TrialRun) -> str:
-    """A file below what was restored that the second start has written; empty: there is none."""
-    pattern = re.compile(name_regex(seen.names[0]))
-    for each in second.writes if not seen.rewritten else ():
-        match = pattern.search(_split_place(each.name)[1])
-        if match and "n" in match.groupdict() and int(match["n"]) < restored.number:
-            return match[0]
-    return ""
-
-
-def judge_resume(seen: TrialFindings, restored: Restored, first: TrialRun, second: TrialRun) -> None:
-    """Files first: one below what was restored, written anew, refuses it. Then the first number that it tells, in the
-    unit of the names, or nothing is shown.
-    """
+def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint) -> ResumeCheck | None:
+    """What judges the second start, as it does on a node. None: nothing that was told or named says where it was."""
     assert seen.checkpoint is not None
-    steps, began = steps_told(seen, second), steps_told(seen, first)
-    group = "step" if seen.lines is not None and "step" in seen.lines.groups else "epoch"
-    comparable = bool(steps) and (group == seen.checkpoint.unit or seen.checkpoint.rewritten)
-    if again := written_again(seen.checkpoint, restored, second):
-        seen.goes_on, what = False, f"it wrote {again} again"
-    elif comparable and steps[0] >= restored.number:
-        seen.goes_on, what = True, f"it told {group} {steps[0]} first"
-    elif comparable and (steps[0] < restored.number - 1 or steps[0] == began[0]):
-        seen.goes_on, what = False, f"it told {group} {steps[0]} first"
+    places = seen.places(first)
+    by_then = [place for at, place in places if at <= restored.first_written + 0.05]
+    newest, unit = (by_then[-1] if by_then else None), seen.checkpoint.unit
+    told = None if newest is None else newest.epoch if newest.step is None else newest.step
+    number = restored.number if restored.number is not None else told
+    if number is None:
+        return None
+    start = Counting(unit=unit, first=places[0][1] if places else None, newest=newest)
+    config = seen.checkpoint.config([seen.line.regex] if seen.line is not None else [])
+    return ResumeCheck(config, Commit(step=number, config_sha256="", goes_on_from=number), restored, start)
+
+
+def take_verdict(seen: TrialFindings, check: ResumeCheck, second: TrialRun) -> None:
+    """What the second start showed, in words."""
+    if check.verdict == "not shown":
+        seen.problems.append(f"whether it goes on is not shown: a second start {failure(second) or check.why}")
     else:
-        line = next((line for _, line in reversed(second.lines) if _EXCEPTION.match(line)), "")
-        ended = (
-            f"ended with exit code {second.code}: {line[:160]}" if second.code not in (None, 0) and not steps else ""
-        )
-        said = ended or "told nothing that its names count"
-        seen.problems.append(f"a second start with {restored.shown} {said}: whether it goes on is not shown")
-        return
-    verdict = "goes on" if seen.goes_on else "begins anew"
-    seen.resume_evidence = f"seen: started with {restored.shown}, of {restored.number}, {what}: it {verdict}"
-
-
-def name_regex(name: str) -> str:
-    """A pattern of names as a regular expression with the group n."""
-    text, named = "", False
-    for part in re.split(r"(\{(?:step|epoch)[^}]*\}|\*)", name.rstrip("/")):
-        if part.startswith("{"):
-            text += r"0*(?P=n)" if named else r"0*(?P<n>\d+)"
-            named = True
-        else:
-            text += "[^/]*" if part == "*" else re.escape(part)
-    return text + "(?=/|$)"
-
-
-def name_at(name: str, number: int, fallback: str) -> str:
-    if "*" in name:
-        return fallback
-    return re.sub(r"\{(?:step|epoch)(:[^}]*)?\}", lambda match: format(number, (match[1] or ":d")[1:]), name).rstrip(
-        "/"
-    )
+        seen.goes_on = check.verdict == "goes on"
+        seen.resume_evidence = f"seen: {check.why}; it {check.verdict}"

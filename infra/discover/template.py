@@ -46,9 +46,9 @@ class Trial:
     """What `gpufleet new --try` runs: the command, small enough for a CPU but as long as it takes to be watched."""
 
     command: str
-    resume: str
-    workdir: str
-    environment: dict[str, str]
+    resume: str = ""  # what the second start gets beside it, with {checkpoint}, {step} and {epoch}
+    workdir: str = ""  # in the words of job.workdir
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -702,7 +702,7 @@ def _rehearsal(found: ScriptFacts, plan: CountingPlan, command: str, made: Draft
     ):
         small += f" {_HF_ON_CPU}"
     tried = with_setting(small, setting, long) if long and setting is not None else small
-    made.trial = Trial(command=tried, resume=found.resume.value if found.resume else "", workdir="", environment={})
+    made.trial = Trial(command=tried, resume=found.resume.value if found.resume else "")
     yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
     if not any((found.folder / name / "bin").is_dir() for name in ENVIRONMENTS):
         yield "  # python: path/to/python   # CHECK: which has what the script imports; else this machine's python3"

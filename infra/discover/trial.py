@@ -6,7 +6,6 @@ start with what was saved goes on. Every finding carries what was seen.
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 import time
@@ -14,101 +13,67 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpufleet.infra.discover.sandbox import Sandbox, TrialRun
-from gpufleet.infra.discover.seen import (
-    Restored,
-    SeenCheckpoint,
-    TrialFindings,
-    judge_resume,
-    learn,
-    name_at,
-    name_regex,
-    steps_told,
-    told_at,
-    written_again,
-)
+from gpufleet.infra.discover.seen import SeenCheckpoint, TrialFindings, learn, resume_check, take_verdict
+from gpufleet.infra.discover.template import Trial
+from gpufleet.job.command.names import FoundCheckpoint, Names, place
 from gpufleet.job.spec.command import filled
 
 AGAIN_S = 40.0  # for a second start, at most
-FIRST_LINES = 3  # of the second start: they tell where it begins
+FIRST_LINES = 3  # of the second start: files that come with them may still show that it begins anew
 
 
 def trial(
-    folder: Path, command: str, resume: str, *, workdir: str = "", environment: dict[str, str] | None = None,
-    seconds: float = 60.0, say: Callable[[str], None] = lambda text: None,
-) -> TrialFindings:  # fmt: skip
-    """Runs the command, at most `seconds` for each of two starts. `resume`: what the second one gets beside it, with
-    {checkpoint}, {step} and {epoch}; `workdir`: where it starts, in the words of job.workdir. Raises GpufleetError for
-    a folder that is too large to copy.
+    folder: Path, trying: Trial, seconds: float = 60.0, say: Callable[[str], None] = lambda text: None
+) -> TrialFindings:
+    """Runs the command, at most `seconds` for each of two starts. Raises GpufleetError for a folder that is too large
+    to copy.
     """
     began = time.monotonic()
     seen = TrialFindings()
     with tempfile.TemporaryDirectory(prefix="gpufleet-try-") as scratch:
-        place = Sandbox(Path(scratch).resolve(), folder)
-        place.copy()
-        first = place.start(command, workdir, environment or {}, seconds, ask=True)
+        sandbox = Sandbox(Path(scratch).resolve(), folder)
+        sandbox.copy()
+        first = sandbox.start(trying.command, trying.workdir, trying.environment, seconds, ask=True)
         learn(seen, first)
         if seen.checkpoint is not None:
-            restored = _restore(place, seen.checkpoint, first)
-            if restored is not None:
-                words = filled(resume, restored.values) if resume else ""
-                say(f"starting again with {restored.shown}")
-                second = place.start(
-                    f"{command} {words}".strip(),
-                    workdir,
-                    environment or {},
-                    min(seconds, AGAIN_S),
-                    ask=False,
-                    until=lambda watch: _is_clear(seen, restored, watch),
-                )
-                judge_resume(seen, restored, first, second)
+            _start_again(sandbox, trying, seen, seen.checkpoint, first, min(seconds, AGAIN_S), say)
     seen.seconds = round(time.monotonic() - began, 1)
     return seen
 
 
-def _is_clear(seen: TrialFindings, restored: Restored, second: TrialRun) -> bool:
-    """Whether the second start has shown enough: some lines that count, or a file that it should not have written."""
-    again = seen.checkpoint is not None and written_again(seen.checkpoint, restored, second)
-    return bool(again) or len(steps_told(seen, second)) >= FIRST_LINES
+def _start_again(
+    sandbox: Sandbox, trying: Trial, seen: TrialFindings, kept: SeenCheckpoint, first: TrialRun, seconds: float,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Whether a second start goes on: from the checkpoint before the last, so that it has one to write again."""
+    folder = (sandbox.user["checkpoints"] if kept.top == "checkpoints" else sandbox.code) / kept.folder
+    names = Names(kept.config(()))
+    there = [each for each in names.find(folder, sandbox.root) if not names.lacks(each)]
+    restored = there[-2:][0] if there else None
+    if restored is None or (check := resume_check(seen, first, restored)) is None:
+        return
+    for later in there[there.index(restored) + 1 :]:
+        for each in later.places:
+            _remove(folder / each)
+    before = {each.key: each for each in names.find(folder, sandbox.root)}
+
+    def is_clear(watch: TrialRun) -> bool:
+        anew = [each for each in names.find(folder, sandbox.root) if _is_new(each, before.get(each.key))]
+        places = [told for _, told in seen.places(watch)]
+        verdict = check.look(anew, next(iter(places), None))
+        return verdict == "begins anew" or (verdict == "goes on" and len(places) >= FIRST_LINES)
+
+    say(f"starting again with {place(restored)}")
+    checkpoint, number = folder / place(restored), restored.number or 0
+    values = sandbox.values() | {"checkpoint": str(checkpoint), "step": number, "epoch": number, **restored.counts}
+    command = f"{trying.command} {filled(trying.resume, values)}".strip()
+    second = sandbox.start(command, trying.workdir, trying.environment, seconds, ask=False, until=is_clear)
+    is_clear(second)
+    take_verdict(seen, check, second)
 
 
-def _restore(place: Sandbox, seen: SeenCheckpoint, first: TrialRun) -> Restored | None:
-    """Leaves the checkpoint before the last alone, of one that is rewritten what there is. None: there is none."""
-    top = place.user["checkpoints"] if seen.where == "checkpoints" else place.code
-    base = top / seen.folder if seen.folder not in ("", ".") else top
-    pattern = re.compile(name_regex(seen.names[0]))
-    numbered = sorted(
-        {
-            (int(match["n"]), match[0])
-            for path in base.rglob("*")
-            if (match := pattern.match(path.relative_to(base).as_posix())) and "n" in match.groupdict()
-        }
-    )
-    if seen.rewritten:
-        kept = base / seen.names[0]
-        at = max((each.at for each in first.writes if each.name.endswith(seen.names[0])), default=0.0)
-        number = told_at(first, at)
-        if not kept.exists() or number is None:
-            return None
-        return Restored(
-            number=number,
-            shown=seen.names[0],
-            values=place.values() | {"checkpoint": str(kept), "step": number, "epoch": number},
-            at=time.time(),
-        )
-    if not numbered:
-        return None
-    number, name = numbered[-2] if len(numbered) > 1 else numbered[0]
-    for later, other in numbered:
-        if later > number:
-            for each in seen.names:
-                _remove(base / name_at(each, later, other))
-    kept = base / name.rstrip("/")
-    return Restored(
-        number=number,
-        shown=name,
-        values=place.values() | {"checkpoint": str(kept), "step": number, "epoch": number},
-        at=time.time(),
-    )
+def _is_new(found: FoundCheckpoint, before: FoundCheckpoint | None) -> bool:
+    return before is None or found.is_anew(before)
 
 
 def _remove(path: Path) -> None:

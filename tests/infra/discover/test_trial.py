@@ -11,6 +11,7 @@ import yaml
 
 from gpufleet.infra import cli
 from gpufleet.infra.discover.seen import TrialFindings
+from gpufleet.infra.discover.template import Trial
 from gpufleet.infra.discover.trial import trial
 from gpufleet.infra.errors import GpufleetError
 
@@ -51,7 +52,7 @@ def code(tmp_path: Path) -> Path:
 
 
 def tried(code: Path, words: str, resume: str = "from={checkpoint}") -> TrialFindings:
-    return trial(code, f"{PYTHON} t.py {words}", resume)
+    return trial(code, Trial(command=f"{PYTHON} t.py {words}", resume=resume))
 
 
 def test_names_lines_interval_signal_and_resume_are_seen(code: Path) -> None:
@@ -59,11 +60,11 @@ def test_names_lines_interval_signal_and_resume_are_seen(code: Path) -> None:
     seen = tried(code, "out={checkpoints}")
     assert seen.problems == []
     assert seen.checkpoint is not None
-    assert (seen.checkpoint.names, seen.checkpoint.where) == (("state-{step:05d}.json",), "checkpoints")
+    assert (seen.checkpoint.name, seen.checkpoint.top) == ("state-{step:05d}.json", "checkpoints")
     assert (seen.checkpoint.every, seen.checkpoint.unit, seen.checkpoint.rewritten) == (8, "step", False)
     assert "state-00008.json" in seen.checkpoint.evidence
-    assert seen.lines is not None
-    assert {"step", "loss"} <= seen.lines.groups
+    assert seen.line is not None
+    assert {"step", "loss"} <= seen.line.groups
     assert (seen.goes_on, seen.saves_on_signal) == (True, False)
     assert "it goes on" in seen.resume_evidence
     assert "exit code 143" in seen.signal_evidence
@@ -79,28 +80,28 @@ def test_a_save_on_a_signal_and_a_start_that_begins_anew_are_seen(code: Path) ->
 
 def test_a_start_that_writes_an_older_file_again_begins_anew_whatever_it_tells(code: Path) -> None:
     seen = tried(code, "out={checkpoints} resumes=no line=working")
-    assert seen.lines is None
+    assert seen.line is None
     assert seen.goes_on is False
-    assert "again: it begins anew" in seen.resume_evidence
+    assert "the command wrote state-00008.json: it does not resume" in seen.resume_evidence
 
 
 @pytest.mark.parametrize(
-    ("words", "names", "folder", "rewritten"),
+    ("words", "name", "folder", "rewritten"),
     [
-        ("name=last.json", ("last.json",), "kept", True),
-        ("out=runs/a name=ep{{epoch}}.json", ("ep{epoch}.json",), "runs/a", False),
+        ("name=last.json", "last.json", "kept", True),
+        ("out=runs/a name=ep{{epoch}}.json", "ep{epoch}.json", "runs/a", False),
     ],
 )
 def test_what_lies_below_the_code_is_seen_there(
-    code: Path, words: str, names: tuple[str, ...], folder: str, rewritten: bool
+    code: Path, words: str, name: str, folder: str, rewritten: bool
 ) -> None:
     seen = tried(code, f"'{words}'" if " " not in words else " ".join(f"'{each}'" for each in words.split()))
     assert seen.checkpoint is not None
-    assert (seen.checkpoint.names, seen.checkpoint.folder, seen.checkpoint.rewritten) == (names, folder, rewritten)
+    assert (seen.checkpoint.name, seen.checkpoint.folder, seen.checkpoint.rewritten) == (name, folder, rewritten)
 
 
 def test_a_command_that_fails_says_why(code: Path) -> None:
-    seen = trial(code, f"{PYTHON} -c \"raise ValueError('no data')\"", "")
+    seen = trial(code, Trial(command=f"{PYTHON} -c \"raise ValueError('no data')\""))
     assert seen.checkpoint is None
     assert "exit code 1: ValueError: no data" in seen.problems[0]
 
@@ -109,7 +110,7 @@ def test_a_folder_too_large_to_copy_is_refused(code: Path) -> None:
     with (code / "huge.bin").open("wb") as file:
         os.truncate(file.fileno(), 600 * 1024 * 1024)
     with pytest.raises(GpufleetError, match="MB of at most 500 MiB"):
-        trial(code, "true", "")
+        trial(code, Trial(command="true"))
 
 
 def test_the_file_that_is_written_has_what_was_seen_beside_each_key(
