@@ -285,7 +285,7 @@ class Values:
             function, inner = scope.functions[count - 1], Scope(scope.file, scope.functions[:count], scope.cls)
             more = function.args
             is_parameter = chain in (each.arg for each in (*more.posonlyargs, *more.args, *more.kwonlyargs))
-            if values := _before(self._local(function).get(chain, []), at, chain, or_after=not is_parameter):
+            if values := _set_before(self._local(function).get(chain, []), at, chain, or_after=not is_parameter):
                 return [(node, scope) for node in values]
             if is_parameter:
                 return self._of_parameter(function, chain, inner)
@@ -299,7 +299,7 @@ class Values:
         there = self._reach.names(scope.file).imports.get(head, ("", ""))[1] or head
         values = own.get(there if not rest else "" if there in own else rest, [])  # of a value's attribute: nothing
         is_here = file == scope.file and not scope.functions
-        return [(node, Scope(file)) for node in (_before(values, at, chain) if is_here else values[:-MOST:-1])]
+        return [(node, Scope(file)) for node in (_set_before(values, at, chain) if is_here else values[:-MOST:-1])]
 
     def _own_setting(self, name: str, scope: Scope) -> Setting | None:
         """The setting that a name is by itself: a global or a parameter that the command line sets."""
@@ -409,7 +409,7 @@ def loop_range(node: ast.expr) -> ast.Call | None:
     return next((each for each in calls if called(each) in ("range", "trange", "count", "prange")), None)
 
 
-def _before(
+def _set_before(
     values: list[ast.expr | ast.For], at: ast.AST, chain: str, *, or_after: bool = True
 ) -> list[ast.expr | ast.For]:
     """What was set before a place, the last first, as far as that does not go on from what it was; else what is set
