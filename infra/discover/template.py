@@ -6,13 +6,12 @@ import posixpath
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from gpufleet.infra.definition.loader import load
-from gpufleet.infra.discover.frameworks import Framework
-from gpufleet.infra.discover.lines import PrintedLine
+from gpufleet.infra.discover.lines import BAR, PrintedLine
 from gpufleet.infra.discover.marks import PROCESSES
 from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts, Total
 from gpufleet.infra.discover.settings import Setting, with_setting
@@ -27,7 +26,16 @@ BY_GPUS = {1: "g6e.2xlarge", 4: "g6e.12xlarge", 8: "g6e.48xlarge"}  # L40S with 
 _HF_ON_CPU = "--use_cpu true --report_to none"
 _CHECKPOINTS = "'{checkpoints}'"
 _REQUIRED = re.compile(r"  (image|command|code):")
-_BAR = r"^\s*\d+%\|[^|]*\| *(?P<step>\d+)/(?P<total>\d+) \["
+_REHEARSED = """\
+      heartbeat_s: 1
+  estimate:
+    step_ms: [500]
+    setup_minutes: 0.1
+    restart_minutes: 0.1
+    capacity_wait_minutes: 0.05
+  interruptions:
+    with_notice: 1
+    without_notice: 1"""
 
 
 @dataclass(slots=True)
@@ -51,34 +59,14 @@ class Trial:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CountingPlan:
-    """What the parts of a definition have to agree on. `unit`: what the run counts; `each`: names of a checkpoint."""
-
-    unit: str  # step, or epoch
-    word: str  # what {step} and (?P<step>) stand for in it: step, or epoch where the script counts nothing else
-    total: Total | None
-    steps_per_epoch: bool  # the file has to say how long an epoch is
-    every: Interval
-    lines: tuple[PrintedLine, ...]
-
-    def named(self, text: str) -> str:
-        """A name or a pattern of the script's epochs in the run's own unit."""
-        if self.word == "epoch" and self.unit == "step":
-            return text.replace("{epoch", "{step").replace("(?P<epoch>", "(?P<step>")
-        return text
-
-
 def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
     """A definition. `folder`: the code's, relative to the project; `modeline`: for editors, or empty."""
-    made = Draft()
-    plan = _plan(found)
+    writer = _Writer(found)
     typed = command or found.start.typed
     if not command and found.joins:
         typed = re.sub(r"^python ", "torchrun --standalone --nproc-per-node={gpus} ", typed)
-    typed, type_, type_check = _processes(typed, found, made)
-    written, place = _where_it_writes(found, typed, made)
-    written = _switched_on(found, plan, written, made)
+    typed, type_, type_check = writer.processes(typed)
+    written = writer.switched_on(writer.told_where(typed))
     lines = [
         *filter(None, [modeline]),
         f"# {name}: {found.script or typed}, on rented GPUs.",
@@ -92,16 +80,16 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         f"  image: {IMAGE}   # CHECK: any Linux image with sh and what the script needs",
         "  code:",
         f"    folder: {_quoted(folder)}",
-        *_setup(found),
+        *writer.setup(),
         f"  command: {_quoted(written)}",
-        *place.workdir,
-        *_environment(found, place),
-        *_resume(found, plan, made),
-        *_checkpoint(found, plan, place, made),
-        *_progress(found, plan, made),
-        *_work(plan, made),
-        *_stop(found, written, made),
-        *_secrets(found),
+        *filter(None, [writer.place.workdir]),
+        *writer.environment(),
+        *writer.resume(),
+        *writer.checkpoint(),
+        *writer.progress(),
+        *writer.work(),
+        *writer.stop(written),
+        *writer.secrets(),
         "",
         "fleet:",
         "  region: us-east-2",
@@ -111,7 +99,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         f"  ami: unpinned     # gpufleet doctor {name} --pin",
         "",
         "storage:",
-        *_inputs(typed, made),
+        *writer.inputs(typed),
         "  root:",
         "    size_gib: 200",
         "  keep:",
@@ -122,17 +110,14 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         "  max_usd: 20",
         "  max_hours: 24",
         "",
-        *_rehearsal(found, plan, written, made),
+        *writer.rehearsal(written),
     ]
-    made.text = "\n".join(lines) + "\n"
-    if made.trial is not None:
-        environment = {**(found.framework.environment if found.framework else {}), **place.environment}
-        made.trial = replace(made.trial, workdir="{checkpoints}" if place.workdir else "", environment=environment)
-    made.unknown.append(
+    writer.made.text = "\n".join(lines) + "\n"
+    writer.unknown(
         f"which GPU it needs: fleet.instance_types has {type_}, whatever the script is; `gpufleet compare {name}`"
         " prices the others"
     )
-    return made
+    return writer.made
 
 
 def loadable(made: Draft, name: str) -> Draft:
@@ -176,106 +161,101 @@ def _comment_out(lines: list[str], problem: Problem) -> bool:
     return True
 
 
-# What the parts agree on ----------------------------------------------------------------------------------------------
-
-
-def _plan(found: ScriptFacts) -> CountingPlan:
-    """Steps where anything counts them; epochs where names, lines and length count nothing else."""
-    row, total = found.framework, found.total
-    if row is not None and row.work_epochs and (total is None or total.count is None):
-        total = Total(unit="epoch", count=row.work_epochs, where=row.name)
-    names = " ".join(found.names)
-    groups = [set(re.findall(r"\(\?P<(\w+)>", each)) for each in _patterns(found)]
-    lines_step = any("step" in each for each in groups)
-    lines_batch = any({"batch", "batches"} <= each for each in groups)
-    every = _every(found)
-    counts_steps = "{step" in names or lines_step
-    has_total = total is not None and total.count is not None
-    unit, word, per_epoch = "step", "step", False
-    if has_total and total is not None and total.unit == "epoch":
-        if counts_steps:
-            per_epoch = True
-        elif lines_batch:
-            unit = word = "epoch"
-        else:
-            word = "epoch"
-    elif not has_total and not lines_step and not lines_batch and any("epoch" in each for each in groups):
-        unit = "epoch" if counts_steps else "step"
-        word = "epoch"
-    lines = _chosen(found.lines)
-    if has_total and unit == word == "step" and not per_epoch and lines and lines[0].counts == "epoch":
-        lines = ()  # they cannot tell a step
-    return CountingPlan(
-        unit=unit, word=word, total=total if has_total else None, steps_per_epoch=per_epoch, every=every, lines=lines
-    )
-
-
-def _patterns(found: ScriptFacts) -> tuple[str, ...]:
-    row = found.framework
-    if row is not None and (row.progress or (row.format and FORMATS[row.format].progress)):
-        return row.progress or FORMATS[row.format or "file"].progress
-    return tuple(each.regex for each in _chosen(found.lines))
-
-
-def _chosen(lines: list[PrintedLine]) -> tuple[PrintedLine, ...]:
-    """The best line, and the first beside it that tells an evaluation's loss."""
-    best = lines[:1]
-    return (*best, *[each for each in lines[1:] if "val" in each.groups and best and best[0].counts == each.counts][:1])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
     """How often it saves. `setting`: that says so, on the command line or in a file; `is_off`: it saves not at all."""
 
-    count: int | None
+    count: int | None = None
     unit: str = "step"
     where: str = ""
     setting: Setting | None = None
     is_off: bool = False
 
+    @classmethod
+    def from_setting(cls, setting: Setting, unit: str) -> Interval:
+        """What a setting says; of one that is off what it is switched on to."""
+        is_off = setting.count is None and bool(setting.form) and setting.typed is None
+        count = (500 if unit == "step" else 10) if is_off else setting.count
+        return cls(count=count, unit=unit, where=setting.place, setting=setting, is_off=is_off)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountingPlan:
+    """What the parts of a definition have to agree on. `unit`: what the run counts."""
+
+    unit: str  # step, or epoch
+    word: str  # what {step} and (?P<step>) stand for in it: step, or epoch where the script counts nothing else
+    total: Total | None
+    steps_per_epoch: bool  # the file has to say how long an epoch is
+    every: Interval
+    lines: tuple[PrintedLine, ...]
+
+    def named(self, text: str) -> str:
+        """A name or a pattern of the script's epochs in the run's own unit."""
+        if self.word == "epoch" and self.unit == "step":
+            return text.replace("{epoch", "{step").replace("(?P<epoch>", "(?P<step>")
+        return text
+
+    @property
+    def says_every(self) -> bool:
+        """Whether the file says how often in what the run counts, not in minutes."""
+        if self.every.count is None or self.total is None:
+            return False
+        if "epoch" in (self.unit, self.word):
+            return self.every.unit == "epoch"
+        return self.every.unit == "step" or self.steps_per_epoch
+
+
+def _plan(found: ScriptFacts) -> CountingPlan:
+    """Steps where anything counts them; epochs where names, lines and length count nothing else."""
+    row, total, names = found.framework, found.total, " ".join(found.names)
+    if total is None or total.count is None:
+        total = Total(unit="epoch", count=row.work_epochs, where=row.name) if row and row.work_epochs else None
+    best = found.lines[:1]
+    lines = (*best, *[each for each in found.lines[1:] if "val" in each.groups and each.counts == best[0].counts][:1])
+    patterns = (row.patterns if row else ()) or tuple(each.regex for each in lines)
+    groups = [set(re.findall(r"\(\?P<(\w+)>", each)) for each in patterns]
+    tells_step, tells_batch = any("step" in each for each in groups), any({"batch", "batches"} <= e for e in groups)
+    unit, word, steps_per_epoch = "step", "step", False
+    if total is not None and total.unit == "epoch":
+        steps_per_epoch = "{step" in names or tells_step
+        word = "step" if steps_per_epoch else "epoch"
+        unit = "epoch" if tells_batch and not steps_per_epoch else "step"
+    elif total is None and any("epoch" in each for each in groups) and not tells_step and not tells_batch:
+        unit, word = "epoch" if "{step" in names else "step", "epoch"
+    if total is not None and unit == word == "step" and not steps_per_epoch and lines and lines[0].counts == "epoch":
+        lines = ()  # they cannot tell a step
+    return CountingPlan(
+        unit=unit, word=word, total=total, steps_per_epoch=steps_per_epoch, every=_every(found), lines=lines
+    )
+
 
 def _every(found: ScriptFacts) -> Interval:
     """What the framework is told, else what stands around the save; a setting that is off is switched on."""
     row, settings, facts = found.framework, found.settings, found.checkpoint
-    cadence = facts.cadence if facts else None
     off: Interval | None = None
-    for names, unit in ((row.every, "step"), (row.every_epochs, "epoch")) if row and facts is None else ():
-        for name in names:
-            value, where = found.coded.get(name, (None, ""))
-            if isinstance(value, str | int) and str(value).isdigit() and int(value) > 0:
-                return Interval(count=int(value), unit=unit, where=where)
-            setting = value if isinstance(value, Setting) else settings.first([name])
-            if setting is not None and (setting.count or setting.typed is not None):
-                return Interval(count=setting.count, unit=unit, where=_place_of(setting), setting=setting)
-            if setting is not None and setting.form and off is None and row is not None and row.every_count is None:
-                count = 500 if unit == "step" else 10
-                off = Interval(count=count, unit=unit, where=setting.where, setting=setting, is_off=True)
+    told = [*((each, "step") for each in row.every), *((each, "epoch") for each in row.every_epochs)] if row else []
+    for name, unit in told if facts is None else ():
+        value, where = found.coded.get(name, (None, ""))
+        if isinstance(value, str) and value.isdigit() and int(value) > 0:
+            return Interval(count=int(value), unit=unit, where=where)
+        setting = value if isinstance(value, Setting) else settings.first([name])
+        if setting is not None and (setting.count or setting.typed is not None):
+            return Interval.from_setting(setting, unit)
+        if setting is not None and setting.form and off is None and row is not None and row.every_count is None:
+            off = Interval.from_setting(setting, unit)
     if off is not None:
         return off
-    if cadence is not None:
-        setting = settings.find(cadence.setting) if cadence.setting else None
+    if facts is not None and (cadence := facts.cadence) is not None:
         unit = "epoch" if cadence.unit == "epoch" else "step"
-        if setting is not None and setting.count is None and setting.form and setting.typed is None:
-            return Interval(
-                count=500 if unit == "step" else 10, unit=unit, where=setting.where, setting=setting, is_off=True
-            )
-        where = _place_of(setting) if setting is not None else cadence.where
-        return Interval(
-            count=setting.count if setting is not None else cadence.count, unit=unit, where=where, setting=setting
-        )
+        setting = settings.find(cadence.setting) if cadence.setting else None
+        if setting is not None:
+            return Interval.from_setting(setting, unit)
+        return Interval(count=cadence.count, unit=unit, where=cadence.where)
     if row is not None and row.every_count:
         return Interval(count=row.every_count, unit="epoch", where=row.name)
     setting = settings.first(SAVE_INTERVALS)
-    if setting is not None and setting.count and facts is None:
-        return Interval(count=setting.count, where=_place_of(setting), setting=setting)
-    return Interval(count=None)
-
-
-def _place_of(setting: Setting) -> str:
-    return "your command" if setting.typed is not None else setting.where
-
-
-# The command ----------------------------------------------------------------------------------------------------------
+    return Interval.from_setting(setting, "step") if setting and setting.count and facts is None else Interval()
 
 
 @dataclass(slots=True)
@@ -284,454 +264,418 @@ class WritePlace:
 
     folder: str = ""  # of checkpoint.folder; empty: {checkpoints}
     below: str = ""  # what comes before the names in it
-    workdir: list[str] = field(default_factory=list)
+    workdir: str = ""  # a line of the file
     environment: dict[str, str] = field(default_factory=dict)
     why: str = ""  # beside the folder
 
 
-def _processes(typed: str, found: ScriptFacts, made: Draft) -> tuple[str, str, str]:
-    """The command with {gpus} for a number of processes, the instance type, and what to look at beside it."""
-    said = found.start.processes
-    match = PROCESSES.search(typed)
-    number = match["count"] if match else said
-    count = int(number) if number.isdigit() else 0
-    if match and "{gpus}" not in number and (count > 1 or not number.isdigit()):
-        typed = typed[: match.start("count")] + "{gpus}" + typed[match.end("count") :]
-        fixed = False
-    elif not match and count > 1 and (changed := re.subn(rf"(?<=\s){count}(?=\s|$)", "{gpus}", typed, count=1))[1]:
-        typed, fixed = changed[0], False
-    else:
-        fixed = count > 1
-    if count <= 1:
-        return typed, BY_GPUS[1], "one L40S with 48 GB"
-    size = next((each for each in BY_GPUS if each >= count), 8)
-    if fixed:
-        where = found.start.through[-1] if found.start.through else "your command"
-        made.unknown.append(
-            f"{where} starts {count} processes on a node, whatever its GPUs: fleet.instance_types has one with {size}"
-        )
-        return typed, BY_GPUS[size], f"{size} L40S, as {where} starts {count} processes"
-    made.known.append(
-        f"your command starts {count} processes on a node: it has {{gpus}} for that, as many as the type has GPUs;"
-        f" {BY_GPUS[size]} has {size}"
-    )
-    return typed, BY_GPUS[1], f"one L40S with 48 GB, where you typed {count} processes ({BY_GPUS[size]} has {size})"
+class _Writer:
+    """Writes the parts of one definition, and collects what its reader has to know."""
 
+    def __init__(self, found: ScriptFacts) -> None:
+        self.found, self.row, self.facts, self.settings = found, found.framework, found.checkpoint, found.settings
+        self.plan, self.made, self.place = _plan(found), Draft(), WritePlace()
+        self.passes_on = found.start.passes_on  # what is added to the command
+        self.through = found.start.through[-1] if found.start.through else "your command"
+        self.starts_trainer = self.row is not None and self.row.format == "hf-trainer"
 
-def _where_it_writes(found: ScriptFacts, typed: str, made: Draft) -> tuple[str, WritePlace]:
-    """The command, told to write below {checkpoints} where it can be told, and what the file has to say else."""
-    row, facts, place = found.framework, found.checkpoint, WritePlace()
-    if row is not None and row.environment:
-        place.environment = dict(row.environment)
-        return typed, place
-    if facts is None and row is not None and row.format == "nanochat":
-        place.folder, place.why = '"{state}/base_checkpoints/d20"', "CHECK: d and the depth, or the model tag"
-        return typed, place
-    if row is not None and row.folder:
-        place.below = f"{row.folder}/"
-    if facts is not None and facts.place.in_checkpoints:
-        made.known.append(f"{facts.where}: $GPUFLEET_CHECKPOINTS says where it writes")
-        return typed, place
-    setting = found.settings.find(facts.place.setting) if facts is not None and facts.place.setting else None
-    if setting is None and (facts is None or not facts.place.folder):
-        candidates = [found.settings.first([name]) for name in (*(row.out if row else ()), *OUT)]
-        known = [each for each in candidates if each is not None]
-        said = [each for each in known if each.value is not None]
-        filed = [each for each in said if re.search(r"\.(ya?ml|toml|json):\d+$", each.where)]
-        setting = next(iter([*[each for each in said if each.typed is not None], *filed, *said, *known]), None)
-        coded = next(((found.coded[name], name) for name in (row.out if row else ()) if name in found.coded), None)
-        if coded is not None:
-            (value, where), _ = coded
-            if isinstance(value, Setting):
-                setting = value
-            elif setting is None or setting.typed is None:
-                return typed, _in_own_folder(found, str(value), where, typed, made)
-    if "{checkpoints}" in typed and (setting is None or "{checkpoints}" in str(setting.value)):
-        return typed, place
-    if setting is not None and setting.form:
-        if not found.start.passes_on:
-            there = setting.with_value('"$GPUFLEET_CHECKPOINTS"')
-            made.unknown.append(
-                f"{found.start.through[-1]} does not pass on what is added to the command: write {there} in it"
+    def known(self, sentence: str) -> None:
+        self.made.known.append(sentence)
+
+    def unknown(self, sentence: str) -> None:
+        self.made.unknown.append(sentence)
+
+    # The command ------------------------------------------------------------------------------------------------------
+
+    def processes(self, typed: str) -> tuple[str, str, str]:
+        """The command with {gpus} for a number of processes, the instance type, and what to look at beside it."""
+        match = PROCESSES.search(typed)
+        number = match["count"] if match else self.found.start.processes
+        count, changed = int(number) if number.isdigit() else 0, typed
+        if match and "{gpus}" not in number and (count > 1 or not number.isdigit()):
+            changed = f"{typed[: match.start('count')]}{{gpus}}{typed[match.end('count') :]}"
+        elif not match and count > 1:
+            changed = re.sub(rf"(?<=\s){count}(?=\s|$)", "{gpus}", typed, count=1)
+        if count <= 1:
+            return changed, BY_GPUS[1], "one L40S with 48 GB"
+        size = next((each for each in BY_GPUS if each >= count), 8)
+        if changed == typed:
+            self.unknown(
+                f"{self.through} starts {count} processes on a node, whatever its GPUs: fleet.instance_types has one"
+                f" with {size}"
             )
-            place.folder = ""
-            place.why = f"CHECK: {found.start.through[-1]} has to say {setting.word} $GPUFLEET_CHECKPOINTS"
-            return typed, place
-        value = "{checkpoints}"
-        if facts is not None and facts.place.is_whole_path and facts.place.setting == setting.name:
-            value = "{checkpoints}/" + facts.place.name
-        made.known.append(f"{setting.where}: {setting.word} says where it writes")
-        made.out = setting.name
-        return with_setting(typed, setting, value), place
-    if setting is not None and isinstance(setting.value, str) and setting.value:
-        return typed, _in_own_folder(found, setting.value, setting.where, typed, made)
-    if facts is not None and facts.place.folder:
-        if facts.place.folder == ".":
-            return _in_working_folder(found, typed, facts.where, place, made)
-        return typed, _in_own_folder(found, facts.place.folder, facts.where, typed, made)
-    if row is not None and row.out and row.form and facts is None and found.start.passes_on:
-        value = row.form.replace("{name}", row.out[0]).format("{checkpoints}")
-        made.known.append(f"{row.name}: {value} says where it writes")
-        return f"{typed} {value}", place
-    if found.names:
-        place.why = (
-            "CHECK: the script has to write below $GPUFLEET_CHECKPOINTS, or checkpoint.folder names its own folder"
+            return typed, BY_GPUS[size], f"{size} L40S, as {self.through} starts {count} processes"
+        self.known(
+            f"your command starts {count} processes on a node: it has {{gpus}} for that, as many as the type has GPUs;"
+            f" {BY_GPUS[size]} has {size}"
         )
-        made.unknown.append(
-            "where the script writes its checkpoints: into $GPUFLEET_CHECKPOINTS ({checkpoints} in the command), or"
-            " into a folder of its own that checkpoint.folder names"
+        check = f"one L40S with 48 GB, where you typed {count} processes ({BY_GPUS[size]} has {size})"
+        return changed, BY_GPUS[1], check
+
+    def told_where(self, typed: str) -> str:
+        """The command, told to write below {checkpoints} where it can be told; `place` gets what the file says else."""
+        row, facts, place = self.row, self.facts, self.place
+        place.below = f"{row.folder}/" if row is not None else ""
+        place.below = place.below.lstrip("/")
+        if row is not None and row.environment:
+            place.environment = dict(row.environment)
+            return typed
+        if facts is None and row is not None and row.format == "nanochat":
+            place.folder, place.why = '"{state}/base_checkpoints/d20"', "CHECK: d and the depth, or the model tag"
+            return typed
+        if facts is not None and facts.place.in_checkpoints:
+            self.known(f"{facts.where}: $GPUFLEET_CHECKPOINTS says where it writes")
+            return typed
+        setting = self.settings.find(facts.place.setting) if facts is not None and facts.place.setting else None
+        folder, where = (facts.place.folder, facts.where) if facts is not None else ("", "")
+        if setting is None and not folder:
+            setting, folder, where = self._named_place()
+        if "{checkpoints}" in typed and (setting is None or "{checkpoints}" in str(setting.value)):
+            return typed
+        if setting is not None and setting.form:
+            return self._told_by(setting, typed)
+        if setting is not None and isinstance(setting.value, str) and setting.value:
+            folder, where = setting.value, setting.where
+        if folder:
+            return self._own_folder(folder, where, typed)
+        if row is not None and row.out and row.form and facts is None and self.passes_on:
+            value = row.form.replace("{name}", row.out[0]).format("{checkpoints}")
+            self.known(f"{row.name}: {value} says where it writes")
+            return f"{typed} {value}"
+        if self.found.names:
+            place.why = (
+                "CHECK: the script has to write below $GPUFLEET_CHECKPOINTS, or checkpoint.folder names its own folder"
+            )
+            self.unknown(
+                "where the script writes its checkpoints: into $GPUFLEET_CHECKPOINTS ({checkpoints} in the command), or"
+                " into a folder of its own that checkpoint.folder names"
+            )
+        return typed
+
+    def _named_place(self) -> tuple[Setting | None, str, str]:
+        """By names that such settings have: the setting, or the folder that the code gives its framework, and where."""
+        own = self.row.out if self.row is not None else ()
+        known = [each for name in (*own, *OUT) if (each := self.settings.first([name])) is not None]
+        is_filed = re.compile(r".*\.(ya?ml|toml|json):\d+")
+        setting = min(
+            known, key=lambda e: (e.value is None, e.typed is None, not is_filed.fullmatch(e.where)), default=None
         )
-    return typed, place
+        value, where = next((self.found.coded[name] for name in own if name in self.found.coded), (None, ""))
+        if isinstance(value, Setting):
+            return value, "", ""
+        if value is not None and (setting is None or setting.typed is None):
+            return None, str(value), where
+        return setting, "", ""
 
+    def _told_by(self, setting: Setting, typed: str) -> str:
+        """The command, with {checkpoints} as the value of a setting."""
+        if not self.passes_on:
+            there = setting.with_value('"$GPUFLEET_CHECKPOINTS"')
+            self.unknown(f"{self.through} does not pass on what is added to the command: write {there} in it")
+            self.place.why = f"CHECK: {self.through} has to say {setting.word} $GPUFLEET_CHECKPOINTS"
+            return typed
+        is_path = self.facts is not None and self.facts.place.is_whole_path
+        value = f"{{checkpoints}}/{self.facts.place.name}" if is_path and self.facts is not None else "{checkpoints}"
+        self.known(f"{setting.where}: {setting.word} says where it writes")
+        self.made.out = setting.name
+        return with_setting(typed, setting, value)
 
-def _in_own_folder(found: ScriptFacts, folder: str, where: str, typed: str, made: Draft) -> WritePlace:
-    """A folder that the code names itself, below the one that it starts in."""
-    place = WritePlace()
-    plain = posixpath.normpath(posixpath.join(found.start.folder, folder))
-    if plain in ("", "."):
-        place.workdir = []
-        return _in_working_folder(found, typed, where, place, made)[1]
-    if plain.startswith(("/", "..", "~")) or "$" in plain or "://" in plain:
-        place.why = f"CHECK: {where} writes to {folder}, which is no folder of the run: write {{checkpoints}} there"
-        made.unknown.append(
-            f"{where}: it writes to {folder}, which is no folder of the run; it has to be $GPUFLEET_CHECKPOINTS"
-        )
-        return place
-    made.known.append(f"{where}: it writes below {plain}")
-    place.folder, place.why = _quoted(plain), f"{where}: it writes there"
-    return place
+    def _own_folder(self, folder: str, where: str, typed: str) -> str:
+        """A folder that the code names itself. A script that saves where it starts is started in {checkpoints}, and
+        finds its code by {code}.
+        """
+        start, place = self.found.start, self.place
+        plain = posixpath.normpath(posixpath.join(start.folder, folder))
+        if plain.startswith(("/", "..", "~")) or "$" in plain or "://" in plain:
+            place.why = f"CHECK: {where} writes to {folder}, which is no folder of the run: write {{checkpoints}} there"
+            self.unknown(
+                f"{where}: it writes to {folder}, which is no folder of the run; it has to be $GPUFLEET_CHECKPOINTS"
+            )
+        elif plain != ".":
+            self.known(f"{where}: it writes below {plain}")
+            place.folder, place.why = _quoted(plain), f"{where}: it writes there"
+        else:
+            self.known(f"{where}: it saves into the folder that it starts in, so it starts in {{checkpoints}}")
+            place.workdir = f"  workdir: '{{checkpoints}}'   # {where}: it saves into the folder that it starts in"
+            if not start.through and not start.is_module:
+                words = (
+                    (each, re.match(r"[^-/{]", each) and (self.found.folder / each).exists()) for each in typed.split()
+                )
+                return " ".join(f"{{code}}/{each.removeprefix('./')}" if is_file else each for each, is_file in words)
+            place.environment["PYTHONPATH"] = "{code}"
+            place.workdir = (
+                f"  workdir: '{{checkpoints}}'   # CHECK: {where} saves where it starts; other paths are seen from it"
+            )
+        return typed
 
+    def switched_on(self, written: str) -> str:
+        """The command with a setting for saves that are off, or that a framework's default would leave unsaid."""
+        every, row = self.plan.every, self.row
+        if row is not None and row.needs and row.needs not in written and self.passes_on:
+            self.known(f"{row.name}: it saves nothing by default, so the command asks for it ({row.needs})")
+            written = f"{written} {row.needs}"
+        if every.setting is None or not every.setting.form or every.setting.typed is not None or not self.passes_on:
+            return written
+        if every.is_off:
+            word = every.setting.word
+            self.known(f"{every.where}: it saves nothing by default, so the command asks for it ({word})")
+        elif not self.starts_trainer or self.facts is not None:
+            return written
+        return with_setting(written, every.setting, every.count)
 
-def _in_working_folder(
-    found: ScriptFacts, typed: str, where: str, place: WritePlace, made: Draft
-) -> tuple[str, WritePlace]:
-    """A script that saves where it starts is started in {checkpoints}, and finds its code by {code}."""
-    made.known.append(f"{where}: it saves into the folder that it starts in, so it starts in {{checkpoints}}")
-    place.workdir = [f"  workdir: '{{checkpoints}}'   # {where}: it saves into the folder that it starts in"]
-    if found.start.through or found.start.is_module or found.start.folder:
-        place.environment["PYTHONPATH"] = "{code}"
-        place.workdir[0] = (
-            f"  workdir: '{{checkpoints}}'   # CHECK: {where} saves where it starts; other paths are seen from it"
-        )
-        return typed, place
-    words = [
-        f"{{code}}/{word.removeprefix('./')}"
-        if not word.startswith(("-", "/", "{")) and (found.folder / word).exists()
-        else word
-        for word in typed.split(" ")
-    ]
-    return " ".join(words), place
+    # Its keys ---------------------------------------------------------------------------------------------------------
 
+    def setup(self) -> Iterator[str]:
+        if self.found.requirements:
+            install = "-r requirements.txt" if self.found.requirements == "requirements.txt" else "-e ."
+            yield f"  setup: pip install {install}   # once per node; a pinned image starts faster"
 
-def _switched_on(found: ScriptFacts, plan: CountingPlan, written: str, made: Draft) -> str:
-    """The command with a setting for saves that are off, or that a framework's default would leave unsaid."""
-    every, row = plan.every, found.framework
-    if row is not None and row.needs and row.needs not in written and found.start.passes_on:
-        made.known.append(f"{row.name}: it saves nothing by default, so the command asks for it ({row.needs})")
-        written = f"{written} {row.needs}"
-    if every.setting is None or not every.setting.form or every.setting.typed is not None or not found.start.passes_on:
-        return written
-    if every.is_off:
-        made.known.append(
-            f"{every.where}: it saves nothing by default, so the command asks for it ({every.setting.word})"
-        )
-    elif row is None or row.format != "hf-trainer" or found.checkpoint is not None:
-        return written
-    return with_setting(written, every.setting, every.count)
+    def environment(self) -> Iterator[str]:
+        if self.place.environment:
+            yield "  env:"
+            yield from (f"    {name}: {_quoted(value)}" for name, value in self.place.environment.items())
 
+    def resume(self) -> Iterator[str]:
+        """What the command gets where a checkpoint was restored."""
+        found, row = self.found, self.row
+        if found.bare_resume:
+            where = found.bare_resume.where
+            self.unknown(
+                f"{where}: trainer.train() is given no checkpoint, so it begins anew on each node. Write trainer.train("
+                "resume_from_checkpoint=os.environ.get('GPUFLEET_RESUME_FROM')) there; a rehearsal refuses it as it is"
+            )
+            yield f"  # resume: {{}}   # CHECK: {where}: train() begins anew by itself"
+        elif found.begins_anew is not None:
+            why = found.begins_anew.value
+            self.unknown(f"how it goes on from a checkpoint: {why}; a rehearsal refuses it as it is")
+            yield f"  # resume: {{args: --resume}}   # CHECK: {why}"
+        elif found.resume is not None and self.passes_on:
+            words, where = found.resume.value, found.resume.where
+            self.known(f"{where}: {re.split('[ =]', words)[0]} goes on from a checkpoint")
+            yield f"  resume: {{args: {_quoted(self.plan.named(words))}}}   # {where}"
+        elif found.resume is not None:
+            yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: {self.through} does not pass it on"
+        elif found.reads_itself:
+            where, what = found.reads_itself.where, found.reads_itself.value
+            self.known(f"{where}: {what}; a rehearsal shows whether it goes on from there")
+        elif row is not None and "by itself" in row.resumes and found.names:
+            self.known(f"{row.name}: goes on {row.resumes}")
+        elif found.names:
+            how = f" ({row.name}: {row.resumes})" if row is not None else ""
+            self.unknown(
+                f"how it goes on from a checkpoint: job.resume.args, or it looks into {{checkpoints}} itself{how}"
+            )
+            yield f"  # resume: {{args: --resume}}   # CHECK: added only where a checkpoint was restored{how}"
 
-def _setup(found: ScriptFacts) -> Iterator[str]:
-    if found.requirements:
-        install = "-r requirements.txt" if found.requirements == "requirements.txt" else "-e ."
-        yield f"  setup: pip install {install}   # once per node; a pinned image starts faster"
+    def checkpoint(self) -> Iterator[str]:
+        row, facts, names, place = self.row, self.facts, self.found.names, self.place
+        if not names:
+            other = self.found.saves_else
+            what = f"{other.where} saves {other.value} alone" if other else "nothing that it runs saves a checkpoint"
+            self.unknown(
+                f"whether it saves: {what}, so a loss repeats all. Where it does, job.checkpoint.each says what;"
+                " `gpufleet new --try` watches it"
+            )
+            yield f"  checkpoint: none   # CHECK: {what}, so a loss repeats all; else each: says what one checkpoint is"
+            return
+        yield "  checkpoint:"
+        if place.folder or place.why:
+            yield f"    folder: {place.folder or _CHECKPOINTS}" + (f"   # {place.why}" if place.why else "")
+        if facts is None and row is not None and row.format and not place.below:
+            yield f"    format: {row.format}   # {row.name}"
+            if names != FORMATS[row.format].each:
+                yield f"    each: {_always_quoted(names[0])}   # as its {row.naming} is"
+            self.known(f"{row.name}: {row.resumes}")
+        else:
+            yield from self._names()
+        yield from self._every_lines()
+        size = self.found.size
+        seen = f"; the one that was seen had {size.value} GB, of the command as tried" if size else ""
+        yield f"    size_gb: 1.5   # CHECK: of one checkpoint; the rehearsal and the first receipt tell{seen}"
+        self.unknown("how large a checkpoint is: job.checkpoint.size_gb (the price of storage and of a notice)")
 
-
-def _environment(found: ScriptFacts, place: WritePlace) -> Iterator[str]:
-    if place.environment:
-        yield "  env:"
-        yield from (f"    {name}: {_quoted(value)}" for name, value in place.environment.items())
-
-
-def _resume(found: ScriptFacts, plan: CountingPlan, made: Draft) -> Iterator[str]:
-    """What the command gets where a checkpoint was restored."""
-    row = found.framework
-    if found.bare_resume:
-        made.unknown.append(
-            f"{found.bare_resume.where}: trainer.train() is given no checkpoint, so it begins anew on each node. Write"
-            " trainer.train(resume_from_checkpoint=os.environ.get('GPUFLEET_RESUME_FROM')) there; a rehearsal refuses"
-            " it as it is"
-        )
-        yield f"  # resume: {{}}   # CHECK: {found.bare_resume.where}: train() begins anew by itself"
-    elif found.begins_anew is not None:
-        made.unknown.append(
-            f"how it goes on from a checkpoint: {found.begins_anew.value}; a rehearsal refuses it as it is"
-        )
-        yield f"  # resume: {{args: --resume}}   # CHECK: {found.begins_anew.value}"
-    elif found.resume is not None and found.start.passes_on:
-        made.known.append(
-            f"{found.resume.where}: {found.resume.value.split()[0].split('=')[0]} goes on from a checkpoint"
-        )
-        yield f"  resume: {{args: {_quoted(plan.named(found.resume.value))}}}   # {found.resume.where}"
-    elif found.resume is not None:
-        through = _starting_script(found)
-        yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: {through} does not pass it on"
-    elif found.reads_itself:
-        made.known.append(
-            f"{found.reads_itself.where}: {found.reads_itself.value}; a rehearsal shows whether it goes on from there"
-        )
-    elif not found.names:
-        return
-    elif row is not None and "by itself" in row.resumes:
-        made.known.append(f"{row.name}: goes on {row.resumes}")
-    else:
-        how = f" ({row.name}: {row.resumes})" if row is not None else ""
-        made.unknown.append(
-            f"how it goes on from a checkpoint: job.resume.args, or it looks into {{checkpoints}} itself{how}"
-        )
-        yield f"  # resume: {{args: --resume}}   # CHECK: added only where a checkpoint was restored{how}"
-
-
-def _complete(row: Framework | None) -> str:
-    """The file of a checkpoint that a framework writes last; empty: none is known."""
-    return "" if row is None else row.complete or (FORMATS[row.format].complete if row.format else "")
-
-
-def _starting_script(found: ScriptFacts) -> str:
-    """The script through which the command starts the training."""
-    return found.start.through[-1] if found.start.through else "your command"
-
-
-def _checkpoint(found: ScriptFacts, plan: CountingPlan, place: WritePlace, made: Draft) -> Iterator[str]:
-    row, facts, names = found.framework, found.checkpoint, found.names
-    if not names:
-        other = found.saves_else
-        what = f"{other.where} saves {other.value} alone" if other else "nothing that it runs saves a checkpoint"
-        made.unknown.append(
-            f"whether it saves: {what}, so a loss repeats all. Where it does, job.checkpoint.each says what;"
-            " `gpufleet new --try` watches it"
-        )
-        yield f"  checkpoint: none   # CHECK: {what}, so a loss repeats all; else each: says what one checkpoint is"
-        return
-    yield "  checkpoint:"
-    if place.folder or place.why:
-        yield f"    folder: {place.folder or _CHECKPOINTS}" + (f"   # {place.why}" if place.why else "")
-    if facts is None and row is not None and row.format and not place.below:
-        yield f"    format: {row.format}   # {row.name}"
-        if names != FORMATS[row.format].each:
-            yield f"    each: {_always_quoted(names[0])}   # as its {row.naming} is"
-        made.known.append(f"{row.name}: {row.resumes}")
-    elif names:
-        below = place.below if facts is None else ""
-        shown = [below + plan.named(each) for each in names]
+    def _names(self) -> Iterator[str]:
+        """What one checkpoint is, and what completes it."""
+        row, facts = self.row, self.facts
+        shown = [("" if facts else self.place.below) + self.plan.named(each) for each in self.found.names]
         where = facts.where if facts is not None else f"{row.name}, {row.version}" if row is not None else ""
         several = f"[{', '.join(map(_always_quoted, shown))}]"
         yield f"    each: {_quoted(shown[0]) if len(shown) == 1 else several}   # {where}"
-        made.known.append(f"{where}: a checkpoint is {' and '.join(shown)}")
+        self.known(f"{where}: a checkpoint is {' and '.join(shown)}")
         if not re.search(r"\{(step|epoch)", shown[0]):
             yield "    rewritten: true   # the same file each time"
-        if found.complete is not None and shown[0].endswith("/"):
-            yield f"    complete: {_quoted(found.complete.value)}   # {found.complete.where}"
-        elif (complete := _complete(row)) and shown[0].endswith("/"):
-            yield f"    complete: {complete}   # {row.name if row else ''} writes it last"
+        complete, why = self.found.complete, ""
+        last = complete.value if complete is not None else ""
+        if complete is not None:
+            why = complete.where
+        elif row is not None:
+            last = row.complete or (FORMATS[row.format].complete if row.format else "")
+            why = f"{row.name} writes it last"
+        if last and shown[0].endswith("/"):
+            yield f"    complete: {_quoted(last)}   # {why}"
         if row is not None and row.also and facts is None:
             yield f"    also: [{', '.join(row.also)}]   # {row.name} resumes by it"
-    yield from _every_lines(plan, made)
-    seen = f"; the one that was seen had {found.size.value} GB, of the command as tried" if found.size else ""
-    yield f"    size_gb: 1.5   # CHECK: of one checkpoint; the rehearsal and the first receipt tell{seen}"
-    made.unknown.append("how large a checkpoint is: job.checkpoint.size_gb (the price of storage and of a notice)")
 
+    def _every_lines(self) -> Iterator[str]:
+        every, plan = self.plan.every, self.plan
+        if plan.says_every:
+            is_epochs = (every.unit == "epoch" and plan.word != "epoch") or plan.unit == "epoch"
+            yield f"    every: {{{'epochs' if is_epochs else 'steps'}: {every.count}}}   # {every.where}"
+            return
+        known = f": {every.where} says every {every.count} {every.unit}s" if every.count else ""
+        yield f"    every: {{minutes: 10}}   # CHECK: how often it saves, which is what a loss repeats{known}"
+        self.unknown(f"how often it saves, in minutes: job.checkpoint.every{known}")
 
-def _every_lines(plan: CountingPlan, made: Draft) -> Iterator[str]:
-    every = plan.every
-    if _says_every(plan):
-        kind = "epochs" if (every.unit == "epoch" and plan.word != "epoch") or plan.unit == "epoch" else "steps"
-        yield f"    every: {{{kind}: {every.count}}}   # {every.where}"
-        return
-    known = f": {every.where} says every {every.count} {every.unit}s" if every.count else ""
-    yield f"    every: {{minutes: 10}}   # CHECK: how often it saves, which is what a loss repeats{known}"
-    made.unknown.append(f"how often it saves, in minutes: job.checkpoint.every{known}")
+    def progress(self) -> Iterator[str]:
+        row, plan = self.row, self.plan
+        is_formats = row is not None and row.format and FORMATS[row.format].progress
+        if row is not None and is_formats and (self.facts is None or row.format != "dcp"):
+            if self.facts is not None or row.folder:  # else the format has it
+                yield from ("  progress:", f"    format: {row.format}   # {row.name}")
+            return
+        yield "  progress:"
+        shown = [(plan.named(each.regex), each.where) for each in plan.lines]
+        if row is not None and row.progress:
+            shown = [(plan.named(each), f"{row.name}, {row.version}") for each in row.progress]
+        if not shown:
+            bar = "^\\s*" + BAR.format(count="step", total="total")
+            yield f"    stdout: {_quoted(bar)}   # CHECK: tqdm's bar, or a line of yours that tells the step"
+            self.unknown("which line tells the step: job.progress.stdout, with the group (?P<step>...)")
+            return
+        yield "    stdout:"
+        yield from (f"      - {_always_quoted(regex)}   # {where}" for regex, where in shown)
+        self.known(f"{shown[0][1]}: a line of its output tells the {plan.word}")
 
-
-def _says_every(plan: CountingPlan) -> bool:
-    """Whether the file says how often in what the run counts, not in minutes."""
-    if plan.every.count is None or plan.total is None:
-        return False
-    if plan.unit == "epoch" or plan.word == "epoch":
-        return plan.every.unit == "epoch"
-    return plan.every.unit == "step" or plan.steps_per_epoch
-
-
-def _progress(found: ScriptFacts, plan: CountingPlan, made: Draft) -> Iterator[str]:
-    row = found.framework
-    if (
-        row is not None
-        and row.format
-        and FORMATS[row.format].progress
-        and (found.checkpoint is None or row.format != "dcp")
-    ):
-        if found.checkpoint is None and not row.folder:
-            return  # the format has it
-        yield from ("  progress:", f"    format: {row.format}   # {row.name}")
-        return
-    yield "  progress:"
-    shown = [(plan.named(each.regex), each.where) for each in plan.lines]
-    if row is not None and row.progress:
-        shown = [(plan.named(each), f"{row.name}, {row.version}") for each in row.progress]
-    if not shown:
-        yield f"    stdout: {_quoted(_BAR)}   # CHECK: tqdm's bar, or a line of yours that tells the step"
-        made.unknown.append("which line tells the step: job.progress.stdout, with the group (?P<step>...)")
-        return
-    yield "    stdout:"
-    for regex, where in shown:
-        yield f"      - {_always_quoted(regex)}   # {where}"
-    what = {"step": "step", "epoch": "epoch"}[plan.word]
-    made.known.append(f"{shown[0][1]}: a line of its output tells the {what}")
-
-
-def _work(plan: CountingPlan, made: Draft) -> Iterator[str]:
-    if plan.total is None:
-        made.unknown.append(
-            "how long it is: job.work.steps, epochs or hours; until then the bill says what the money buys"
-        )
-        yield "  # work: {hours: {low: 2, likely: 4, high: 8}}   # CHECK: without it the bill says what the money buys"
-        return
-    count, where = plan.total.count, plan.total.where
-    made.known.append(f"{where}: {count} {plan.total.unit}s")
-    yield "  work:"
-    if plan.total.unit == "epoch" and (plan.unit == "epoch" or plan.steps_per_epoch):
-        yield f"    epochs: {count}   # {where}"
-        if plan.steps_per_epoch:
-            made.unknown.append(
-                "how many steps an epoch has: job.work.steps_per_epoch, rows over the batch of all GPUs"
+    def work(self) -> Iterator[str]:
+        plan, total = self.plan, self.plan.total
+        if total is None:
+            self.unknown(
+                "how long it is: job.work.steps, epochs or hours; until then the bill says what the money buys"
             )
+            hours = "{hours: {low: 2, likely: 4, high: 8}}"
+            yield f"  # work: {hours}   # CHECK: without it the bill says what the money buys"
+            return
+        self.known(f"{total.where}: {total.count} {total.unit}s")
+        counts_epochs = total.unit == "epoch" and (plan.unit == "epoch" or plan.steps_per_epoch)
+        is_epoch = plan.word == "epoch" and not counts_epochs
+        key, guess, more = "step_ms", 60_000 if is_epoch else 500, "; a step is one of its epochs here" * is_epoch
+        yield "  work:"
+        yield f"    {'epochs' if counts_epochs else 'steps'}: {total.count}   # {total.where}{more}"
+        if plan.steps_per_epoch:
+            self.unknown("how many steps an epoch has: job.work.steps_per_epoch, rows over the batch of all GPUs")
             yield "    steps_per_epoch: 1000   # CHECK: rows over the batch of all GPUs"
-            yield "    step_ms: {L40S: 500}   # CHECK: a guess until `gpufleet calibrate` has measured it"
-        else:
-            yield "    epoch_minutes: {L40S: 1}   # CHECK: a guess until `gpufleet calibrate` has measured it"
-    else:
-        is_epoch = plan.word == "epoch"
-        yield f"    steps: {count}   # {where}{'; a step is one of its epochs here' if is_epoch else ''}"
-        guess = 60_000 if is_epoch else 500
-        yield f"    step_ms: {{L40S: {guess}}}   # CHECK: a guess until `gpufleet calibrate` has measured it"
-    made.unknown.append("how long a step takes: `gpufleet calibrate` measures it, job.work declares it")
+        elif counts_epochs:
+            key, guess = "epoch_minutes", 1
+        yield f"    {key}: {{L40S: {guess}}}   # CHECK: a guess until `gpufleet calibrate` has measured it"
+        self.unknown("how long a step takes: `gpufleet calibrate` measures it, job.work declares it")
 
+    def stop(self, command: str) -> Iterator[str]:
+        """The signal that it handles; one that a launcher would die of is none of the file's."""
+        if (seen := self.found.saves_on_signal) is not None:
+            self.known(seen.where)
+            yield f"  stop: {{signal: TERM, saves: {seen.value}}}   # {seen.where}"
+            return
+        taken = min(self.found.signals, key=lambda each: each.value != "SIGTERM", default=None)
+        if taken is None:
+            if self.row is not None:
+                self.known(f"{self.row.name}: on SIGTERM it {self.row.on_signal}")
+            return
+        signal, launcher = taken.value.removeprefix("SIG"), self.found.start.launcher
+        launcher = launcher or ("torchrun" if "torchrun" in command else "")
+        if signal != "TERM" and launcher and "--signals-to-handle" not in command:
+            self.unknown(
+                f"{taken.where}: it handles {taken.value}, as clusters send it; {launcher} would die of that and leave"
+                f" its ranks running. Handle SIGTERM there, or let torchrun pass it on:"
+                f" --signals-to-handle={taken.value}, and job.stop.signal: {signal}"
+            )
+            why = f"{taken.where} handles {taken.value}, of which {launcher} dies"
+            yield f"  # stop: {{signal: {signal}}}   # CHECK: {why}"
+            return
+        self.known(f"{taken.where}: it handles {taken.value}; a rehearsal shows whether it saves")
+        yield f"  stop: {{signal: {signal}, saves: unknown}}   # {taken.where}"
 
-def _stop(found: ScriptFacts, command: str, made: Draft) -> Iterator[str]:
-    """The signal that it handles; one that a launcher would die of is none of the file's."""
-    if found.saves_on_signal is not None:
-        made.known.append(f"{found.saves_on_signal.where}")
-        yield f"  stop: {{signal: TERM, saves: {found.saves_on_signal.value}}}   # {found.saves_on_signal.where}"
-        return
-    taken = next(
-        (each for each in found.signals if each.value == "SIGTERM"), found.signals[0] if found.signals else None
-    )
-    if taken is None:
-        if found.framework is not None:
-            made.known.append(f"{found.framework.name}: on SIGTERM it {found.framework.on_signal}")
-        return
-    signal = taken.value.removeprefix("SIG")
-    launcher = found.start.launcher or ("torchrun" if "torchrun" in command else "")
-    if signal in ("USR1", "USR2") and launcher and "--signals-to-handle" not in command:
-        made.unknown.append(
-            f"{taken.where}: it handles {taken.value}, as clusters send it; {launcher} would die of that and leave its"
-            f" ranks running. Handle SIGTERM there, or let torchrun pass it on: --signals-to-handle={taken.value}, and"
-            f" job.stop.signal: {signal}"
-        )
-        yield f"  # stop: {{signal: {signal}}}   # CHECK: {taken.where} handles {taken.value}, of which {launcher} dies"
-        return
-    made.known.append(f"{taken.where}: it handles {taken.value}; a rehearsal shows whether it saves")
-    yield f"  stop: {{signal: {signal}, saves: unknown}}   # {taken.where}"
+    def secrets(self) -> Iterator[str]:
+        if wandb := self.found.wandb:
+            yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {wandb.where}: {wandb.value}"
 
+    def inputs(self, command: str) -> Iterator[str]:
+        """Those that the command names."""
+        if not (names := dict.fromkeys(INPUT.findall(command))):
+            self.unknown("what the data is: storage.inputs, or the script fetches it itself (setup)")
+            yield "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # read as {inputs.NAME} in the command"
+            return
+        self.unknown(f"where the data is: storage.inputs ({', '.join(names)})")
+        yield "  inputs:   # CHECK: a folder, or s3://bucket/prefix; the rehearsal needs a folder with a little of it"
+        yield from (f"    {name}: data/{name}" for name in names)
 
-def _secrets(found: ScriptFacts) -> Iterator[str]:
-    if found.wandb:
-        yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {found.wandb.where}: {found.wandb.value}"
+    # The rehearsal ----------------------------------------------------------------------------------------------------
 
+    def small(self, command: str, interval: int, total: int | None) -> str:
+        """The command, small enough for a laptop's CPU as far as its settings are known; `total`: None leaves it."""
+        settings, every, plan = self.settings, self.plan.every, self.plan
+        wanted: list[tuple[Setting | None, object]] = [
+            (plan.total.setting if plan.total is not None and total is not None else None, total),
+            (every.setting if self.can_say_every else None, interval),
+            *((settings.first(each), value) for each, value in ((LOG_EVERY, 1), (DEVICE, "cpu"), (BACKEND, "gloo"))),
+        ]
+        for each, value in wanted if self.passes_on else ():
+            if each is not None and each.form and not each.is_flag and not isinstance(each.default, bool):
+                command = with_setting(command, each, value)
+        if self.found.runs_alone:  # one process on a CPU needs no launcher, and some scripts take any for GPUs
+            command = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", command)
+        if (setting := settings.first(COMPILE)) is not None and setting.form.endswith("={}"):
+            command = with_setting(command, setting, False)
+        is_script = self.starts_trainer and self.row is not None and not self.row.form and self.found.script
+        return f"{command} {_HF_ON_CPU}" if is_script else command
 
-def _inputs(command: str, made: Draft) -> Iterator[str]:
-    """Those that the command names."""
-    if not (names := dict.fromkeys(INPUT.findall(command))):
-        made.unknown.append("what the data is: storage.inputs, or the script fetches it itself (setup)")
-        yield "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # read as {inputs.NAME} in the command"
-        return
-    made.unknown.append(f"where the data is: storage.inputs ({', '.join(names)})")
-    yield "  inputs:   # CHECK: a folder, or s3://bucket/prefix; the rehearsal needs a folder with a little of it"
-    yield from (f"    {name}: data/{name}" for name in names)
+    @property
+    def can_say_every(self) -> bool:
+        """Whether the command line says how often it saves, as a number."""
+        setting = self.plan.every.setting
+        is_number = setting is not None and (setting.typed is None or setting.count is not None)
+        return setting is not None and is_number and bool(setting.form) and self.passes_on
 
-
-# The rehearsal --------------------------------------------------------------------------------------------------------
-
-
-def _rehearsal(found: ScriptFacts, plan: CountingPlan, command: str, made: Draft) -> Iterator[str]:
-    """The lines of a rehearsal's section: the command, small enough for a laptop's CPU, as far as its settings are
-    known.
-    """
-    small, settings, total, every = command, found.settings, plan.total, plan.every
-    counts_epochs = total is not None and total.unit == "epoch"
-    setting = total.setting if total is not None else None
-    can_say = every.setting is not None and bool(every.setting.form) and found.start.passes_on
-    interval = (1 if every.unit == "epoch" else REHEARSED_EVERY) if can_say or every.count is None else every.count
-    count, check, long = max(REHEARSED_EPOCHS if counts_epochs else REHEARSED_STEPS, 3 * interval), "", 0
-    if setting is not None and setting.form and found.start.passes_on:
-        small = with_setting(small, setting, count)
-        long = 1000 if counts_epochs else 100_000
-    else:
-        count, check = (
-            (total.count or count) if total is not None else count,
-            "   # CHECK: as many as that command does",
-        )
-        made.unknown.append(
-            "how a rehearsal gets fewer steps: the script takes no count from its command line"
-            + (f", and trains all {total.count} of {total.where} there" if total is not None else "")
-        )
-    wanted: list[tuple[Setting | None, object]] = [(every.setting if can_say else None, interval)]
-    wanted += [(settings.first(names), value) for names, value in ((LOG_EVERY, 1), (DEVICE, "cpu"), (BACKEND, "gloo"))]
-    for each, value in wanted if found.start.passes_on else ():
-        if each is not None and each.form and not each.is_flag and not isinstance(each.default, bool):
-            small = with_setting(small, each, value)
-    if found.runs_alone:  # one process on a CPU needs no launcher, and some scripts take any for GPUs
-        small = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", small)
-    compile_ = settings.first(COMPILE)
-    if compile_ is not None and compile_.form.endswith("={}"):
-        small = with_setting(small, compile_, False)
-    if (
-        found.framework is not None
-        and found.framework.format == "hf-trainer"
-        and found.framework.form == ""
-        and found.start.script
-    ):
-        small += f" {_HF_ON_CPU}"
-    tried = with_setting(small, setting, long) if long and setting is not None else small
-    made.trial = Trial(command=tried, resume=found.resume.value if found.resume else "")
-    yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
-    if not any((found.folder / name / "bin").is_dir() for name in ENVIRONMENTS):
-        yield "  # python: path/to/python   # CHECK: which has what the script imports; else this machine's python3"
-        made.unknown.append("which Python has what the script imports: its folder has no .venv, so rehearsal.python")
-    yield "  job:"
-    yield f"    command: {_quoted(small)}   # CHECK: small enough for a CPU"
-    yield "    device: cpu"
-    yield "    gpus: 1"
-    yield "    work:"
-    if counts_epochs and plan.steps_per_epoch:
-        yield f"      epochs: {count}{check}"
-        yield "      steps_per_epoch: 10   # CHECK: of the rehearsal's data"
-    else:
-        yield f"      {'epochs' if plan.unit == 'epoch' else 'steps'}: {count}{check}"
-    yield "    checkpoint:"
-    if found.names:
-        kind = "epochs" if plan.unit == "epoch" or (every.unit == "epoch" and plan.steps_per_epoch) else "steps"
-        minutes = "" if _says_every(plan) else "minutes: null, "
-        yield f"      every: {{{minutes}{kind}: {interval}}}"
-        yield "      size_gb: 0.01"
-    yield "      heartbeat_s: 1"
-    yield "  estimate:"
-    yield "    step_ms: [500]"
-    yield "    setup_minutes: 0.1"
-    yield "    restart_minutes: 0.1"
-    yield "    capacity_wait_minutes: 0.05"
-    yield "  interruptions:"
-    yield "    with_notice: 1"
-    yield "    without_notice: 1"
+    def rehearsal(self, command: str) -> Iterator[str]:
+        """The lines of a rehearsal's section."""
+        plan, total, every = self.plan, self.plan.total, self.plan.every
+        counts_epochs, check = total is not None and total.unit == "epoch", ""
+        interval = every.count or REHEARSED_EVERY
+        if self.can_say_every or every.count is None:
+            interval = 1 if every.unit == "epoch" else REHEARSED_EVERY
+        count = max(REHEARSED_EPOCHS if counts_epochs else REHEARSED_STEPS, 3 * interval)
+        setting = total.setting if total is not None else None
+        can_say_total = setting is not None and bool(setting.form) and self.passes_on
+        small = self.small(command, interval, count if can_say_total else None)
+        tried = with_setting(small, setting, 1000 if counts_epochs else 100_000) if can_say_total and setting else small
+        if not can_say_total:
+            count, check = (
+                (total.count if total is not None else 0) or count,
+                "   # CHECK: as many as that command does",
+            )
+            trains = f", and trains all {total.count} of {total.where} there" if total is not None else ""
+            self.unknown(f"how a rehearsal gets fewer steps: the script takes no count from its command line{trains}")
+        resume = self.found.resume.value if self.found.resume else ""
+        self.made.trial = Trial(
+            command=tried, resume=resume, workdir="{checkpoints}" if self.place.workdir else "",
+            environment={**(self.row.environment if self.row else {}), **self.place.environment},
+        )  # fmt: skip
+        yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
+        if not any((self.found.folder / name / "bin").is_dir() for name in ENVIRONMENTS):
+            yield "  # python: path/to/python   # CHECK: which has what the script imports; else this machine's python3"
+            self.unknown("which Python has what the script imports: its folder has no .venv, so rehearsal.python")
+        yield from ("  job:", f"    command: {_quoted(small)}   # CHECK: small enough for a CPU", "    device: cpu")
+        yield from ("    gpus: 1", "    work:")
+        is_epochs = plan.unit == "epoch" or (counts_epochs and plan.steps_per_epoch)
+        yield f"      {'epochs' if is_epochs else 'steps'}: {count}{check}"
+        if counts_epochs and plan.steps_per_epoch:
+            yield "      steps_per_epoch: 10   # CHECK: of the rehearsal's data"
+        yield "    checkpoint:"
+        if self.found.names:
+            saves_epochs = plan.unit == "epoch" or (every.unit == "epoch" and plan.steps_per_epoch)
+            minutes = "" if plan.says_every else "minutes: null, "
+            yield f"      every: {{{minutes}{'epochs' if saves_epochs else 'steps'}: {interval}}}"
+            yield "      size_gb: 0.01"
+        yield _REHEARSED
 
 
 def _always_quoted(text: str) -> str:
