@@ -78,7 +78,8 @@ def _printed(site: Site, values: Values) -> list[Piece]:
     """What a call prints, in pieces."""
     first, *more = site.call.args
     if chain := dotted(first):
-        first = next((node for node, _ in values.bound(chain, first, site.scope) if pieces(node)), first)
+        bound = (node for node, _ in values.bound(chain, first, site.scope) if pieces(node))
+        first = next((node for node in bound if isinstance(node, ast.expr)), first)
     if more and _PRINTS_ALL.fullmatch(site.name):
         return [piece for each in site.call.args for piece in (" ", *(pieces(each) or [(each, "")]))][1:]
     if more and isinstance(text := literal(first), str):  # logging.info("step %d", step)

@@ -154,8 +154,9 @@ class Reach:
         for file in self.files:
             for node in self.names(file).definitions.values():
                 self._reach((file, node))
-                for each in node.body if isinstance(node, ast.ClassDef) else ():
-                    self._reach_function(each, Scope(file, (), node))
+                if isinstance(node, ast.ClassDef):
+                    for each in node.body:
+                        self._reach_function(each, Scope(file, (), node))
         self._follow()
 
     def names(self, file: str) -> ModuleNames:

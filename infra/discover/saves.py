@@ -253,7 +253,7 @@ def _score(save: CodeSave, saves: Saves, values: Values) -> float:
             (-4.0, setting is not None and isinstance(setting.value, int) and setting.value <= 0),  # it is off
             (0.5, isinstance(head, str) or (head is not None and head.kind in ("setting", "checkpoints"))),
             (2.5, save.site.scope.file == values.entry),
-            (-2.0, not re.search(r"[A-Za-z<]", text.replace("<any>", ""))),
+            (-4.0, not re.search(r"[A-Za-z<]", re.sub(r"<(any|step|epoch|batch)>", "", text))),
         )
     )
 

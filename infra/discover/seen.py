@@ -114,7 +114,7 @@ def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
     row = found.framework
     lines: list[PrintedLine] = []
     for regex, where in [
-        *((each, row.name) for each in (row.patterns if row is not None else ())),
+        *((each, row.name) for row in filter(None, [row]) for each in row.patterns),
         *((each.regex, each.where) for each in found.lines),
     ]:
         if matching := [line for line in seen.output if re.search(regex, line)]:
@@ -329,7 +329,7 @@ def _are_epochs(writes: list[Written], numbers: list[int], counters: list[_Count
 def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> None:
     """A save after a signal counts where something catches the signal: else it was under way, and may be cut."""
     ended = f"was still there {LEAVES_S:.0f} s later" if first.code is None else f"ended with exit code {first.code}"
-    later = [each for each in first.writes if each.began > signalled_at and not NO_CHECKPOINT.search(each.name)]
+    later = [each for each in first.writes if each.began >= signalled_at and not NO_CHECKPOINT.search(each.name)]
     if first.catches and later:
         seen.saves_on_signal = True
         seen.signal_evidence = f"seen: after SIGTERM it wrote {Path(later[0].name).name} and {ended}"

@@ -27,7 +27,6 @@ _HF_ON_CPU = "--use_cpu true --report_to none"
 _CHECKPOINTS = "'{checkpoints}'"
 _REQUIRED = re.compile(r"  (image|command|code):")
 _REHEARSED = """\
-      heartbeat_s: 1
   estimate:
     step_ms: [500]
     setup_minutes: 0.1
@@ -398,10 +397,8 @@ class _Writer:
             self.known(f"{where}: it saves into the folder that it starts in, so it starts in {{checkpoints}}")
             place.workdir = f"  workdir: '{{checkpoints}}'   # {where}: it saves into the folder that it starts in"
             if not start.through and not start.is_module:
-                words = (
-                    (each, re.match(r"[^-/{]", each) and (self.found.folder / each).exists()) for each in typed.split()
-                )
-                return " ".join(f"{{code}}/{each.removeprefix('./')}" if is_file else each for each, is_file in words)
+                there = {each for each in typed.split() if each[0] not in "-/{" and (self.found.folder / each).exists()}
+                return " ".join(f"{{code}}/{e.removeprefix('./')}" if e in there else e for e in typed.split())
             place.environment["PYTHONPATH"] = "{code}"
             place.workdir = (
                 f"  workdir: '{{checkpoints}}'   # CHECK: {where} saves where it starts; other paths are seen from it"
@@ -669,12 +666,14 @@ class _Writer:
         yield f"      {'epochs' if is_epochs else 'steps'}: {count}{check}"
         if counts_epochs and plan.steps_per_epoch:
             yield "      steps_per_epoch: 10   # CHECK: of the rehearsal's data"
-        yield "    checkpoint:"
         if self.found.names:
             saves_epochs = plan.unit == "epoch" or (every.unit == "epoch" and plan.steps_per_epoch)
             minutes = "" if plan.says_every else "minutes: null, "
-            yield f"      every: {{{minutes}{'epochs' if saves_epochs else 'steps'}: {interval}}}"
-            yield "      size_gb: 0.01"
+            yield from (
+                "    checkpoint:",
+                f"      every: {{{minutes}{'epochs' if saves_epochs else 'steps'}: {interval}}}",
+            )
+            yield from ("      size_gb: 0.01", "      heartbeat_s: 1")
         yield _REHEARSED
 
 
