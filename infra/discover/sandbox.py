@@ -138,11 +138,12 @@ class Sandbox:
                 time.sleep(LOOK_S)
             if process.poll() is None and ask:
                 asked = processes.addressees(process.pid, signal.SIGTERM)
-                watch.catches = any(processes.catches(each, signal.SIGTERM) for each in asked)
+                catching = [each for each in asked if processes.catches(each, signal.SIGTERM)]
+                watch.catches = bool(catching)
                 mark = self.root / "asked"  # the clock of files is behind this process's by a tick
                 mark.touch()
                 watch.signalled_at = mark.stat().st_mtime
-                processes.send(asked, signal.SIGTERM)
+                processes.send(catching or asked, signal.SIGTERM)  # a shell that dies first would end its guard
                 deadline = time.monotonic() + LEAVES_S
                 while process.poll() is None and time.monotonic() < deadline:
                     files.look()
