@@ -110,7 +110,7 @@ def bill_in_numbers(bill: _Bill, *, warnings: Iterable[str] = (), problems: Iter
             )
             for line in bill.lines
         ),
-        interruptions=float(chosen.interruptions),
+        interruptions=float(chosen.interruptions.mean),
         stopped=None if bill.cap is None else float(bill.cap.probability),
         kept_usd_per_month=float(bill.kept.usd_per_month),
         prices_as_of=bill.prices_as_of,

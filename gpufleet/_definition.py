@@ -17,7 +17,7 @@ from gpufleet.infra.definition.loader import STACK_NAME, find, load, project_roo
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenario as one_scenario
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.inputs.archive import FOLDER
+from gpufleet.infra.inputs.folders import FOLDER
 from gpufleet.job import atomic
 
 Given = str | Path | Mapping[str, Any]

@@ -36,7 +36,7 @@ from gpufleet.job.clock import SteadyClock, uptime
 from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.bucket import FLEETS
 from gpufleet.job.contract.codes import AttemptExit
-from gpufleet.job.contract.environment import JOB_CONTAINER, NODE_UPTIME, RUN_URI
+from gpufleet.job.contract.environment import BOOTED_AT, JOB_CONTAINER, NODE_UPTIME, RUN_URI
 from gpufleet.job.contract.run import RunFile, load
 from gpufleet.job.contract.workdir import ENDED, LOG, PACKAGES, START
 from gpufleet.job.supervisor import bootstrap
@@ -103,7 +103,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     above = leash.ABOVE if contained else ""
 
     def process(words: list[str], more: dict[str, str]) -> TrainerProcess:
-        told = {"PYTHONUNBUFFERED": "1", **more}
+        told = {"PYTHONUNBUFFERED": "1", BOOTED_AT: repr(clock.booted), **more}
         if contained:
             path = environment.get("PYTHONPATH", "")  # with what the image lacked
             return ContainedProcess(workdir, words, {**told, "PYTHONPATH": path})
@@ -125,7 +125,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         child.go(rung)
         return child
 
-    sampler = Sampler(gpus=len(gpus)) if gpus else None
+    sampler = Sampler(gpus=len(gpus), clock=clock) if gpus else None
     # Importing torch takes seconds: meanwhile this process stages what it trains on.
     early = [begin()] if run.nodes == 1 else []
     metadata = Metadata(

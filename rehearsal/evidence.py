@@ -1,4 +1,4 @@
-"""What a rehearsal must have shown: every promise about the run as a Check with its figure.
+"""What a rehearsal must have shown: every promise about the run with its figure.
 
 Reads only what a user gets: the results folder, the receipt, the timeline.
 """
@@ -24,12 +24,11 @@ from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
 from gpufleet.job.spec.common import PhaseSize
 from gpufleet.rehearsal import account
-from gpufleet.rehearsal.account import Resource
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine
 from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.timeline import Timeline
-from gpufleet.rehearsal.watch import NodeView, Watch
+from gpufleet.rehearsal.watch import Begun, NodeView, Watch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +55,7 @@ class Rehearsal:
 
 NOTICE_SEEN_S = 5.0  # as often as the supervisor asks
 STAGE_KEYS = ("row", "candidate", "name", "what", "index")  # what names a result of a stage after training
+LEFT = "left after destroy"
 RECOVERY_S = 10.0  # beyond importing torch: bench/results/bars.md
 
 
@@ -70,6 +70,11 @@ class Promise:
     held: bool
     required: bool = True
     shown: bool = True
+
+    @property
+    def is_broken(self) -> bool:
+        """It fails the rehearsal."""
+        return self.required and self.shown and not self.held
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +144,11 @@ class Evidence:
         watch = self.rehearsal.watch
         assert watch is not None
         if self.rehearsal.definition.nodes > 1:
-            return [self._of_several(view, before) for view, before in watch.taken]
+            return [
+                self._of_several(view, watch.generations[before + 1])
+                for view, before in watch.taken
+                if before + 1 in watch.generations
+            ]
         by_instance = {attempt.instance: attempt for attempt in self.receipt.attempts}
         found = []
         for before, after in pairwise(watch.views.values()):
@@ -159,14 +168,11 @@ class Evidence:
             )
         return found
 
-    def _of_several(self, view: NodeView, generation: int) -> Resumption:
-        """How the next generation went on. Raises GpufleetError where none did."""
+    def _of_several(self, view: NodeView, begun: Begun) -> Resumption:
+        """How the next generation went on."""
         watch = self.rehearsal.watch
         assert watch is not None
         assert view.interrupted is not None
-        begun = watch.generations.get(generation + 1)
-        if begun is None:
-            raise GpufleetError(f"nobody went on after {view.name} was gone")
         return Resumption(
             kind=view.interrupted.kind,
             last_step=begun.reached,
@@ -177,16 +183,8 @@ class Evidence:
         )
 
 
-def checks(evidence: Evidence) -> list[Promise]:
-    """Every promise about the run. Raises GpufleetError when one did not hold."""
-    found = list(_checks(evidence))
-    broken = [check for check in found if check.required and check.shown and not check.held]
-    if broken:
-        raise GpufleetError("; ".join(f"{check.name}: {check.figure}" for check in broken))
-    return found
-
-
-def _checks(evidence: Evidence) -> Iterator[Promise]:
+def checks(evidence: Evidence) -> Iterator[Promise]:
+    """Every promise about the run."""
     rehearsal, definition = evidence.rehearsal, evidence.rehearsal.definition
     assert rehearsal.watch is not None
     views = list(rehearsal.watch.views.values())
@@ -215,6 +213,10 @@ def _checks(evidence: Evidence) -> Iterator[Promise]:
         yield Promise(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
     for resumption in evidence.resumptions():
         yield from _resumed(evidence, resumption)
+    if definition.nodes > 1:
+        for view, generation in rehearsal.watch.taken:
+            if generation + 1 not in rehearsal.watch.generations:
+                yield Promise(name="went on together", figure=f"nobody did after {view.name} was gone", held=False)
     for boundary in evidence.growths:
         yield Promise(name=f"growth into {boundary['phase']}", figure=_figures(boundary), held=_passed(boundary))
     for name, lines in evidence.stages.items():
@@ -326,15 +328,15 @@ def _figures(boundary: Mapping[str, Any]) -> str:
     )
 
 
-def leftovers(rehearsal: Rehearsal) -> dict[Resource, dict[str, str]]:
-    """What exists after the destroy. Raises GpufleetError for anything that the definition did not ask to keep."""
+def leftovers(rehearsal: Rehearsal) -> Promise:
+    """That what exists after the destroy is what the definition asks to keep."""
     left, kept = rehearsal.cloud.leftovers(), rehearsal.definition.storage.keep.bucket
-    unwanted = [f"{kind} {name}" for kind, name in left if not (kept and kind == "bucket")]
-    if unwanted:
-        raise GpufleetError(f"left in the account: {', '.join(unwanted)}")
+    names = ", ".join(f"{kind} {name}" for kind, name in left)
     if kept and not left:
-        raise GpufleetError("the bucket was to be kept, and it is gone")
-    return left
+        return Promise(name=LEFT, figure="nothing, and the bucket was to be kept", held=False)
+    unwanted = [kind for kind, _ in left if not (kept and kind == "bucket")]
+    asked = " (asked for)" if names and not unwanted else ""
+    return Promise(name=LEFT, figure=f"{names or 'nothing'}{asked}", held=not unwanted)
 
 
 def _document(path: Path) -> dict[str, Any]:

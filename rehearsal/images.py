@@ -99,7 +99,8 @@ class Docker:
 
     def remove(self, instance: str) -> None:
         """Ends a node's containers at once."""
-        _refused(self.program, "rm", "-f", container.name(instance), jobs.name(instance))
+        named = (container.name(instance), jobs.name(instance), jobs.watcher_name(instance))
+        _refused(self.program, "rm", "-f", *named)
 
     def hold(self, instance: str) -> None:
         """Stops all of a node's command until `go`."""

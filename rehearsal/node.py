@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +55,15 @@ class RehearsalNode:
 class NodeRunner:
     """Runs a node for every instance that the cloud launches, until `close`."""
 
-    def __init__(self, cloud: Cloud, folder: Path, programs: Path | None = None, docker: Docker | None = None) -> None:
-        """`programs`: the folder that comes first on the PATH of a command of the user's own; `docker`: runs the
-        containers, None: a stand-in does.
+    def __init__(
+        self,
+        cloud: Cloud,
+        folder: Path,
+        programs: Callable[[Path], Path] | None = None,
+        docker: Docker | None = None,
+    ) -> None:
+        """`programs`: gives the folder that comes first on the PATH of a command of the user's own, for a node of this
+        root; `docker`: runs the containers, None: a stand-in does.
         """
         missing = [name for name in NEEDED if shutil.which(name) is None]
         if missing:
@@ -152,7 +159,7 @@ class NodeRunner:
         python = Path(sys.executable)
         path = (STANDINS, python.parent, os.environ.get("PATH", os.defpath), STANDINS / "absent")
         return {
-            **({USER_PATH: str(self._programs)} if self._programs else {}),
+            **({USER_PATH: str(self._programs(root))} if self._programs else {}),
             **(self._docker.environment() if self._docker else {}),
             "PATH": os.pathsep.join(map(str, path)),
             "HOME": str(root / "root"),

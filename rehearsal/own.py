@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from botocore.exceptions import ClientError
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.inputs import code
+from gpufleet.job import atomic
 from gpufleet.job.contract import environment, metrics
 from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.workdir import FINAL
@@ -23,8 +24,9 @@ from gpufleet.job.text import counted
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
 LEAST_GB = 0.0001  # that job.checkpoint.size_gb may be
+FEW = 5  # files that are named
 LATE = 3  # times its interval without any checkpoint, or checkpoints without any step
-Listing = Mapping[str, tuple[int, int]]  # by name: bytes and time of writing
+Listing = Mapping[Path, str]  # by shipped file: the hash of its content, empty where it is gone
 
 
 def lacking(definition: StackDefinition) -> Iterator[str]:
@@ -52,8 +54,27 @@ def secret_values(definition: StackDefinition) -> Iterator[None]:
 def listing(definition: StackDefinition, root: Path) -> Listing:
     """What is shipped of the code's folder; empty where nothing is."""
     tree = code.read(definition, root)
-    files = {} if tree is None else tree.files
-    return {name: (path.lstat().st_size, path.lstat().st_mtime_ns) for name, path in files.items()}
+    return _contents([] if tree is None else tree.files.values())
+
+
+def _contents(files: Iterable[Path]) -> Listing:
+    """By content: git and its hooks write files anew that they do not change."""
+    return {path: atomic.sha256(path) if path.is_file() else "" for path in files}
+
+
+def code_is_untouched(before: Listing, root: Path) -> Promise:
+    """That what was shipped is still there. A commit is no matter, nor are new files and the rest of the repository."""
+    after = _contents(before)
+    changed = sorted(
+        os.path.relpath(path, root) + ("" if after[path] else " (gone)")
+        for path in before
+        if before[path] != after[path]
+    )
+    figure = f"{counted(len(before), 'file')}, untouched"
+    if changed:
+        figure = f"{', '.join(changed[:FEW])}{' ...' if changed[FEW:] else ''} changed while this ran, and what was"
+        figure += " rehearsed is what was there before: rehearse it again, and leave what is shipped alone meanwhile"
+    return Promise(name="your code's folder", figure=figure, held=not changed)
 
 
 def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
@@ -112,10 +133,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
         held=bool(published) or not config.saves,
     )
     if not rehearsal.stand_in:
-        after = listing(definition, rehearsal.root)
-        changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
-        figure = f"{counted(len(after), 'file')}, untouched" if not changed else ", ".join(changed[:5])
-        yield Promise(name="your code's folder", figure=figure, held=not changed)
+        yield code_is_untouched(before, rehearsal.root)
     left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
     yield Promise(name="outputs", figure=counted(len(left), "file"), held=True)
     yield from _secrets(rehearsal)

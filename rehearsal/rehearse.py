@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +31,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.measurement import own_programs
+from gpufleet.infra.inputs import overlay
 from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
 from gpufleet.job import progress
@@ -36,7 +39,7 @@ from gpufleet.job.spec import CommandConfig
 from gpufleet.rehearsal import block, environment, evidence, images, own, pace, plumbing, report, scratch, undisturbed
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Result
-from gpufleet.rehearsal.evidence import Evidence, Rehearsal
+from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal
 from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.timeline import Timeline, say
 from gpufleet.rehearsal.undisturbed import Until
@@ -45,15 +48,33 @@ from gpufleet.rehearsal.watch import Watch, plan, possible
 QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # the packages of `job` that no ready-made one does without
 RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
+_REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # begins what a command says is wrong
+LONGEST = 400  # characters of the last line's reason; all of it is above
 NOT_SHOWN = 3  # of an attempt: nothing failed, and not all of it was shown
 
 
+INSTALLS = (
+    "What it installs goes into an environment over that one, made anew for each node and removed at the end; yours is "
+    "not written into. rehearsal.job.setup: '' leaves the set-up out"
+)
+
+
 class StepFailedError(GpufleetError):
-    """A step of the rehearsal did not hold. Carries which."""
+    """A step of the rehearsal failed. Carries which, and why."""
 
     def __init__(self, step: str, why: str) -> None:
-        self.step = step
+        self.step, self.why = step, why
         super().__init__(f"{step}: {why}")
+
+
+class AnswerError(GpufleetError):
+    """A command, or the engine, has answered no. Its text is the reason; carries all that was printed."""
+
+    def __init__(self, printed: str, what: str = "") -> None:
+        self.printed = f"{what}\n{printed.rstrip()}".strip()
+        found = _REASON.search(printed)
+        lines = printed[found.end() if found else 0 :].strip().splitlines() or [what]
+        super().__init__("\n".join(lines) if found else lines[-1])
 
 
 def rehearse(
@@ -186,7 +207,7 @@ def _attempt(
                 docker.require_reach(cloud.endpoint)
                 if impatience := docker.impatience(definition):
                     out(f"Warning: {impatience}")
-            runner = NodeRunner(cloud, project / "nodes", programs, docker)
+            runner = NodeRunner(cloud, project / "nodes", _programs_of(definition, project, programs, python), docker)
             stack.callback(runner.close)
             engine = stack.enter_context(
                 Engine.open(project, cloud.environment(), definition.name, say=_logger(project / "engine.log"))
@@ -206,6 +227,8 @@ def _attempt(
             way(f"Engine: {engine.name}")
             if python is not None:
                 way(f"Your script's Python: {os.path.normpath(python)}; rehearsal.python names another")
+                if definition.job.parameters.installs:
+                    way(INSTALLS)
             try:
                 is_shown = run_steps(rehearsal, out, way)
             except BaseException:
@@ -218,8 +241,7 @@ def _attempt(
         fast = error.__cause__
         if changed is None and isinstance(fast, pace.TooFastError) and pace.longer(definition, fast.step_ms):
             raise fast from None
-        out(f"\nFAILED after {timeline.seconds:.0f} s, at {error}\nEverything it left is in {_shown(project, root)}")
-        for line in scratch.full_disks(project, Path(tempfile.gettempdir())):
+        for line in _end(error, timeline.seconds, project, root):
             out(line)
         return 1
     except KeyboardInterrupt:
@@ -233,9 +255,9 @@ def _attempt(
 
 def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[str], None]) -> bool:
     """The rehearsal itself; `way` gets what is said before the report. Whether all that it promises was shown. Raises
-    StepFailedError at the first thing that does not hold.
+    GpufleetError where a step fails, and after the report where a promise did not hold.
     """
-    name, timeline, before = rehearsal.name, rehearsal.timeline, _git_status(rehearsal.root)
+    name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
         shipped = own.listing(rehearsal.definition, rehearsal.root)
         for line in command(rehearsal, "prepare", name).strip().splitlines()[-2:]:  # the dataset, the prediction
@@ -260,21 +282,50 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
         timeline.add("results", "results downloaded")
         found = Evidence(rehearsal)
         if rehearsal.until == "limit":
-            checks = undisturbed.limit_checks(found)
+            checks = list(undisturbed.limit_checks(found))
         else:
             checks = [*evidence.checks(found), *own.checks(found, shipped)]
-    with step(rehearsal, "destroy"):
-        destroyed = _ok(rehearsal.engine.destroy())
-        asked = " (the bucket and what belongs to it, as asked)" if "kept" in destroyed.changes else ""
-        timeline.add("destroy", f"destroy: {_changes(destroyed)}{asked}")
-    with step(rehearsal, "sweep"):
-        swept = command(rehearsal, "sweep", name)
-        left = evidence.leftovers(rehearsal)
-    with step(rehearsal, "git status"):
-        unchanged(before, _git_status(rehearsal.root))
+    try:
+        with step(rehearsal, "destroy"):
+            destroyed = _ok(rehearsal.engine.destroy())
+            asked = " (the bucket and what belongs to it, as asked)" if "kept" in destroyed.changes else ""
+            timeline.add("destroy", f"destroy: {_changes(destroyed)}{asked}")
+            checks.append(evidence.leftovers(rehearsal))
+        with step(rehearsal, "sweep"):
+            swept = command(rehearsal, "sweep", name).strip().splitlines()[-1]
+            checks.append(Promise(name="sweep", figure=swept, held=True))
+    except StepFailedError as error:  # what the run itself has shown is not lost with it
+        checks.append(Promise(name=error.step, figure=error.why, held=False))
     with step(rehearsal, "report"):
-        report.write(found, out, checks=checks, left=left, swept=swept)
+        report.write(found, out, checks=checks)
+    if broken := [f"{check.name}: {check.figure}" for check in checks if check.is_broken]:
+        raise GpufleetError("; ".join(broken))
     return all(check.shown for check in checks)
+
+
+def _programs_of(
+    definition: StackDefinition, project: Path, programs: Path | None, python: Path | None
+) -> Callable[[Path], Path] | None:
+    """By a node's root the folder of programs of the user's command there. Where it installs, each node has an
+    environment of its own over the user's, as each has a container of its own: what the one before installed is gone.
+    """
+    if programs is None or python is None:
+        return None
+    if definition.job.parameters.installs:
+        return lambda root: overlay.make(python, root / "environment", cache=project / "pip")
+    return lambda root: programs
+
+
+def _end(error: GpufleetError, seconds: float, project: Path, root: Path) -> Iterator[str]:
+    """What is printed of a failure: all that is known, where the rest is, and the reason in the last line."""
+    cause = error.__cause__ if isinstance(error, StepFailedError) else error
+    where, why = (f", at {error.step}", error.why) if isinstance(error, StepFailedError) else ("", str(error))
+    reason = textwrap.shorten(why, LONGEST, placeholder=" ...")
+    printed = cause.printed if isinstance(cause, AnswerError) else why
+    yield f"\n{printed}" if printed != reason else ""
+    yield f"Everything it left is in {_shown(project, root)}"
+    yield from scratch.full_disks(project, Path(tempfile.gettempdir()))
+    yield f"FAILED after {seconds:.0f} s{where}: {reason}"
 
 
 @contextmanager
@@ -322,7 +373,7 @@ def _answer(rehearsal: Rehearsal, process: subprocess.Popen[str], words: Sequenc
     with (rehearsal.project / "commands.log").open("a", encoding="utf-8") as log:
         log.write(f"$ gpufleet {' '.join(words)}\n{out}")
     if process.returncode:
-        raise GpufleetError(f"gpufleet {' '.join(words)} gave {process.returncode}\n{out}".rstrip())
+        raise AnswerError(out, f"$ gpufleet {' '.join(words)}")
     return out
 
 
@@ -376,7 +427,7 @@ def import_torch_s() -> float:
 
 def _ok(result: Result) -> Result:
     if not result.ok:
-        raise GpufleetError(result.diagnostics.rstrip() or result.text.rstrip())
+        raise AnswerError(result.diagnostics.rstrip() or result.text)
     return result
 
 
@@ -390,27 +441,6 @@ def _logger(path: Path) -> Callable[[str], None]:
             log.write(line + "\n")
 
     return write
-
-
-def unchanged(before: str, after: str) -> None:
-    """Raises GpufleetError with the lines of `git status` that only one of the two has, new files left out: they touch
-    nothing that was there.
-    """
-    was, now = set(before.splitlines()), set(after.splitlines())
-    if changed := sorted((was - now) | {line for line in now - was if not line.startswith("?? ")}):
-        raise GpufleetError(
-            "`git status` has changed, and what is there may not be edited meanwhile:\n" + "\n".join(changed)
-        )
-
-
-def _git_status(root: Path) -> str:
-    """What git says of the user's checkout; empty without one."""
-    try:
-        words = ("git", "status", "--porcelain", "--", ":/", ":(exclude)rehearsals")
-        done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout
 
 
 def _shown(path: Path, root: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from gpufleet.job.contract.receipt import money
 from gpufleet.job.contract.workdir import RECEIPT
 from gpufleet.job.supervisor import receipt as receipts
 from gpufleet.rehearsal import own
-from gpufleet.rehearsal.account import Resource
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.evidence import Evidence, Promise
 from gpufleet.rehearsal.timeline import clock
@@ -28,10 +27,10 @@ def write(
     out: Callable[[str], None],
     *,
     checks: Sequence[Promise],
-    left: Mapping[Resource, Mapping[str, str]],
-    swept: str,
 ) -> None:
-    """Writes the page, receipt.json and summary.json beside the results, and prints the report."""
+    """Writes the page, receipt.json and summary.json beside the results, and prints the report, whether or not all of
+    it has held.
+    """
     rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
     (folder / RECEIPT).write_bytes((folder / "results" / RECEIPT).read_bytes())
     (folder / NAME).write_text(report.html(report.read(folder / "results")), encoding="utf-8")
@@ -48,14 +47,15 @@ def write(
     for check in checks:
         mark = "ok" if check.held else "?" if not check.shown else "slow" if not check.required else "NO"
         out(f"  {mark:<5} {check.name}: {check.figure}")
-    names = ", ".join(f"{kind} {name}" for kind, name in left)
-    out(f"  ok    left after destroy: {names + ' (asked for)' if names else 'nothing'}")
-    out(f"        sweep: {swept.strip().splitlines()[-1]}")
     told = json.dumps(summary(evidence, checks), indent=1)
     (folder / SUMMARY).write_text(told + "\n", encoding="utf-8")
-    place = folder.with_suffix("").relative_to(rehearsal.root)  # where it will be in a moment: all of it has held
+    is_broken = any(check.is_broken for check in checks)
+    place = (folder if is_broken else folder.with_suffix("")).relative_to(
+        rehearsal.root
+    )  # where it will be in a moment
     out(f"\nFiles: {place}/{{{NAME}, bill.json, receipt.json, summary.json, timeline.jsonl, results/}}")
-    out(closing(checks, rehearsal.timeline.seconds))
+    if not is_broken:
+        out(closing(checks, rehearsal.timeline.seconds))
 
 
 def duration_check(seconds: float) -> Promise:
@@ -86,7 +86,8 @@ def summary(evidence: Evidence, checks: Sequence[Promise]) -> dict[str, Any]:
         "run": rehearsal.definition.run.id,
         "engine": rehearsal.engine.name,
         "seconds": round(rehearsal.timeline.seconds, 1),
-        "slow": [check.name for check in checks if not check.held],
+        "failed": [check.name for check in checks if check.is_broken],
+        "slow": [check.name for check in checks if not check.held and not check.required],
         "steps": sum(evidence.steps_done().values()),
         "nodes": len(rehearsal.watch.views) if rehearsal.watch else 0,
         "interruptions": [f"{r.kind} at {r.last_step}" for r in resumptions],

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from gpufleet.infra.definition.model import Interruptions, Place, StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
+from gpufleet.job.command.host import SETUP_BEGINS, SETUP_ENDS
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.messages import Observed
@@ -118,6 +119,7 @@ class NodeView:
     seen: bool = False  # its supervisor has read the notice
     ended: bool = False
     interrupted: Planned | None = None
+    is_setting_up: bool = False  # its command's set-up runs
     signalled: bool = False  # its command was sent a signal
     held_until: float | None = None  # time.monotonic() at which its trainer goes on at the latest
     observed: Observed = field(default_factory=Observed)  # of a command's start
@@ -334,6 +336,12 @@ class Watch:
             view.signalled = view.signalled or bool(_ASKED.search(line))
             if _STEP.match(line):
                 self._tell("step", line, quiet=False, node=view.node.instance.id)
+            begins, ends = (line.endswith(f" host: {words}") for words in (SETUP_BEGINS, SETUP_ENDS))
+            if view.is_setting_up or begins:
+                self._tell("setup", f"{view.name}: {line.partition(' host: ')[2] if begins or ends else f'  {line}'}")
+            view.is_setting_up = begins or (view.is_setting_up and not ends)
+        if view.is_setting_up:  # in silence as well: its host ends what says nothing for job.progress.silence_minutes
+            self._news = time.monotonic()
 
     def _observe(self, view: NodeView) -> None:
         """What a command's host says of it. Raises RunFailedError for what will not hold, once that is sure."""

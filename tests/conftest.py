@@ -25,13 +25,13 @@ forget_account()
 for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
     del os.environ[name]
 if MOVED_CLOCK:  # also for those whose environment a test has made, a node's say
-    _start = subprocess.Popen.__init__
+    _start: Any = subprocess.Popen.__init__
 
     def _start_moved(self: Any, *words: Any, env: Any = None, **how: Any) -> None:
         _start(self, *words, env=None if env is None else {**MOVED_CLOCK, **env}, **how)
 
     subprocess.Popen.__init__ = _start_moved  # type: ignore[method-assign]
-SERVERS = re.compile(r"multiprocessing\.|forked")  # which serve all tests of a worker
+SERVERS = re.compile(r"multiprocessing\.|forked|judge\.child \d+ (compile|serve)")  # which serve all tests of a worker
 LONG = {
     "test_engine_real.py",
     "test_killed_calls.py",

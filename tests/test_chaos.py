@@ -12,7 +12,8 @@ from supervisor_world import Bench, FaultyStore
 
 from gpufleet.job.supervisor.store import Store
 
-QUICK = ["S3 faults", "clocks set", "metadata faults", "node refused"]  # the others are tests of their own, at one seed
+# The others are tests of their own, at one seed.
+QUICK = ["S3 faults", "S3 answers", "clocks set", "metadata faults", "node refused"]
 
 
 class StopWatch:

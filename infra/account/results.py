@@ -32,11 +32,12 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.evidence import receipts
 from gpufleet.job import atomic, progress
-from gpufleet.job.contract import bucket, reading
+from gpufleet.job.contract import bucket
 from gpufleet.job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
 from gpufleet.job.contract.done import EARLY, FINISHED, FLEET_GONE, NODE_ENDED, Done
 from gpufleet.job.contract.lives import KEPT_S, Lives
 from gpufleet.job.contract.receipt import Receipt, parse
+from gpufleet.job.contract.results import refusal
 from gpufleet.job.contract.run import load
 from gpufleet.job.contract.workdir import RECEIPT, RESULTS, RUN
 from gpufleet.job.supervisor import attempts, fleet, receipt
@@ -194,11 +195,9 @@ def _download(folder: RunFolder, each: StoredObject, target: Path, advance: prog
 
 def _is_file(name: str, say: Callable[[str], None]) -> bool:
     """Whether an object may be brought here: else its name is said, and it stays in the bucket."""
-    try:
-        return bool(reading.name(name))
-    except reading.DoubtError as error:
-        say(f"left in the bucket: an object whose name {error}")
-        return False
+    if why := refusal(name):
+        say(f"left in the bucket: an object whose name {why}")
+    return not why
 
 
 def _same(path: Path, each: StoredObject) -> bool:

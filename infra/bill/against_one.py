@@ -73,7 +73,7 @@ def against_one(definition: StackDefinition, several: Side, one: Side) -> Agains
     fleet, instance = definition.fleet, several.option.instance
     at = max(range(len(several.runtime.phases)), key=lambda index: several.runtime.phases[index].seconds)
     idle = several.needed.idle_hours * several.exposure.usd_h
-    stated = several.runtime.speed == "stated"
+    stated = several.runtime.speed in ("declared", "guessed")
     others = fleet.cards == "one" and instance.efa_cards > 1 and not stated
     return AgainstOne(
         nodes=fleet.nodes,

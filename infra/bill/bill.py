@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
+from typing import TYPE_CHECKING
 
-from gpufleet.infra.bill.against_one import AgainstOne
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.options import TypeCost
@@ -18,6 +18,9 @@ from gpufleet.infra.catalog.reclaim import Reclaimed
 from gpufleet.infra.definition.model import Capacity, Deadline
 from gpufleet.infra.risk.cadence import BestInterval
 from gpufleet.infra.risk.hazard import Hazard
+
+if TYPE_CHECKING:
+    from gpufleet.infra.bill.against_one import AgainstOne
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

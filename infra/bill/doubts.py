@@ -16,6 +16,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.discover.marks import processes_asked
 from gpufleet.infra.evidence.calibration import RefusedCalibration
 from gpufleet.infra.risk import unknown
+from gpufleet.infra.risk.hazard import gang
 from gpufleet.job.contract.aws import NOTICE_S
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.text import counted
@@ -39,10 +40,13 @@ def warnings(
             f" {slower[1]:.0%} of those hours"
         )
     for type_, calibration in calibrations.items():
-        if isinstance(calibration, RefusedCalibration):
+        if isinstance(calibration, RefusedCalibration) and type_ in definition.fleet.instance_types:
             yield f"{type_}: {calibration.why}"
     if bill.against_one is not None:
         yield from bill.against_one.warnings()
+        if bill.capacity == "spot":
+            more = gang(definition.nodes)
+            yield f"that {definition.nodes} nodes are interrupted {more:.1f} times as often as one is an assumption"
     if definition.nodes > 1 and config.is_users_own and not config.says_which_node():
         yield (
             "job.command names none of {node_rank}, {master} and {port}: unless it reads GPUFLEET_NODE_RANK and so on,"
@@ -149,6 +153,9 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
     config, prefix = definition.job.parameters, known_regions()[bill.region].zone_id_prefix
     needs_gb = fit.scratch_gb(config)
     for option in bill.types:
+        if reason := option.left_out.get(bill.capacity):
+            yield f"left out of the fleet: {reason}"
+            continue
         instance, nodes = option.instance, definition.nodes
         used, paid = config.ranks(instance.gpu_count, nodes), instance.gpu_count * nodes
         if used < paid and config.device == "cuda":
@@ -177,7 +184,11 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
                     f" ({high.zone}); the bill stands on the dearest{_leave_out(definition, option.spot, prefix)}"
                 )
             known = {zone.zone for zone in option.spot}
-            if unknown := [prefix + zone for zone in definition.fleet.zone_ids if zone not in known]:
+            unknown = [prefix + zone for zone in definition.fleet.zone_ids if zone not in known]
+            if unknown and definition.limits.usd_per_hour is not None:
+                named = ", ".join(unknown)
+                yield f"{option.type}: left out in {named}, not known to cost at most {definition.limits.usd_per_hour}"
+            elif unknown:
                 yield f"{option.type}: no spot price is known in {', '.join(unknown)}, where AWS may launch it as well"
             if option.on_demand and high.price.amount >= option.on_demand.amount:
                 yield f"{option.type}: spot in {high.zone} costs as much as on demand"

@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
+from typing import TYPE_CHECKING
 
 from gpufleet.infra.bill import doubts, limits, lines, options
-from gpufleet.infra.bill.against_one import AgainstOne, against_one
 from gpufleet.infra.bill.bill import Bill, Cap, KeptStorage
 from gpufleet.infra.bill.lines import Line
+from gpufleet.infra.bill.own_steps import StepTime, known_steps
 from gpufleet.infra.bill.side import (
     FEW,
     UNBOUND,
     Hazards,
     Side,
-    after_calibration,
     cadence,
     exact,
     hours_bound_by,
     price_side,
     span_usd,
-    usd_at_hazards,
+    supposed,
 )
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.catalog.reclaim import reclaimed
@@ -36,6 +36,9 @@ from gpufleet.infra.definition.model import MARKETS, StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.evidence.speeds import Speeds
 from gpufleet.infra.risk import closed_form, simulation
+
+if TYPE_CHECKING:
+    from gpufleet.infra.bill.against_one import AgainstOne
 
 
 def price(
@@ -61,7 +64,9 @@ def price(
     only_priced = definition.variant.only_priced
     if only_priced:
         definition = replace(definition, limits=UNBOUND)
-    types, capacity = options.type_costs(definition, catalog, calibrations, speeds), definition.fleet.capacity
+    known = known_steps(definition, catalog, calibrations or {})
+    types = options.type_costs(definition, catalog, calibrations, speeds, known)
+    capacity = definition.fleet.capacity
     if options.dearest(types, capacity) is None:
         raise options.refuse(definition, types)
     sides = {
@@ -80,6 +85,8 @@ def price(
     spot, on_demand, chosen = sides["spot"], sides["on-demand"], sides[capacity]
     assert chosen is not None
     endless = definition.job.parameters.is_endless
+    unmeasured = not (chosen.runtime.calibrated or endless)
+    at_hazards, measured_usd = supposed(chosen, spot=capacity == "spot", measured=unmeasured)
     bill = Bill(
         stack=definition.name,
         scenario=definition.scenario,
@@ -98,9 +105,9 @@ def price(
         chance=chosen.exposure.chance if capacity == "spot" else None,
         reclaimed=reclaimed(chosen.type, definition.fleet.region) if capacity == "spot" else None,
         cadence=cadence(chosen) if capacity == "spot" else None,
-        usd_at_hazard=usd_at_hazards(chosen) if capacity == "spot" else (),
+        usd_at_hazard=at_hazards,
         span_usd=span_usd(chosen),
-        measured_usd=None if chosen.runtime.calibrated or endless else after_calibration(chosen),
+        measured_usd=measured_usd,
         break_even_hazard=_break_even(spot, on_demand),
         types=types,
         fits=tuple(phase for option in types for phase in option.fits),
@@ -112,7 +119,7 @@ def price(
         max_price_age_days=definition.estimate.max_price_age_days,
         calibrated=chosen.runtime.calibrated,
         buys=chosen.trained_hours if endless else None,
-        against_one=_against_one(definition, chosen, catalog, dataset_bytes, hazards, speeds, today),
+        against_one=_against_one(definition, chosen, catalog, dataset_bytes, hazards, speeds, known, today),
         hourly_usd={each.name: each.usd_per_hour for each in lines.hourly_charges(definition, catalog)},
     )
     return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes, calibrations or {}), *not_ready))
@@ -125,12 +132,15 @@ def _against_one(
     dataset_bytes: int | None,
     hazards: Hazards | None,
     speeds: Speeds | None,
+    known: Sequence[StepTime],
     today: date | None,
 ) -> AgainstOne | None:
     if definition.nodes == 1 or definition.job.parameters.is_endless:
         return None
+    from gpufleet.infra.bill.against_one import against_one  # here: most bills are of one node
+
     alone = definition.on_nodes(1)
-    types = options.type_costs(alone, catalog, None, speeds)
+    types = options.type_costs(alone, catalog, None, speeds, known)
     one = price_side(
         alone,
         catalog,

@@ -19,7 +19,6 @@ from gpufleet.infra.bill.side import FEW, Quantiles, Side, quantiles_of
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.risk import simulation
-from gpufleet.infra.risk.deadline import finished
 from gpufleet.infra.text import hours
 from gpufleet.job.contract.aws import SWITCH_MARGIN_S
 
@@ -93,6 +92,8 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
     left_h, spot, on_demand = definition.hours_left(now), bill.spot, bill.on_demand
     if not definition.fleet.falls_back or bill.only_priced or left_h is None or spot is None or on_demand is None:
         return None
+    from gpufleet.infra.risk.deadline import finished  # here: most bills have none
+
     type_, sure, train_h = _launched(bill, on_demand)
     stop_h = max(spot.exposure.reserve_h, sure.reserve_h)
     by_h, work_h = left_h - stop_h, sure.phase_ends_h[-1]

@@ -114,7 +114,7 @@ def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, 
     ranks = config.ranks(instance.gpu_count)
     rung = whole or config.choose_rung(instance.gpu_memory_gb, index, ranks)
     shown = rung or config.ladder(ranks)[-1]
-    needs = config.memory(index, shown.micro, checkpointing=shown.checkpointing, ranks=ranks)
+    needs = config.memory_on(index, shown, ranks)
     why = _misfit_reason(config, instance, index, rung, needs)
     return Fit(
         type=instance.type,

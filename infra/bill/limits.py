@@ -87,7 +87,7 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
     needs = {
         option.type: max(option.runtime.total_s / 3600, MINIMUM_H) + reserve_h(definition.job.parameters, option)
         for option in bill.types
-        if option.runtime and option.holds_the_job and not option.why
+        if option.runtime and option.holds_the_job and not option.why and bill.capacity not in option.left_out
     }
     if bill.only_priced or due is None or left_h is None or not needs:
         return []

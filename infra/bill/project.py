@@ -6,7 +6,7 @@ what its identity is, stays what the file says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -20,7 +20,6 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence import own_speeds
 from gpufleet.infra.evidence.calibration import Calibration, find_all
 from gpufleet.infra.evidence.observations import observations
-from gpufleet.infra.inputs import folders
 from gpufleet.infra.inputs.prepared import counted_by, prepared_dataset
 from gpufleet.infra.risk.hazard import learn
 
@@ -51,13 +50,17 @@ def bill_of(
     )
 
 
-def bill_basis(definition: StackDefinition, root: Path, catalog: Catalog) -> BillBasis:
-    """What lies under `root` of this definition: the prepared dataset, and calibrations of its types.
+def bill_basis(
+    definition: StackDefinition, root: Path, catalog: Catalog, types: Iterable[str] | None = None
+) -> BillBasis:
+    """What lies under `root` of this definition: the prepared dataset, and calibrations of its types, or of these. Of a
+    command's every one: others are guessed from it.
 
     A scenario that is only priced and says what its data counts keeps its word: it is of no dataset that there is.
     """
     dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
-    calibrations = find_all(definition, catalog.instances, root)
+    asked = catalog.instances if definition.job.parameters.is_users_own else types
+    calibrations = find_all(definition, catalog.instances, root, asked)
     return BillBasis(
         definition=_as_measured(counted_by(definition, dataset), calibrations),
         dataset_bytes=_uploaded(definition, root) if dataset is None else sum(file.bytes for file in dataset.files),
@@ -82,4 +85,8 @@ def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> Sta
 
 def _uploaded(definition: StackDefinition, root: Path) -> int | None:
     """Bytes of a command's inputs that are uploaded; None for a job that takes a dataset, and has none yet."""
-    return None if definition.job.parameters.dataset_kind else folders.size(definition, root)
+    if definition.job.parameters.dataset_kind:
+        return None
+    from gpufleet.infra.inputs import folders  # here: ready-made jobs have none
+
+    return folders.size(definition, root)

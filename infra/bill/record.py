@@ -59,7 +59,8 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "spot": bill.spot and _side(bill.spot),
         "on_demand": bill.on_demand and _side(bill.on_demand),
         **({"block": _side(bill.block)} if bill.block else {}),
-        "interruptions_expected": round(bill.chosen.interruptions, 3),
+        "interruptions": quantiles(bill.chosen.interruptions),
+        "interruptions_expected": round(float(bill.chosen.interruptions.mean), 3),
         "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
         "hazard": bill.chance and _hazard(bill.chance),
         "reclaimed_a_month": bill.reclaimed and asdict(bill.reclaimed) | {"as_of": bill.reclaimed.as_of.isoformat()},
@@ -75,6 +76,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
                 "on_demand": str(option.on_demand.amount) if option.on_demand else None,
                 "fits": option.holds_the_job,
                 "why": option.why,
+                **({"left_out": dict(option.left_out)} if option.left_out else {}),
             }
             for option in bill.types
         ],

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gpufleet.infra.bill.own_steps import StepTime
 from gpufleet.infra.catalog import Instance
 from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import roofline
 from gpufleet.infra.evidence.calibration import Calibration, PhaseSpeed
-from gpufleet.infra.evidence.speeds import NOBODY, OURS, Expected, SpeedGroup, Speeds, family, shipped
+from gpufleet.infra.evidence.speeds import OURS, Expected, SpeedGroup, Speeds, family, shipped
 from gpufleet.infra.risk import unknown
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.spec.common import PhaseSize
@@ -35,8 +36,9 @@ UPLOAD_GB_S = 1.02  # 17.4 GB to S3 in 17 s, once, on g5.12xlarge; never above t
 DECODE_S = 0.02  # one token of every sequence at once in plain PyTorch: launch-bound; never below reading the weights
 _STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
 
-# Where step times come from: a calibration or receipt; the definition's own figures; the table of measured speeds.
-SpeedBasis = Literal["measured", "stated", "derived"]
+# Where step times come from: a calibration or receipt; the definition's own figures; these or a measurement, of other
+# GPUs; the table of measured speeds.
+SpeedBasis = Literal["measured", "declared", "guessed", "derived"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,14 +74,10 @@ class Runtime:
     held_s: float  # at the end: a buffer, or a node that is kept longer than its work
     basis: str
     speed: SpeedBasis
-    sigma: float  # of ln(actual/these hours of work), as far as `speed` says how far it may be off
-    shared: float = 0.0  # the part of it that the job has on every GPU
+    faster: float  # sigma of ln(actual/these hours of work), below the median
+    slower: float  # above it
+    shared: float = 0.0  # the part of both that the job has on every GPU
     setup_seen: bool = False  # set-up is a receipt's
-
-    @property
-    def measured(self) -> bool:
-        """Whether step times are somebody's figures, not a share of the data sheet's."""
-        return self.speed != "derived"
 
     @property
     def calibrated(self) -> bool:
@@ -113,13 +111,15 @@ def hours(
     hold_hours: float | None = None,
     buffer: float = 0.0,
     calibration: Calibration | None = None,
+    own: StepTime | None = None,
     speeds: Speeds | None = None,
 ) -> Runtime:
     """The run on `nodes` nodes of `instance`, each kept for `hold_hours` when that is longer than the work; the
     work grows by the share `buffer`, at its end. `cards`: those that nodes talk over.
 
-    `calibration`: what was measured of this job on one such node. A figure of `estimate` goes before it. `speeds`: what
-    was measured of other jobs and GPUs; without them what the shipped table says.
+    `calibration`: what was measured of this job on one such node. A figure of `estimate` goes before it. `own`: the
+    step of a user's own command there. `speeds`: what was measured of other jobs and GPUs; without them what the
+    shipped table says.
     Raises GpufleetError when its speed can be derived from nothing.
     """
     sizes = config.phases()
@@ -128,15 +128,14 @@ def hours(
         calibration = None
     timed = calibration is not None and sizes[0].counts == "steps"
     upload_gb_s = upload_rate(instance, estimate)
-    expected = _expected(config, instance, ranks, speeds)
-    share = expected.share if estimate.efficiency is None else float(estimate.efficiency)
+    speed = _speed_basis(estimate, own, timed=timed)
+    expected = [_expected(size, instance, ranks, speeds) for size in sizes]
     ends_with = (*list(config.sizes().exports.values())[-1:], *config.sizes().final.values())
     last_gb = (config.sizes().phase_ends[len(sizes) - 1] + sum(ends_with)) / 1e9
     finish_s = calibration.finish_s if calibration and sizes[-1].steps else None
     written_s = last_gb / scratch_rate(instance, root) if finish_s is None else finish_s
     upload_s = written_s + last_gb / SHA256_GB_S + last_gb / upload_gb_s
 
-    derived = _speed_basis(config, instance, estimate, timed=timed) == "derived"
     phases: list[PhaseTime] = []
     launched: list[str] = []  # phases whose GPU waits for its host
     evaluation_s = stalls_s = growth_s = 0.0
@@ -148,8 +147,9 @@ def hours(
         ended = (after is not None and after.boundary_s is not None) or (last and finish_s is not None)
         launch_ms = roofline.launch_ms(size, instance, config, ranks)
         exchange_ms = roofline.exchange_ms(size, instance, config, ranks, nodes, cards)
-        step_ms = _step_ms(index, sizes, limit_ms, launch_ms, exchange_ms, share, config, instance, estimate, seen)
-        if size.steps and derived and limit_ms is not None and launch_ms > limit_ms / share:
+        share = expected[index].share if estimate.efficiency is None else float(estimate.efficiency)
+        step_ms = _step_ms(index, sizes, limit_ms, launch_ms, exchange_ms, share, config, instance, estimate, seen, own)
+        if size.steps and speed == "derived" and limit_ms is not None and launch_ms > limit_ms / share * size.slower:
             launched.append(size.name)
         beside = _beside_s(config, size, instance, ranks, step_ms, seen, ended=ended)
         growth = size.growth_s if seen is None or seen.boundary_s is None or not index else seen.boundary_s
@@ -185,6 +185,7 @@ def hours(
     setup_s, setup_seen = _setup_s(instance, estimate, calibration, speeds)
     worked_s = sum(phase.seconds for phase in phases)
     restart = estimate.restart_minutes
+    faster, slower, shared = _spread(speed, phases, expected, calibration, own)
     return Runtime(
         phases=tuple(phases),
         ranks=ranks,
@@ -195,10 +196,11 @@ def hours(
         growth_s=growth_s,
         upload_s=upload_s,
         held_s=max(buffer * worked_s, 0.0 if hold_hours is None else hold_hours * 3600 - (setup_s + worked_s)),
-        basis=calibration.basis if timed and calibration else _basis(config, instance, estimate, share, launched),
-        speed=_speed_basis(config, instance, estimate, timed=timed),
-        sigma=max(unknown.MEASURED, calibration.spread) if timed and calibration else expected.sigma,
-        shared=expected.shared,
+        basis=calibration.basis if timed and calibration else _basis(estimate, own, phases, expected, launched),
+        speed=speed,
+        faster=faster,
+        slower=slower,
+        shared=shared,
         setup_seen=setup_seen,
     )
 
@@ -217,18 +219,42 @@ def scratch_rate(instance: Instance, root: Disk) -> float:
     return min(root.throughput_mibps * 1.048576e-3, instance.ebs_gbps / 8)
 
 
-def _expected(config: JobConfig, instance: Instance, ranks: int, known: Speeds | None) -> Expected:
-    """The share of the roofline that a job of this kind reaches on these GPUs."""
-    source = NOBODY if config.is_users_own else OURS
-    return (known or shipped()).expect(SpeedGroup(instance.gpu.name, config.work_kind(), source, ranks > 1))
+def _expected(size: PhaseSize, instance: Instance, ranks: int, known: Speeds | None) -> Expected:
+    """The share of the roofline that a ready-made job's phase reaches on these GPUs."""
+    return (known or shipped()).expect(SpeedGroup(instance.gpu.name, size.kind, OURS, ranks > 1))
 
 
-def _speed_basis(config: JobConfig, instance: Instance, estimate: Estimate, *, timed: bool) -> SpeedBasis:
-    if estimate.step_ms is not None:
-        return "stated"
-    if timed:
+def _speed_basis(estimate: Estimate, own: StepTime | None, *, timed: bool) -> SpeedBasis:
+    if estimate.step_ms is None and timed:
         return "measured"
-    return "derived" if config.declared_step_ms(instance.gpu.name) is None else "stated"
+    if estimate.step_ms is None and own is None:
+        return "derived"
+    return "guessed" if own and own.guessed else "declared"
+
+
+def _spread(
+    speed: SpeedBasis,
+    phases: Sequence[PhaseTime],
+    expected: Sequence[Expected],
+    calibration: Calibration | None,
+    own: StepTime | None,
+) -> tuple[float, float, float]:
+    """Sigmas of ln(actual/said hours of work), below and above the median, and what every GPU shares of them. Of phases
+    the mean, each as much as it takes.
+    """
+    if speed == "measured" and calibration is not None:
+        sigma = max(unknown.MEASURED, calibration.spread)
+        return sigma, sigma, 0.0
+    if own is not None:
+        return own.faster, own.slower, own.shared
+    if speed != "derived":
+        return unknown.STATED, unknown.STATED, 0.0
+    whole = sum(phase.seconds for phase in phases)
+    sigma, shared = (
+        sum(phase.seconds * getattr(each, name) for phase, each in zip(phases, expected, strict=True)) / whole
+        for name in ("sigma", "shared")
+    )
+    return sigma, sigma, shared
 
 
 def _step_ms(
@@ -242,6 +268,7 @@ def _step_ms(
     instance: Instance,
     estimate: Estimate,
     seen: PhaseSpeed | None,
+    own: StepTime | None,
 ) -> float:
     """Milliseconds per optimizer step of a phase; for one without steps, what a step of its shape would take."""
     if estimate.step_ms is not None:
@@ -249,15 +276,19 @@ def _step_ms(
         return float(estimate.step_ms[len(training) - 1])
     if seen is not None and sizes[index].counts == "steps":
         return seen.step_ms
-    if (declared := config.declared_step_ms(instance.gpu.name)) is not None:
-        return declared
-    if not sizes[index].flops_per_token and sizes[index].steps:
+    if own is not None:
+        return own.step_ms
+    if config.is_users_own:
+        peak = (
+            "" if instance.gpu.bf16_tflops else f", and the catalog has no peak of a {instance.gpu.name} to guess from"
+        )
         key = f"{config.path}.work.step_ms"
         what, ways = "a step", f"measure it (`gpufleet calibrate`), or write {key}"
         if sizes[index].counts == "epochs":
             what, ways = "an epoch", f"write {config.path}.work.epoch_minutes"
         raise GpufleetError(
-            f"{instance.type}: nobody has said how long {what} takes on its GPU: {ways}: {{{instance.gpu.name}: ...}}"
+            f"{instance.type}: nobody has said how long {what} takes on its GPU{peak}: {ways}:"
+            f" {{{instance.gpu.name}: ...}}"
         )
     if config.device == "cpu":
         raise GpufleetError(f"job.parameters.device: cpu has no roofline; give {_STEP_MS}")
@@ -266,7 +297,7 @@ def _step_ms(
             f"{instance.type}: the peak of its GPU ({instance.gpu.name}) in this job's precision is not in the catalog,"
             f" so its speed cannot be derived; give {_STEP_MS}"
         )
-    return roofline.with_exchange(max(limit_ms / share, launch_ms), *exchange_ms)
+    return roofline.with_exchange(max(limit_ms / share * sizes[index].slower, launch_ms), *exchange_ms)
 
 
 def _save_s(
@@ -330,11 +361,23 @@ def _setup_s(
     return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0), False
 
 
-def _basis(config: JobConfig, instance: Instance, estimate: Estimate, share: float, launched: Sequence[str]) -> str:
+def _basis(
+    estimate: Estimate,
+    own: StepTime | None,
+    phases: Sequence[PhaseTime],
+    expected: Sequence[Expected],
+    launched: Sequence[str],
+) -> str:
+    if own is not None:
+        return own.said if own.guessed else f"{own.said} as declared, not measured"
     if estimate.step_ms is not None:
         return "step times from estimate.step_ms"
-    if config.declared_step_ms(instance.gpu.name) is not None:
-        return f"{config.path}.work as declared, not measured"
-    whose = "as others measured" if estimate.efficiency is None else "estimate.efficiency"
-    said = f"{share:.0%} of the roofline, {whose}"
+    derived = [each for phase, each in zip(phases, expected, strict=True) if phase.steps and phase.name not in launched]
+    shares = [each.share for each in derived] or [each.share for each in expected]
+    if estimate.efficiency is not None:
+        said = f"{float(estimate.efficiency):.0%} of the roofline, estimate.efficiency"
+    else:
+        low, high = (f"{each:.0%}" for each in (min(shares), max(shares)))
+        whose = " and ".join(dict.fromkeys(each.whose for each in derived or expected))
+        said = f"{low if low == high else f'{low} to {high}'} of the roofline, {whose}"
     return f"{said}, but for {', '.join(launched)}: what the host needs to launch a step" if launched else said

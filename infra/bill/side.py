@@ -82,7 +82,7 @@ class Side(Prepared):
     needed_hours: Quantiles
     metered_usd: Quantiles  # the same as the job's meter counts: interrupted first hours not credited
     alone_usd: Quantiles  # needed_usd, if all but interruptions were as the lines say
-    interruptions: float  # expected
+    interruptions: Quantiles  # whole numbers but for the mean, which few runs with a high hazard make
     probability_stopped: float  # by a limit, before the work is done
     within: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind usd
     needed: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind needed_usd
@@ -181,7 +181,7 @@ def settle(
         needed_hours=needed_hours,
         metered_usd=metered_usd,
         alone_usd=needed_usd if alone is None else _figures(alone, prepared)[0],
-        interruptions=float(outcome.interruptions.mean()),
+        interruptions=quantiles_of(outcome.interruptions.astype(float)),
         probability_stopped=float(outcome.stopped.mean()),
         within=outcome,
         needed=needed,
@@ -195,13 +195,6 @@ def cadence(side: Side) -> BestInterval | None:
     if not side.exposure.chance.median or not saves or not side.exposure.phase_ends_h[-1]:
         return None
     return optimal(side.exposure, side.runtime.stalls_s / saves)
-
-
-def after_calibration(side: Side) -> Quantiles:
-    """USD to finish as far as they would be known if the job had been measured on this GPU."""
-    known = replace(side.exposure.unknown, faster=unknown.MEASURED, slower=unknown.MEASURED)
-    measured = replace(side.exposure.unlimited, unknown=known)
-    return _figures(simulation.simulate(measured, runs=min(FEW, side.runs)), side)[0]
 
 
 def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
@@ -222,18 +215,31 @@ def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
     return found
 
 
-def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
-    """(word, interruptions per node-hour, mean USD to finish)."""
-    alone = side.exposure.unlimited.interruptions_alone
-    fixed = [replace(alone, hazard=hazard) for _, hazard in HAZARD_WORDS]
-    outcomes = simulation.simulate_each(fixed, runs=min(FEW, side.runs))
-    means = [_figures(outcome, side)[0].mean for outcome in outcomes]
-    return tuple((word, hazard, mean) for (word, hazard), mean in zip(HAZARD_WORDS, means, strict=True))
+def supposed(
+    side: Side, *, spot: bool, measured: bool
+) -> tuple[tuple[tuple[str, float, Decimal], ...], Quantiles | None]:
+    """USD to finish under other suppositions. On `spot`: (word, interruptions per node-hour, mean) of each word. For
+    `measured`: as far as they would be known if the job had been measured on this GPU; else None.
+    """
+    unlimited, words = side.exposure.unlimited, HAZARD_WORDS if spot else ()
+    exposures = [replace(unlimited.interruptions_alone, hazard=hazard) for _, hazard in words]
+    if measured:
+        known = replace(side.exposure.unknown, faster=unknown.MEASURED, slower=unknown.MEASURED)
+        exposures.append(replace(unlimited, unknown=known))
+    outcomes = simulation.simulate_each(exposures, runs=min(FEW, side.runs))  # together: it costs the longest alone
+    usd = [_figures(outcome, side)[0] for outcome in outcomes]
+    at_hazards = ((word, hazard, each.mean) for (word, hazard), each in zip(words, usd, strict=False))
+    return tuple(at_hazards), usd[-1] if measured else None
 
 
 def exact(value: float) -> Decimal:
     """Four decimals, never minus zero."""
     return Decimal(f"{value:.4f}") or Decimal("0.0000")
+
+
+def mean_usd(prepared: Prepared, outcome: simulation.SimulatedRuns) -> Decimal:
+    """The mean of the simulated runs, as settle() has it."""
+    return prepared.total + exact(float(outcome.usd.mean() - prepared.exposure.uninterrupted_usd))
 
 
 def quantiles_of(values: Floats) -> Quantiles:
@@ -300,14 +306,11 @@ def hours_bound_by(definition: StackDefinition, side: Side) -> str:
 
 def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, price_age_days: int) -> Unknown:
     """What of the run nobody knows, beside its interruptions."""
-    config, gpus = definition.job.parameters, option.instance.gpus
-    faster, slower = config.stated_spread() or (None, None)
-    sigma = unknown.STATED if runtime.speed == "stated" else runtime.sigma
     return Unknown(
-        faster=sigma if faster is None or runtime.calibrated else faster,
-        slower=sigma if slower is None or runtime.calibrated else slower,
-        shared=runtime.shared if runtime.speed == "derived" else 0.0,
-        device=gpus,
+        faster=runtime.faster,
+        slower=runtime.slower,
+        shared=runtime.shared,
+        device=option.instance.gpus,
         price=unknown.spot_price(price_age_days),
         offer=f"{option.type} in {definition.fleet.region}",
         setup=unknown.SETUP_MEASURED if runtime.setup_seen else unknown.SETUP,

@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import date
 from decimal import Decimal
+from typing import TYPE_CHECKING
 
 from gpufleet.infra.bill.bill import Bill
-from gpufleet.infra.bill.fallback import Fallback
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.bill.lines import FEE, NOT_PRICED, account_discount
-from gpufleet.infra.bill.side import Quantiles, Side
-from gpufleet.infra.definition.model import deadline_text
+from gpufleet.infra.bill.side import Quantiles
+from gpufleet.infra.definition.model import MARKETS, Capacity, deadline_text
 from gpufleet.infra.risk.hazard import word
 from gpufleet.infra.text import table, wrap
 from gpufleet.job.contract.aws import NOTICE_S
 from gpufleet.job.text import counted
+
+if TYPE_CHECKING:
+    from gpufleet.infra.bill.fallback import Fallback
 
 
 def render(
@@ -111,8 +114,7 @@ def _totals(bill: Bill, fallback: Fallback | None) -> Iterator[str]:
     beside = bill.cap is not None and counted_usd[2:4] != figures("", chosen.needed_usd)[2:4]
     if beside:
         rows.append(counted_usd)
-    others = {"on spot": bill.spot, "on demand": bill.on_demand}
-    rows += [_other(market, side) for market, side in others.items() if side is not chosen]
+    rows += [_other(bill, market) for market in MARKETS if market != bill.capacity]
     if fallback is not None:
         rows.append(figures(*fallback.row()))
     hours = "hours of each node" if chosen.exposure.nodes > 1 else "node-hours"
@@ -140,7 +142,7 @@ def _parts(bill: Bill) -> Iterator[tuple[str, ...]]:
         yield figures("  all, after `gpufleet calibrate`", bill.measured_usd)
 
 
-_SPEED = {"measured": "measured", "stated": "as stated", "derived": "not measured"}
+_SPEED = {"measured": "measured", "declared": "as declared", "guessed": "guessed", "derived": "not measured"}
 
 
 def _limits_note(bill: Bill) -> str:
@@ -157,10 +159,13 @@ def figures(name: str, values: Quantiles) -> tuple[str, ...]:
     return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
 
 
-def _other(market: str, other: Side | None) -> tuple[str, ...]:
+def _other(bill: Bill, market: Capacity) -> tuple[str, ...]:
+    """The run bought in another way."""
+    place, other = ("on spot", bill.spot) if market == "spot" else ("on demand", bill.on_demand)
     if other is None:
-        return f"USD {market}: no price known", "", "", "", ""
-    return figures(f"USD {market}, {other.type} at {other.price.amount} USD/h", other.needed_usd)
+        above = any(market in option.left_out for option in bill.types)
+        return f"USD {place}: {'above limits.usd_per_hour' if above else 'no price known'}", "", "", "", ""
+    return figures(f"USD {place}, {other.type} at {other.price.amount} USD/h", other.needed_usd)
 
 
 def _types(bill: Bill) -> Iterator[str]:
@@ -168,7 +173,7 @@ def _types(bill: Bill) -> Iterator[str]:
     for option in bill.types:
         hourly, runtime = option.hourly(bill.capacity), option.runtime
         low, high = (option.spot[0].price.amount, option.spot[-1].price.amount) if option.spot else (None, None)
-        compute = "no price or speed"
+        compute = "left out" if bill.capacity in option.left_out else "no price or speed"
         if hourly and runtime:
             node_s = Decimal(max(runtime.total_s, 60)) * bill.chosen.exposure.nodes
             compute = f"{hourly.amount * node_s / 3600:.4f}"
@@ -186,7 +191,7 @@ def _types(bill: Bill) -> Iterator[str]:
     heads = ("listed type", "GPU", "hours", "spot USD/h by zone", "on demand", "compute USD", "fits")
     yield from table(heads, rows, right=(2, 5))
     for option in bill.types:
-        if option.why:
+        if option.why and bill.capacity not in option.left_out:
             yield from wrap(f"{option.type}: {option.why}")
 
 
@@ -310,7 +315,9 @@ def _interruptions(bill: Bill) -> str:
     if bill.reclaimed is not None:
         when = f"{bill.reclaimed.as_of:%Y-%m}"
         aws = f" AWS reclaimed {bill.reclaimed} of such instances a month ({when}); never converted."
-    return f"Interruptions: {bill.chosen.interruptions:.2f} expected, {_hazard(bill)}; {against}.{_negative(bill)}{aws}"
+    usual, most = bill.chosen.interruptions.p50, bill.chosen.interruptions.p90
+    many = f"{f'at most {usual:.0f}' if usual else 'none'} in half of the runs, at most {most:.0f} in nine of ten"
+    return f"Interruptions: {many}, {_hazard(bill)}; {against}.{_negative(bill)}{aws}"
 
 
 def _negative(bill: Bill) -> str:

@@ -18,7 +18,6 @@ Three things that surprise:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -207,6 +206,8 @@ class Catalog:
         """The instance type, of all or `among` these, that is spelled most like `type_`: of a family spelled like its
         own, since g4dn is no slip for trn1.
         """
+        import difflib  # here: only errors name a neighbour
+
         written, names = type_.lower(), sorted(self.instances if among is None else among)
         if "." in written:
             families = {name.partition(".")[0] for name in names}

@@ -264,9 +264,10 @@ def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
         if not cells:
             continue
         try:
-            if len(cells) > len(columns):
-                raise ValueError("more cells than columns")
-            cells += [""] * (len(columns) - len(cells))
+            if len(cells) != len(columns):
+                if len(cells) > len(columns):
+                    raise ValueError("more cells than columns")
+                cells += [""] * (len(columns) - len(cells))
             take(dict(zip(columns, cells, strict=True)))
         except ValueError as error:
             raise GpufleetError(f"{path}, line {reader.line_num}: not a price ({error})") from None

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from gpufleet.infra.bill import limits, record
 from gpufleet.infra.bill.estimate import problems
-from gpufleet.infra.bill.fallback import fallback_problems, price_fallback
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.commands import stack
@@ -24,7 +23,7 @@ from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.discover.marks import checks_warning
-from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.evidence.receipts import score
 from gpufleet.infra.inputs.readiness import code_problems, not_ready
 from gpufleet.infra.review import policy
@@ -59,13 +58,18 @@ def run(args: argparse.Namespace) -> int:
         print(said)
         return 0
     rules = policy.find_policy(root) or policy.Policy()
+    definition = policy.held_to(definition, rules)
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     catalog = load_catalog(day=now.date())
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
-    late = limits.deadline_warnings(definition, bill, now)
     left = checks_warning(definition.source.read_text(), definition.source.name)
-    bill = replace(bill, warnings=(*bill.warnings, *late, *left))
-    fallback = price_fallback(definition, bill, now)
+    bill = replace(bill, warnings=(*bill.warnings, *limits.deadline_warnings(definition, bill, now), *left))
+    fallback, without = None, list[Problem]()
+    if definition.fleet.falls_back:
+        from gpufleet.infra.bill.fallback import fallback_problems, price_fallback  # here: most bills have none
+
+        fallback = price_fallback(definition, bill, now)
+        without = [*fallback_problems(definition, bill, fallback)]
     if args.json:
         tree = record.to_json(bill) | {"cheaper": options and options.to_json()}
         tree |= {"fallback": fallback.to_json()} if fallback else {}
@@ -84,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill, fallback))
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
-    missed = [*limits.deadline_problems(definition, bill, now), *fallback_problems(definition, bill, fallback)]
-    if found := [*code_problems(definition, root), *problems(definition, bill), *missed]:
+    late = [*limits.deadline_problems(definition, bill, now), *without]
+    if found := [*code_problems(definition, root), *problems(definition, bill), *late]:
         raise DefinitionError(str(definition.source), found)
     return 1 if broken else 0
 

@@ -15,7 +15,7 @@ from gpufleet.infra.definition.layers import MODELINE
 from gpufleet.infra.definition.loader import PROGRAM, SCHEMA
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.observations import observations
-from gpufleet.infra.inputs.code import git
+from gpufleet.infra.inputs import git
 from gpufleet.infra.program import project
 from gpufleet.infra.review import policy, workflow
 
@@ -36,13 +36,13 @@ def run(args: argparse.Namespace) -> int:
     if args.name:
         new.named(root, args.name)
     _refuse_others(root)
-    toplevel = git(root, "rev-parse", "--show-toplevel")
-    if toplevel is None and not args.yes and not _confirmed(root):
+    repository = git.top(root)
+    if repository is None and not args.yes and not _confirmed(root):
         raise GpufleetError(
             f"{root} is in no git repository, and nothing was written: cd into the one that holds your code, run"
             " `git init` here, or pass --yes"
         )
-    repository = Path((toplevel or str(root)).rstrip("\n"))
+    repository = repository or root
     _project(root, repository)
     if json_schema.modeline(root / "stacks", root) in ("", f"{MODELINE}{Path(SCHEMA).name}"):  # not gpufleet's own copy
         _write(root / SCHEMA, json_schema.text(), root)

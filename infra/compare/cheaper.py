@@ -30,13 +30,10 @@ from gpufleet.job.text import counted
 
 SHOWN = 3
 REFINED = 6  # simulated more closely, so that noise neither names nor hides one
-ATTEMPTS = 64  # nodes of such a run before it is carried on: moves the mean by less than LEAST
+ATTEMPTS = 64  # nodes of such a run before it is carried on: moves the mean by less than ranking.LEAST
 SURE = 0.8  # probability of being cheaper, speed and price as far as they are known
-LEAST = Decimal("0.02")  # of the bill's mean: what is saved at least; less is noise of the simulation
 CENT = Decimal("0.01")
 LATE = 0.1  # share of runs that may miss the deadline, as of those that may pass another limit
-# The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or fewer.
-FREE = Decimal("0.5")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +44,7 @@ class Cheaper:
     more: int  # others that are
     unsure: int  # others with a lower mean that are not so sure to be cheaper
     beyond: int  # cheaper ones that pass a limit or the deadline in more than one run in ten, or break a rule
-    assumed: frozenset[str]  # types of `rows` whose speed is assumed, where the bill's is measured
+    assumed: frozenset[str]  # types of `rows` whose speed is assumed or guessed, where the bill's own is not
     command: str  # shows all of them
     half_setup: tuple[float, Decimal] | None = None  # minutes of set-up, USD that half of it saves; None: little
 
@@ -79,7 +76,7 @@ class Cheaper:
             rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}", sure))
         yield from text.table(heads, rows, right=range(2, 7))
         if self.assumed:
-            yield "* at an assumed speed; the bill's own is measured"
+            yield "* at a speed that is assumed or guessed; the bill's own is measured or declared"
         more = f"{self.more} more within the limits" if self.more else ""
         others = ", ".join(filter(None, (more, unsure, beyond)))
         yield from text.wrap(f"{f'{others}; all: ' if others else 'All: '}`{self.command}`.")
@@ -125,7 +122,7 @@ def bill_and_cheaper(
 
     def allowed(row: Row) -> bool:
         usd_p90 = None if row.usd is None else row.usd.p90
-        of_row = replace(facts, instance_types=(row.type,), capacity=row.capacity, usd_p90=usd_p90)
+        of_row = replace(facts, instance_types=(row.type,), capacity=row.capacity, usd_p90=usd_p90, usd_per_hour=None)
         return rules is None or not policy.broken(rules, of_row)
 
     options = cheaper(
@@ -134,7 +131,7 @@ def bill_and_cheaper(
         catalog,
         hours_left=definition.hours_left(now),
         hazards=hazards,
-        found=lambda work: bill_basis(work, root, catalog),
+        found=lambda work, types: bill_basis(work, root, catalog, types),
         allowed=allowed,
         today=now.date(),
     )
@@ -160,7 +157,7 @@ def cheaper(
     if definition.variant.only_priced:  # no limit is held against its bill either
         definition, hours_left = replace(definition, limits=UNBOUND), None
     mean = bill.chosen.needed_usd.mean
-    below = mean - max(LEAST * mean, CENT)
+    below = mean - max(ranking.LEAST * mean, CENT)
 
     def able(rows: list[Row]) -> list[Row]:
         return sorted((row for row in rows if _mean(row) < below), key=_mean)
@@ -175,32 +172,40 @@ def cheaper(
         hours_left=hours_left,
         hazards=hazards,
         found=found,
-        most=below / FREE,
+        below=below,
         today=today,
         likely=False,  # as the bill is priced
     )
-    rows = able([row for row in options if row.ranked and not _listed(row, definition)])
+    rows = able([row for row in options if row.ranked and not row.untried and not _listed(row, definition)])
     likely = [row for row in rows if within_limits(row)][:REFINED]
     closer = filled(likely, hours_left, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
     as_is = bill.chosen.exposure.unlimited
     halved = replace(as_is, setup_h=as_is.setup_h / 2, restart_h=as_is.restart_h / 2)
     own, quick = simulation.simulate_each([as_is, halved], runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
-    closer = [replace(row, cheaper=float((row.side.needed.usd < own.usd).mean())) for row in closer if row.side]
-    rows = able([*closer, *(row for row in rows if row not in likely)])
+    others = [row for row in rows if row not in likely]
+    if others:
+        (fewer,) = simulation.simulate_each([as_is], runs=ranking.RUNS_EACH, attempts=ranking.ATTEMPTS_EACH)
+        others = _with_chance(others, fewer)
+    rows = able([*_with_chance(closer, own), *others])
     within = [row for row in rows if within_limits(row)]
     chosen = [row for row in within if row.cheaper is not None and row.cheaper >= SURE]
     shown = tuple(chosen[:SHOWN])
-    measured = bill.chosen.runtime.measured
+    known = bill.chosen.runtime.speed in ("measured", "declared")
     scenario = f" --scenario {definition.scenario}" if definition.scenario else ""
     return Cheaper(
         rows=shown,
         more=len(chosen) - len(shown),
         unsure=len(within) - len(chosen),
         beyond=len(rows) - len(within),
-        assumed=frozenset(row.type for row in shown if measured and row.basis != "measured"),
+        assumed=frozenset(row.type for row in shown if known and row.basis not in ("measured", "declared")),
         command=f"gpufleet compare {definition.argument}{scenario}",
         half_setup=_half_setup(as_is.setup_h * 60, own, quick),
     )
+
+
+def _with_chance(rows: Sequence[Row], own: simulation.SimulatedRuns) -> list[Row]:
+    """The rows with their chances to cost less than the bill's `own` runs, as many, which meet the same luck."""
+    return [replace(row, cheaper=float((row.side.needed.usd < own.usd).mean())) for row in rows if row.side]
 
 
 def _half_setup(
@@ -208,7 +213,7 @@ def _half_setup(
 ) -> tuple[float, Decimal] | None:
     """Minutes of the bill's set-up and what half of it, at each start, takes off its p50; None for less than LEAST."""
     p50, less = (Decimal(simulation.quantiles(each.usd)[1]) for each in (own, quick))
-    return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(LEAST * p50, CENT) else None
+    return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(ranking.LEAST * p50, CENT) else None
 
 
 def _listed(row: Row, definition: StackDefinition) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from gpufleet.infra.definition.scenarios import chosen, scenarios
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import outcomes
 from gpufleet.infra.evidence.observations import observations
+from gpufleet.infra.review import policy
 from gpufleet.infra.risk import deadline
 from gpufleet.infra.risk.hazard import learn
 
@@ -61,15 +63,16 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     from now, instead of the file's deadline. Raises GpufleetError.
     """
     catalog = load_catalog(root, day=now.date())
-    definition = load(path, now=now, past_deadline=True)
-    variants = scenarios(path, now=now)
+    rules = policy.find_policy(root)
+    definition = policy.held_to(load(path, now=now, past_deadline=True), rules)
+    variants = tuple(policy.held_to(each, rules) for each in scenarios(path, now=now))
     asked = chosen(path, variants, scenario)
     whose = asked[0] if scenario else definition
     left = _hours_left(within, whose, now)
     hazards = learn(observations(root))
 
-    def find_basis(work: StackDefinition) -> BillBasis:
-        return bill_basis(work, root, catalog)
+    def find_basis(work: StackDefinition, types: Iterable[str]) -> BillBasis:
+        return bill_basis(work, root, catalog, types)
 
     listed = ranking.scenarios(
         definition, variants, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()

@@ -14,17 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpufleet.infra import text
 from gpufleet.infra.bill import fit, options
 from gpufleet.infra.bill.options import BillBasis, TypeCost
+from gpufleet.infra.bill.own_steps import known_steps
 from gpufleet.infra.bill.side import Hazards, Side
-from gpufleet.infra.catalog import Catalog
+from gpufleet.infra.catalog import Catalog, Price
 from gpufleet.infra.compare.rows import Row, draft, filled, rate
 from gpufleet.infra.definition.model import MARKETS, Capacity, Fleet, StackDefinition
-from gpufleet.infra.evidence.outcomes import dotted
-from gpufleet.infra.risk import deadline, simulation
+from gpufleet.infra.risk import simulation
+
+if TYPE_CHECKING:
+    from gpufleet.infra.risk.deadline import DeadlinePlan
 
 RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
 RUNS_SHOWN = 2_000  # with risk.RUNS, as its bill is, those after it with these
@@ -34,12 +37,16 @@ REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those t
 # USD per GB from one region to another: most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost more.
 BETWEEN_REGIONS = Decimal("0.02")
 SURE = 0.5  # an option that misses the deadline more often than this is none
+# The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or fewer.
+FREE = Decimal("0.5")
+LEAST = Decimal("0.02")  # of dollars or hours: what an option is better by, at least; less is noise of the simulation
 
 
-Found = Callable[[StackDefinition], BillBasis]  # what lies here of a definition: infra.bill.project.bill_basis
+# What lies here of a definition, with what was measured on these types: infra.bill.project.bill_basis.
+Found = Callable[[StackDefinition, Iterable[str]], BillBasis]
 
 
-def nothing(definition: StackDefinition) -> BillBasis:
+def nothing(definition: StackDefinition, types: Iterable[str]) -> BillBasis:
     """No prepared dataset, no calibrations."""
     return BillBasis(definition=definition)
 
@@ -73,8 +80,10 @@ def scenarios(
             )
             drafts.append(row)
             continue
-        bill_inputs = found(_on_types(variant, fleet.instance_types[:1]))
-        option = options.type_costs(bill_inputs.definition, catalog, bill_inputs.calibrations, bill_inputs.speeds)[0]
+        first = fleet.instance_types[0]
+        bill_inputs = found(variant, (first,))
+        measured = {"calibrations": bill_inputs.calibrations, "speeds": bill_inputs.speeds}
+        option = options.type_cost(bill_inputs.definition, catalog, first, **measured)  # type: ignore[arg-type]
         drafted = draft(bill_inputs, name, option, fleet.capacity, catalog, hazards or {}, today)
         rates = tuple(rate(drafted, option, region, catalog) for region in regions)
         drafts.append(replace(drafted, rates=rates, settings=settings(variant)))
@@ -91,46 +100,75 @@ def every_option(
     runs: int = RUNS_EACH,
     hazards: Hazards | None = None,
     found: Found = nothing,
-    most: Decimal | None = None,
+    below: Decimal | None = None,
     today: date | None = None,
     likely: bool = True,
 ) -> list[Row]:
     """Every (work, type, capacity), the work's own types on several nodes too, the best first; those that cannot run
-    come last with the reason. `most`: leaves out whose uninterrupted run costs more USD than this. `likely`: at what a
-    fleet may expect to pay, not at its dearest zone.
+    come last with the reason. `below`: only those that can be had for a mean of less than so many USD, in no order.
+    `likely`: at what a fleet may expect to pay, not at its dearest zone.
     """
     drafts: list[Row] = []
     fleets: dict[str, Fleet] = {}
     for work, name in _works(definition, variants):
         listed = tuple(types or catalog.instances)
-        bill_inputs = found(_on_types(work, listed))
+        if below is not None:
+            listed = tuple(each for each in listed if _is_sold(each, work.fleet.region, catalog))
+        bill_inputs = found(work, listed)
         found_work, measured = _by_the_hour(bill_inputs.definition), bill_inputs.calibrations
-        on_type = _as_measured(found_work, work.fleet.instance_types, catalog)
-        holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
+        known = known_steps(found_work, catalog, measured)
+        unstated = _unstated(found_work)  # estimate.step_ms is of the file's own number of nodes
+        parameters, region = found_work.job.parameters, work.fleet.region
+        holder = "-" if below is not None else fit.cheapest_holder(parameters, catalog, region)
         for type_ in listed:
-            asked = on_type(type_)
             for count in node_counts(work, type_, catalog):
                 option = options.type_cost(
-                    asked.on_nodes(count),
+                    (found_work if count == work.nodes else unstated).on_nodes(count),
                     catalog,
                     type_,
                     nearest=holder,
                     calibrations=measured,
                     speeds=bill_inputs.speeds,
+                    known=known,
                 )
                 if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                     option = replace(option, why="")
                 there = replace(bill_inputs, definition=found_work.on_nodes(count))
-                drafts += [
-                    draft(there, name, option, capacity, catalog, hazards or {}, today, likely=likely)
-                    for capacity in MARKETS
-                ]
+                for capacity in MARKETS:
+                    price = option.likely(capacity) if likely else option.hourly(capacity)
+                    if _may_cost_less(_compute_usd(option, price), capacity, below):
+                        row = draft(there, name, option, capacity, catalog, hazards or {}, today, likely=likely)
+                        whole = None if row.prepared is None else row.prepared.total
+                        if _may_cost_less(whole, capacity, below):
+                            drafts.append(row)
         fleets[name] = work.fleet
-    if most is not None:
-        drafts = [row for row in drafts if row.prepared is None or row.prepared.total <= most]
-    rows = filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH)
+    rows = filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH, below=below)
+    if below is not None:
+        return rows
     theirs = {name: _own(rows, name, fleet) for name, fleet in fleets.items()}
     return _ranked([replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows], hours_left)
+
+
+def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
+    """Whether anybody can have a node of the type there, at a price that is known."""
+    priced = (type_, region) in catalog.spot_prices or (type_, region) in catalog.on_demand_prices
+    return priced and not catalog.instances[type_].unusable
+
+
+def _compute_usd(option: TypeCost, price: Price | None) -> Decimal | None:
+    """What the nodes of a run without interruptions cost; None for one that cannot be."""
+    if price is None or option.runtime is None or not option.holds_the_job:
+        return None
+    return price.amount * Decimal(option.runtime.total_s / 3600)
+
+
+def _may_cost_less(usd: Decimal | None, capacity: Capacity, below: Decimal | None) -> bool:
+    """Whether a run of so many USD without interruptions may have a mean below that: interrupted first hours, which are
+    free, save a part of one on spot, and nothing saves a part of one on demand.
+    """
+    if below is None:
+        return True
+    return usd is not None and usd * (FREE if capacity == "spot" else 1) <= below
 
 
 def every_region(
@@ -148,23 +186,15 @@ def every_region(
     """
     if definition.nodes > 1 or definition.variant.reference:
         return []
-    bill_inputs = found(_on_types(definition, tuple(catalog.instances)))
+    bill_inputs = found(definition, catalog.instances)
     work = _by_the_hour(bill_inputs.definition)
-    known, drafts = _on_every_type(work, definition.fleet.instance_types, bill_inputs, catalog), []
+    known, drafts = _on_every_type(work, bill_inputs, catalog), []
     for region in catalog.regions():
         if catalog.missing(region):
             continue
         fleet = replace(work.fleet, region=region, zones=catalog.zones(region))
         there = replace(bill_inputs, definition=replace(work, fleet=fleet))
-        priced = (
-            replace(
-                each,
-                spot=catalog.spot_prices.get((each.type, region), ()),
-                on_demand=catalog.on_demand_prices.get((each.type, region)),
-                why="",
-            )
-            for each in known
-        )
+        priced = (replace(each, **options.prices(there.definition, catalog, each.type), why="") for each in known)
         if (cheapest := _cheapest(priced, hours_left)) is not None:
             row = draft(there, work.name, *cheapest, catalog, hazards or {}, today, likely=True)
             drafts.append(replace(row, inputs_usd=_brought(work, region)))
@@ -192,29 +222,30 @@ def every_batch(
     doubted = 0
     for name, parameters in (("as in the file", definition.job.parameters), *larger):
         other = replace(definition, job=replace(definition.job, parameters=parameters))
-        bill_inputs = found(_on_types(other, tuple(catalog.instances)))
+        if parameters is not definition.job.parameters:
+            other = _unstated(other)
+        bill_inputs = found(other, catalog.instances)
         work = _by_the_hour(bill_inputs.definition)
         config = work.job.parameters
         doubts = len([*config.doubts(max(phase.steps for phase in config.phases()))])
         if drafts and doubts > doubted:  # a warm-up of the whole run, for instance; larger ones are no better
             break
         doubted = doubts
-        measured_on = definition.fleet.instance_types if parameters is definition.job.parameters else ()
-        known = _on_every_type(work, measured_on, bill_inputs, catalog)
+        known = _on_every_type(work, bill_inputs, catalog)
         if (cheapest := _cheapest((replace(each, why="") for each in known), hours_left)) is not None:
             there = replace(bill_inputs, definition=work)
             drafts.append(draft(there, name, *cheapest, catalog, hazards or {}, today, likely=True))
     return [row for row in filled(drafts, hours_left, runs=runs) if row.ranked]
 
 
-def _on_every_type(
-    work: StackDefinition, measured_on: Sequence[str], bill_inputs: BillBasis, catalog: Catalog
-) -> list[TypeCost]:
+def _on_every_type(work: StackDefinition, bill_inputs: BillBasis, catalog: Catalog) -> list[TypeCost]:
     """What the work takes on each type that has the GPUs it asks for, with the prices of its region."""
-    least, known = work.job.parameters.least_gpus(), bill_inputs.calibrations
-    on_type = _as_measured(work, measured_on, catalog)
+    least, measured = work.job.parameters.least_gpus(), bill_inputs.calibrations
+    known = known_steps(work, catalog, measured)
     return [
-        options.type_cost(on_type(type_), catalog, type_, nearest="-", calibrations=known, speeds=bill_inputs.speeds)
+        options.type_cost(
+            work, catalog, type_, nearest="-", calibrations=measured, speeds=bill_inputs.speeds, known=known
+        )
         for type_, instance in catalog.instances.items()
         if not instance.unusable and least <= instance.gpu_count
     ]
@@ -234,13 +265,9 @@ def _cheapest(known: Iterable[TypeCost], hours_left: float | None) -> tuple[Type
     return min(priced, key=lambda each: each[:2])[2:] if priced else None
 
 
-def _as_measured(
-    work: StackDefinition, measured_on: Sequence[str], catalog: Catalog
-) -> Callable[[str], StackDefinition]:
-    """The work on a type: without the step time that its file states where that is of other GPUs than these types'."""
-    unmeasured = replace(work, estimate=replace(work.estimate, step_ms=None))
-    own = {_device(work, type_, catalog) for type_ in measured_on}
-    return lambda type_: work if _device(work, type_, catalog) in own else unmeasured
+def _unstated(work: StackDefinition) -> StackDefinition:
+    """The work without the step time that its file states."""
+    return replace(work, estimate=replace(work.estimate, step_ms=None))
 
 
 def _mean_usd(row: Row) -> Decimal:
@@ -297,6 +324,8 @@ def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row
 
 def settings(definition: StackDefinition) -> dict[str, Any]:
     """Every setting of job parameters, fleet and estimate by its path."""
+    from gpufleet.infra.evidence.outcomes import dotted  # here: no bill has them
+
     trees = {
         "job.parameters": asdict(definition.job.parameters),
         "fleet": asdict(definition.fleet),
@@ -307,13 +336,13 @@ def settings(definition: StackDefinition) -> dict[str, Any]:
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
     """The rows that could be run and that no other row of the same work beats in both mean dollars and median
-    wall-clock hours.
+    wall-clock hours: dearer ones are faster by more than the simulation's noise.
     """
     best: dict[str, list[Row]] = {}
     able = [row for row in rows if row.ranked and row.usd and row.wall_hours]
     for row in sorted(able, key=lambda r: (r.usd.mean, r.wall_hours.p50)):  # type: ignore[union-attr]
         own = best.setdefault(row.scenario, [])
-        if not own or row.wall_hours.p50 < own[-1].wall_hours.p50:  # type: ignore[union-attr]
+        if not own or row.wall_hours.p50 < (1 - LEAST) * own[-1].wall_hours.p50:  # type: ignore[union-attr]
             own.append(row)
     return [row for own in best.values() for row in own]
 
@@ -344,6 +373,7 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
                     works[0].limits,
                     max_usd=max(work.limits.max_usd for work in works),
                     max_hours=max(work.limits.max_hours for work in works),
+                    usd_per_hour=_highest(work.limits.usd_per_hour for work in works),
                 ),
             ),
             ", ".join(work.scenario or definition.name for work in works),
@@ -352,10 +382,10 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
     ]
 
 
-def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[str, float, int]:
-    """What estimate.step_ms is of: the GPUs of the fleet's own types, as many as work on a step."""
-    instance = catalog.instances[type_]
-    return instance.gpu.name, instance.gpu_share, definition.job.parameters.ranks(instance.gpu_count)
+def _highest(ceilings: Iterable[Decimal | None]) -> Decimal | None:
+    """The highest of several ceilings; None where one of them is none."""
+    found = list(ceilings)
+    return None if None in found else max(each for each in found if each is not None)
 
 
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
@@ -373,11 +403,6 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
 def _by_the_hour(definition: StackDefinition) -> StackDefinition:
     """The definition without its block, whose fee no other way to run it pays."""
     return replace(definition, fleet=definition.fleet.bought_as("on-demand")) if definition.fleet.block else definition
-
-
-def _on_types(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:
-    """The definition with these instance types."""
-    return replace(definition, fleet=replace(definition.fleet, instance_types=types))
 
 
 def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
@@ -404,7 +429,7 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
     if row.late > SURE:
         return f"misses the deadline, {text.hours(hours_left or 0.0)} h from now, in {row.late:.0%} of runs"
     if best is None or row is best or best.usd is None or row.usd is None:
-        return ""
+        return row.untried
     assert row.side is not None
     assert best.side is not None
     hours = row.side.runtime.total_s / best.side.runtime.total_s
@@ -415,6 +440,8 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
         words.append(f"interruptions cost {again:.2f} more")
     if row.late >= 0.1:
         words.append(f"late in {row.late:.0%} of runs")
+    if row.untried:
+        words.append(row.untried)
     return ", ".join(words)
 
 
@@ -433,8 +460,10 @@ def _work(definition: StackDefinition) -> tuple[object, ...]:
     return definition.job, definition.fleet, definition.storage, definition.estimate
 
 
-def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[deadline.DeadlinePlan, str] | None:
+def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[DeadlinePlan, str] | None:
     """For that scenario's work on its best type that has both prices, and that type, when there is a deadline."""
+    from gpufleet.infra.risk import deadline
+
     if left is None:
         return None
     for row in rows:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from decimal import Decimal
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpufleet.infra.bill import side
 from gpufleet.infra.bill.lines import CENT_100
@@ -20,11 +20,15 @@ from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.bill.side import Prepared, Quantiles, Side
 from gpufleet.infra.catalog import Catalog, Instance
 from gpufleet.infra.definition.model import Capacity, Claim, Limits, StackDefinition
-from gpufleet.infra.evidence.outcomes import FinishedRun
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.text import hours
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.text import counted
+
+if TYPE_CHECKING:
+    from gpufleet.infra.evidence.outcomes import FinishedRun
+
+BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}  # of a row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,7 @@ class Row:
     dearest_usd: Decimal | None = None  # p50 in the dearest zone, by which a limit is held; as usd where that is of it
     inputs_usd: Decimal = Decimal(0)  # of usd: what brings inputs from another region
     free_usd: Decimal | None = None  # mean of what AWS does not charge: interrupted first hours; part of usd
-    interruptions: float | None = None
+    interruptions: Quantiles | None = None
     interrupted: float | None = None  # probability of at least one
     lost_minutes: float | None = None  # mean work done twice and restarts
     rates: tuple[Rate, ...] = ()
@@ -72,11 +76,12 @@ class Row:
     launchable: bool = False
     why: str = ""  # does not fit, has no price, has left EC2
     nearest: str = ""  # change that would make it fit
+    untried: str = ""  # that nobody knows whether its GPUs hold a command
     limits: Limits | None = None  # of the file; None: nothing is priced
     over_limit: bool = False  # p90 passes limits.max_usd or limits.max_hours
     cheaper: float | None = None  # probability that it costs less than the work's own fleet; None: that has no figures
     late: float = 0.0  # probability of missing the deadline, before which the job stops as before any limit
-    basis: str = ""  # claim, target (roofline and an efficiency), measured
+    basis: str = ""  # claim, target (roofline and an efficiency), measured, declared, guessed (of other GPUs)
     sharded: bool = False  # trained state cut over the GPUs
     settings: dict[str, Any] = field(default_factory=dict, repr=False)  # path -> value, of job, fleet and estimate
     outcome: FinishedRun | None = None  # of a finished run of it
@@ -141,9 +146,10 @@ def draft(
         work="" if runtime is None else _work(runtime),
         fits=unfit is None,
         launchable=not why,
-        why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.why),
+        why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.left_out.get(capacity) or option.why),
         nearest=unfit.nearest if unfit else "",
-        basis="measured" if runtime and runtime.measured else "target",
+        untried=option.untried,
+        basis=BASIS[runtime.speed] if runtime else "target",
         sharded=any(phase.sharded for phase in config.phases()),
         limits=definition.limits,
         prepared=prepared,
@@ -151,13 +157,27 @@ def draft(
 
 
 def filled(
-    rows: Sequence[Row], hours_left: float | None, *, runs: int, attempts: int = simulation.MAX_ATTEMPTS
+    rows: Sequence[Row],
+    hours_left: float | None,
+    *,
+    runs: int,
+    attempts: int = simulation.MAX_ATTEMPTS,
+    below: Decimal | None = None,
 ) -> list[Row]:
-    """The rows, each priced one simulated `runs` times; `attempts` as in risk.simulate."""
+    """The rows, each priced one simulated `runs` times; `attempts` as in risk.simulate. `below`: without those whose
+    mean is not below so many USD.
+    """
     prepared = [row.prepared for row in rows if row.prepared is not None]
-    outcomes = _simulated([each.exposure.unlimited for each in prepared], runs=runs, attempts=attempts)
-    sides = (side.settle(each, outcome, outcome) for each, outcome in zip(prepared, outcomes, strict=True))
-    return [row if row.prepared is None else _figures(row, next(sides), hours_left) for row in rows]
+    outcomes = iter(_simulated([each.exposure.unlimited for each in prepared], runs=runs, attempts=attempts))
+    found = []
+    for row in rows:
+        if row.prepared is None:
+            found.append(row)
+            continue
+        outcome = next(outcomes)
+        if below is None or side.mean_usd(row.prepared, outcome) < below:
+            found.append(_figures(row, side.settle(row.prepared, outcome, outcome), hours_left))
+    return found
 
 
 def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts: int) -> list[simulation.SimulatedRuns]:

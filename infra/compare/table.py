@@ -17,7 +17,7 @@ from typing import Any, Literal
 from gpufleet.infra.bill.record import quantiles
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.catalog.regions import known_regions
-from gpufleet.infra.compare.cheaper import LEAST
+from gpufleet.infra.compare.ranking import LEAST
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.outcomes import FinishedRun
@@ -139,8 +139,8 @@ def scenarios(rows: Sequence[Row]) -> str:
         "",
         *_wrap(
             "h and USD: node-hours and everything the bill counts, to the end, interruptions included, at the dearest"
-            " zone, whatever the limits. basis: claim = somebody's word, target = roofline at a stated efficiency,"
-            " measured = from a measurement."
+            " zone, whatever the limits. basis: claim = somebody's word, target = a share of the roofline, measured,"
+            " declared = as the file says, guessed = from either, of other GPUs."
         ),
         *_wrap(_counted(rows)),
         *(line for row in rows if (text := _note(row)) for line in _wrap(f"{row.scenario}: {text}")),
@@ -209,9 +209,10 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
     able = [row for row in rows if row.ranked]
     works = len({row.scenario for row in able})
     edge = {id(row) for row in frontier}
+    bases = len({row.basis for row in able}) > 1  # what is guessed says so
     heads = (
         "", "type", "GPU", "used", "capacity", "h p50", "h p90", "USD p50", "USD p90", "mean", "less", "dear", "free",
-        "stops",
+        "stops", *(("basis",) if bases else ()),
     )  # fmt: skip
     picked = list(rows if shown is None else _share(able, max(BEST, shown // max(1, works))))
     order = list(dict.fromkeys(row.scenario for row in picked))
@@ -229,7 +230,8 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
             "-" if row.cheaper is None else f"{row.cheaper:.0%}",
             f"{row.dearest_usd:.2f}" if row.dearest_usd is not None else "-",
             f"{row.free_usd:.2f}" if row.free_usd is not None else "-",
-            "-" if row.interruptions is None else f"{row.interruptions:.2f}",
+            "-" if row.interruptions is None else f"{row.interruptions.p50:.0f}",
+            *((row.basis,) if bases else ()),
         )
         for row in picked
     ]
@@ -245,7 +247,7 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
     lines += _wrap(
         "* nothing does the same work for fewer mean dollars in fewer hours by the wall. Below an option: why it is not"
         " the first of its work. less: probability that it costs less than the file's own fleet. free: mean dollars of"
-        " interrupted first hours, which AWS does not charge, already left out of USD. stops: interruptions expected."
+        " interrupted first hours, which AWS does not charge, already left out of USD. stops: interruptions, p50."
         " USD is at what a fleet that picks by price may expect over the zones; dear: p50 in the dearest, by which"
         " limits are held."
     )
@@ -453,7 +455,8 @@ def record_row(row: Row) -> dict[str, Any]:
         "dearest_usd": None if row.dearest_usd is None else str(row.dearest_usd),
         "inputs_usd": str(row.inputs_usd),
         "free_usd": None if row.free_usd is None else str(row.free_usd),
-        "interruptions": None if row.interruptions is None else round(row.interruptions, 3),
+        "interruptions": None if row.interruptions is None else round(float(row.interruptions.mean), 3),
+        "interruptions_p50": None if row.interruptions is None else round(float(row.interruptions.p50)),
         "fits": row.fits,
         "launchable": row.launchable,
         "over_limit": row.over_limit,

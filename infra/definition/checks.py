@@ -22,7 +22,7 @@ from gpufleet.infra.definition.model import (
     days_to_keep,
 )
 from gpufleet.infra.definition.schema import Findings, nearest
-from gpufleet.infra.definition.type_checks import gpus_asked, instance_types, several_nodes
+from gpufleet.infra.definition.type_checks import declared_steps, gpus_asked, instance_types, several_nodes
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.text import counted, stamp
 
@@ -60,6 +60,8 @@ def check(
     # If the job's parameters are invalid, skip the checks that need them; still check the instance types.
     unknown = impossible or bool(findings.bad & {"job", "job.experiment", "job.parameters"})
     instance_types(s.fleet, None if unknown else s.job.parameters, findings, catalog, launchable=launchable)
+    if not unknown:
+        declared_steps(s.job.parameters, findings, catalog)
     if launchable and not unknown:
         gpus_asked(s.fleet, s.job.parameters, findings, catalog)
         several_nodes(s.fleet, s.job.parameters, findings, catalog)

@@ -29,7 +29,7 @@ from gpufleet.infra.definition.rules import REQUIRED
 from gpufleet.infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
 from gpufleet.job.spec import COMMAND, EXPERIMENTS, CommandConfig
 from gpufleet.job.spec.command import SECRET, VARIABLE
-from gpufleet.job.spec.convert import Rule, describe, unwrap
+from gpufleet.job.spec.convert import Rule, describe, key_of, unwrap
 from gpufleet.job.spec.convert import hints as hints_of
 
 FILE = (
@@ -113,7 +113,7 @@ def _kind(name: str, job: Schema, overlay: str, laid_over: Schema) -> Schema:
                 "scenarios": {
                     "type": ["object", "null"],
                     "maxProperties": MOST_SCENARIOS,
-                    "propertyNames": {"pattern": _anchored(SCENARIO_NAME.pattern)},
+                    **_names(SCENARIO_NAME, "a name of at most 40 of a-z 0-9 . -, not beginning with . or -"),
                     "additionalProperties": _object({**variant, **sections}),
                 },
             },
@@ -138,7 +138,7 @@ def _section(classes: list[type[Any]], *, partial: bool = False, but: tuple[str,
         for spec in dataclasses.fields(cls):
             if spec.name in but:
                 continue
-            properties[spec.name] = _field(cls, spec.name, partial=partial, default=default)
+            properties[key_of(spec.name)] = _field(cls, spec.name, partial=partial, default=default)
             if not partial and default is None and spec.name in _required(cls):
                 required.append(spec.name)
     found = _object(properties)
@@ -174,8 +174,9 @@ def _field(cls: type[Any], name: str, *, partial: bool = False, default: Any = N
     found = _value(inner, rule) | _KNOWN.get((cls, name), {})
     if (cls, name) == (Fleet, "instance_types") and not partial:  # a scenario may list one that is gone, to be shown
         found["items"] = {"enum": sorted(name for name, kind in _TYPES.items() if not kind.unusable)}
-    if optional:
-        found = {"anyOf": [found, {"type": "null"}]}
+    if optional or (inner is str and spec.default == ""):
+        empty = {"type": "null"} if optional else {"enum": [None, ""]}
+        found = {"anyOf": [found, empty]}
     found["description"] = REQUIRED.get((cls, name)) or describe(hint, rule)
     if kept is not dataclasses.MISSING and kept is not None and not partial:
         found["default"] = list(kept) if isinstance(kept, tuple) else float(kept) if type(kept) is Decimal else kept
@@ -202,7 +203,7 @@ def _value(hint: Any, rule: Rule) -> Schema:
     if hint is bool:
         return {"type": "boolean"}
     if hint is datetime:
-        return {"type": "string", "pattern": f"^{_TIME}$" if rule.moment else MOMENT}
+        return {"type": "string", **_pattern(f"^{_TIME}$" if rule.moment else MOMENT, describe(hint, rule))}
     bounds = {"minimum": rule.minimum, "maximum": rule.maximum}
     kept = {key: bound for key, bound in bounds.items() if bound is not None}
     return {"type": "integer" if hint is int else "number", **kept}
@@ -212,7 +213,12 @@ def _text(rule: Rule) -> Schema:
     """Text, which YAML takes for a number or a truth value where it looks like one."""
     looks = {"number": "1", "boolean": "true"}
     kinds = ["string", *(kind for kind, example in looks.items() if re.fullmatch(rule.pattern or ".*", example))]
-    return {"type": kinds, "pattern": _anchored(rule.pattern) if rule.pattern else r"\S"}
+    return {"type": kinds, **(_pattern(_anchored(rule.pattern), rule.allowed) if rule.pattern else _SOME_TEXT)}
+
+
+def _pattern(pattern: str, allowed: str) -> Schema:
+    """A pattern, with what editors say in its place where it does not match: VS Code's and the YAML language server."""
+    return {"pattern": pattern, "patternErrorMessage": f"Allowed: {allowed}."}
 
 
 def _anchored(pattern: str) -> str:
@@ -220,12 +226,14 @@ def _anchored(pattern: str) -> str:
     return f"^(?:{pattern})$"
 
 
-def _names(pattern: re.Pattern[str]) -> Schema:
-    return {"propertyNames": {"pattern": _anchored(pattern.pattern)}}
+def _names(pattern: re.Pattern[str], allowed: str) -> Schema:
+    return {"propertyNames": _pattern(_anchored(pattern.pattern), allowed)}
 
 
+_SOME_TEXT = _pattern(r"\S", "text that is not empty")
 _TYPES = load_catalog(FILE.parent).instances  # the shipped ones, whatever prices a project has read
-_SECRET = {"type": "string", "pattern": _anchored(SECRET.pattern)}
+_SECRET = {"type": "string", **_pattern(_anchored(SECRET.pattern), "ssm:/name or secretsmanager:name")}
+_VARIABLE = "a variable of the environment: letters, digits and _, not beginning with a digit"
 _ZONE_IDS = "|".join(f"{region.zone_id_prefix}az[1-8]" for region in known_regions().values())
 # What a type and a rule do not say, and the checks between keys do.
 _KNOWN: dict[tuple[type[Any], str], Schema] = {
@@ -234,16 +242,19 @@ _KNOWN: dict[tuple[type[Any], str], Schema] = {
         "items": {
             "anyOf": [
                 {"enum": [zone for region in known_regions().values() for zone in region.zones]},
-                {"type": "string", "pattern": _anchored(_ZONE_IDS)},
+                {
+                    "type": "string",
+                    **_pattern(_anchored(_ZONE_IDS), "a zone's name or id, such as us-east-2a or use2-az1"),
+                },
             ]
         },
         "uniqueItems": True,
     },
     (Fleet, "instance_types"): {"items": {"enum": sorted(_TYPES)}, "uniqueItems": True},
     (Job, "experiment"): {"enum": [*EXPERIMENTS]},
-    (Storage, "inputs"): _names(INPUT_NAME),
-    (Account, "tags"): _names(TAG_KEY),
-    (CommandConfig, "env"): _names(VARIABLE),
-    (CommandConfig, "secrets"): _names(VARIABLE) | {"additionalProperties": _SECRET},
+    (Storage, "inputs"): _names(INPUT_NAME, "a name of at most 40 of a-z 0-9 _, beginning with a letter"),
+    (Account, "tags"): _names(TAG_KEY, "as run.owner, without aws: or gpufleet: in front, and not Name"),
+    (CommandConfig, "env"): _names(VARIABLE, _VARIABLE),
+    (CommandConfig, "secrets"): _names(VARIABLE, _VARIABLE) | {"additionalProperties": _SECRET},
     (CommandConfig, "registry"): _SECRET,
 }

@@ -35,11 +35,18 @@ def definition(
     *,
     launchable: bool = True,
     catalog: Catalog | None = None,
+    plain: StackDefinition | None = None,
 ) -> tuple[StackDefinition, list[Problem]]:
-    """The tree's definition and what is wrong in it. Not `launchable`: its types need only be known."""
+    """The tree's definition and what is wrong in it. Not `launchable`: its types need only be known. `plain`: the
+    definition over which the tree is laid, nothing wrong in it: sections that are as there need not be read again.
+    """
     findings = Findings(tree=tree)
     check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
-    parts: dict[str, Any] = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
+    parts: dict[str, Any] = {}
+    for name, cls in SECTIONS.items():
+        node = tree.entries.get(name)
+        is_plain = plain is not None and plain.tree is not None and plain.tree.entries.get(name) is node
+        parts[name] = getattr(plain, name) if is_plain else build(cls, node, name, findings)
     if parts["fleet"].capacity != "block":  # of a scenario, say, that does without
         parts["fleet"] = replace(parts["fleet"], block=None)
     interruptions = build(
@@ -98,9 +105,14 @@ def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
 
 
 def variants(
-    tree: Mapping, path: Path, text: str, now: datetime, catalog: Catalog | None = None
+    tree: Mapping,
+    path: Path,
+    text: str,
+    now: datetime,
+    catalog: Catalog | None = None,
+    plain: StackDefinition | None = None,
 ) -> tuple[list[StackDefinition], list[Problem]]:
-    """Every entry of the tree's `scenarios`, laid over it, and what is wrong in them."""
+    """Every entry of the tree's `scenarios`, laid over it, and what is wrong in them. `plain`: as in definition()."""
     findings = Findings(tree=tree)
     section = entries_of(tree.entries.get("scenarios"), "scenarios", "a section with one entry per scenario", findings)
     if len(section) > MOST_SCENARIOS:
@@ -120,7 +132,7 @@ def variants(
         variant = build(Variant, kept, where, findings)
         sections = {key: node for key, node in entries.items() if key in (*OVERLAID, "nodes")}
         laid = apply_overlay(tree, sections)
-        merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog)
+        merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog, plain=plain)
         problems += of_form(where, found)
         own_data = find_node(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
         laid_over.append(replace(merged, scenario=name, variant=variant, own_data=own_data))

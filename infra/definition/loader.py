@@ -52,14 +52,15 @@ def load(
     plain, found = layers.definition(tree, path, text, now, past_deadline, catalog=catalog)
     problems += found
     overlay = tree.entries.get("rehearsal")
-    merged = plain
+    merged, sound = plain, None if problems else plain
     if len(problems) > SHOWN:  # enough to mend; each form that is laid over would find them all again
         raise DefinitionError(str(path), in_order(problems))
     if overlay is not None:
         problems += layers.overlay_problems(overlay, tree)
-        merged, found = layers.definition(layers.rehearsed(tree), path, text, now, past_deadline, catalog=catalog)
+        laid = layers.rehearsed(tree)
+        merged, found = layers.definition(laid, path, text, now, past_deadline, catalog=catalog, plain=sound)
         problems += of_form("rehearsal", found)
-    problems += layers.variants(tree, path, text, now, catalog)[1]
+    problems += layers.variants(tree, path, text, now, catalog, sound)[1]
     if problems:
         raise DefinitionError(str(path), in_order(problems))
     return merged if rehearsal else plain

@@ -189,6 +189,7 @@ class Limits:
     max_usd: Decimal
     max_hours: Decimal
     deadline: datetime | timedelta | None = None  # None = creation + max_hours + 24 h
+    usd_per_hour: Decimal | None = added_later(None)  # of a node: zones and types whose price is above are left out
 
     def due(self, begin: datetime) -> datetime | None:
         """The deadline of a run whose first `up` is then; None without one."""
@@ -341,6 +342,8 @@ class StackDefinition:
     def on_nodes(self, count: int) -> StackDefinition:
         """This work on so many nodes."""
         cards: Cards = self.fleet.cards if count > 1 else "one"
+        if (count, cards) == (self.nodes, self.fleet.cards):
+            return self
         return replace(self, fleet=replace(self.fleet, nodes=count, cards=cards))
 
     def begins_at(self, now: datetime) -> datetime:

@@ -85,6 +85,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Keep, "days"): Rule(minimum=1, maximum=3_650, unit="days"),
     (Limits, "max_usd"): Rule(minimum=0.01, maximum=100_000, unit="USD"),
     (Limits, "max_hours"): Rule(minimum=0.01, maximum=720, unit="hours"),
+    (Limits, "usd_per_hour"): Rule(minimum=0.001, maximum=10_000, unit="USD per node-hour"),
     (Account, "tags"): Rule(
         pattern=r"[A-Za-z0-9 _.:/=+@-]{0,256}",
         most=7,  # of the 10 that S3 allows an object three are the stack's own

@@ -6,7 +6,6 @@ What a key may hold stands in rules.py, or, for the experiment's own parameters,
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import typing
 from collections.abc import Iterable, KeysView
@@ -31,7 +30,7 @@ from gpufleet.infra.definition.rules import REQUIRED, RULES
 from gpufleet.infra.definition.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, find_node
 from gpufleet.infra.errors import Problem
 from gpufleet.job.spec import COMMAND, EXPERIMENTS, KINDS, JobConfig
-from gpufleet.job.spec.convert import Rule, describe, rule_of, unwrap
+from gpufleet.job.spec.convert import Rule, describe, key_of, rule_of, unwrap
 from gpufleet.job.spec.convert import hints as hints_of
 
 SECTIONS: dict[str, type[Any]] = {
@@ -144,6 +143,8 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 def _meant(word: str, names: Iterable[str]) -> str:
     """The name that is spelled most like `word`, or nothing."""
+    import difflib  # here: only errors name a neighbour
+
     known, low = sorted(names), word.lower()
     if _ALSO.get(low) in known:
         return _ALSO[low]
@@ -160,11 +161,11 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
         return _job(node, findings)
     names = [f.name for f in dataclasses.fields(cls)]
     hints = hints_of(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
-    node = _as_keys(cls, node)
+    keys, node = list(map(key_of, names)), _as_keys(cls, node)
     hint_text = _as_section(cls, hints, node.text) if isinstance(node, Scalar) else ""
-    entries = entries_of(node, path, f"a section with the keys {', '.join(names)}", findings, hint_text)
-    if not entries.keys() <= set(names):
-        check_keys(entries, names, path, findings, _nested_keys(names, hints))
+    entries = entries_of(node, path, f"a section with the keys {', '.join(keys)}", findings, hint_text)
+    if not entries.keys() <= set(keys):
+        check_keys(entries, keys, path, findings, _nested_keys(names, hints))
     values = _values(cls, names, entries, path, findings, default)
     return cls(**values) if default is None else dataclasses.replace(default, **values)
 
@@ -222,11 +223,11 @@ def _values(
     for spec in dataclasses.fields(cls):
         if spec.name not in names:
             continue
-        hint, rule, where = hints[spec.name], rule_of_key(cls, spec), f"{path}.{spec.name}"
+        hint, rule, where = hints[spec.name], rule_of_key(cls, spec), f"{path}.{key_of(spec.name)}"
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
         kept = spec.default if default is None else getattr(default, spec.name)
         allowed = REQUIRED.get((cls, spec.name), "")
-        written = entries.get(spec.name)
+        written = entries.get(key_of(spec.name))
         value = _BAD if written is None else _convert(hint, written, where, rule, findings, kept, allowed)
         if value is not _BAD:
             values[spec.name] = value
@@ -274,7 +275,7 @@ def _nested_keys(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]
     for name in names:
         inner, _ = unwrap(hints[name])
         for each in dataclasses.fields(inner) if is_dataclass(inner) else ():
-            found.setdefault(each.name, []).append(f"{name}.{each.name}")
+            found.setdefault(key_of(each.name), []).append(f"{name}.{key_of(each.name)}")
     return found
 
 
@@ -354,7 +355,10 @@ def _convert(
         return _BAD if _BAD in values else tuple(values)
     if typing.get_origin(inner) is dict:
         if not isinstance(node, Mapping):
-            findings.add(path, allowed)
+            key = path.rpartition(".")[2]
+            value = _written(node) if isinstance(node, Scalar) else ""
+            name = "L40S" if key in ("step_ms", "epoch_minutes") else "NAME"
+            findings.add(path, allowed, f"Write {key}: {{{name}: {value}}}." if value else "", node=node)
             return _BAD
         if rule.most is not None and len(node.entries) > rule.most:
             findings.add(path, f"at most {rule.most}", value=f"{len(node.entries)} of them")
@@ -365,6 +369,8 @@ def _convert(
     if not isinstance(node, Scalar):
         findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")
         return _BAD
+    if inner is str and default == "" and (null or not node.text.strip()):  # as in a rehearsal that leaves it out
+        return ""
     if null:
         findings.add(path, allowed, value="" if not node.text else node.text)
         return _BAD

@@ -46,7 +46,7 @@ def selected(stack: str, root: Path) -> Selected:
     A path names that very file; the stack called like it has a say where it runs the same one. Raises GpufleetError.
     """
     name = Path(stack).stem if is_path(stack) else stack
-    config = _config(root / f"Pulumi.{name}.yaml", _project(root / "Pulumi.yaml"))
+    config = _config(root / f"Pulumi.{name}.yaml", root / "Pulumi.yaml")
     theirs = config.get(DEFINITION) or name
     if not is_path(stack):
         return Selected(path=find(theirs, root), scenario=config.get(SCENARIO, ""), asked=stack)
@@ -76,11 +76,12 @@ def refuse_unread(keys: Iterable[str], project: str) -> None:
             )
 
 
-def _config(path: Path, project: str) -> dict[str, str]:
-    """Definition and scenario, as far as the engine's file names them."""
+def _config(path: Path, of_project: Path) -> dict[str, str]:
+    """Definition and scenario, as far as the engine's file names them; `of_project` has the project's name."""
     config = _tree(path).get("config")
     if not isinstance(config, dict):
         return {}
+    project = _project(of_project)
     refuse_unread(config, project)
     found = {key: config[f"{project}:{key}"] for key in (DEFINITION, SCENARIO) if f"{project}:{key}" in config}
     for key, value in found.items():

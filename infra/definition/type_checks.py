@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpufleet.infra.definition.model import Fleet
 from gpufleet.infra.definition.schema import Findings
+from gpufleet.infra.definition.yaml_tree import Mapping, find_node
 from gpufleet.job.spec import JobConfig
 from gpufleet.job.spec.common import DEVICE_RESERVE_GB
 from gpufleet.job.text import counted
@@ -82,6 +83,23 @@ def _letters(name: str) -> str:
     return re.sub(r"^nvidia|[^a-z0-9]", "", name.lower())
 
 
+def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> None:
+    """A step that is said to be of a GPU which the catalog does not know is of none."""
+    known = sorted({kind.gpu.name for kind in catalog.instances.values()})
+    for section, name, gpu in config.gpus_named():
+        if gpu not in known:
+            import difflib  # here: only errors name a neighbour
+
+            spelled = {_letters(each): each for each in known}
+            close = [spelled[each] for each in difflib.get_close_matches(_letters(gpu), spelled, n=1)]
+            meant = [each for each in known if _letters(each.split()[0]) == _letters(gpu)] or close
+            hint = f"Nearest: {' or '.join(meant)}." if meant else ""
+            allowed = f"a GPU, or so many of one as in `8 x H100`: {', '.join(known)}"
+            written = find_node(findings.tree, section)
+            node = written.entries.get(name) if isinstance(written, Mapping) else None
+            findings.add(f"{section}.{name}", allowed, hint, value=name, node=node)
+
+
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """A node with fewer GPUs than the job asks for would be refused, and so would its replacement."""
     asked = config.least_gpus()
@@ -140,8 +158,7 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
     for index, phase in enumerate(config.phases()):
         if config.choose_rung(kind.gpu_memory_gb, index, ranks) is None:
             micro = config.ladder(ranks)[-1]
-            used = config.memory(index, micro.micro, checkpointing=micro.checkpointing, ranks=ranks)
-            needs.append((used.total_gb + DEVICE_RESERVE_GB, phase.name))
+            needs.append((config.memory_on(index, micro, ranks).total_gb + DEVICE_RESERVE_GB, phase.name))
     if not needs:
         return ""
     need, phase_name = max(needs)  # the one that decides which type fits

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -20,8 +20,7 @@ from typing import Any
 from gpufleet.infra.catalog import Instance
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence import receipts
-from gpufleet.infra.inputs import code
-from gpufleet.job import atomic, measured
+from gpufleet.job import atomic
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import Fields
 from gpufleet.job.spec import JobConfig
@@ -120,14 +119,15 @@ def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibra
 
 
 def find_all(
-    definition: StackDefinition, instances: Mapping[str, Instance], root: Path
+    definition: StackDefinition, instances: Mapping[str, Instance], root: Path, types: Iterable[str] | None = None
 ) -> dict[str, Calibration | RefusedCalibration]:
-    """By instance type, for those of the definition's types that were measured. Reads nothing without a folder."""
+    """By instance type, for those of the definition's types, or of these `types`, that were measured. Reads nothing
+    without a folder.
+    """
     if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, receipts.FOLDER)):
         return {}
-    found = {
-        name: find(definition, instances[name], root) for name in definition.fleet.instance_types if name in instances
-    }
+    asked = definition.fleet.instance_types if types is None else types
+    found = {name: find(definition, instances[name], root) for name in asked if name in instances}
     return {name: calibration for name, calibration in found.items() if calibration is not None}
 
 
@@ -156,6 +156,8 @@ def is_gpu(device: str, name: str) -> bool:
 
 def parse(tree: Any) -> Calibration:
     """A measurement of schema 1. Raises ValueError for others."""
+    from gpufleet.job import measured  # here: most bills stand on no measurement
+
     fields = Fields(tree)
     fields.schema(measured.SCHEMA)
     phases = tuple(map(_phase, fields.sections("phases")))
@@ -240,6 +242,8 @@ def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Insta
 
 def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance, root: Path) -> str:
     """What the speed depends on and has changed since; empty when nothing has."""
+    from gpufleet.job import measured
+
     config = definition.job.parameters
     if tree["experiment"] != definition.job.experiment:
         return f"job.experiment was {tree['experiment']}, is {definition.job.experiment}"
@@ -273,10 +277,14 @@ def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) ->
 
 def code_now(definition: StackDefinition, root: Path) -> str:
     """One name for the code that trains, the user's own of a command; empty: its image has all."""
+    from gpufleet.infra.inputs import code
+
     config = definition.job.parameters
     return code.digest(definition, root) if config.code_may_change else _code(definition.job.experiment)
 
 
 @cache
 def _code(experiment: str) -> str:
+    from gpufleet.job import measured
+
     return measured.code_sha256(experiment)

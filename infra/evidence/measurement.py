@@ -19,7 +19,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import calibration
-from gpufleet.infra.inputs import code, folders
+from gpufleet.infra.inputs import code, folders, git, overlay
 from gpufleet.infra.inputs.readiness import command
 from gpufleet.job import atomic, measured, probe
 from gpufleet.job.command.places import own_environment
@@ -94,6 +94,9 @@ def measure(
         workdir = Path(scratch) / "run"
         shipped = place(definition, plan, root, workdir)
         programs, python = own_programs(definition, root, Path(scratch)) if config.code_may_change else (None, None)
+        if config.installs and python is not None:
+            programs = overlay.make(python, Path(scratch) / "environment", cache=Path(scratch) / "pip")
+            python = programs / "python"
         say(f"probing {definition.name}: {steps} steps of the real job on {name_of(gpus, config)} ...")
         try:
             outcome = probe.run(
@@ -258,11 +261,5 @@ def name_of(gpus: Sequence[machine.DriverGpu], config: JobConfig) -> str:
 
 def _commit(root: Path) -> str | None:
     """The commit of the project's files, with `+` when they have changed since; None outside git."""
-    if shutil.which("git") is None:
-        return None
-    git = ["git", "-C", str(root)]
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    if head.returncode:
-        return None
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    head = git.ask(root, "rev-parse", "--short=12", "HEAD")
+    return None if head is None else head.decode().strip() + ("+" if git.status(root, "-uno") else "")

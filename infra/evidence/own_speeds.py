@@ -65,8 +65,8 @@ def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Itera
         limit, step_ms = limit_ms(index, node, config, ranks), float(phase["step_ms"]["median"])
         if not limit or launch_ms(size, node, config, ranks) > _HOST_BOUND * step_ms:
             continue
-        place = SpeedGroup(node.gpu.name, config.work_kind(), OURS, ranks > 1)
-        yield Speed(place, limit / step_ms, f"{tree['experiment']}, {size.name}")
+        place = SpeedGroup(node.gpu.name, size.kind, OURS, ranks > 1)
+        yield Speed(place, limit * size.slower / step_ms, f"{tree['experiment']}, {size.name}")
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,29 +23,33 @@ GRADIENT_BYTES = 4  # of one that is summed over ranks: fp32
 def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> float | None:
     """Milliseconds of a step of phase `index` at the dense peak of `ranks` GPUs and their memory's bandwidth; None
     where the data sheet lacks one. What activation checkpointing makes again is no product (job/models/selective.py):
-    it is written and read once more.
+    it is written and read once more; but for a rung that keeps no products, which computes a forward pass more.
     """
     size, gpu, share = config.phases()[index], instance.gpu, instance.gpu_share
     peak, bandwidth = gpu.peak_tflops(config.products()), gpu.bandwidth_gb_s
     if peak is None or bandwidth is None:
         return None
     tokens = size.tokens_per_step * (1 + config.empty_rows(ranks) / config.rows())
-    compute_s = tokens * size.flops_per_token / (peak * share * ranks * 1e12)
+    rung = _rung(instance, config, ranks)
+    again = size.forward_share if rung.products_too and size.steps else 0.0
+    compute_s = tokens * size.flops_per_token * (1 + again) / (peak * share * ranks * 1e12)
     cut = ranks if size.sharded else 1
     traffic = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
-    rung = _rung(instance, config, ranks)
     if rung.checkpointing and size.steps:
-        whole, kept = (config.memory(index, rung.micro, checkpointing=on, ranks=ranks) for on in (False, True))
-        again = max(0.0, whole.activations_gb - kept.activations_gb) * GB
-        traffic += 2 * config.micro_batches(rung, ranks) * again
+        whole, kept = (config.memory_on(index, each, ranks) for each in (Rung(micro=rung.micro), rung))
+        made = max(0.0, whole.activations_gb - kept.activations_gb) * GB
+        traffic += 2 * config.micro_batches(rung, ranks) * made
     return (compute_s + traffic / (bandwidth * share * 1e9)) * 1e3
 
 
 def launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
-    """Milliseconds in which the host launches a step's kernels, with the micro-batches that the node's GPUs hold."""
+    """Milliseconds in which the host makes a step's batch and launches its kernels, with the micro-batches that the
+    node's GPUs hold.
+    """
+    prepared = size.launch_ms + config.rows_per_rank(ranks) * size.row_host_ms
     if not size.micro_launch_ms:
-        return size.launch_ms
-    return size.launch_ms + config.micro_batches(_rung(instance, config, ranks), ranks) * size.micro_launch_ms
+        return prepared
+    return prepared + config.micro_batches(_rung(instance, config, ranks), ranks) * size.micro_launch_ms
 
 
 def exchange_ms(

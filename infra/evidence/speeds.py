@@ -4,8 +4,9 @@
 logarithm is fitted as a mean, an effect of the GPU, of the kind of work, of the source (whose code, on whose machines),
 one of the cell that all three and several GPUs make, and a rest; every effect is drawn towards none by its own sigma.
 So a GPU with many figures has its own efficiency, one without any the mean and a wide interval, and each receipt or
-calibration of a project moves what it is told of other GPUs and other jobs. bench/speed_coverage.py leaves each source
-out in turn.
+calibration of a project moves what it is told of other GPUs and other jobs. What the same code reaches on two GPUs
+comes from the same fit: source and kind are then the same, and drop out. bench/speed_coverage.py leaves each source out
+in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OURS = "gpufleet"  # the source of the shipped jobs
 NOBODY = ""  # of a job of which no figure is in the table
 MEAN = math.log(0.42)  # of ln share, before any figure
 # Sigmas of ln share: mean, GPU, kind, source, cell, rest. Near the most likely ones; bench/results/speed.md.
-MEAN_SIGMA, GPU_SIGMA, KIND_SIGMA, SOURCE_SIGMA, CELL_SIGMA, REST_SIGMA = 0.2, 0.17, 0.15, 0.22, 0.12, 0.12
+MEAN_SIGMA, GPU_SIGMA, KIND_SIGMA, SOURCE_SIGMA, CELL_SIGMA, REST_SIGMA = 0.15, 0.16, 0.1, 0.3, 0.12, 0.14
 
 Floats = NDArray[np.float64]
 
@@ -36,7 +37,7 @@ class SpeedGroup(NamedTuple):
     """What a share of the peak is of."""
 
     gpu: str
-    kind: str  # of work: JobConfig.work_kind
+    kind: str  # of work: PhaseSize.kind
     source: str
     several: bool  # GPUs
 
@@ -56,6 +57,7 @@ class Expected:
     share: float
     sigma: float
     shared: float  # part of sigma that the same job has on every GPU
+    whose: str = ""  # who has measured that, for the bill
 
 
 class Speeds:
@@ -76,6 +78,17 @@ class Speeds:
             self._told[place] = self._expect(place)
         return self._told[place]
 
+    def ratio(self, measured: SpeedGroup, asked: SpeedGroup) -> tuple[float, float]:
+        """How many times the share that code reaches at `measured` it reaches at `asked`: the median, and the sigma of
+        its logarithm.
+        """
+        both = [measured, asked]
+        to_known = _covariance(both, self._places)
+        left = _covariance(both, both) - to_known @ self._inverse @ to_known.T
+        here, there = to_known @ self._weights
+        variance = float(left[0, 0] + left[1, 1] - 2 * left[0, 1]) + 2 * REST_SIGMA**2
+        return math.exp(there - here), math.sqrt(variance)
+
     def _expect(self, place: SpeedGroup) -> Expected:
         elsewhere = place._replace(gpu="")  # a GPU that nobody has measured: what it shares with this one is the job's
         both = [place, elsewhere]
@@ -86,7 +99,15 @@ class Speeds:
             share=math.exp(MEAN + float(to_known[0] @ self._weights)),
             sigma=math.sqrt(variance),
             shared=math.sqrt(min(max(float(left[0, 1]), 0.0), variance)),
+            whose=self._whose(place),
         )
+
+    def _whose(self, place: SpeedGroup) -> str:
+        on_it = {each.place for each in self.figures if each.place.gpu == place.gpu}
+        if place in on_it and place.source == OURS:
+            return f"as this project measured on the {place.gpu}"
+        public = "from public measurements" + ("" if on_it else " of other GPUs")
+        return f"{public} and this project's on one {place.gpu}" if place._replace(several=False) in on_it else public
 
 
 @cache

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from gpufleet.infra.inputs.folders import FOLDER
 from gpufleet.job import atomic
 
-FOLDER = ".gpufleet"  # of the project; git ignores it
 _LEFT_OUT = {"__pycache__", "tests"}
 _BLOCK = 65535  # longest stored block of a deflate stream (RFC 1951)
 

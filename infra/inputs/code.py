@@ -9,7 +9,7 @@ import hashlib
 import os
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from gpufleet.infra.definition.loader import of_project
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
-from gpufleet.infra.inputs import archive
+from gpufleet.infra.inputs import archive, git
+from gpufleet.infra.inputs.folders import FOLDER
 from gpufleet.job import atomic, progress
 from gpufleet.job.contract.bucket import CODE
 
@@ -30,7 +31,6 @@ LARGEST = 5  # files that are named where all together are too large
 _LEFT_OUT = (".git", "__pycache__")
 ENVIRONMENTS = (".venv", "venv")  # below the code's folder: where its own Python is looked for
 _ENVIRONMENT = "pyvenv.cfg"  # of a virtual environment's folder, which works nowhere else
-GIT_S = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,31 +70,35 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
     folder = root / code.folder
     if not folder.is_dir():
         raise _refused(definition, code.folder, "a folder that is there", f"There is no {folder.resolve()}.")
-    commit = git(folder, "rev-parse", "--verify", "-q", "HEAD")
+    commit = git.ask(folder, "rev-parse", "--verify", "-q", "HEAD")
     ours = _projects_own(folder, root)
+    parts = list(_repositories(folder))
     files = {
-        name: path for name, path in sorted(files_in(folder)) if not ours(name) and not _is_excluded(name, code.exclude)
+        name: path for name, path in sorted(_named(parts)) if not ours(name) and not _is_excluded(name, code.exclude)
     }
     tree = Tree(
         folder=folder,
         files=files,
-        commit=commit.strip() if commit else None,
-        changed=bool(commit and git(folder, "status", "--porcelain", "--", ".")),
+        commit=commit.decode().strip() if commit else None,
+        changed=bool(commit) and any(git.status(part, "--", ".") for _, part, _ in parts),
     )
     if not files:
         raise _refused(definition, code.folder, "a folder with files", "Nothing in it is shipped.")
     if tree.bytes > code.max_mib * MIB:
         raise _refused(definition, _size(tree.bytes), *_too_large(tree, code))
     for name, path in files.items():
-        if path.is_symlink() and not _target_inside(path, folder) and path.is_dir():
-            hint = f"{name} leads to another folder: name it under job.code.exclude, and that under storage.inputs."
+        if path.is_symlink() and not _target_inside(path, folder):
+            hint = (
+                f"{name} leads to {path.resolve()}: put a copy in its place, or name it under job.code.exclude. Data is"
+            )
+            hint += " storage.inputs."
             raise _refused(definition, code.folder, "a folder that holds all of its code", hint)
     return tree
 
 
 def pack(tree: Tree, root: Path) -> Packed:
     """Its archive, in the project `root`. Raises DefinitionError where a file changes meanwhile."""
-    own = root / archive.FOLDER
+    own = root / FOLDER
     own.mkdir(parents=True, exist_ok=True)
     unfinished = own / f"code-{os.getpid()}.tar.gz~"
     try:
@@ -186,18 +190,26 @@ def _target_inside(link: Path, folder: Path) -> Path | None:
     return target if target.is_relative_to(folder.resolve()) else None
 
 
-def files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Path]]:
+def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
     """Files and links by name: what git tracks or would, where it knows the folder, else all of it."""
-    listed = git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    names = {name for name in listed.split("\0") if name} if listed else set(_walk(folder))
+    return _named(_repositories(folder))
+
+
+def _repositories(folder: Path, above: str = "") -> Iterator[tuple[str, Path, set[str]]]:
+    """The folder and each repository of its own in it: how names in it begin, where it is, and the names."""
+    listed = git.ask(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = {os.fsdecode(name) for name in listed.split(b"\0") if name} if listed else set(_walk(folder))
+    yield above, folder, names
     for name in names:
-        path = folder / name
-        if path.is_symlink() and not path.exists():  # it leads nowhere here either
-            continue
-        if path.is_symlink() or path.is_file():
-            yield above + name, path
-        elif path.is_dir():  # a repository of its own
-            yield from files_in(path, f"{above}{name.rstrip('/')}/")
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            yield from _repositories(folder / name, f"{above}{name.rstrip('/')}/")
+
+
+def _named(parts: Iterable[tuple[str, Path, set[str]]]) -> Iterator[tuple[str, Path]]:
+    for above, folder, names in parts:
+        for name in names:
+            if (folder / name).is_file() or ((folder / name).is_symlink() and (folder / name).exists()):
+                yield above + name, folder / name
 
 
 def _projects_own(folder: Path, root: Path) -> Callable[[str], bool]:
@@ -215,20 +227,6 @@ def _walk(folder: Path) -> Iterator[str]:
         folders[:] = [each for each in folders if each not in _LEFT_OUT and not (at / each / _ENVIRONMENT).exists()]
         links = [each for each in folders if (at / each).is_symlink()]
         yield from ((at / each).relative_to(folder).as_posix() for each in (*files, *links))
-
-
-def git(folder: Path, *words: str) -> str | None:
-    """What git says of the folder; None: it is in no repository, or there is no git."""
-    import subprocess  # here: every bill imports this module, and few ask git
-
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # `status` would write the index
-    try:
-        said = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, env=environment, timeout=GIT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return os.fsdecode(said.stdout) if said.returncode == 0 else None
 
 
 def _is_excluded(name: str, patterns: tuple[str, ...]) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.inputs.archive import FOLDER
 from gpufleet.job import atomic, progress
 from gpufleet.job.contract import inputs as listing
 from gpufleet.job.contract import reading
@@ -22,6 +21,7 @@ from gpufleet.job.contract.bucket import INPUTS
 from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.reading import DoubtError
 
+FOLDER = ".gpufleet"  # of the project; git ignores it
 MOST_FILES = 1000  # of a local folder: each is a resource of the stack, and a billed request
 
 

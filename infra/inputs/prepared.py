@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.job.dataset.prepare import DatasetManifest, read_manifest
+
+if TYPE_CHECKING:
+    from gpufleet.job.dataset.prepare import DatasetManifest
 
 
 def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:
@@ -14,8 +17,10 @@ def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest
     so.
     """
     folder = definition.storage.dataset_folder(root)
-    if folder is None:
+    if folder is None or not folder.is_dir():
         return None
+    from gpufleet.job.dataset.prepare import read_manifest  # here: most callers have none
+
     try:
         return read_manifest(folder)
     except ValueError:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, Problem
-from gpufleet.infra.inputs import code, folders
 from gpufleet.job.contract.inputs import DATASET
 
 
@@ -33,11 +32,20 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
             sentences.append(f"storage.base_weights, {weights}, {reason}: run `gpufleet prepare {name}`.")
         elif reason := definition.job.parameters.weights_differ(folder):
             sentences.append(f"storage.base_weights, {weights}, {reason}")
-    return [*sentences, *folders.missing(definition, root)]
+    sentences += map(str, code_problems(definition, root))
+    if definition.storage.inputs:
+        from gpufleet.infra.inputs import folders  # here: most callers have none
+
+        sentences += folders.missing(definition, root)
+    return sentences
 
 
 def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
     """What is wrong with the folder of a command's code: it is not there, is empty or cannot be shipped."""
+    if definition.job.parameters.shipped is None:
+        return []
+    from gpufleet.infra.inputs import code  # here: most callers ship none
+
     try:
         code.read(definition, root)
     except DefinitionError as error:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from gpufleet import job
-from gpufleet.infra.bill import limits, record
+from gpufleet.infra.bill import limits, options, record
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import problems
 from gpufleet.infra.bill.fallback import Fallback, fallback_problems, price_fallback
@@ -22,7 +22,7 @@ from gpufleet.infra.bill.project import bill_of
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare.cheaper import Cheaper, bill_and_cheaper
 from gpufleet.infra.definition.loader import find, tagged
-from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.model import Capacity, StackDefinition
 from gpufleet.infra.definition.selected import Selected
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence import rehearsed
@@ -48,6 +48,7 @@ class Plan:
     definition: StackDefinition
     bill: Bill
     fallback: Fallback | None  # what it costs with one
+    pools: Mapping[Capacity, tuple[tuple[str, str], ...]]  # (type, zone) that its fleets may launch
     cheaper: Cheaper | None  # what would do the same for less; None for a run that has begun
     verdict: RunDecision
     archive: archive.Archive
@@ -162,10 +163,17 @@ def make(
         now=now,
     )
     catalog = load_catalog(root, day=now.date())
-    if verdict.continues:  # it is where it is
-        bill, options = bill_of(definition, root, catalog, today=now.date()), None
+    if verdict.continues:  # it is where it is, and new prices leave nothing out
+        definition = replace(definition, limits=replace(definition.limits, usd_per_hour=None))
+        bill, cheaper = bill_of(definition, root, catalog, today=now.date()), None
     else:
-        bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=policy.find_policy(root))
+        rules = policy.find_policy(root)
+        definition = policy.held_to(definition, rules)
+        bill, cheaper = bill_and_cheaper(definition, root, catalog, now=now, rules=rules)
+    markets: tuple[Capacity, ...] = (
+        definition.fleet.capacity,
+        *(("on-demand",) if definition.fleet.falls_back else ()),
+    )
     wrong, late = problems(definition, bill), list[str]()
     far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
     unshown = rehearsed.saves_doubt(definition, root)
@@ -185,7 +193,8 @@ def make(
         definition=definition,
         bill=bill,
         fallback=fallback,
-        cheaper=options,
+        pools={market: options.pools(definition, catalog, market) for market in markets},
+        cheaper=cheaper,
         verdict=verdict,
         archive=own,
         dataset=dataset,

@@ -68,6 +68,8 @@ def lines(
             xs, ys = zip(*thinned(line.points), strict=True)
             shape = {"ls": "", "marker": "o", "ms": 4} if line.dots or len(xs) == 1 else {"lw": 1.6}
             axes.plot(xs, ys, color=SENTINELS[line.colour], label=line.name, **shape)
+        if min(y for line in found for _, y in line.points) == 0:  # nothing is below none
+            axes.set_ylim(bottom=0)
         for mark in marks:
             axes.axvline(mark.at, color=SENTINELS[mark.colour], lw=1, ls=(0, (4, 2)))
         named: dict[str, str] = {mark.name: mark.colour for mark in marks}

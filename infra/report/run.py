@@ -90,10 +90,12 @@ def html(run: RunResults) -> str:
         (
             page.figures(list(_figures(run))),
             "" if charts.drawable() else page.paragraph(charts.LACKING),
-            page.section("Bill against receipt", _money(run), _lines_table(receipt)),
+            page.section("Dollars", _rehearsed_money(run))
+            if is_rehearsal(receipt)
+            else page.section("Bill against receipt", _money(run), _lines_table(receipt)),
             page.section("Training", page.charts(_training(run))),
             page.section("Nodes", page.charts(_nodes(run)), _attempts_table(receipt)),
-            page.section("Predicted and measured", _speeds(run)),
+            "" if is_rehearsal(receipt) else page.section("Predicted and measured", _speeds(run)),
             page.section("What was turned down", _options(run.bill)),
             page.section("What the bill warned of", *map(page.paragraph, _texts(run.bill.get("warnings")))),
         ),
@@ -102,13 +104,20 @@ def html(run: RunResults) -> str:
 
 def _figures(run: RunResults) -> Iterator[tuple[str, str, str]]:
     receipt, steps = run.receipt, max((each.last_step for each in run.receipt.attempts), default=0)
+    notices, losses, rehearsed = receipt.with_notice, receipt.without_notice, is_rehearsal(receipt)
+    usual = (run.bill.get("interruptions") or {}).get("p50")  # the mean, in older ones, is made by few runs
+    beside = "" if rehearsed or usual is None else f"bill {float(usual):.0f}; "
+    interruptions = str(notices + losses), f"{beside}{notices} with a notice, {losses} without"
+    if rehearsed:  # its clock is this machine's, which no bill speaks of
+        yield "interruptions", *interruptions
+        yield "steps", f"{steps:,}", counted(len(receipt.attempts), "node")
+        yield "cost", "nothing", "a rehearsal rents nothing"
+        return
     error = f"{receipt.error_percent:+.1f} %" if receipt.estimate else "none"
     yield "cost", f"{_usd(receipt.actual)} USD", f"bill {_usd(receipt.estimate)}, {error}: {receipt.grade}"
     yield "range of the bill", f"{_usd(receipt.p10)} to {_usd(receipt.p90)}", "USD, p10 to p90"
     yield "node-hours", f"{receipt.actual_h:.2f}", f"bill {receipt.estimate_h:.2f}"
-    notices, losses = receipt.with_notice, receipt.without_notice
-    beside = "" if receipt.expected is None else f"bill {receipt.expected:.1f}; "
-    yield "interruptions", str(notices + losses), f"{beside}{notices} with a notice, {losses} without"
+    yield "interruptions", *interruptions
     yield "steps", f"{steps:,}", counted(len(receipt.attempts), "node")
 
 
@@ -121,6 +130,20 @@ def _money(run: RunResults) -> str:
     receipt = run.receipt
     by_cause = {name: float(usd) for name, usd in receipt.causes.items()}
     whole = charts.steps_to(("bill", float(receipt.estimate)), by_cause, ("receipt", float(receipt.actual)), unit="USD")
+    return page.charts([("Why the receipt is not the bill", whole), ("Dollars spent", _spent(run))]) + page.paragraph(
+        "Dollars spent are as the meter counts: with interrupted first hours, which AWS does not charge."
+    )
+
+
+def _rehearsed_money(run: RunResults) -> str:
+    return page.charts([("As the meter would count", _spent(run))]) + page.paragraph(
+        "Nothing was paid. The meter counts this machine's time at the price of the type: it shows that the count goes"
+        " on over interruptions, and says nothing of what the run will cost. `gpufleet cost` does."
+    )
+
+
+def _spent(run: RunResults) -> str:
+    """The meter's dollars over the run, with the cap where it is near."""
     begin, (unit, size) = run.began, charts.unit_of(run.lasted_s)
     spent = sorted(
         ((at - begin) / size, float(beat.spent_usd))
@@ -130,14 +153,12 @@ def _money(run: RunResults) -> str:
     )
     cap = (run.bill.get("cap") or {}).get("max_usd")
     near = cap is not None and spent and float(cap) < 3 * spent[-1][1]
-    over = charts.lines(
+    return charts.lines(
         [Series(name="spent, as the meter counts", points=spent, colour="blue")],
         x=f"{unit} since the first launch",
         y="USD",
         level=(float(cap), "limits.max_usd") if near and cap else None,
     )
-    drawn = [("Why the receipt is not the bill", whole), ("Dollars spent", over)]
-    return page.charts(drawn)
 
 
 def _lines_table(receipt: Receipt) -> str:

@@ -30,7 +30,7 @@ from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, Un
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence import own_speeds
 from gpufleet.infra.evidence.calibration import find_all
-from gpufleet.infra.review.policy import Broken, Policy, broken, facts
+from gpufleet.infra.review.policy import Broken, Policy, broken, facts, held_to
 
 ASIDE = ("rehearsal", "scenarios")  # sections that no bill of the stack itself reads
 Path_ = tuple[str, ...]
@@ -125,6 +125,7 @@ class Pricer:
 
     now: datetime
     folder: Path
+    rules: Policy
 
     def side(self, name: str, text: bytes, known: Known) -> StackAtCommit:
         """The stack `name` as `text` says."""
@@ -135,7 +136,7 @@ class Pricer:
         path = self.folder / f"{name}.yaml"
         path.write_bytes(text)
         try:
-            definition = load(path, now=self.now, past_deadline=True, catalog=known.catalog)
+            definition = held_to(load(path, now=self.now, past_deadline=True, catalog=known.catalog), self.rules)
             measured = find_all(definition, known.catalog.instances, known.folder)
             bill = price(
                 definition,
@@ -162,7 +163,7 @@ def compare(
 ) -> tuple[StackReview, ...]:
     """Every stack of either side by name. `now` is the moment of HEAD's commit."""
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as folder:
-        pricer = Pricer(now, Path(folder))
+        pricer = Pricer(now, Path(folder), policy)
         return tuple(
             _stack(name, base.get(name), head.get(name), known, policy, pricer) for name in sorted({*base, *head})
         )

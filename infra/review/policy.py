@@ -34,6 +34,7 @@ class Policy:
     """What every run must hold. None (no such key) or false: no such rule. Patterns know * and ?."""
 
     max_usd_per_run: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 1_000_000})
+    max_usd_per_hour: Decimal | None = field(default=None, metadata={"minimum": 0.001, "maximum": 10_000})
     allowed_types: tuple[str, ...] | None = None  # patterns: g5.*
     allowed_regions: tuple[str, ...] | None = None
     spot_only: bool = False
@@ -49,6 +50,7 @@ class Facts:
     capacity: str
     owner: str
     usd_p90: Decimal | None
+    usd_per_hour: Decimal | None = None  # the dearest node that the fleet may take; None: not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,7 @@ class Broken:
 
 RULES = {  # rule -> what it demands, for people; the policy pack shows it
     "max_usd_per_run": "The 90th percentile of a run's bill is at most this many dollars.",
+    "max_usd_per_hour": "A node costs at most this many dollars an hour: zones and types above it are left out.",
     "allowed_types": "Every instance type that the fleet may pick is on the list.",
     "allowed_regions": "The run's region is on the list.",
     "spot_only": "The fleet asks for spot capacity.",
@@ -71,13 +74,25 @@ RULES = {  # rule -> what it demands, for people; the policy pack shows it
 def facts(definition: StackDefinition, bill: Bill | None, fallback: Fallback | None = None) -> Facts:
     """What the rules of a policy look at: the facts of a definition file and its bill, with what a fallback costs."""
     p90 = [*([bill.usd.p90] if bill else []), *([fallback.usd.p90] if fallback else [])]
+    markets = (definition.fleet.capacity, *(("on-demand",) if definition.fleet.falls_back else ()))
+    hourly = [each for option in (bill.types if bill else ()) for market in markets if (each := option.hourly(market))]
     return Facts(
         region=definition.fleet.region,
         instance_types=definition.fleet.instance_types,
         capacity=_markets(definition.fleet.capacity, definition.fleet.falls_back),
         owner=definition.run.owner,
         usd_p90=max(p90, default=None),
+        usd_per_hour=max((each.amount for each in hourly), default=None),
     )
+
+
+def held_to(definition: StackDefinition, rules: Policy | None) -> StackDefinition:
+    """The definition with the lower of its own limit per hour and the rules'. What is only priced has neither."""
+    own, theirs = definition.limits.usd_per_hour, None if rules is None else rules.max_usd_per_hour
+    if theirs is None or definition.variant.only_priced:
+        return definition
+    lower = theirs if own is None else min(own, theirs)
+    return replace(definition, limits=replace(definition.limits, usd_per_hour=lower))
 
 
 def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts | None:
@@ -92,12 +107,21 @@ def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts |
     run = json.loads(properties["content"])
     fallback = run.get("fallback")
     p90 = [run["estimate"]["usd"]["p90"], *([fallback["usd_p90"]] if fallback else [])]
+    hourly = [
+        Decimal(usd)
+        for option in run["estimate"]["types"]
+        for market, prices in (("spot", option["spot"].values()), ("on-demand", [option["on_demand"]]))
+        if market == run["capacity"] or (fallback and market == "on-demand")
+        for usd in prices
+        if usd and market not in option.get("left_out", {})
+    ]
     return Facts(
         region=run["region"],
         instance_types=tuple(option["type"] for option in run["estimate"]["types"]),
         capacity=_markets(run["capacity"], bool(fallback)),
         owner=run["run"]["owner"],
         usd_p90=max(map(Decimal, p90)),
+        usd_per_hour=max(hourly, default=None),
     )
 
 
@@ -111,6 +135,10 @@ def broken(policy: Policy, found: Facts) -> tuple[Broken, ...]:
     cap = policy.max_usd_per_run
     if cap is not None and found.usd_p90 is not None and found.usd_p90 > cap:
         said.append(Broken(rule="max_usd_per_run", message=f"p90 is {found.usd_p90:f} USD, allowed are {cap:f}"))
+    ceiling, dearest = policy.max_usd_per_hour, found.usd_per_hour
+    if ceiling is not None and dearest is not None and dearest > ceiling:
+        message = f"a node costs up to {dearest:f} USD an hour, allowed are {ceiling:f}"
+        said.append(Broken(rule="max_usd_per_hour", message=message))
     if policy.allowed_types is not None:
         others = [type_ for type_ in found.instance_types if not _matches(type_, policy.allowed_types)]
         if others:

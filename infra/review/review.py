@@ -7,8 +7,8 @@ and what was measured (calibrations, receipts, traces).
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-import subprocess
 import tempfile
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from gpufleet.infra.definition.loader import is_definition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import calibration, receipts
 from gpufleet.infra.evidence.observations import TRACES, observations
+from gpufleet.infra.inputs import git
 from gpufleet.infra.review import policy
 from gpufleet.infra.review.compare import Known, Review, compare
 from gpufleet.infra.risk.hazard import learn
@@ -106,11 +107,10 @@ _REGULAR = ("100644", "100755")  # no links, no submodules
 
 def _commit_hash(project: Path, name: str) -> str:
     """The full hash of a commit. Raises GpufleetError when this clone does not have it, or git cannot say."""
-    _git(project, "rev-parse", "--git-dir")  # no git, no repository, one of somebody else's: git's own words say which
+    git.answer(project, "rev-parse", "--git-dir")  # it says why where there is no git, or no repository
+    words = ("--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     try:
-        return (
-            _git(project, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}").decode().strip()
-        )
+        return git.answer(project, "rev-parse", *words).decode().strip()
     except GpufleetError:
         raise GpufleetError(
             f"{name!r} is not a commit of the git repository at {project}; in CI, check out with fetch-depth: 0"
@@ -119,7 +119,8 @@ def _commit_hash(project: Path, name: str) -> str:
 
 def _made_at(project: Path, commit: str) -> datetime:
     """When the commit was made, UTC: the only clock of a review."""
-    return datetime.fromtimestamp(int(_git(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)), UTC)
+    said = git.answer(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)
+    return datetime.fromtimestamp(int(said), UTC)
 
 
 def _uncommitted(project: Path, head: str) -> list[str]:
@@ -127,15 +128,16 @@ def _uncommitted(project: Path, head: str) -> list[str]:
     if head != _commit_hash(project, "HEAD"):
         return []
     top, prefix = _place(project)
-    listed = _git(top, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", prefix or ".")
-    names = (entry[3:].removeprefix(prefix) for entry in listed.decode("utf-8", "backslashreplace").split("\0"))
+    listed = git.status(top, "-z", "--no-renames", "--untracked-files=all", "--", prefix or ".")
+    shown = os.fsencode(listed).decode("utf-8", "backslashreplace")
+    names = (entry[3:].removeprefix(prefix) for entry in shown.split("\0"))
     return sorted(name for name in names if _WANTED.fullmatch(name))
 
 
 def _place(project: Path) -> tuple[Path, str]:
     """Where the repository's files begin, and how the names of the project's begin there."""
-    top = Path(_git(project, "rev-parse", "--show-toplevel").decode().strip())
-    prefix = project.resolve().relative_to(top.resolve()).as_posix()
+    top = git.top(project) or project
+    prefix = project.resolve().relative_to(top).as_posix()
     return top, "" if prefix == "." else f"{prefix}/"
 
 
@@ -143,7 +145,7 @@ def _extract(project: Path, commit: str, folder: Path) -> list[str]:
     """Writes what a bill of the commit stands on into `folder`, laid out as in the project. Gives the paths that are
     links there: they are not followed."""
     top, prefix = _place(project)
-    listed = _git(top, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8", "backslashreplace")
+    listed = git.answer(top, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8", "backslashreplace")
     blobs: dict[str, str] = {}
     links: list[str] = []
     for entry in filter(None, listed.split("\0")):
@@ -183,7 +185,7 @@ def _catalog_of(folder: Path, day: date) -> tuple[Catalog, str]:
 
 
 def _contents(top: Path, blobs: list[str]) -> list[bytes]:
-    out = _git(top, "cat-file", "--batch", feed="".join(f"{blob}\n" for blob in blobs).encode())
+    out = git.answer(top, "cat-file", "--batch", feed="".join(f"{blob}\n" for blob in blobs).encode())
     found: list[bytes] = []
     start = 0
     for _ in blobs:
@@ -198,13 +200,3 @@ def _contents(top: Path, blobs: list[str]) -> list[bytes]:
         found.append(out[head + 1 : head + 1 + size])
         start = head + 1 + size + 1
     return found
-
-
-def _git(folder: Path, *words: str, feed: bytes = b"") -> bytes:
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *words], input=feed, capture_output=True)
-    except FileNotFoundError:
-        raise GpufleetError("git is not installed; a review reads both commits with it") from None
-    if done.returncode:
-        raise GpufleetError(f"git {words[0]}: {done.stderr.decode(errors='replace').strip() or 'failed'}")
-    return done.stdout

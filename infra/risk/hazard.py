@@ -34,12 +34,14 @@ from gpufleet.job.text import counted
 
 # Losses per hour of a node with one GPU, as zones of public traces have them: nine of 2023 (p3.2xlarge) 0.10 to 1.39,
 # geometric mean 0.31, sigma 0.88; thirteen of 2025 (one H100, GCP) 0.00 to 1.78, 0.14, 1.5; eight others of 2022 and
-# 2023 0.23 to 0.74. Nodes with 8 GPUs (p3.16xlarge, p2.16xlarge, 2022) lost 0.64 to 1.32 where such with one lost 0.23
-# to 0.62: a factor of 2.7, so the 0.5th power of the GPUs; 4 x L4 lost 0.41 (six AWS zones, 2025-12). What this covers,
-# each trace left out: bench/results/risk.md. Sources: github.com/skypilot-org/spot-traces at 221da1a,
-# github.com/andylizf/skynomad-artifact at 62b9aaa (read 2026-11).
+# 2023 0.23 to 0.74. What this covers, each trace left out: bench/results/risk.md. Sources:
+# github.com/skypilot-org/spot-traces at 221da1a, github.com/andylizf/skynomad-artifact at 62b9aaa (read 2026-11).
+# The power of a node's GPUs is an assumption until a second source stands behind it: nodes with 8 (p3.16xlarge,
+# p2.16xlarge, 2022, the first source) lost 0.64 to 1.32 where such with one lost 0.23 to 0.62, a factor of 2.7; 4 x L4
+# lost 0.41 (six AWS zones, 2025-12, the second), a factor of 1.3.
 HAZARD_MEDIAN, SIZE_POWER = 0.3, 0.5
 HAZARD_SIGMA = 1.2
+TRACES = "log-normal of public traces of 2022 to 2025"
 MOST_SIGMAS = 2.0  # from the median: at hazards beyond, which nobody has seen, a run gets nowhere and makes every mean
 HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
 
@@ -57,9 +59,10 @@ UNEVENNESS = 1.2
 
 _GRID = np.linspace(math.log(1e-4), math.log(1e2), 401)  # ln hazard per node-hour
 
-# Nodes that are to run together are lost together. From 1 to 16 of them the rate of losses grew as the 0.35th power of
-# their number in fourteen zones (H100s of 2025, V100s of 2023), between zones give or take 0.28; from 1 to 4 as the
-# 0.16th in sixteen; and 23 to 91 % of the losses of four took all four. The same zones as in bench/results/risk.md.
+# Nodes that are to run together are lost together. The power of their number is an assumption, too: from 1 to 16 of
+# them the rate of losses grew as the 0.35th power in fourteen zones (H100s of 2025, V100s of 2023, with a GPU each),
+# between zones give or take 0.28; from 1 to 4 as the 0.16th in sixteen; and 23 to 91 % of the losses of four took all
+# four. The same zones as in bench/results/risk.md.
 GANG_POWER, GANG_POWER_SIGMA, ALL_AT_ONCE = 0.35, 0.3, 0.5
 # Hours until a node is there again, log-normal, from those traces: in one zone medians of 0.2 to 0.75 and sigma 0.8 to
 # 1.4 of their logarithm; 0.38 and 1.2 where any of two to four zones of 2023 will do; until all of several nodes are
@@ -79,7 +82,7 @@ class Hazard:
     median: float = HAZARD_MEDIAN
     sigma: float = HAZARD_SIGMA  # standard deviation of ln hazard
     unevenness: float = UNEVENNESS  # of ln hazard between the nodes of one run; 0: every node has the run's
-    source: str = "log-normal of public traces of 2022 to 2025"
+    source: str = TRACES
 
     @classmethod
     def fixed(cls, per_hour: float) -> Hazard:
@@ -106,7 +109,9 @@ class Hazard:
 
 def prior(gpus: int) -> Hazard:
     """The hazard of a node with so many GPUs, of whose type nothing was seen."""
-    return Hazard(median=HAZARD_MEDIAN * gpus**SIZE_POWER)
+    times = gpus**SIZE_POWER
+    assumed = "" if gpus == 1 else f", {times:.1f} times one GPU's for {gpus}, an assumption"
+    return Hazard(median=HAZARD_MEDIAN * times, source=TRACES + assumed)
 
 
 def gang(nodes: int) -> float:

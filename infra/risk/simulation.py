@@ -49,6 +49,7 @@ RUNS = 10_000
 SEED = 7
 _EDGE_H = 1e-9
 _CHUNK = 50_000  # runs simulated together: fits the processor's cache
+_TOGETHER = 4_096  # numbers of a kind that are drawn at once for late attempts
 MAX_ATTEMPTS = 200
 _NOWHERE = 1e4  # times what was done so far: a run that needs more never gets anywhere
 
@@ -265,21 +266,57 @@ def _chunk(
     first_wait_h = np.concatenate(
         [each.first_wait_h(of, luck.wait, luck.there, luck.since) for each, of in zip(exposures, hazards, strict=True)]
     )
-    wait_h = _of_each(exposures, runs, lambda each: each.wait_h)
-    wait_sigma = _of_each(exposures, runs, lambda each: each.wait_sigma)
-    unevenness = _of_each(exposures, runs, lambda each: each.chance.unevenness)
-    is_uneven = bool(np.any(unevenness))
-
-    def next_node(active: Indices, attempt: int, wall_h: Floats) -> NextNode:
-        drawn = luck.draw(active, attempt)
-        life = drawn.life / hazard[active]
-        if is_uneven:
-            life = life / of_node(drawn.node, _select(unevenness, active), first=attempt == 0)
-        wait = _select(wait_h, active) * np.exp(_select(wait_sigma, active) * drawn.wait)
-        return NextNode(life_h=life, wait_h=wait, missed=drawn.missed, lost=drawn.lost)
-
+    next_node = _Nodes(
+        luck,
+        hazard=hazard,
+        unevenness=_of_each(exposures, runs, lambda each: each.chance.unevenness),
+        wait_h=_of_each(exposures, runs, lambda each: each.wait_h),
+        wait_sigma=_of_each(exposures, runs, lambda each: each.wait_sigma),
+    )
     with np.errstate(divide="ignore"):  # a life without hazard; entered once, not for each node
         return _account(exposures, runs, first_wait_h, next_node, attempts, factors, only, unfinished)
+
+
+class _Nodes:
+    """The nodes of simulated runs, whose numbers are `luck`'s. Late attempts, which few runs come to, are drawn several
+    at a time: a call of numpy costs more than its numbers there.
+    """
+
+    def __init__(
+        self,
+        luck: Luck,
+        *,
+        hazard: Floats,
+        unevenness: Floats | float,
+        wait_h: Floats | float,
+        wait_sigma: Floats | float,
+    ) -> None:
+        self._luck, self._hazard, self._unevenness = luck, hazard, unevenness
+        self._is_uneven, self._wait_h, self._wait_sigma = bool(np.any(unevenness)), wait_h, wait_sigma
+        self._ahead: tuple[int, Indices, NextNode] | None = None  # from which attempt, of which runs
+
+    def __call__(self, active: Indices, attempt: int, wall_h: Floats) -> NextNode:
+        """The nodes of the runs `active`; from ATTEMPTS_IN_STEP on these are some of those of the attempt before."""
+        if attempt < ATTEMPTS_IN_STEP:
+            return self._nodes(active, self._luck.draw(active, attempt), first=attempt == 0)
+        if self._ahead is None or attempt >= self._ahead[0] + len(self._ahead[2].life_h):
+            last = attempt + max(1, _TOGETHER // active.size)
+            self._ahead = attempt, active, self._nodes(active, self._luck.draw_late(active, range(attempt, last)))
+        begin, runs, nodes = self._ahead
+        at, row = attempt - begin, slice(None) if runs is active else np.searchsorted(runs, active)
+        return NextNode(
+            life_h=nodes.life_h[at][row],
+            wait_h=nodes.wait_h[at][row],
+            missed=nodes.missed[at][row],
+            lost=nodes.lost[at][row],
+        )
+
+    def _nodes(self, active: Indices, drawn: NodeLuck, *, first: bool = False) -> NextNode:
+        life = drawn.life / self._hazard[active]
+        if self._is_uneven:
+            life = life / of_node(drawn.node, _select(self._unevenness, active), first=first)
+        wait = _select(self._wait_h, active) * np.exp(_select(self._wait_sigma, active) * drawn.wait)
+        return NextNode(life_h=life, wait_h=wait, missed=drawn.missed, lost=drawn.lost)
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
@@ -330,7 +367,8 @@ def _account(
     hours, billed, wall = np.zeros(count), np.zeros(count), np.zeros(count)
     interruptions = np.zeros(count, dtype=np.int64)
     stopped = np.zeros(count, dtype=bool)
-    is_limited = bool(np.isfinite(cap_h).any()) or (single is not None and single.leave is not None)
+    is_left = single is not None and single.leave is not None
+    is_limited = is_left or bool(np.isfinite(cap_h).any())
     active = np.arange(count) if only is None else only
     wall += _patient(single, first_wait_h, wall, done, work_h)
     idle, waits_billed = np.zeros(count), bool(np.any(stay))
@@ -347,32 +385,36 @@ def _account(
         whole_h = _select(work_h, active)
         need = start_h + whole_h - done_h
         node_h, interrupted = np.minimum(node.life_h, need), node.life_h < need
-        spent_h, span = node_h, np.maximum(node_h, MINIMUM_H)
+        spent_h = node_h
         if is_limited:
             left = _hours_left(single, begun_h, done_h, start_h, whole_h)
             room = np.maximum(np.minimum(_select(cap_h, active) - before_h, left), 0.0)
             at_limit = room < node_h
-            node_h, interrupted = np.minimum(node_h, room), interrupted & ~at_limit
-            allowed = np.maximum(_select(allowed_h, active) - before_h, 0.0)
-            stops = at_limit & np.isfinite(allowed)  # an owner who leaves has no limits
-            spent_h = np.where(stops, np.minimum(node_h + _select(reserve_h, active), allowed), node_h)
-            span = np.where(left > _EDGE_H, np.maximum(spent_h, MINIMUM_H), 0.0)
-            stopped[active] |= at_limit
+            if at_limit.any():
+                node_h, interrupted = np.minimum(node_h, room), interrupted & ~at_limit
+                allowed = np.maximum(_select(allowed_h, active) - before_h, 0.0)
+                stops = at_limit & np.isfinite(allowed)  # an owner who leaves has no limits
+                spent_h = np.where(stops, np.minimum(node_h + _select(reserve_h, active), allowed), node_h)
+                stopped[active] |= at_limit
+        span = np.maximum(spent_h, MINIMUM_H)
+        if is_left:
+            span = np.where(left > _EDGE_H, span, 0.0)
         hours[active] = before_h + span
         free = interrupted & (node_h < _select(free_h, active))
         billed[active] += np.where(free, span * _select(stay, active), span)
         wall_h = begun_h + spent_h
 
-        trained = np.maximum(node_h - start_h, 0.0)
-        saved = np.maximum(node_h - start_h - NOTICE_H, 0.0)
-        heard = node.missed >= _select(notice_missed, active)
-        # Who hears no notice goes on to the end.
-        torn = np.maximum(np.where(heard, saved, trained) - node.lost * _select(interval_h, active), 0.0)
+        worked_h = node_h - start_h
+        trained, kept = np.maximum(worked_h, 0.0), np.maximum(worked_h - NOTICE_H, 0.0)
+        missed = node.missed < _select(notice_missed, active)
         fit = _select(fits[0], active)
         for index in phases[1:]:
             if fits[index] is not fits[index - 1]:
-                fit = np.where(done_h + saved >= _select(begins_h[index], active), _select(fits[index], active), fit)
-        kept = np.where(heard & np.asarray(fit, dtype=bool), saved, torn)
+                fit = np.where(done_h + kept >= _select(begins_h[index], active), _select(fits[index], active), fit)
+        (torn,) = np.nonzero(missed | np.logical_not(fit))
+        if torn.size:  # who hears no notice goes on to the end
+            whole = np.where(missed[torn], trained[torn], kept[torn])
+            kept[torn] = np.maximum(whole - node.lost[torn] * _select(interval_h, active[torn]), 0.0)
         done_h = done_h + np.where(interrupted, kept, trained)
         done[active] = done_h
 
@@ -483,10 +525,10 @@ class Luck:
         self._in_step: list[NodeLuck] = []
 
     def draw(self, active: Indices, attempt: int) -> NodeLuck:
-        """The numbers of the runs `active`, which counts through the runs of several exposures."""
+        """The numbers of the runs `active`, which counts through the runs of several exposures, for one of the first
+        ATTEMPTS_IN_STEP attempts.
+        """
         run = active if active[-1] < self.runs else active % self.runs
-        if attempt >= ATTEMPTS_IN_STEP:
-            return self._draw_attempt(run, attempt)
         while len(self._in_step) <= attempt:
             self._in_step.append(self._draw_in_step())
         luck = self._in_step[attempt]
@@ -499,14 +541,28 @@ class Luck:
         missed, lost = self._rng.random((2, self.runs))
         return NodeLuck(life, wait, self._uneven.standard_normal(self.runs), missed, lost)
 
-    def _draw_attempt(self, run: Indices, attempt: int) -> NodeLuck:
-        at = (np.arange(5)[:, None] + 5 * (run + self.runs * attempt)).astype(np.uint64)
-        mixed = self._late + at * _WEYL
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
-        life, far, turn, missed, lost = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+    def draw_late(self, active: Indices, attempts: range) -> NodeLuck:
+        """The numbers of these runs for later attempts: a row for each attempt."""
+        run = active if active[-1] < self.runs else active % self.runs
+        if run is active:
+            return NodeLuck(*self._late_numbers(run, attempts))
+        is_there = np.zeros(self.runs, dtype=bool)
+        is_there[run] = True
+        column = (np.cumsum(is_there) - 1)[run]  # several exposures' runs share one draw
+        drawn = self._late_numbers(np.flatnonzero(is_there), attempts)
+        return NodeLuck(*(of_runs.take(column, axis=1) for of_runs in drawn))
+
+    def _late_numbers(self, run: Indices, attempts: range) -> tuple[Floats, ...]:
+        of_run = run + self.runs * np.arange(attempts.start, attempts.stop)[:, None]
+        mixed = (np.arange(5)[:, None, None] + 5 * of_run).astype(np.uint64)
+        mixed *= _WEYL
+        mixed += self._late
+        for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, np.uint64(1))):  # in place: half the time
+            mixed ^= mixed >> np.uint64(shift)
+            mixed *= factor
+        life, far, turn, missed, lost = (mixed >> np.uint64(11)) * 2.0**-53
         radius, angle = np.sqrt(-2 * np.log1p(-far)), 2 * math.pi * turn
-        return NodeLuck(-np.log1p(-life), radius * np.cos(angle), radius * np.sin(angle), missed, lost)
+        return -np.log1p(-life), radius * np.cos(angle), radius * np.sin(angle), missed, lost
 
 
 def _luck(seed: int, part: int, runs: int) -> Luck:

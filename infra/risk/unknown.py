@@ -25,6 +25,10 @@ from gpufleet.infra.risk.hazard import Floats
 # steps of an H100 twice, days and programs apart; they differ by 0.06 root mean square.
 MEASURED = 0.06
 STATED = 0.25  # where the definition says how long a step takes: assumption, until a receipt tells
+PAGE = 0.45  # where it has that from somebody's page: of five published pairs two lay within a quarter of each other
+# For each doubling of the GPUs that a step is said to be of. Twice as many lacked of twice the speed 8 to 10 % on two
+# nodes of 8 H100s (NVIDIA NeMo AutoModel, 2026-06), 15 % on two A100s and 2 % more on four (vectorlm, 2024-05).
+PER_DOUBLING = 0.1
 SETUP = 0.3  # of ln set-up time, as assumed by family: assumption
 SETUP_MEASURED = 0.1  # as a receipt's nodes took: assumption
 # Of ln spot price: grows as the root of the price's age. Nine zones of p3 spot over 45 days in 2023: 0.015 after a day,

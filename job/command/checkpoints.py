@@ -11,7 +11,6 @@ the other.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import shutil
 import time
@@ -23,14 +22,13 @@ from pathlib import Path
 from typing import Protocol
 
 from gpufleet.job import atomic
-from gpufleet.job.command.names import FoundCheckpoint, Names, place, torn
-from gpufleet.job.command.places import give_to_everybody
-from gpufleet.job.command.processes import File, written
+from gpufleet.job.command.names import MOST_STEPS, FoundCheckpoint, Names, place, torn
 from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.commit import COMMIT, Commit, Reason
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.workdir import CHECKPOINTS, STEPS, step_folder
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.spec.command import PHASE, CommandConfig
 
 FILES = "files"  # below a step's folder in ckpt/: names of the command's own meet none of gpufleet's
@@ -41,7 +39,8 @@ UNKNOWN_QUIET_S = 5.0  # where nobody can say who writes a file
 SAVING_S = 5.0  # between two files of one checkpoint, at most
 AGAIN_S = 30.0  # after a copy that failed
 ARRIVAL_S = 0.02  # that a line takes from the command to here
-CLONE = 0x40049409  # FICLONE, linux/fs.h: the file's blocks are shared until one of the two is written
+
+File = tuple[int, int]  # device and inode
 Key = tuple[str, int | None]
 
 
@@ -71,8 +70,9 @@ class LineReader(Protocol):
 
 
 class CommandCheckpoints:
-    """The checkpoints of one command. `alive` gives its processes, `writing` the files that these have open for
-    writing, None where that is not known.
+    """The checkpoints of one command, in `folder` below `user`, where it makes what it likes meanwhile. `alive` gives
+    its processes, `writing` which files of checkpoints somebody has open for writing, None where that is not known;
+    `moment` the time on `clock` of a file's time. `run`: the run's id.
     """
 
     def __init__(
@@ -82,22 +82,26 @@ class CommandCheckpoints:
         user: Path,
         workdir: Path,
         *,
+        run: str,
         digest: str,
         gpus: int,
         alive: Callable[[], Sequence[int]],
         lines: LineReader,
         say: Callable[[str], None],
-        writing: Callable[[Sequence[int]], set[File] | None] = written,
+        writing: Callable[[Iterable[FoundCheckpoint]], set[File] | None] | None = None,
         clock: Callable[[], float] = time.time,
+        moment: Callable[[float], float] = lambda written: written,
     ) -> None:
-        self.names = Names(config)
+        self.names = Names(config, f"{run}/{CHECKPOINTS}/{step_folder(0)}/{FILES}/")
+        self._own = ForeignFolder(user)
         self.folder, self.newest, self.committed_at = folder, -1, clock()
         self.newest_is_on_signal = False  # whether the command made the newest commit because it was asked to leave
         self.count = 0  # of those that this start has had committed
         self.counted = -1  # the newest step that a checkpoint of this start tells
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
         self._digest, self._gpus = digest, gpus
-        self._alive, self._writing, self._lines = alive, writing, lines
+        self._alive, self._writing, self._lines = alive, writing or self._find_written, lines
+        self.moment = moment
         self._before: set[int] = set()  # its processes at the last look
         self._say, self._clock = say, clock
         self._watched: dict[Key, Watched] = {}
@@ -123,8 +127,7 @@ class CommandCheckpoints:
         self._settle()
         self._before = set()
         newest = self._newest()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._own.empty(self.folder)
         self._watched, self._done, self._put_back, self.newest = {}, {}, {}, -1
         self._number, self._offset, self.count, self.counted = -1, 0, 0, -1
         if newest is not None:
@@ -139,7 +142,7 @@ class CommandCheckpoints:
                 apart = 0 if number is None else newest.step - number
                 self._counts_else = self._config.unit == "step" and "step" in each.counts and apart != 0
                 self._offset = 0 if self._counts_else else apart
-        give_to_everybody(self.folder)
+        self._own.open_to_all(self.folder)
         self.committed_at = self._clock()
         return newest
 
@@ -151,7 +154,7 @@ class CommandCheckpoints:
         """The files of the newest commit, where there is one, as the command had named them. Raises OSError."""
         if (newest := self._newest()) is not None:
             for name, _ in newest.files:
-                copy(self._kept / newest.folder / name, target / name.removeprefix(f"{FILES}/"))
+                self._own.copy(self._kept / newest.folder / name, target / name.removeprefix(f"{FILES}/"))
 
     @property
     def restored(self) -> FoundCheckpoint | None:
@@ -172,12 +175,12 @@ class CommandCheckpoints:
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written now: a file of it is open, or some of it has just come."""
-        writing, recent = self._writing(self._alive()) or (), self._clock() - SAVING_S
+        new = [each for each in self.find() if self._is_new(each)]
+        writing, recent = self._writing(new) or (), self._clock() - SAVING_S
         return any(
             any((look.device, look.inode) in writing for look in each.files.values())
-            or (each.written > recent and (self.names.lacks(each) or not self._is_settled))
-            for each in self.find()
-            if self._is_new(each)
+            or (self.moment(each.written) > recent and (self.names.lacks(each) or not self._is_settled))
+            for each in new
         )
 
     @property
@@ -186,10 +189,13 @@ class CommandCheckpoints:
         return self.names.are_known or bool(self.names.learned)
 
     def find(self) -> list[FoundCheckpoint]:
-        """Every checkpoint of the command's folder that has begun, the newest last."""
-        return [
-            self.names.newest(each, self._put_back.get(each.key)) for each in self.names.find(self.folder, self._user)
-        ]
+        """Every checkpoint of the command's folder that has begun, the newest last. What can never be published is
+        said.
+        """
+        found = self.names.find(self.folder, self._user)
+        for what, why in self.names.unfit.items():
+            self._say_once(f"warning: {what} does not count, and is never published: {why}")
+        return [self.names.newest(each, self._put_back.get(each.key)) for each in found]
 
     def written_anew(self, found: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
         """Those of them that this start has written."""
@@ -210,7 +216,7 @@ class CommandCheckpoints:
         self._watched = {each.key: self._watched[each.key] for each in found if each.key in self._watched}
         alive = self._alive()
         gone, self._before = bool(self._before - set(alive)), set(alive)
-        writing = self._writing(alive) if self._watched else set()
+        writing = self._writing([each.found for each in self._watched.values()]) if self._watched else set()
         for watched in (self._watched[each.key] for each in reversed(found) if each.key in self._watched):
             ready = self._is_ready(watched, writing, now, gone=gone, latest=found[-1].number)
             if ready and self._copying is None:
@@ -255,10 +261,10 @@ class CommandCheckpoints:
             committed, step = self._done.get(each.key, (None, 0))
             if committed == each and step <= published:
                 for name in each.files:
-                    (self.folder / name).unlink(missing_ok=True)
+                    self._own.remove(self.folder / name)
                 for name in each.files:
                     with suppress(OSError):  # only empty ones
-                        (self.folder / name).parent.rmdir()
+                        self._own.remove_empty((self.folder / name).parent)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -314,35 +320,40 @@ class CommandCheckpoints:
 
     def _shows_a_cut(self, found: FoundCheckpoint) -> bool:
         with suppress(OSError):
-            return self.names.shows_a_cut(self.folder, found)
+            return self.names.shows_a_cut(lambda name: self._own.open(self.folder / name), found)
         return False
 
-    # Copying ----------------------------------------------------------------------------------------------------------
-
-    def _companion_files(self) -> dict[str, Path]:
-        """What is kept with each, by its name below the folder."""
-        found = {}
-        for name in self._config.checkpoint.also:
-            root = self.folder / name
-            for path in sorted(root.rglob("*")) if root.is_dir() else sorted(self.folder.glob(name.rstrip("/"))):
-                if path.is_file():
-                    found[path.relative_to(self.folder).as_posix()] = path
+    def _find_written(self, checkpoints: Iterable[FoundCheckpoint]) -> set[File] | None:
+        found = set()
+        for each in checkpoints:
+            for name, look in each.files.items():
+                with suppress(OSError):  # removed meanwhile
+                    is_written = self._own.is_written(self.folder / name)
+                    if is_written is None:
+                        return None
+                    if is_written:
+                        found.add((look.device, look.inode))
         return found
+
+    # Copying ----------------------------------------------------------------------------------------------------------
 
     def _snapshot(self, watched: Watched, alive: bool) -> None:
         """Raises OSError, or ValueError for one that has changed or is cut."""
         found, started = watched.found, time.monotonic()
-        step, is_counted = self._step(found, self._lines.told_by(found.first_written + ARRIVAL_S).step)
+        begun, written = self.moment(found.first_written), self.moment(found.written)
+        step, is_counted = self._step(found, self._lines.told_by(begun + ARRIVAL_S).step)
+        if step >= MOST_STEPS:
+            raise ValueError("its step has more than eight digits, and is never published: count in thousands")
         unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
-        also = self._companion_files()
+        also = self.names.companions(self.folder, self._user)
         on_signal = found.written > self._signalled_at and found.key not in self._begun_before
         reason = self.reason
         if reason == "stop" and not on_signal:
             reason = "timed"  # it would have come anyway
         try:
             for name in {**found.files, **also}:
-                copy(self.folder / name, unfinished / FILES / name)
+                self._own.copy(self.folder / name, unfinished / FILES / name)
             for name, look in found.files.items():
                 made = unfinished / FILES / name
                 if made.stat().st_size != look.bytes or (why := torn(made)):
@@ -361,7 +372,7 @@ class CommandCheckpoints:
                 goes_on_from=step,
                 val_loss=self._lines.val.get(step),
                 world_size=self._gpus,
-                lines=self._lines.told_by(min(watched.begun, found.first_written)).counting.to_json(),
+                lines=self._lines.told_by(min(watched.begun, begun)).counting.to_json(),
             )
             atomic.write_json(unfinished / COMMIT, told.to_json())
             if folder.exists():  # of a start before this one, which will not be gone on from
@@ -376,11 +387,11 @@ class CommandCheckpoints:
         self._number, self.count = max(self._number, found.number or 0), self.count + 1
         self.counted = step if is_counted else self.counted
         self._done[found.key] = found, step
-        blocked_s = max(0.0, found.written - watched.begun)  # while it was written, as far as that was seen
+        blocked_s = max(0.0, written - watched.begun)  # while it was written, as far as that was seen
         took = time.monotonic() - started
         took_s = round(blocked_s + took, 3)
         save = Save(step=step, reason=reason, bytes=told.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
-        self._lines.saved(save, found.written, is_counted=is_counted)
+        self._lines.saved(save, written, is_counted=is_counted)
         size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
         self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
 
@@ -418,7 +429,7 @@ class CommandCheckpoints:
             atomic.write_json(folder / COMMIT, replace(told, val_loss=val).to_json())
 
     def _is_written(self, found: FoundCheckpoint) -> bool:
-        writing = self._writing(self._alive())
+        writing = self._writing([found])
         return any((look.device, look.inode) in (writing or ()) for look in found.files.values())
 
     def _settle(self) -> None:
@@ -438,12 +449,3 @@ class CommandCheckpoints:
         if text not in self._told:
             self._told.add(text)
             self._say(text)
-
-
-def copy(source: Path, target: Path) -> None:
-    """The file's bytes in a file of its own, without a second copy on disks that can share them. Raises OSError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as read, target.open("wb") as write, suppress(OSError):
-        fcntl.ioctl(write.fileno(), CLONE, read.fileno())
-        return
-    shutil.copyfile(source, target)

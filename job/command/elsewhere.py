@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from gpufleet.job.command.given import Folders
@@ -16,14 +16,26 @@ FIRST_S, LONGEST_S = 2.0, 60.0  # between two searches: each twice as long as th
 SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules", "wandb", "tb", "runs.tb"}
 KEPT_AS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".npy", ".pkl", ".h5", ".keras", ".msgpack", ".tar")
 SHOWN = 3
+MOST = 10_000  # new files of a folder that are looked at
 TEMPORARY = re.compile(r"tmp|temp|part|lock|^\.", re.IGNORECASE)
 
 
 class Search:
-    """Looks for what one start has written. `folder`: where its checkpoints are looked for."""
+    """Looks for what one start has written. `folder`: where its checkpoints are looked for; `moment`: the time by the
+    clock of `began` of a file's time.
+    """
 
-    def __init__(self, config: CommandConfig, names: Names, folders: Folders, folder: Path, began: float) -> None:
+    def __init__(
+        self,
+        config: CommandConfig,
+        names: Names,
+        folders: Folders,
+        folder: Path,
+        began: float,
+        moment: Callable[[float], float] = lambda written: written,
+    ) -> None:
         self._config, self._names, self._folders, self._folder, self._began = config, names, folders, folder, began
+        self._moment = moment
         self._at, self._pause, self._answer = began + FIRST_S, FIRST_S, ""
 
     def look(self, now: float, *, at_once: bool = False) -> str:
@@ -63,17 +75,18 @@ class Search:
         return f"write job.checkpoint.folder: '{place}', or {other}"
 
     def _written(self) -> Iterator[Path]:
-        """Files that are new since the start, below the folders that the host sees; the checkpoints' first."""
+        """Files that are new since the start, below the folders that the host sees; the checkpoints' first. Without
+        those whose names could not be shown, nor published.
+        """
         for root in (self._folder, self._folders.code, *self._folders.written):
-            for top, folders, names in os.walk(root):
-                folders[:] = sorted(each for each in folders if each not in SKIPPED)
-                for path in (Path(top, name) for name in sorted(names)):
-                    try:
-                        is_new = path.lstat().st_mtime >= self._began and not TEMPORARY.search(path.name)
-                    except OSError:
-                        continue
-                    if is_new:
-                        yield path
+            new = list[Path]()
+            for name, look in self._folders.own.files(root, SKIPPED):
+                path = root / name
+                if name.isprintable() and not TEMPORARY.search(path.name) and len(new) < MOST:
+                    with suppress(OSError):  # removed meanwhile, or a link that leads elsewhere
+                        if self._moment(look().st_mtime) >= self._began:
+                            new.append(path)
+            yield from sorted(new, key=lambda path: (path.parent.parts, path.name))
 
     def _matching(self, path: Path) -> str | None:
         """The folder, as a definition names it, from which on the path is a checkpoint's; None: from none on."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.workdir import CODE, KEPT, NAMED, OUTPUTS, STATE, STOP, USER
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.spec.command import CommandConfig, filled
 
 PROGRESS = "progress.jsonl"  # below the user's folder, where the command names no file of its own
@@ -28,6 +31,11 @@ class Folders:
     @classmethod
     def from_workdir(cls, workdir: Path) -> Folders:
         return cls(user=workdir / USER)
+
+    @property
+    def own(self) -> ForeignFolder:
+        """All of them, for whoever works there while the command runs."""
+        return ForeignFolder(self.user)
 
     @property
     def code(self) -> Path:
@@ -49,14 +57,14 @@ class Folders:
 
     def make(self) -> None:
         """All of them, for whoever the command's image runs as."""
+        self.user.mkdir(parents=True, exist_ok=True)
         for folder in (self.user, self.code, *self.written):
-            folder.mkdir(parents=True, exist_ok=True)
-            folder.chmod(0o777)
+            self.own.make(folder)
 
     def values(self, run: str, gpus: int) -> dict[str, str | int]:
         """The placeholders."""
         named = self.user / NAMED
-        inputs = {f"inputs.{each.name}": str(each) for each in named.iterdir()} if named.is_dir() else {}
+        inputs = {f"inputs.{name}": str(named / name) for name in self.own.names(named)}
         return {
             "code": str(self.code),
             "checkpoints": str(self.user / KEPT),
@@ -140,16 +148,33 @@ def _asked(kind: str, place: str) -> str:
         raise LookupError(str(error)) from None
 
 
-def blanked(values: Iterable[str]) -> Callable[[bytes], bytes]:
-    """Replaces these values, and each line of those that have several, where they are long enough to be told from
-    anything else.
+class Mask:
+    """Replaces these values in what is printed: each as it is and each of its lines, and of JSON every text and number
+    in it, where they are long enough to be told from anything else. `longest`: bytes of the longest of them.
     """
-    parts = {part.strip() for value in values for part in (value, *value.splitlines())}
-    hidden = sorted((part.encode() for part in parts if len(part) >= HIDDEN), key=len, reverse=True)
 
-    def blank(line: bytes) -> bytes:
-        for part in hidden:
+    def __init__(self, values: Iterable[str]) -> None:
+        parts = {part.strip() for value in values for part in _parts(value)}
+        self._hidden = sorted((part.encode() for part in parts if len(part) >= HIDDEN), key=len, reverse=True)
+        self.longest = len(self._hidden[0]) if self._hidden else 0
+
+    def __call__(self, line: bytes) -> bytes:
+        for part in self._hidden:
             line = line.replace(part, BLANK)
         return line
 
-    return blank
+
+def _parts(value: str) -> Iterator[str]:
+    """What of a secret is one by itself."""
+    yield from (value, *value.splitlines())
+    with suppress(ValueError, RecursionError):
+        waiting = [json.loads(value)]
+        while waiting:
+            each = waiting.pop()
+            if isinstance(each, dict | list):
+                waiting += each.values() if isinstance(each, dict) else each
+            elif isinstance(each, str):
+                yield from _parts(each)
+                yield from (json.dumps(each, ensure_ascii=ascii)[1:-1] for ascii in (True, False))  # printed as JSON
+            else:
+                yield str(each)

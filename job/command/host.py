@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpufleet.job import atomic
+from gpufleet.job.clock import SteadyClock
 from gpufleet.job.command import processes
-from gpufleet.job.command.checkpoints import CommandCheckpoints, copy
+from gpufleet.job.command.checkpoints import CommandCheckpoints
 from gpufleet.job.command.endings import End, Verdict
-from gpufleet.job.command.given import Folders, blanked, secrets, variables
+from gpufleet.job.command.given import Folders, Mask, secrets, variables
 from gpufleet.job.command.output import Output
-from gpufleet.job.command.places import GoneError, GuardedProcesses, NodeContainer, Place, Scripts, give_to_everybody
+from gpufleet.job.command.places import GoneError, GuardedProcesses, Place, Scripts, WatchedContainer
 from gpufleet.job.command.progress import Metrics, StepReader
 from gpufleet.job.command.start import CommandStart
 from gpufleet.job.command.stopping import Leaving
@@ -25,18 +27,20 @@ from gpufleet.job.contract import environment
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.contract.messages import Alarm, CommandEnd, Fatal, Message, Spent, Stop
+from gpufleet.job.contract.results import refusal
 from gpufleet.job.contract.run import Task
-from gpufleet.job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, SCALARS, STOP
+from gpufleet.job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, STOP
 from gpufleet.job.gpus import Sampler
 from gpufleet.job.spec.command import CommandConfig, filled
 from gpufleet.job.supervisor import machine
-from gpufleet.job.text import printable
+from gpufleet.job.text import counted, printable
 
 TICK_S = 0.1
 CALM_S = 1.0  # between two looks at processes and watchdogs
 LEFTOVER_S = 10.0  # for what a command leaves behind when it has ended by itself
 HOLD_S = 60.0  # between two words of a node that is held
 SETUP = "setup"
+SETUP_BEGINS, SETUP_ENDS = "the set-up begins", "the set-up has ended"  # a rehearsal shows what comes between
 WHAT = {SETUP: "the set-up", "command": "the command"}
 CODES: dict[Verdict, int] = {
     "finished": TrainerExit.FINISHED,
@@ -52,12 +56,14 @@ class Host:
     def __init__(self, workdir: Path, task: Task) -> None:
         assert isinstance(task.config, CommandConfig)
         self.workdir, self.config, self.task = workdir, task.config, task
+        self.clock = SteadyClock.from_environment(os.environ)
         self.folders = Folders.from_workdir(workdir)
         self.folders.make()
         told = task.tree.get("run") or {}
         on_node = machine.gpus() if self.config.device == "cuda" else ()
         gpus = self.config.gpus or len(on_node) or 1
-        self.values = self.folders.values(str(told.get("id", "run")), gpus)
+        run = str(told.get("id", "run"))
+        self.values = self.folders.values(run, gpus)
         spent = Spent.read(workdir)
         self.variables = variables(
             self.config,
@@ -67,32 +73,41 @@ class Host:
             attempt=spent.attempt if spent else 1,
         )
         self.secrets = secrets(self.config.secrets or {})
-        self.blank = blanked(self.secrets.values())
-        self.gpus = Sampler(gpus=len(on_node)) if on_node else None
-        self.progress = StepReader(Metrics(workdir / METRICS), self.config, self.warn, self.alarm, self.gpus)
+        mask = Mask(self.secrets.values())
+        self.gpus = Sampler(gpus=len(on_node), clock=self.clock) if on_node else None
+        self.progress = StepReader(
+            Metrics(workdir / METRICS),
+            self.config,
+            self.warn,
+            self.alarm,
+            self.gpus,
+            opened=self.folders.own.open,
+            clock=self.clock,
+        )
         self.scripts = Scripts(workdir)
-        self.output = Output(self.scripts.out, self.progress.line, write, self.blank)
+        self.output = Output(self.scripts.out, self.progress.line, write, mask, self.clock, overlap=mask.longest)
         self.checkpoints = CommandCheckpoints(
             self.config,
             self.folders.resolve_path(self.config.checkpoint.folder, self.values),
             self.folders.user,
             workdir,
+            run=run,
             digest=task.digest,
             gpus=gpus,
             alive=self._alive,
             lines=self.progress,
             say=say,
+            clock=self.clock,
+            moment=self.clock.moment,
         )
-        self.first: int | None = None  # the first process
+        self.is_there = False  # its first process
         self.is_set_up = not self.config.setup.strip()
         self.place: Place | None = None
 
     def run(self) -> int:
         """Until it is over here."""
-        if not processes.KNOWN:
-            say("this system does not tell who writes a file: a checkpoint counts when it is quiet for 5 s")
-        with suppress(FileExistsError):
-            (self.workdir / SCALARS).symlink_to(self.folders.outputs / SCALARS)
+        # Of who writes a file while it is looked at (foreign.py); without a handler it would end this process.
+        signal.signal(signal.SIGIO, lambda *_: None)
         self.output.start()
         ends: list[End] = []
         try:
@@ -118,7 +133,9 @@ class Host:
 
     def _run_start(self, before: list[End]) -> tuple[Verdict, str, End, Stop | None]:
         """One start up to its end."""
-        start = CommandStart(self.config, self.folders, self.values, self.checkpoints, self.progress, self.output)
+        start = CommandStart(
+            self.config, self.folders, self.values, self.checkpoints, self.progress, self.output, self.clock
+        )
         step = start.restored.step if start.restored is not None else 0
         if start.restored is not None:
             say(f"restored step {step:,} to {self.checkpoints.place(start.restored)}")
@@ -128,14 +145,18 @@ class Host:
         for name, command in commands:
             if (stop := Stop.read(self.workdir)) is not None:
                 return "stopped", "it was not started", End(code=0, step=step), stop
+            if name == SETUP:
+                say(SETUP_BEGINS)
             try:
                 end = self._run(start, name, command, f"{name}{len(before) + 1}")
             except GoneError as error:
                 end = start.end(processes.KILLED, f"its container is gone: {error}", WHAT[name])
                 self._leave_place()
-            if name == SETUP and end.code == 0 and not end.why:
-                self.is_set_up = True
-                continue
+            if name == SETUP:
+                say(SETUP_ENDS)
+                self.is_set_up = end.code == 0 and not end.why
+                if self.is_set_up:
+                    continue
             break
         return *start.judge(end, before), end, Stop.read(self.workdir)
 
@@ -162,12 +183,13 @@ class Host:
 
     def _run(self, start: CommandStart, what: str, command: str, name: str) -> End:
         """Until no process of it is left. Raises GoneError."""
-        self.folders.stop_file.unlink(missing_ok=True)
+        own = self.folders.own
+        own.remove(self.folders.stop_file)
         if self.place is None:
             for folder in (self.folders.code, *self.folders.written):
-                give_to_everybody(folder)
+                own.open_to_all(folder)
             contained = os.environ.get(environment.JOB_CONTAINER)
-            self.place = NodeContainer(self.workdir) if contained else GuardedProcesses(self.workdir)
+            self.place = WatchedContainer(self.workdir) if contained else GuardedProcesses(self.workdir)
         folder = self.folders.code
         if what != SETUP:
             folder = self.folders.resolve_path(self.config.workdir, self.values)
@@ -176,9 +198,9 @@ class Host:
         watch = self._watch()
         code, why, left_at, calm_at = None, "", None, 0.0
         while True:
-            now = time.time()
-            self.first = self.place.poll()
-            if self.first is not None:  # nothing runs that nobody could watch
+            now = self.clock()
+            self.is_there = self.place.poll()
+            if self.is_there:  # nothing runs that nobody could watch
                 self.scripts.offer()
             self.progress.poll()
             code = self.scripts.code(name) if code is None else code
@@ -189,7 +211,7 @@ class Host:
                 why = self._why_not(start, what, watch, refusal)
                 if why:
                     self._kill()
-                    if self.first is None or not self.scripts.began:  # nor will it
+                    if not self.is_there or not self.scripts.began:  # nor will it
                         code = processes.KILLED
                         break
             if what != SETUP and (observed := start.observe()) is not None:
@@ -217,14 +239,15 @@ class Host:
         """Why this start is ended now; nothing where it goes on."""
         stop = Stop.read(self.workdir) if (self.workdir / STOP).exists() else None
         if stop is not None and start.leaving is None:
-            start.leaving = Leaving(self.config, stop, time.time(), self.checkpoints.newest)
+            start.leaving = Leaving(self.config, stop, self.clock(), self.checkpoints.newest)
             self.checkpoints.reason = "stop"
             with suppress(OSError):
-                atomic.write_json(self.folders.stop_file, {"reason": stop.reason, "deadline": stop.deadline})
+                said = atomic.json_bytes({"reason": stop.reason, "deadline": stop.deadline})
+                self.folders.own.write(self.folders.stop_file, said)
             say(start.leaving.plan)
         if start.leaving is not None:
             return start.leaving.look(
-                time.time(),
+                self.clock(),
                 saving=lambda: what != SETUP and self.checkpoints.saving(),
                 committed=self.checkpoints.newest,
                 on_signal=self.checkpoints.newest_is_on_signal,
@@ -242,7 +265,7 @@ class Host:
         """
         if code is None:
             return None
-        if self.first is None or not processes.descendants(self.first):
+        if not self._alive():
             return None
         since = now if since is None else since
         if start.leaving is None and now - since > LEFTOVER_S and not self.checkpoints.saving():
@@ -254,12 +277,13 @@ class Host:
         return StartWatch(
             silence_s=self.config.progress.silence_minutes * 60,
             every_s=self._every_s,
+            own=self.folders.own,
             folders=self.folders.written,
             gpus=self.gpus,
             spent=self._spent,
             say=say,
             note=self.progress.event,
-            clock=time.time,
+            clock=self.clock,
         )
 
     def _every_s(self) -> float | None:
@@ -286,22 +310,19 @@ class Host:
                 self._send(self.config.stop.request)
 
     def _alive(self) -> list[int]:
-        return [] if self.first is None else processes.descendants(self.first)
+        return self.place.alive() if self.place is not None and self.is_there else []
 
     def _send_stop(self, name: str) -> None:
         self._send(name, self.checkpoints.signalled)
 
     def _send(self, name: str, just_before: Callable[[], None] = lambda: None) -> None:
-        """`just_before` is called when all is known and nothing is sent yet."""
-        if self.first is not None:
-            number = processes.number(name)
-            to = processes.addressees(self.first, number)
-            say(f"SIG{name} to {len(to)} processes")
+        """`just_before` is called when nothing is sent yet."""
+        if self.place is not None and self.is_there:
             just_before()
-            processes.send(to, number)
+            say(f"SIG{name} to {self.place.send(name)} processes")
 
     def _kill(self) -> None:
-        if self.first is not None and not processes.kill(self.first):
+        if self.place is not None and self.is_there and not self.place.kill():
             say("a process of the command cannot be ended")
 
     # Ending -----------------------------------------------------------------------------------------------------------
@@ -312,14 +333,14 @@ class Host:
         """
         if not self.config.exit.hold_minutes or self.place is None or self.config.device == "cpu":  # a rehearsal
             return
-        until = time.time() + self.config.exit.hold_minutes * 60
+        until = self.clock() + self.config.exit.hold_minutes * 60
         minutes, clock = self.config.exit.hold_minutes, time.strftime("%H:%M", time.gmtime(until))
         text = f"{why}; the node is held for {minutes:g} min, until {clock} UTC: gpufleet shell looks into it"
         self.alarm("held", text)
-        said_at = time.time()
-        while time.time() < until and not (self.workdir / STOP).exists():
-            if time.time() >= said_at + HOLD_S:
-                said_at = time.time()
+        said_at = self.clock()
+        while self.clock() < until and not (self.workdir / STOP).exists():
+            if self.clock() >= said_at + HOLD_S:
+                said_at = self.clock()
                 say(f"held for gpufleet shell, {(until - said_at) / 60:.0f} min more; gpufleet stop ends it now")
             time.sleep(TICK_S)
 
@@ -329,18 +350,29 @@ class Host:
         """
         for text in self.config.outputs:
             try:
-                source = self.folders.resolve_path(text, self.values)
-                target = self.workdir / FINAL
-                if source != self.folders.outputs:
-                    target /= source.relative_to(self.folders.user)
-                for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
-                    if path.is_file() and path.resolve().is_relative_to(self.folders.user.resolve()):
-                        copy(path, target / path.relative_to(source) if source.is_dir() else target)
-            except (OSError, ValueError) as error:
+                self._deliver_from(self.folders.resolve_path(text, self.values), text)
+            except ValueError as error:
                 say(f"warning: outputs {text}: {error}")
         if not any((self.workdir / FINAL).rglob("*")):
             with suppress(OSError):
                 self.checkpoints.copy_newest(self.workdir / FINAL)
+
+    def _deliver_from(self, source: Path, text: str) -> None:
+        """The files of one of job.outputs, itself one or a folder. What does not come is said."""
+        own, target, left = self.folders.own, self.workdir / FINAL, list[str]()
+        if source != self.folders.outputs:
+            target /= source.relative_to(self.folders.user)
+        for name in ("",) if own.is_file(source) else sorted(name for name, _ in own.files(source)):
+            key = (target / name).relative_to(self.workdir).as_posix()
+            if why := refusal(key):
+                left.append(f"one whose name {why}")
+                continue
+            try:
+                own.copy(source / name, target / name)
+            except OSError as error:
+                left.append(f"{key!a}: {error.strerror}")
+        if left:
+            say(f"warning: outputs {text}: {counted(len(left), 'file')} left on the node, the first {left[0]}")
 
     def _summarise(self, end: End) -> None:
         """results.json, which every finished run leaves."""
@@ -359,7 +391,7 @@ class Host:
         """What the set-up did was in the container."""
         if self.place is not None:
             self.place.close()
-        self.place, self.first, self.is_set_up = None, None, not self.config.setup.strip()
+        self.place, self.is_there, self.is_set_up = None, False, not self.config.setup.strip()
 
     def _close(self) -> None:
         if self.place is not None:
@@ -399,4 +431,4 @@ def write(line: bytes) -> None:
 
 def say(text: str) -> None:
     """A line of the host's own."""
-    write(f"{time.strftime('%H:%M:%S', time.gmtime())} host: {text}\n".encode())
+    write(f"{time.strftime('%H:%M:%S', time.gmtime())} host: {text}\n".encode("utf-8", "backslashreplace"))

@@ -183,6 +183,6 @@ def number(value: Any) -> float | None:
         return None
     try:
         made = float(re.sub(r"(?<=[0-9])[,_'’](?=[0-9])", "", value) if isinstance(value, str) else value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # of JSON, whose whole numbers have any length
         return None
     return made if not math.isfinite(made) or abs(made) < 1e15 else None

@@ -9,20 +9,25 @@ import json
 import os
 import pickletools
 import re
+import shutil
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import BinaryIO
 
+from gpufleet.job.contract import reading
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.spec.command import COUNTED, CommandConfig, filled
 
 ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's, where they begin as a zip does
 PICKLED = ".metadata"  # torch.distributed.checkpoint's
 MOST_STEPS = 10**8  # names of ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
+MOST_HEADER = 100_000_000  # of a .safetensors file, as its library has it, and of a .metadata that is looked into
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +41,7 @@ class FileState:
     renamed: bool = field(default=False, compare=False)
 
     @classmethod
-    def from_path(cls, path: Path) -> FileState:
-        """Raises OSError."""
-        there = path.stat()
+    def from_stat(cls, there: os.stat_result) -> FileState:
         renamed = there.st_size > 0 and there.st_ctime_ns > there.st_mtime_ns
         return cls(there.st_ino, there.st_dev, there.st_size, there.st_mtime_ns, renamed)
 
@@ -73,8 +76,7 @@ class FoundCheckpoint:
     @property
     def title(self) -> str:
         """It, in a sentence."""
-        counted = next((f"{name} {count:,}" for name, count in self.counts.items()), "")
-        return f"checkpoint of {counted}" if counted else "the checkpoint"
+        return _title(self.counts)
 
     @property
     def bytes(self) -> int:
@@ -99,9 +101,12 @@ class FoundCheckpoint:
 class Names:
     """The names of a definition, and what the first whole checkpoint has taught of them."""
 
-    def __init__(self, config: CommandConfig) -> None:
-        self._complete, self._unless = config.complete, config.unless
+    def __init__(self, config: CommandConfig, prefix: str = "") -> None:
+        """`prefix`: what stands before a file's name in the bucket."""
+        self._complete, self._unless, self._prefix = config.complete, config.unless, prefix
         self._patterns = [_pattern(name) for name in config.names]
+        self._also = [_pattern(name.rstrip("/") + end)[0] for name in config.checkpoint.also for end in ("", "/")]
+        self.unfit: dict[str, str] = {}  # checkpoints of the last `find` that can never be published, and why
         self._has_parts = any("*" in name.rpartition("/")[2] for name in config.names)
         self.are_known = bool(config.complete) or not (
             self._has_parts or any(name.endswith("/") for name in config.names)
@@ -117,8 +122,6 @@ class Names:
             if (match := pattern.fullmatch(relative)) is not None:
                 groups = match.groupdict()
                 counts: dict[str, int] = {name: int(groups[name]) for name in ("step", "epoch") if name in groups}
-                if any(value >= MOST_STEPS for value in counts.values()):
-                    return None
                 folder = "/".join(relative.split("/")[:depth])
                 inner = groups.get("inner")
                 outer = relative if inner is None else relative.removesuffix(f"/{inner}")
@@ -126,21 +129,31 @@ class Names:
         return None
 
     def find(self, folder: Path, allowed: Path) -> list[FoundCheckpoint]:
-        """Every checkpoint that has begun, the newest last: by what its names count, else by when it was written. What
-        a link leads to lies below `allowed`, or is none.
+        """Every checkpoint that has begun, the newest last: by what its names count, else by when it was written.
+        Without those that could never be published, as no store or reader would take them: `unfit` has these. What a
+        link leads to lies below `allowed`.
         """
         made: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[str, str, str, FileState]]] = {}
-        for top, _, names in os.walk(folder):
-            for name in names:
-                path = Path(top, name)
-                relative = path.relative_to(folder).as_posix()
-                told = self.match(relative)
-                if told is None or (path.is_symlink() and not path.resolve().is_relative_to(allowed.resolve())):
-                    continue
-                counts, starred, outer, inner = told
-                with suppress(OSError):  # removed meanwhile
-                    row = (relative, outer, inner, FileState.from_path(path))
-                    made.setdefault((starred, tuple(counts.items())), []).append(row)
+        unfit: dict[tuple[str, tuple[tuple[str, int], ...]], str] = {}
+        disk_bytes = shutil.disk_usage(allowed).total
+        for name, look in ForeignFolder(allowed).files(folder):
+            if (told := self.match(name)) is None:
+                continue
+            counts, starred, outer, inner = told
+            key = starred, tuple(counts.items())
+            try:
+                state = FileState.from_stat(look())
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            except OSError:
+                unfit[key] = f"{reading.show(name)} is a link to no file of the command's folders"
+                continue
+            made.setdefault(key, []).append((name, outer, inner, state))
+            if problem := self._problem(name, counts):
+                unfit[key] = problem
+            elif state.bytes > disk_bytes:
+                unfit[key] = f"{reading.show(name)} is longer than its disk: it is made of holes"
+        self.unfit = {_title(dict(counts)): why for (_, counts), why in unfit.items()}
         checkpoints = [
             FoundCheckpoint(
                 counts=dict(counts),
@@ -150,8 +163,31 @@ class Names:
                 places=frozenset(outer for _, outer, _, _ in rows),
             )
             for (starred, counts), rows in made.items()
+            if (starred, counts) not in unfit
         ]
         return sorted(checkpoints, key=lambda each: (each.number or 0, each.written))
+
+    def companions(self, folder: Path, allowed: Path) -> dict[str, int]:
+        """The bytes of files that are kept with each checkpoint, by their names below the folder."""
+        found = {}
+        for name, look in ForeignFolder(allowed).files(folder):
+            if any(pattern.fullmatch(name) for pattern in self._also) and not self._problem(name, {}):
+                with suppress(OSError):
+                    found[name] = look().st_size
+        return found
+
+    def _problem(self, name: str, counts: Mapping[str, int]) -> str:
+        """Why no checkpoint with a file of this name can be published; nothing where it can."""
+        if any(count >= MOST_STEPS for count in counts.values()):
+            return f"a step has at most eight digits: count in thousands, or name {reading.show(name)} otherwise"
+        try:
+            reading.name(self._prefix + name)
+        except reading.DoubtError:
+            return (
+                f"no object may be called {reading.show(name)}; allowed is UTF-8 that prints, {reading.NAME_BYTES}"
+                f" bytes a part and {reading.KEY_BYTES - len(self._prefix)} together. Call the file otherwise"
+            )
+        return ""
 
     def lacks(self, found: FoundCheckpoint) -> str:
         """What of it is not there yet, in words; nothing where its names are complete."""
@@ -198,12 +234,12 @@ class Names:
             self.learned = _kinds(found.inner, found.files)
         self._sizes = {(_kind(name), look.bytes) for name, look in found.files.items()}
 
-    def shows_a_cut(self, folder: Path, found: FoundCheckpoint) -> bool:
+    def shows_a_cut(self, opened: Callable[[str], BinaryIO], found: FoundCheckpoint) -> bool:
         """Whether a cut in what was written last would show: by the file itself, as it is as long as the newest whole
-        one's, or as who renames a file has written it. Raises OSError.
+        one's, or as who renames a file has written it. `opened` gives a file by its name. Raises OSError.
         """
         return all(
-            tells_itself(folder / name)
+            _tells_itself(opened, name)
             or found.files[name].renamed
             or (_kind(name), found.files[name].bytes) in self._sizes
             for name in self._last(found)
@@ -222,13 +258,18 @@ def _pattern(name: str) -> tuple[re.Pattern[str], int]:
     text, seen = "", set[str]()
     for part in re.split(r"(\{(?:step|epoch)(?::[0-9a-z]+)?\}|\*)", name.rstrip("/")):
         if count := COUNTED.fullmatch(part):
-            text += rf"0*(?P={count[1]})" if count[1] in seen else rf"0*(?P<{count[1]}>\d+)"
+            text += rf"0*(?P={count[1]})" if count[1] in seen else rf"0*(?P<{count[1]}>[0-9]+)"
             seen.add(count[1])
         else:
             text += "[^/]*" if part == "*" else re.escape(part)
     folders = name.rstrip("/").split("/")[:-1]
     depth = max((index + 1 for index, each in enumerate(folders) if "*" in each), default=0)
-    return re.compile(text + ("/(?P<inner>.+)" if name.endswith("/") else "")), depth
+    return re.compile(text + ("/(?P<inner>.+)" if name.endswith("/") else ""), re.DOTALL), depth
+
+
+def _title(counts: Mapping[str, int]) -> str:
+    counted = next((f"{name} {count:,}" for name, count in counts.items()), "")
+    return f"checkpoint of {counted}" if counted else "the checkpoint"
 
 
 def _kind(name: str) -> str:
@@ -248,43 +289,48 @@ def _kinds(inner: Mapping[str, str], files: Mapping[str, FileState]) -> dict[str
 
 def torn(path: Path) -> str:
     """Why a file cannot be whole, as far as its own format tells; nothing where it is, or cannot be told."""
-    return _checked(path)[0]
-
-
-def tells_itself(path: Path) -> bool:
-    """Whether a cut would show in the file."""
-    return _checked(path)[1]
-
-
-def _checked(path: Path) -> tuple[str, bool]:
-    size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(8)
-        if path.suffix in ZIPPED:
-            if not head:
-                return "it is empty", True
-            if head[:2] in (b"P", b"PK"):
-                return ("" if zipfile.is_zipfile(path) else "its zip has no end"), True
-        if path.suffix == ".safetensors":
-            try:
-                length = struct.unpack("<Q", head)[0]
-                header = json.loads(file.read(length)) if length < size else {}
-                ends = [row["data_offsets"][1] for key, row in header.items() if key != "__metadata__"]
-                whole = size == 8 + length + max(ends, default=0)
-            except (struct.error, ValueError, KeyError, TypeError, AttributeError):
-                whole = False
-            return ("" if whole else "it is another length than its header says"), True
-        if path.name == PICKLED and head.startswith(b"\x80"):
-            try:
-                for _ in pickletools.genops(head + file.read()):  # reads, and makes nothing of it
-                    pass
-            except ValueError:
-                return "its pickle has no end", True
-            return "", True
-        if path.suffix == ".json" and size < MOST_JSON:
-            try:
-                json.loads(head + file.read())
-            except ValueError:
-                return "it is no JSON", True
-            return "", True
+        return _checked(file, path.name)[0]
+
+
+def _tells_itself(opened: Callable[[str], BinaryIO], name: str) -> bool:
+    """Whether a cut would show in the file."""
+    with opened(name) as file:
+        return _checked(file, PurePath(name).name)[1]
+
+
+def _checked(file: BinaryIO, name: str) -> tuple[str, bool]:
+    """Why it cannot be whole, and whether its format would tell."""
+    size, head = os.fstat(file.fileno()).st_size, file.read(8)
+    suffix = PurePath(name).suffix
+    if suffix in ZIPPED:
+        if not head:
+            return "it is empty", True
+        if head[:2] in (b"P", b"PK"):
+            with suppress(zipfile.BadZipFile):
+                if zipfile.is_zipfile(file):
+                    return "", True
+            return "its zip has no end", True
+    if suffix == ".safetensors":
+        try:
+            length = struct.unpack("<Q", head)[0]
+            header = json.loads(file.read(length)) if length < min(size, MOST_HEADER) else {}
+            ends = [row["data_offsets"][1] for key, row in header.items() if key != "__metadata__"]
+            whole = size == 8 + length + max(ends, default=0)
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            whole = False
+        return ("" if whole else "it is another length than its header says"), True
+    if name == PICKLED and head.startswith(b"\x80") and size < MOST_HEADER:
+        try:
+            for _ in pickletools.genops(head + file.read()):  # reads, and makes nothing of it
+                pass
+        except ValueError:
+            return "its pickle has no end", True
+        return "", True
+    if suffix == ".json" and size < MOST_JSON:
+        try:
+            json.loads(head + file.read())
+        except (ValueError, RecursionError):
+            return "it is no JSON", True
+        return "", True
     return "", False

@@ -78,8 +78,11 @@ class Output:
         show: Callable[[bytes], None],
         blank: Callable[[bytes], bytes],
         clock: Callable[[], float] = time.time,
+        *,
+        overlap: int = 0,
     ) -> None:
-        self.at = clock()
+        """`overlap`: bytes of the longest text that `blank` replaces, which must not be cut in two."""
+        self.at, self._overlap = clock(), overlap
         self.last: deque[str] = deque(maxlen=LAST)
         self.cause, self.unread, self.lines = CauseOfEnd(), deque[str](maxlen=SAMPLES), 0
         self._pipe, self._line, self._show, self._blank, self._clock = pipe, line, show, blank, clock
@@ -111,8 +114,10 @@ class Output:
         """More bytes."""
         self.at = self._clock()
         *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self._rest + content)
-        if len(self._rest) > LONGEST:
-            lines, self._rest = [*lines, self._rest], b""
+        if len(self._rest) > LONGEST + self._overlap:
+            self._rest = self._blank(self._rest)
+        if (cut := len(self._rest) - self._overlap) > LONGEST:  # what is left may be the beginning of a secret
+            lines, self._rest = [*lines, self._rest[:cut]], self._rest[cut:]
         for each in lines:
             self._take_line(each)
 

@@ -9,20 +9,23 @@ gpufleet's that the container sees; what is asked of the node lies above it.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from gpufleet.job.command import processes
 from gpufleet.job.contract.environment import USER_PATH
 from gpufleet.job.contract.messages import Contained, Container
-from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS
+from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS, WATCHER
+from gpufleet.job.foreign import ForeignFolder
 
 OUT, NEXT = "out", "next"  # pipes: what is printed, what to run
 FIRST_TEXT = """\
@@ -40,9 +43,15 @@ exec sh -ec {command}
 
 
 class Place(Protocol):
-    """Where the first process is. `poll`: its process id, None where it is not there yet. Raises GoneError."""
+    """Where the first process is. `poll`: whether it is there yet; from then on `alive` gives the ids of the processes
+    below it, `send` a signal by its name to those that it is for, and how many these are, `kill` whether all of them
+    could be ended. Each raises GoneError.
+    """
 
-    def poll(self) -> int | None: ...
+    def poll(self) -> bool: ...
+    def alive(self) -> list[int]: ...
+    def send(self, signal: str) -> int: ...
+    def kill(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -51,68 +60,78 @@ class GoneError(Exception):
 
 
 class Scripts:
-    """The folder of scripts and pipes. Nothing of what the command is told lies in a file: it goes through a pipe."""
+    """The folder of scripts and pipes, which the command may write too. Nothing of what the command is told lies in a
+    file: it goes through a pipe.
+    """
 
     def __init__(self, workdir: Path) -> None:
         self.folder = workdir / CONTROL / SCRIPTS
         self._waiting: list[tuple[Path, bytes]] = []
+        self._pipe: int | None = None  # of the first one that waits, while it is written
         self.began = False  # what was asked for
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.iterdir():
-            left.unlink()
+        self._own = ForeignFolder(self.folder)
+        self._own.empty(self.folder)
         for name in (OUT, NEXT):
-            make_pipe(self.folder / name)
-        (self.folder / FIRST).write_text(FIRST_TEXT.format(folder=shlex.quote(str(self.folder))))
+            self._own.make_pipe(self.folder / name)
+        self._own.write(self.folder / FIRST, FIRST_TEXT.format(folder=shlex.quote(str(self.folder))).encode())
         # Never at its end: who opens it to write closes it again, and others come. Never waited for.
-        self.out = os.open(self.folder / OUT, os.O_RDWR | os.O_NONBLOCK)
+        self.out = self._own.open_pipe(self.folder / OUT, os.O_RDWR)
 
     def run(self, name: str, command: str, environment: Mapping[str, str], start: Path) -> None:
         """Asks for the command, in the folder `start`. `offer` goes on with it."""
         folder, quoted = shlex.quote(str(self.folder)), shlex.quote(str(start))
         text = STEP_TEXT.format(folder=folder, name=name, start=quoted, command=shlex.quote(command))
-        (self.folder / f"{name}.sh").write_text(text)
-        answer = self.folder / f"{name}.code"
-        answer.write_text("")
-        answer.chmod(0o666)  # an image need not run as root
+        self._own.write(self.folder / f"{name}.sh", text.encode())
+        self._own.write(self.folder / f"{name}.code", b"", 0o666)  # an image need not run as root
+        self._own.make_pipe(self.folder / f"{name}.env")
         self.began = False
+        self._let_go()
         exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in environment.items())
         self._waiting = [
             (self.folder / NEXT, f"{name}\n".encode()),
-            (make_pipe(self.folder / f"{name}.env"), exports.encode()),
+            (self.folder / f"{name}.env", exports.encode()),
         ]
 
     def offer(self) -> None:
-        """Writes into each pipe that is waited at, in turn."""
+        """Writes into each pipe that is waited at, in turn, as much as it takes. Raises GoneError where one is none."""
         while self._waiting:
             path, content = self._waiting[0]
             try:
-                pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-            except OSError as error:
-                if error.errno != errno.ENXIO:  # nobody reads yet
-                    raise
+                if self._pipe is None:
+                    self._pipe = self._own.open_pipe(path, os.O_WRONLY)
+                content = content[os.write(self._pipe, content) :]
+            except BlockingIOError:  # it is full
                 return
-            os.set_blocking(pipe, True)
-            with os.fdopen(pipe, "wb") as file, suppress(BrokenPipeError):
-                file.write(content)
-            self._waiting.pop(0)
-            self.began = not self._waiting
+            except BrokenPipeError:
+                content = b""
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # nobody reads yet
+                    return
+                raise GoneError(f"{path.name}, by which it is told what to run, was replaced: {error}") from None
+            self._waiting[0] = path, content
+            if not content:
+                self._let_go()
+                self._waiting.pop(0)
+                self.began = not self._waiting
 
     def code(self, name: str) -> int | None:
         """Exit code of what was run, as a shell has it; None: it runs, or has not begun."""
-        said = (self.folder / f"{name}.code").read_text()
-        return int(said) if said.endswith("\n") else None
+        with suppress(OSError), self._own.open(self.folder / f"{name}.code") as file:
+            said = file.read(16)
+            if said.endswith(b"\n"):
+                return int(said) % 256 if said.strip().isdigit() else 1  # what else is there, the command has written
+        return None
 
     def close(self) -> None:
         """Nothing is read any more."""
+        self._let_go()
         os.close(self.out)
 
-
-def make_pipe(path: Path) -> Path:
-    """A new one, for whoever a container runs as."""
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-    path.chmod(0o666)
-    return path
+    def _let_go(self) -> None:
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
 
 
 class NodeContainer:
@@ -128,14 +147,57 @@ class NodeContainer:
         answer = Contained.read(self._folder)
         return answer if answer is not None and answer.number == self._number else None
 
-    def poll(self) -> int | None:
+    def close(self) -> None:
+        Container(number=self._number, wanted=False).write(self._folder)
+
+
+class WatchedContainer(NodeContainer):
+    """A command's. Its processes cannot be seen from here: a third container, which the node starts beside it, answers
+    what is asked of them (`processes.watch`).
+    """
+
+    def __init__(self, workdir: Path) -> None:
+        super().__init__(workdir)
+        self._place = workdir / WATCHER
+        self._watcher: socket.socket | None = None
+
+    def poll(self) -> bool:
         answer = self.answer()
         if answer is not None and answer.problem:
             raise GoneError(answer.problem)
-        return None if answer is None else answer.pid
+        if self._watcher is None and answer is not None:
+            with suppress(OSError):  # not yet
+                self._watcher = processes.connect(self._place)
+        return self._watcher is not None
+
+    def alive(self) -> list[int]:
+        found: list[int] = self._ask("alive")
+        return found
+
+    def send(self, signal: str) -> int:
+        return int(self._ask(f"send {signal}"))
+
+    def kill(self) -> bool:
+        return bool(self._ask("kill"))
 
     def close(self) -> None:
-        Container(number=self._number, wanted=False).write(self._folder)
+        if self._watcher is not None:
+            self._watcher.close()
+        super().close()
+
+    def _ask(self, question: str) -> Any:
+        if self._watcher is None:
+            raise GoneError("nobody watches it")
+        try:
+            self._watcher.sendall(f"{question}\n".encode())
+            answer = b""
+            while not answer.endswith(b"\n"):
+                if not (part := self._watcher.recv(1 << 16)):
+                    raise OSError("no answer")
+                answer += part
+            return json.loads(answer)
+        except OSError as error:
+            raise GoneError(f"nobody watches its processes any more: {error}") from None
 
 
 class GuardedProcesses:
@@ -151,14 +213,22 @@ class GuardedProcesses:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._first: int | None = None
+        self._first = 0
 
-    def poll(self) -> int | None:
+    def poll(self) -> bool:
         if (code := self._guard.poll()) is not None:
             raise GoneError(f"its first process ended with {code}")
-        if self._first is None:
-            self._first = next(iter(processes.descendants(self._guard.pid)), None)
-        return self._first
+        self._first = self._first or next(iter(processes.descendants(self._guard.pid)), 0)
+        return bool(self._first)
+
+    def alive(self) -> list[int]:
+        return processes.descendants(self._first)
+
+    def send(self, signal: str) -> int:
+        return processes.send(self._first, signal)
+
+    def kill(self) -> bool:
+        return processes.kill(self._first)
 
     def close(self) -> None:
         self._guard.terminate()
@@ -171,12 +241,11 @@ def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
     kept.pop("VIRTUAL_ENV", None)
     bins = {str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent)} - {"/usr/bin", "/usr/local/bin", "/bin"}
     path = [each for each in kept.get("PATH", os.defpath).split(os.pathsep) if each not in bins]
-    return {**kept, "PATH": os.pathsep.join([*filter(None, [ours.get(USER_PATH)]), *path])}
+    programs = ours.get(USER_PATH, "")
+    return {**kept, **activated(programs), "PATH": os.pathsep.join([*filter(None, [programs]), *path])}
 
 
-def give_to_everybody(folder: Path) -> None:
-    """Folder and files for whoever the image runs as."""
-    for path in (folder, *folder.rglob("*")):
-        if not path.is_symlink():
-            with suppress(OSError):
-                path.chmod(path.stat().st_mode | (0o777 if path.is_dir() else 0o666))
+def activated(programs: str) -> dict[str, str]:
+    """What says that a virtual environment is in use, where `programs` is the folder of one: to uv, for one."""
+    folder = Path(programs).parent
+    return {"VIRTUAL_ENV": str(folder)} if programs and (folder / "pyvenv.cfg").is_file() else {}

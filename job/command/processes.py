@@ -1,29 +1,34 @@
-"""The processes of a command, as the kernel shows them: who is there, who writes which file, who catches a signal.
+"""The processes of a command, as the kernel shows them: who is there, who catches a signal, and signals to them.
 
 Run as a program (`python -I processes.py PARENT WORD...`) it is the guard of a command without a container: what it
-starts stays below it, and all of it ends when PARENT does. The standard library alone, nothing of job: so that it can
-be started by its path. Without /proc (macOS, rehearsals only) less is known, and the callers are told.
+starts stays below it, and all of it ends when PARENT does. `python -I processes.py watch FOLDER` answers at a socket in
+FOLDER whoever cannot see the command's processes, from where they can be seen. The standard library alone, nothing of
+job: so that it can be started by its path. Without /proc (macOS, rehearsals only) less is known.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 PROC = Path("/proc")
 KNOWN = (PROC / "self" / "stat").exists()
 ADOPT, DIE_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG: linux/prctl.h; kept across execve
 GONE_S = 10.0  # for killed processes to be gone; who waits for a GPU that fell off the bus stays
 KILLED = 137
-
-File = tuple[int, int]  # device and inode
+SOCKET = "socket"  # in the folder at which questions are answered
+ANSWER_S = 60.0
+FIRST_PROCESS = "GPUFLEET_FIRST_PROCESS"  # its id, in a rehearsal, whose containers share the machine's
 
 
 def descendants(first: int) -> list[int]:
@@ -63,37 +68,6 @@ def _parents() -> dict[int, int]:
                 if state != "Z":
                     found[int(name)] = int(parent)
     return found
-
-
-def written(pids: Iterable[int]) -> set[File] | None:
-    """The files that these processes have open for writing; None: not known here, or of one of them."""
-    if not KNOWN:
-        return None
-    found = set()
-    for pid in pids:
-        folder = PROC / str(pid)
-        try:
-            numbers = [each.name for each in (folder / "fd").iterdir()]
-        except FileNotFoundError:
-            continue
-        except OSError:
-            if _is_alive(folder):
-                return None
-            continue
-        for number in numbers:
-            with suppress(OSError, ValueError, IndexError):  # closed meanwhile
-                flags = (folder / "fdinfo" / number).read_text().split("flags:")[1].split()[0]
-                if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
-                    there = (folder / "fd" / number).stat()
-                    found.add((there.st_dev, there.st_ino))
-    return found
-
-
-def _is_alive(folder: Path) -> bool:
-    try:
-        return (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
-        return False
 
 
 def catches(pid: int, number: int) -> bool:
@@ -145,12 +119,15 @@ def _read(pid: int, name: str) -> bytes:
     return b""
 
 
-def number(name: str) -> int:
-    """The number of a signal: TERM, INT, USR1, USR2."""
-    return int(signal.Signals[f"SIG{name}"])
+def send(first: int, name: str) -> int:
+    """Sends a signal (TERM, INT, USR1, USR2) to those below `first` that it is for. How many these are."""
+    number = int(signal.Signals[f"SIG{name}"])
+    to = addressees(first, number)
+    _send(to, number)
+    return len(to)
 
 
-def send(pids: Iterable[int], number: int) -> None:
+def _send(pids: Iterable[int], number: int) -> None:
     """The signal to each that is still there."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
@@ -163,8 +140,8 @@ def kill(first: int) -> bool:
     while found := descendants(first):
         if time.monotonic() > until:
             return False
-        send(found, signal.SIGSTOP)  # who stands still does not fork
-        send(descendants(first), signal.SIGKILL)
+        _send(found, signal.SIGSTOP)  # who stands still does not fork
+        _send(descendants(first), signal.SIGKILL)
         time.sleep(0.02)
     return True
 
@@ -196,5 +173,45 @@ def guard(parent: int, argv: list[str], die: Callable[[int], None] = os._exit) -
     return 128 - code if code < 0 else code
 
 
+def watch(folder: Path, first: int) -> NoReturn:
+    """Answers questions about the processes below `first`, a line each, until it is ended."""
+    answers: dict[str, Callable[..., object]] = {"alive": descendants, "send": send, "kill": kill}
+    with suppress(FileNotFoundError):
+        (folder / SOCKET).unlink()
+    with socket.socket(socket.AF_UNIX) as listening:
+        _reach(folder, listening.bind)
+        listening.listen()
+        while True:
+            connection, _ = listening.accept()
+            with connection, connection.makefile("rwb") as lines, suppress(OSError):
+                for line in lines:
+                    what, *words = line.decode().split()
+                    lines.write(json.dumps(answers[what](first, *words)).encode() + b"\n")
+                    lines.flush()
+
+
+def connect(folder: Path) -> socket.socket:
+    """A connection to who watches at the folder. Raises OSError where nobody does yet."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(ANSWER_S)
+        _reach(folder, connection.connect)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _reach(folder: Path, act: Callable[[str], object]) -> None:
+    """Acts on the socket's address, which by the folder's own path may be longer than the kernel takes (107 bytes)."""
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        act(f"/proc/self/fd/{at}/{SOCKET}" if KNOWN else str(folder / SOCKET))
+    finally:
+        os.close(at)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "watch":  # in a container of its own, the first process is that of the command's
+        watch(Path(sys.argv[2]), int(os.environ.get(FIRST_PROCESS, 1)))
     sys.exit(guard(int(sys.argv[1]), sys.argv[2:]))

@@ -7,7 +7,6 @@ checkpoints whose names count tell the steps.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -20,8 +19,9 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, BinaryIO
 
+from gpufleet.job import atomic
 from gpufleet.job.command.lines import Counting, OutputLine, Patterns, Position
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.commit import Commit
@@ -31,6 +31,7 @@ from gpufleet.job.measured import WARM_UP
 from gpufleet.job.spec.command import PHASE, CommandConfig
 
 FLUSH_S = 1.0  # between two lines of metrics.jsonl
+MOST_READ = 4 * 1024 * 1024  # of its progress file at once; a line that long is none
 JUMP = 100  # logging intervals: a step further away is not believed at once
 REMEMBERED = 2000
 SLACK = 0.02  # by which totals and last steps may differ from the declared ones
@@ -80,8 +81,14 @@ class StepReader:
         note: Callable[[str], None],
         alarm: Callable[[str, str], None],
         gpus: Sampler | None = None,
+        *,
+        opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`note` is told what is kept out, `alarm` of a loss that is no number (its name, a sentence); each once."""
+        """`note` is told what is kept out, `alarm` of a loss that is no number (its name, a sentence); each once.
+        `opened` opens its file of progress, and raises OSError.
+        """
+        self._opened, self._clock = opened, clock
         self._metrics, self._config, self._note, self._alarm, self._gpus = metrics, config, note, alarm, gpus
         self._patterns = Patterns(config.patterns)
         self._longest = 0  # total of several bars, where the definition declares none
@@ -114,7 +121,7 @@ class StepReader:
         """A start from this checkpoint; `file`: of JSON lines, which holds earlier starts' as well."""
         step = 0 if restored is None else restored.step
         with self._lock:
-            self._flush(time.time())
+            self._flush(self._clock())
             interval = self._metrics.resume(step)
             kept = {} if restored is None else restored.lines
             self.counting = Counting.from_json(kept, self._config.unit, self._config.work.steps_per_epoch)
@@ -127,7 +134,9 @@ class StepReader:
             self._history.clear()
             self._beyond.clear()
             self._timed = None
-            self._file, self._offset_of_file = file, file.stat().st_size if file.exists() else 0
+            self._file, self._offset_of_file = file, 0
+            with suppress(OSError), self._opened(file) as there:
+                self._offset_of_file = there.seek(0, os.SEEK_END)
 
     @property
     def interval(self) -> int | None:
@@ -187,28 +196,25 @@ class StepReader:
     def poll(self) -> None:
         """What its file has got since, and what waits to be written."""
         if self._file is not None:
-            with suppress(FileNotFoundError), self._file.open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                if file.tell() < self._offset_of_file:  # written anew
+            with suppress(OSError), self._opened(self._file) as file:
+                if file.seek(0, os.SEEK_END) < self._offset_of_file:  # written anew
                     self._offset_of_file = 0
                 file.seek(self._offset_of_file)
-                new = file.read()
-                whole = new[: new.rfind(b"\n") + 1]
+                new = file.read(MOST_READ)
+                whole = new[: new.rfind(b"\n") + 1] if len(new) < MOST_READ or b"\n" in new else new
                 self._offset_of_file += len(whole)
-                for each in whole.splitlines():
-                    with suppress(ValueError):
-                        record = json.loads(each)
-                        if isinstance(record, dict) and (line := OutputLine.from_groups(record)).place is not None:
-                            self._take(line, time.time())
+                for record in atomic.objects(whole):
+                    if (line := OutputLine.from_groups(record)).place is not None:
+                        self._take(line, self._clock())
         with self._lock:
-            now = time.time()
+            now = self._clock()
             if now >= self._flushed + FLUSH_S:
                 self._flush(now)
 
     def flush(self) -> None:
         """Writes what waits."""
         with self._lock:
-            self._flush(time.time(), last=True)
+            self._flush(self._clock(), last=True)
 
     def _take(self, line: OutputLine, at: float) -> bool:
         """Whether the line tells a step of the training."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from gpufleet.job.command.checkpoints import CommandCheckpoints
 from gpufleet.job.command.elsewhere import Search
@@ -55,7 +56,7 @@ class CommandStart:
         """The command is about to be started: what the set-up did before is none of its doing."""
         self._output.begin()
         self.began, saved = self._clock(), self._checkpoints
-        self._search = Search(self._config, saved.names, self._folders, saved.folder, self.began)
+        self._search = Search(self._config, saved.names, self._folders, saved.folder, self.began, saved.moment)
 
     @property
     def refusal(self) -> str:
@@ -126,13 +127,16 @@ class CommandStart:
 
     def _delivers_after(self, moment: float) -> bool:
         """Whether something was written to the outputs since then, but for what a training writes all along."""
+        own = self._folders.own
         for text in self._config.outputs:
-            with suppress(OSError, ValueError):
+            with suppress(ValueError):
                 root = self._folders.resolve_path(text, self._values)
-                for path in root.rglob("*") if root.is_dir() else [root]:
+                for name, look in [("", partial(own.stat, root))] if own.is_file(root) else own.files(root):
+                    path = root / name
                     along = path == self._progress_file or path.is_relative_to(self._folders.outputs / SCALARS)
-                    if not along and path.is_file() and path.stat().st_mtime > moment:
-                        return True
+                    with suppress(OSError):
+                        if not along and self._checkpoints.moment(look().st_mtime) > moment:
+                            return True
         return False
 
     def observe(self, *, is_over: bool = False) -> Observed | None:

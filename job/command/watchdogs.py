@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.gpus import Sampler
 
 ASK_S = 60.0  # between two looks at the GPUs and at the folders
@@ -16,13 +17,14 @@ FIRST_LATE_S = 1800.0  # where the interval is of steps, and their time is not k
 
 
 class StartWatch:
-    """The watch over one start. `spent` gives the dollars so far, None where nobody says."""
+    """The watch over one start. `spent` gives the dollars so far, None where nobody says. `folders` lie in `own`."""
 
     def __init__(
         self,
         *,
         silence_s: float,
         every_s: Callable[[], float | None],
+        own: ForeignFolder,
         folders: Iterable[Path],
         gpus: Sampler | None,
         spent: Callable[[], float | None],
@@ -30,9 +32,10 @@ class StartWatch:
         note: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._silence_s, self._every_s, self._folders = silence_s, every_s, tuple(folders)
+        self._silence_s, self._every_s, self._own, self._folders = silence_s, every_s, own, tuple(folders)
         self._gpus, self._spent, self._say, self._note, self._clock = gpus, spent, say, note, clock
         self._began = self._said_at = self._looked_at = self._written_at = clock()
+        self._files = self._look_at_files()
         self._idle_from: tuple[float, float | None] | None = None
         self._idle_told = self._late_told = False
 
@@ -44,7 +47,9 @@ class StartWatch:
             self._said_at = now
             return ""
         if now >= self._looked_at + min(ASK_S, self._silence_s / 4):
-            self._looked_at, self._written_at = now, max(self._written_at, self._newest())
+            self._looked_at, files = now, self._look_at_files()
+            if files != self._files:
+                self._files, self._written_at = files, now
         used_at = self._gpus.used_at if self._busy() is not None and self._gpus is not None else 0.0
         quiet = min(quiet, now - max(self._written_at, used_at))
         if quiet >= self._silence_s:
@@ -81,11 +86,12 @@ class StartWatch:
         self._say(f"warning: {text}")
         self._note(text)
 
-    def _newest(self) -> float:
-        """When a file of the command's was last written."""
-        newest = 0.0
+    def _look_at_files(self) -> tuple[int, int]:
+        """Something that changes when a file of the command's is written: no clock is asked, which may be set."""
+        count = times = 0
         for folder in self._folders:
-            for path in folder.rglob("*"):
+            for _, look in self._own.files(folder):
                 with suppress(OSError):
-                    newest = max(newest, path.stat().st_mtime)
-        return newest
+                    times += look().st_mtime_ns
+                    count += 1
+        return count, times

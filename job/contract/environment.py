@@ -10,6 +10,7 @@ ZONE = "GPUFLEET_ZONE"
 CAPACITY = "GPUFLEET_CAPACITY"  # spot or on-demand, of this node, where the run may use both
 LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # seconds since the machine booted, when the node's program began
+BOOTED_AT = "GPUFLEET_BOOTED_AT"  # from the supervisor to what it starts: epoch seconds of that boot, by its clock
 PULLED_S = "GPUFLEET_PULLED_S"  # how long the node took to pull the images
 GBPS = "GPUFLEET_GBPS"  # of the cards by which they meet
 ADDRESS = "GPUFLEET_ADDRESS"  # of a run on several nodes: where the others reach this one

@@ -50,6 +50,7 @@ CONTROL = "control"  # what the supervisor's container tells and asks the node, 
 SPENT = "control/spent.json"  # for the log, the node's timer and its messages
 CONTAINER, CONTAINED = "container.json", "contained.json"  # below it
 SCRIPTS, FIRST = "job", "first.sh"  # below it, and seen by the command's container: scripts and pipes
+WATCHER = "control/watcher"  # and by the container that watches the command's processes: a socket
 
 STEPS = "step_*"  # folders of checkpoints, as step_folder names them
 

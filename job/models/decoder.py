@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import varlen
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from gpufleet.job.models.blocks import Linear, at_least_fp32, rotate
 from gpufleet.job.models.hf_config import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW
@@ -224,13 +224,14 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, s: Shape, layer: int) -> None:
         super().__init__()
-        self.checkpointing = False
+        self.checkpointing = self.products_too = False
         self.norm1, self.norm2 = DecoderNorm(s.width, s.norm_eps), DecoderNorm(s.width, s.norm_eps)
         self.attention, self.ffn = DecoderAttention(s, layer), DecoderFeedForward(s)
 
     def forward(self, x_RTd: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
         if self.checkpointing and self.training:
-            result: Tensor = checkpoint(self._run, x_RTd, layout, cache, use_reentrant=False, context_fn=keep_products)
+            kept = noop_context_fn if self.products_too else keep_products
+            result: Tensor = checkpoint(self._run, x_RTd, layout, cache, use_reentrant=False, context_fn=kept)
             return result
         return self._run(x_RTd, layout, cache)
 

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: what is dear to compute is kept, the rest is recomputed in backward."""
+"""Activation checkpointing: what is dear to compute is kept, the rest is recomputed in backward; or all of it is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDE = 8  # numbers of a result for each one summed over: more is held than it c
 
 
 class Checkpointed(nn.Module):
-    """A model of `blocks`, each with a flag `checkpointing`, that are switched together."""
+    """A model of `blocks`, each with a flag `checkpointing` and perhaps `products_too`, that are switched together."""
 
     blocks: nn.ModuleList
 
@@ -39,8 +39,12 @@ class Checkpointed(nn.Module):
 
     @checkpointing.setter
     def checkpointing(self, on: bool) -> None:
+        self.recompute(on)
+
+    def recompute(self, checkpointing: bool, *, products_too: bool = False) -> None:
+        """What backward makes again, in training mode: nothing, what is no product, or all of a block."""
         for block in self.blocks:
-            block.checkpointing = on  # type: ignore[assignment]
+            block.checkpointing, block.products_too = checkpointing, products_too  # type: ignore[assignment]
 
 
 def keep_products() -> Any:

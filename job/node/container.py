@@ -17,8 +17,9 @@ from gpufleet.job.node.outside import NOT_REACHED, ask, complaint
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 USER = 1000  # of a container of gpufleet's own job, whatever the image calls it
-# A command's files and processes are of whatever user its image has, and its supervisor watches them.
-OVER_ANOTHER = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SYS_PTRACE")
+# A command's files are of whatever user its image has: its supervisor reads and removes them, gives them to everybody,
+# and asks whether somebody has them open for writing. It sees none of its processes.
+OVER_ANOTHERS_FILES = ("DAC_OVERRIDE", "FOWNER", "LEASE")
 PROCESSES = 30_000  # threads count; fewer than a machine has, so that one that forks leaves the node its own
 STOP_S = 115  # for the job to save and upload; EC2 gives 120
 PULL_S = 1800
@@ -138,7 +139,7 @@ def command(
     both. The machine's network: the metadata service, and so the role, answers no hop further (launch template).
     """
     options = ["--network", "host", *own_code(settings, scratch)]
-    options += ["--pid", "host", *capabilities(*OVER_ANOTHER)] if settings.job_image else capabilities()
+    options += capabilities(*(OVER_ANOTHERS_FILES if settings.job_image else ()))
     options += devices(settings)
     options += ["-e", "NVIDIA_DRIVER_CAPABILITIES=utility"] if settings.device != "cpu" else []
     for passed in _PASSED_ON:

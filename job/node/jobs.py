@@ -1,6 +1,8 @@
 """The container that trains: started and removed as the supervisor's asks by a file (job/command/places.py).
 
-No container has docker's socket. What is asked is a number: image, mounts and rights are decided here.
+No container has docker's socket. What is asked is a number: image, mounts and rights are decided here. Beside a command
+of the user's own runs a third one, which sees its processes and nothing else: it says who is there, and passes on
+signals, for a supervisor that sees none.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from gpufleet.job import atomic
-from gpufleet.job.contract.workdir import CONTAINED, CONTAINER, CONTROL, FIRST, PACKAGES, SCRIPTS, USER
+from gpufleet.job.contract.workdir import CONTAINED, CONTAINER, CONTROL, FIRST, PACKAGES, SCRIPTS, USER, WATCHER
 from gpufleet.job.node import container
 from gpufleet.job.node.outside import ask, bounded, last_line, say
 from gpufleet.job.node.settings import InstanceIdentity, Settings
@@ -22,11 +24,17 @@ REMOVE_S = 60
 OVER_FILES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 # What installing packages as root takes. Docker's others, of raw packets and devices, are for nothing here.
 RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
+OVER_PROCESSES = ("DAC_READ_SEARCH", "KILL", "SYS_PTRACE")  # of any user: their environment tells which rank they are
 
 
 def name(instance: str) -> str:
     """The container's name."""
     return f"{container.name(instance)}-job"
+
+
+def watcher_name(instance: str) -> str:
+    """The name of the one that watches it."""
+    return f"{container.name(instance)}-watcher"
 
 
 class Jobs:
@@ -36,12 +44,16 @@ class Jobs:
         self._settings, self._scratch, self._nodes = settings, scratch, nodes
         self._control = scratch / "run" / CONTROL
         self._control.mkdir(parents=True, exist_ok=True)  # answers are written there, by whoever this process runs as
+        if settings.job_image:
+            (scratch / "run" / WATCHER).mkdir(exist_ok=True)
+            (scratch / "run" / WATCHER).chmod(0o777)  # root of a container has no rights over another's folder there
         container.give(settings, self._control)
-        self._name = name(machine.instance)
+        self._name, self._watcher_name = name(machine.instance), watcher_name(machine.instance)
         self._number, self._pid = 0, 0  # of the container that was asked for last
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="jobs", daemon=True)
         self._running: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Jobs:
         self._thread.start()
@@ -55,12 +67,13 @@ class Jobs:
         self.remove()
 
     def remove(self) -> None:
-        """Ends the container that is there, and all of its processes at once."""
-        if self._running is not None:
-            ask(*bounded(REMOVE_S, "docker", "rm", "-f", self._name))
-            self._running.kill()  # docker's own client, had it not noticed
-            self._running.wait()
-            self._running = None
+        """Ends the containers that are there, and all of their processes at once."""
+        for running, its in ((self._running, self._name), (self._watcher, self._watcher_name)):
+            if running is not None:
+                ask(*bounded(REMOVE_S, "docker", "rm", "-f", its))
+                running.kill()  # docker's own client, had it not noticed
+                running.wait()
+        self._running = self._watcher = None
 
     def _serve(self) -> None:
         said = ""
@@ -83,27 +96,35 @@ class Jobs:
                 self._start()
         if self._running is None:
             return
-        if (code := self._running.poll()) is not None:
-            code = code if code >= 0 else 128 - code
-            printed = (self._settings.folder / "command.log").read_text(errors="replace")
-            why = last_line(printed) or f"it ended with {code}"
-            say(f"the job's container is gone: {why}")
-            self._answer({"number": self._number, "problem": why, "code": code})
-            ask(*bounded(REMOVE_S, "docker", "rm", "-f", self._name))
-            self._running = None
+        if self._running.poll() is not None:
+            self._end("the job's container is gone", self._running, "command.log")
+        elif self._watcher is not None and self._watcher.poll() is not None:
+            self._end("the container that watches the job's is gone", self._watcher, "watcher.log")
         elif not self._pid:
             said = ask("docker", "inspect", "-f", "{{.State.Pid}}", self._name)
             pid = int(said.out) if said.out.isdigit() else 0
             if pid:
+                if self._settings.job_image:
+                    self._watcher = self._started(self.watcher(), "watcher.log")
                 self._answer({"number": self._number, "pid": pid})
             self._pid = pid
 
     def _start(self) -> None:
         say("starting the job's container")
-        with (self._settings.folder / "command.log").open("wb") as printed:
-            self._running = subprocess.Popen(
-                self.command(), stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT
-            )
+        self._running = self._started(self.command(), "command.log")
+
+    def _started(self, command: list[str], log: str) -> subprocess.Popen[bytes]:
+        with (self._settings.folder / log).open("wb") as printed:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT)
+
+    def _end(self, what: str, ended: subprocess.Popen[bytes], log: str) -> None:
+        """What trains has ended, or nobody watches it any more: nothing of either is left, and the supervisor knows."""
+        code = ended.wait()
+        code = code if code >= 0 else 128 - code
+        why = last_line((self._settings.folder / log).read_text(errors="replace")) or f"it ended with {code}"
+        say(f"{what}: {why}")
+        self._answer({"number": self._number, "problem": why, "code": code})
+        self.remove()
 
     def _answer(self, told: dict[str, object]) -> None:
         atomic.write_json(self._control / CONTAINED, told)
@@ -116,6 +137,19 @@ class Jobs:
             *container.devices(self._settings),
             *(self._users_own() if self._settings.job_image else self._ready_made()),
             f"/gpufleet/run/{CONTROL}/{SCRIPTS}/{FIRST}",
+        ]
+
+    def watcher(self) -> list[str]:
+        """As docker is told to run the one beside a command: in its namespace of processes, with no network, and with
+        nothing of the node but the program that it runs and the folder where it answers.
+        """
+        app = self._settings.folder / "app"
+        program = "/gpufleet/app/gpufleet/job/command/processes.py"
+        return [
+            *("docker", "run", "--name", self._watcher_name, "--log-driver", "none"),
+            *("--pid", f"container:{self._name}", "--network", "none", *container.capabilities(*OVER_PROCESSES)),
+            *("-v", f"{app}:/gpufleet/app:ro", "-v", f"{self._scratch / 'run' / WATCHER}:/gpufleet/run/{WATCHER}"),
+            *(self._settings.image, "python", "-I", program, "watch", f"/gpufleet/run/{WATCHER}"),
         ]
 
     def _users_own(self) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Collection
 from decimal import Decimal
@@ -51,6 +52,7 @@ class Notices:
         self._nodes = 1
         self._trained_at, self._moved_at = 0.0, float("-inf")
         self._ended = False
+        self._told: set[str] = set()  # keys of what needs no telling any more
 
     def watch(self, workdir: Path, keys: Collection[str]) -> None:
         """In a thread, until the end. `keys`: of the run's objects when this node booted."""
@@ -58,7 +60,8 @@ class Notices:
             self._folder = workdir
             money = terms.read(Fields(atomic.read_object(workdir / RUN)))
             self._limits, self._nodes = money.limits, money.nodes
-            threading.Thread(target=self._watch, args=(set(keys),), name="notices", daemon=True).start()
+            self._told = set(keys)
+            threading.Thread(target=self._watch, name="notices", daemon=True).start()
 
     def tell(self, what: str) -> None:
         """One message: the run, what has happened, what it has spent."""
@@ -95,30 +98,35 @@ class Notices:
         if self._webhook and not self._post(f"{words} {more}"):
             say("the webhook has not taken the message")
 
-    def _watch(self, told: set[str]) -> None:
-        """`told`: keys of what needs no telling any more."""
+    def _watch(self) -> None:
         while not self._ended:
             time.sleep(LOOK_S)
-            alarm = atomic.read_object(self._folder / ALARM) or {}
-            if (kind := str(alarm.get("kind", ""))).isalnum() and not self._ended:
-                self._send_once(TOLD_ALARM + kind, f"warning: {alarm.get('text')}", told)
-            spent = self._spent()
-            if spent is None or self._ended:
-                continue
-            if spent.trained_at > self._trained_at:
-                began, self._trained_at = not self._trained_at, spent.trained_at
-                if self._clock() >= self._moved_at + MOVE_S and self._silence.move(self._clock() + self._silent_s):
-                    self._moved_at = self._clock()
-                if began:
-                    self._send("it trains" if spent.attempt == 1 else f"it trains on, node {spent.attempt} of the run")
-            leads = self._nodes == 1 or spent.trained_at > 0  # of several nodes one speaks
-            if leads and (share := self._most(spent)) is not None:
-                self._send_once(TOLD_MOST, share, told)
+            try:
+                self._look()
+            except OSError as error:  # a full disk, say: this thread alone moves the hour of silence
+                say(f"nobody could be told: {error}")
 
-    def _send_once(self, key: str, what: str, told: set[str]) -> None:
-        """A message that no node of the run has sent yet, as `told` and the run's objects have it."""
-        if key not in told:
-            told.add(key)
+    def _look(self) -> None:
+        alarm = atomic.read_object(self._folder / ALARM) or {}
+        if (kind := str(alarm.get("kind", ""))).isalnum() and not self._ended:
+            self._send_once(TOLD_ALARM + kind, f"warning: {alarm.get('text')}")
+        spent = self._spent()
+        if spent is None or self._ended:
+            return
+        if spent.trained_at > self._trained_at:
+            began, self._trained_at = not self._trained_at, spent.trained_at
+            if self._clock() >= self._moved_at + MOVE_S and self._silence.move(self._clock() + self._silent_s):
+                self._moved_at = self._clock()
+            if began:
+                self._send("it trains" if spent.attempt == 1 else f"it trains on, node {spent.attempt} of the run")
+        leads = self._nodes == 1 or spent.trained_at > 0  # of several nodes one speaks
+        if leads and (share := self._most(spent)) is not None:
+            self._send_once(TOLD_MOST, share)
+
+    def _send_once(self, key: str, what: str) -> None:
+        """A message that no node of the run has sent yet, as the run's objects have it."""
+        if key not in self._told:
+            self._told.add(key)
             self._send(what)
             file = self._settings.folder / "told"
             file.write_text(what)
@@ -144,16 +152,33 @@ class Notices:
         return None if tree is None else SpentByNow.from_json(tree)
 
     def _post(self, text: str) -> bool:
-        """As Slack and what imitates it take a message. The URL is a secret, and in no word of an error."""
+        """As Slack and what imitates it take a message. The URL is a secret, and in no word of an error. A server that
+        answers byte by byte is left in WAIT_S.
+        """
         said = ask(*bounded(SEND_S, *secret(self._webhook)), "--output", "text", *NOT_REACHED)
-        if said.code != 0:
+        taken: list[bool] = []
+        if said.code == 0:
+            thread = threading.Thread(target=lambda: taken.append(_post(said.out, text)), name="webhook", daemon=True)
+            thread.start()
+            thread.join(WAIT_S)
+        return taken == [True]
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A message that is sent elsewhere by a GET, which says nothing, is not taken."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _post(url: str, text: str) -> bool:
+    try:
+        place = urllib.parse.urlsplit(url)
+        if place.scheme != "https" and (place.scheme, place.hostname) != ("http", "127.0.0.1"):  # that is a test's
             return False
-        body: dict[str, Any] = {"text": text}
-        try:
-            asked = urllib.request.Request(
-                said.out, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-            )
-            with urllib.request.urlopen(asked, timeout=10) as answer:
-                return bool(200 <= answer.status < 300)
-        except (OSError, ValueError):
-            return False
+        body, kind = json.dumps({"text": text}).encode(), {"Content-Type": "application/json"}
+        asked = urllib.request.Request(url, body, kind, method="POST")
+        with urllib.request.build_opener(_NoRedirect).open(asked, timeout=10) as answer:
+            return bool(200 <= answer.status < 300)
+    except Exception:  # noqa: BLE001 - whatever its server says, and without a word of it
+        return False

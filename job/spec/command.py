@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from gpufleet.job.dataset.prepare import DatasetManifest
 
 PHASE = "train"
-SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one second
 ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
 PROBE_SAVE_S = 600.0  # of a probe beyond its steps, for the command to save by itself
 P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
 STEP, EPOCH = "{step}", "{epoch}"
+MINUTE_MS = 60_000.0
+GPUS_NAMED = re.compile(r"(?P<gpus>[1-9][0-9]{0,2}) ?x ?(?P<gpu>\S.*)")
 
 FormatName = Literal["hf-trainer", "lightning", "litgpt", "nanochat", "dcp", "file", "none"]
 Unit = Literal["step", "epoch"]
@@ -166,8 +167,10 @@ class CommandWork:
     steps: int | None = bounded(None, 1, 1_000_000_000)
     epochs: int | None = added_later(None, 1, 1_000_000)
     steps_per_epoch: int | None = added_later(None, 1, 1_000_000_000)  # with it epochs are counted in steps
-    step_ms: dict[str, float] | None = None  # by GPU as the catalog names it: declared, not measured
+    # By GPU as the catalog names it, or by `8 x H100`; declared, not measured.
+    step_ms: dict[str, float] | None = None
     epoch_minutes: dict[str, float] | None = added_later(None)  # the same of an epoch
+    from_: Literal["own", "page"] = added_later("own")  # whose figure that is: the user's, or somebody's page
     hours: Hours | None = None
     early: bool = False  # it may end by itself before its last step
 
@@ -356,16 +359,17 @@ class CommandConfig(JobConfig):
         return self.total is None and self.work.hours is None
 
     @property
-    def speed_is_of_listed_types(self) -> bool:
-        return not self.counts_steps
-
-    @property
     def memory_is_predicted(self) -> bool:
         return self.memory_gb is not None
 
     @property
     def is_users_own(self) -> bool:
         return True
+
+    @property
+    def installs(self) -> bool:
+        """Whether it may put packages where it runs: it has a set-up, or a command that speaks of installing."""
+        return bool(self.setup.strip()) or re.search(r"\binstall\b", self.command) is not None
 
     def steps_between_saves(self) -> int | None:
         """In `unit`."""
@@ -380,6 +384,9 @@ class CommandConfig(JobConfig):
         return 0
 
     def stated_spread(self) -> tuple[float, float] | None:
+        """How far its hours may be from `work.hours.likely`, as sigma of a log-normal below and above; of a run that
+        nobody bounds, not at all. None: they are not said.
+        """
         if (hours := self.work.hours) is not None:
             return math.log(hours.likely / hours.low) / P90_SIGMAS, math.log(hours.high / hours.likely) / P90_SIGMAS
         return (0.0, 0.0) if self.is_endless else None
@@ -389,13 +396,23 @@ class CommandConfig(JobConfig):
             return self
         return self.changed(work=replace(self.work, hours=Hours(low=hours, likely=hours, high=hours)))
 
-    def declared_step_ms(self, gpu: str) -> float | None:
-        if not self.counts_steps:
-            return SECOND_MS
-        if self.unit == "epoch":
-            minutes = (self.work.epoch_minutes or {}).get(gpu)
-            return None if minutes is None else minutes * 60 * SECOND_MS
-        return (self.work.step_ms or {}).get(gpu)
+    @property
+    def times_key(self) -> str:
+        """The key under which the file says how long a step is, or an epoch where these are counted."""
+        return "work.epoch_minutes" if self.unit == "epoch" else "work.step_ms"
+
+    def declared_times(self) -> Iterator[tuple[str, int | None, float]]:
+        """GPU, how many of it (None: not said), and milliseconds of a step or an epoch, as the file has them."""
+        times = {name: each * MINUTE_MS for name, each in (self.work.epoch_minutes or {}).items()}
+        for name, ms in (times if self.unit == "epoch" else self.work.step_ms or {}).items():
+            found = GPUS_NAMED.fullmatch(name)
+            yield (name, None, ms) if found is None else (found["gpu"], int(found["gpus"]), ms)
+
+    def gpus_named(self) -> Iterator[tuple[str, str, str]]:
+        for key, times in (("step_ms", self.work.step_ms), ("epoch_minutes", self.work.epoch_minutes)):
+            for name in times or {}:
+                found = GPUS_NAMED.fullmatch(name)
+                yield f"{self.path}.work.{key}", name, name if found is None else found["gpu"]
 
     def save_interval_s(self, step_s: float) -> float:
         if not self.saves:
@@ -451,7 +468,9 @@ class CommandConfig(JobConfig):
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
         """GPUs that the command uses: as many as it is told, or all where something in it starts a process for each."""
-        several = any(word in self.command for word in LAUNCHERS)
+        several = any(word in self.command for word in LAUNCHERS) or any(
+            gpus and gpus > 1 for _, gpus, _ in self.declared_times()
+        )
         return (self.gpus or (gpu_count if several and self.device == "cuda" else 1)) * nodes
 
     def empty_rows(self, ranks: int) -> int:

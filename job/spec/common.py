@@ -161,6 +161,7 @@ class PhaseSize:
     """
 
     name: str
+    kind: str = ""  # whose speeds tell of its own: from scratch, all weights, adapter, mixture; empty: none of them
     params_total: int
     params_active: int
     params_trained: int  # with gradients and moments
@@ -181,6 +182,8 @@ class PhaseSize:
     workers: int | None = None
     launch_ms: float = 0.0  # of the host, launching a step's kernels beside the GPU: a step takes the longer of both
     micro_launch_ms: float = 0.0  # more of it for each micro-batch, where the node decides how many of these there are
+    row_host_ms: float = 0.0  # of the host for each row that a rank takes: what nobody has prepared
+    slower: float = 1.0  # times as long as work of its kind, with a setting off that makes it faster
     growth_s: float = 0.0  # before its first step: a model that changes shape there is made and checked
     sharded: bool = False  # trained state cut over the ranks (FSDP2), else a copy on each
     gathered_bytes: int = 0  # of weights that each micro-batch brings together from the ranks that they are cut over
@@ -224,11 +227,14 @@ class Sizes:
 class Rung:
     """One way to cut the global batch: micro-batches of `micro` per rank and forward, the last one smaller if need be.
 
-    `micro` counts windows, packed rows or queries, whatever the experiment's batch is made of.
+    `micro` counts windows, packed rows or queries, whatever the experiment's batch is made of. With `checkpointing` a
+    block keeps the results of its products and makes the rest again in backward; with `products_too` it keeps its input
+    alone.
     """
 
     micro: int
     checkpointing: bool = False
+    products_too: bool = False
 
 
 def in_gb(*, weights: float, gradients: float, moments: float, activations: float, logits: float) -> Memory:

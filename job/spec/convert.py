@@ -40,6 +40,11 @@ class Rule:
         return (low is None or exact >= low) and (high is None or exact <= high)
 
 
+def key_of(name: str) -> str:
+    """What a definition file calls the field: `from`, which Python keeps for itself, of `from_`."""
+    return name.rstrip("_")
+
+
 @functools.cache
 def hints(cls: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(cls)  # slow, and asked again for every scenario

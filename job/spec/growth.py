@@ -141,9 +141,6 @@ class GrowthConfig(JobConfig):
     eval: Eval = Eval()
     log: Log = Log()
 
-    def work_kind(self) -> str:
-        return "growth"
-
     def problems(self) -> list[tuple[str, str]]:
         """What no field's own range can say, as (path under job.parameters, sentence)."""
         model, batch, found = self.model, self.batch, []
@@ -179,6 +176,7 @@ class GrowthConfig(JobConfig):
             sizes.append(
                 PhaseSize(
                     name=name,
+                    kind="mixture" if s.experts else "from scratch",
                     params_total=total,
                     params_active=active,
                     params_trained=total,
@@ -231,6 +229,7 @@ class GrowthConfig(JobConfig):
             total_gb=(weights + moments + shared) / GB,
         )
 
+    @remembered
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         """All of the batch, 3/4, 1/2, 1/4 (16, 12+4, 8+8, 4+4+4+4), then activation checkpointing down to one."""
         whole = self.rows_per_rank(ranks)

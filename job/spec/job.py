@@ -98,12 +98,6 @@ class JobConfig(ABC):
     resumes_everywhere: ClassVar[bool] = False  # each of several nodes needs the checkpoint on its own disk
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
 
-    def work_kind(self) -> str:
-        """Whose speeds tell of its own, as the bill's table of measured ones has it: `from scratch`, `all weights`,
-        `adapter`, `growth`; empty: of none of them.
-        """
-        return ""
-
     @property
     def delivers_best(self) -> bool:
         """Whether final/ is to hold the weights of the last phase's best evaluation, not those after the last step."""
@@ -119,6 +113,10 @@ class JobConfig(ABC):
         activation which eager autograd keeps is kept, but where compiled steps were seen to keep fewer
         (bench/results/gpu.md).
         """
+
+    def memory_on(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
+        """`memory` with the batch cut so."""
+        return self.memory(phase_index, rung.micro, checkpointing=rung.checkpointing, ranks=ranks)
 
     @abstractmethod
     def sizes(self) -> Sizes:
@@ -224,15 +222,9 @@ class JobConfig(ABC):
         """The parameters for a probe, which asks for its own saves: without those that a clock asks for."""
         return self.changed(checkpoint=replace(cast(Checkpoint, self.checkpoint), interval_s=86400.0))
 
-    def declared_step_ms(self, gpu: str) -> float | None:
-        """Milliseconds of a step on this GPU, as its own parameters say; None: they do not."""
-        return None
-
-    def stated_spread(self) -> tuple[float, float] | None:
-        """How far its work may be from what its own parameters say of it, as sigma of a log-normal below and above.
-        None: they do not say how far.
-        """
-        return None
+    def gpus_named(self) -> Iterator[tuple[str, str, str]]:
+        """Where its own parameters say by GPU how long a step takes: the section's path, the key in it, its GPU."""
+        yield from ()
 
     def bounded(self: Self, hours: float) -> Self:
         """The parameters with `hours` of work, where they do not say how long the job is."""
@@ -241,11 +233,6 @@ class JobConfig(ABC):
     @property
     def is_endless(self) -> bool:
         """Whether nobody says how long it is: it trains until a limit."""
-        return False
-
-    @property
-    def speed_is_of_listed_types(self) -> bool:
-        """Whether its hours were given for the types that the file lists, and hold for no other."""
         return False
 
     @property
@@ -266,6 +253,11 @@ class JobConfig(ABC):
     @property
     def is_users_own(self) -> bool:
         """Whether the code that trains is the user's, of which nothing is known but what the file says."""
+        return False
+
+    @property
+    def installs(self) -> bool:
+        """Whether it may put packages where it runs."""
         return False
 
     def steps_between_saves(self) -> int | None:
@@ -397,11 +389,7 @@ class JobConfig(ABC):
     def fits(self, rung: Rung, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> bool:
         """Whether the predicted peak and the reserve fit, in one phase or in all of them."""
         chosen = range(len(self.phases())) if phase_index is None else (phase_index,)
-        return all(
-            self.memory(i, rung.micro, checkpointing=rung.checkpointing, ranks=ranks).total_gb + DEVICE_RESERVE_GB
-            <= gpu_memory_gb
-            for i in chosen
-        )
+        return all(self.memory_on(i, rung, ranks).total_gb + DEVICE_RESERVE_GB <= gpu_memory_gb for i in chosen)
 
     @remembered
     def choose_rung(self, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> Rung | None:
@@ -413,8 +401,8 @@ class JobConfig(ABC):
         starts to accumulate, and therefore keeps gradients beside activations, is passed over. None: the end.
         """
         rungs = self.ladder(ranks)
-        now = self.memory(phase_index, rung.micro, checkpointing=rung.checkpointing, ranks=ranks).total_gb
+        now = self.memory_on(phase_index, rung, ranks).total_gb
         for lower in rungs[rungs.index(rung) + 1 :]:
-            if self.memory(phase_index, lower.micro, checkpointing=lower.checkpointing, ranks=ranks).total_gb < now:
+            if self.memory_on(phase_index, lower, ranks).total_gb < now:
                 return lower
         return None

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from gpufleet.job.dataset.rendering import tokenizer_of
 from gpufleet.job.spec import tuning
 from gpufleet.job.spec.common import (
     GB,
@@ -123,9 +122,6 @@ class KernelConfig(TuningConfig):
     guard: Guard = added_later(Guard(), version="0.1.0")
     log: Log = Log()
 
-    def work_kind(self) -> str:
-        return "all weights"
-
     def problems(self) -> list[tuple[str, str]]:
         found = tuning.problems(self.model)
         found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
@@ -141,6 +137,7 @@ class KernelConfig(TuningConfig):
         context = min(self.data.tokens_per_sample, self.data.row)
         tokens = self.epochs * self.data.samples * self.data.tokens_per_sample
         sizes = {
+            "kind": "all weights",
             "params_total": total,
             "params_active": total,
             "params_trained": total,
@@ -197,7 +194,15 @@ class KernelConfig(TuningConfig):
         )
 
     @remembered
-    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+    def memory(
+        self,
+        phase_index: int,
+        micro_batch: int,
+        *,
+        checkpointing: bool = False,
+        products_too: bool = False,
+        ranks: int = 1,
+    ) -> Memory:
         """Training: fp32 state cut over the ranks, gathered weights of two layers. generate: the trained weights still
         cut, whole ones of the compute dtype on each GPU, and the cache of its share of the sequences. verify: what a
         candidate may take.
@@ -211,7 +216,7 @@ class KernelConfig(TuningConfig):
                 m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=checkpointing
             )
             tokens = micro_batch * self.data.row
-            activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing)
+            activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing, products_too=products_too)
             logits = tuning.loss_bytes(m, tokens, trained=True)
         elif phase_index == first:
             weights = total * (compute + 4 / ranks)
@@ -223,6 +228,7 @@ class KernelConfig(TuningConfig):
             activations = self.funnel.memory_gb * GB
         return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
+    @remembered
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         return tuning.ladder(self, ranks)
 
@@ -236,6 +242,7 @@ class KernelConfig(TuningConfig):
         yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.dataset.rendering import tokenizer_of
         from gpufleet.job.experiments.kernel.pairs import prepare_kernels  # brings numpy
 
         return prepare_kernels(

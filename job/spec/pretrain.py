@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from gpufleet.job.dataset.prepare import DatasetManifest
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
-LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
+# Per token and symbol, at the peak. As written: capped logits, log-probabilities and two gradients, in fp32. Compiled:
+# the bf16 product and what becomes of its gradient (both counted on a CPU, torch 2.13.0, 2026-11-27).
+LOGIT_BYTES, COMPILED_LOGIT_BYTES = 16, 6
 ADAMW_LR = 0.01  # of hidden matrices; AdamW moves every weight by about that much at each step, whatever the gradient
 # Host ms to launch a compiled block of a micro-batch: 53 launches and 6 gradients added up, counted and timed as
 # a decoder's are (tuning.py). Muon's own are left out.
@@ -142,9 +144,6 @@ class PretrainConfig(JobConfig):
     eval: CharEval = CharEval()
     log: Log = Log()
 
-    def work_kind(self) -> str:
-        return "from scratch"
-
     def problems(self) -> list[tuple[str, str]]:
         m, found = self.model, []
         if m.width % m.head_dim:
@@ -177,6 +176,7 @@ class PretrainConfig(JobConfig):
         return (
             PhaseSize(
                 name="train",
+                kind="from scratch",
                 params_total=total,
                 params_active=total,
                 params_trained=total,
@@ -219,7 +219,7 @@ class PretrainConfig(JobConfig):
         tokens = micro_batch * self.data.sequence
         full, kept = (_layer_bytes(m, compute, checkpointing=on) for on in (False, checkpointing))
         activations = tokens * (m.layers * kept + full - kept + (3 + BACKWARD) * m.width * compute)
-        logits = tokens * m.vocab * LOGIT_BYTES
+        logits = tokens * m.vocab * (COMPILED_LOGIT_BYTES if self.runs_compiled() else LOGIT_BYTES)
         return Memory(
             weights_gb=weights / GB,
             gradients_gb=(gradients + reduced) / GB,
@@ -229,6 +229,7 @@ class PretrainConfig(JobConfig):
             total_gb=(weights + gradients + reduced + moments + activations + logits + self.sizes().dataset) / GB,
         )
 
+    @remembered
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         """A rank's rows, half of them and so on down to one, then activation checkpointing."""
         whole = self.rows_per_rank(ranks)

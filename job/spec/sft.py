@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from gpufleet.job.dataset.rendering import TEMPLATES, FileTokenizer, tokenizer_of
 from gpufleet.job.spec import tuning
 from gpufleet.job.spec.common import (
     Checkpoint,
@@ -45,6 +44,11 @@ VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
 BASE_BYTES = 2  # of a frozen parameter: bf16, whatever the products are in
 COMPILED_KEEPS = 0.885  # of what autograd keeps beside adapters, compiled: 8 B, H100 and H200, bench/results/gpu.md
+# Times a step compiled, a step as written: 630 ms for 533 on an H100, 576 for 506 on an H200 (bench/results/gpu.md).
+EAGER = 1.18
+# Of text that is tokenised while training, on one core of a host (bench/results/sft.md), and its bytes beside the ids:
+# 600 k instruction examples of 361 tokens are 870 MB.
+TOKENS_PER_MS, TEXT_BYTES = 540, 4.0
 FP32_COST = 15  # of a token in true fp32 against bf16 tensor cores: H100 989 over 67 TFLOP/s
 
 
@@ -122,9 +126,6 @@ class SftConfig(TuningConfig):
     eval: RowEval = RowEval()
     log: Log = Log()
 
-    def work_kind(self) -> str:
-        return "all weights" if self.method == "full" else "adapter"
-
     def problems(self) -> list[tuple[str, str]]:
         found = tuning.problems(self.model)
         if self.data.longest > self.data.row:
@@ -146,6 +147,7 @@ class SftConfig(TuningConfig):
         adapters = 0 if sharded else trained(self)
         evaluation = self.eval.rows * self.data.row
         sizes = {
+            "kind": "all weights" if sharded else "adapter",
             "params_total": total + adapters,
             "params_active": total + adapters,
             "params_trained": trained(self),
@@ -155,6 +157,8 @@ class SftConfig(TuningConfig):
             "tokens_per_step": self.batch.tokens,
             "forward_share": forward_share(self),
             "launch_ms": tuning.LAUNCH_MS,
+            "row_host_ms": 0.0 if self.measures.pretokenised else self.data.row * fill(self) / TOKENS_PER_MS,
+            "slower": 1.0 if self.measures.compile or self.device == "cpu" else EAGER,
             "micro_launch_ms": m.layers * (tuning.LAYER_LAUNCH_MS if sharded else tuning.LORA_LAUNCH_MS),
             "sharded": sharded,
             "gathered_bytes": tuning.gathered_bytes(m, self.precision.compute, again=self.reshard_after_forward)
@@ -181,7 +185,15 @@ class SftConfig(TuningConfig):
         return (train, merge)
 
     @remembered
-    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+    def memory(
+        self,
+        phase_index: int,
+        micro_batch: int,
+        *,
+        checkpointing: bool = False,
+        products_too: bool = False,
+        ranks: int = 1,
+    ) -> Memory:
         """LoRA: base in bf16 on every rank, or cut over them with the tables and two layers gathered; adapters with
         fp32 state; products in fp32 cast the base's matrices, which stays until backward (with checkpointing one
         layer's). Full: fp32 state cut over the ranks, and the gathered weights of the compute dtype (two layers with
@@ -203,7 +215,9 @@ class SftConfig(TuningConfig):
             )
             rank = 0
         tokens = micro_batch * self.data.row if phase_index == 0 else self.data.row
-        activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing, adapters=rank)
+        activations = tuning.activations(
+            m, tokens, compute, checkpointing=checkpointing, products_too=products_too, adapters=rank
+        )
         if phase_index == 1:
             gradients = moments = 0.0
             activations = tokens * tuning.layer_activation_bytes(  # of one layer at a time
@@ -215,6 +229,7 @@ class SftConfig(TuningConfig):
         logits = tuning.loss_bytes(m, tokens, trained=trains_head(self) and phase_index == 0)
         return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
+    @remembered
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         return tuning.ladder(self, ranks)
 
@@ -240,6 +255,12 @@ class SftConfig(TuningConfig):
     def doubts(self, steps: int) -> Iterator[str]:
         lr = self.optim.lr
         yield from warmup_doubts("warmup", self.optim.warmup, steps, lr, "the whole run", "batch.tokens")
+        if not self.measures.packing:
+            longer = f" Let data.row be data.longest, {self.longest():,}." if self.data.row > self.longest() else ""
+            yield (
+                f"measures.packing is off: a row of {self.data.row:,} tokens holds one example of"
+                f" {example_tokens(self):,.0f}, and {1 - fill(self):.0%} of the work is padding.{longer}"
+            )
         if self.method == "full" and lr == CosineAdamW().lr:
             yield f"method: full at an adapter's optim.lr, {rate_in_words(lr)}, the default: set it, 1e-5 for instance"
 
@@ -262,6 +283,7 @@ class SftConfig(TuningConfig):
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         from gpufleet.job.dataset.packed import prepare_sft  # brings numpy
+        from gpufleet.job.dataset.rendering import tokenizer_of
 
         return prepare_sft(
             folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say
@@ -269,6 +291,7 @@ class SftConfig(TuningConfig):
 
     def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
         from gpufleet.job.dataset.packed import warn_of_untrained  # brings numpy
+        from gpufleet.job.dataset.rendering import FileTokenizer, tokenizer_of
 
         super(SftConfig, self).report_found(folder, manifest, weights, say)
         if (own := tokenizer_of(weights)) is not None:
@@ -282,14 +305,14 @@ class SftConfig(TuningConfig):
         """
         total, own = tuning.parameters(self.model), trained(self)
         final = {"adapter": 2 * own, "merged": 4 * total} if self.method == "lora" else {"merged": 2 * total}
-        each = 6 if self.model.vocab > 1 << 16 else 4
+        each, texts = 6 if self.model.vocab > 1 << 16 else 4, 0.0 if self.measures.pretokenised else TEXT_BYTES
         return Sizes(
             checkpoints=(12 * own,) * 2,
             phase_ends=(4 * own,) * 2,
             exports={},
             final=final,
             final_if_cut=(next(iter(final.values())),) * 2,
-            dataset=int(self.data.examples * example_tokens(self) * each / fill(self)),
+            dataset=int(self.data.examples * example_tokens(self) * (each / fill(self) + texts)),
             base_weights=2 * total,  # bf16, as they are published
         )
 
@@ -299,8 +322,12 @@ def trained(config: SftConfig) -> int:
     m = config.model
     if config.method == "full":
         return tuning.parameters(m)
-    rows = len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) if config.lora.template_tokens else 0
-    return tuning.lora_parameters(m, config.lora.rank) + rows * m.width
+    adapter = tuning.lora_parameters(m, config.lora.rank)
+    if not config.lora.template_tokens:
+        return adapter
+    from gpufleet.job.dataset.rendering import TEMPLATES  # here: most adapters train none of a template's tokens
+
+    return adapter + len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) * m.width
 
 
 def trains_head(config: SftConfig) -> bool:

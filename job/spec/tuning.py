@@ -5,13 +5,13 @@ numbers: parameters, FLOPs, activations.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from gpufleet.job.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
-from gpufleet.job.spec.common import DecoderConfig, Rung, Say, TokenBatch, cuts, halves
+from gpufleet.job.spec.common import DecoderConfig, Memory, Rung, Say, TokenBatch, cuts, halves
 from gpufleet.job.spec.job import JobConfig
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
@@ -58,13 +58,17 @@ def lora_parameters(m: DecoderConfig, rank: int) -> int:
     return m.layers * rank * per_layer
 
 
-def layer_activation_bytes(m: DecoderConfig, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
+def layer_activation_bytes(
+    m: DecoderConfig, compute: int, *, checkpointing: bool, products_too: bool = False, adapters: int = 0
+) -> float:
     """What autograd keeps of one token in one layer. `adapters`: the rank of LoRA, 0 without.
 
     Kept: both norms' inputs and outputs, q, k, v and the attention's result, SwiGLU's gate, up, and product. With
-    checkpointing only the products' and attention's results. A frozen matrix needs no input of its own, but the
-    adapter beside it does, and its narrow product.
+    checkpointing only the products' and attention's results, or the input alone. A frozen matrix needs no input of its
+    own, but the adapter beside it does, and its narrow product.
     """
+    if products_too:
+        return compute * m.width
     q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
     products = 2 * q + 2 * kv + 2 * m.ffn
     narrow = 7 * adapters
@@ -112,9 +116,11 @@ def gathered_bytes(m: DecoderConfig, compute: str, *, again: bool) -> int:
     return parameters(m) * (2 if compute == "bf16" else 4) * (1 + again)
 
 
-def activations(m: DecoderConfig, tokens: int, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
+def activations(
+    m: DecoderConfig, tokens: int, compute: int, *, checkpointing: bool, products_too: bool = False, adapters: int = 0
+) -> float:
     """Bytes of what all layers keep of `tokens` tokens; with checkpointing one layer is whole again in backward."""
-    kept = layer_activation_bytes(m, compute, checkpointing=checkpointing, adapters=adapters)
+    kept = layer_activation_bytes(m, compute, checkpointing=checkpointing, products_too=products_too, adapters=adapters)
     again = layer_activation_bytes(m, compute, checkpointing=False, adapters=adapters) if checkpointing else 0.0
     return tokens * (m.layers * kept + again + 2 * m.width * compute)
 
@@ -133,9 +139,12 @@ def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> lis
 
 
 def ladder(config: TuningConfig, ranks: int) -> tuple[Rung, ...]:
-    """A rank's packed rows, half of them and so on down to one, then activation checkpointing."""
+    """A rank's packed rows, half of them and so on down to one, then activation checkpointing; last of all a row of
+    which a layer keeps its input alone.
+    """
     whole, tokens = config.rows_per_rank(ranks), config.batch.micro_tokens
-    return cuts(whole, tokens and tokens // config.data.row, halves(whole))
+    rungs = cuts(whole, tokens and tokens // config.data.row, halves(whole))
+    return *rungs, Rung(micro=1, checkpointing=True, products_too=True)
 
 
 def problems(m: DecoderConfig) -> list[tuple[str, str]]:
@@ -177,6 +186,23 @@ class TuningConfig(JobConfig):
     dataset_kind: ClassVar[str] = "packed"
     file_arguments: ClassVar[dict[str, str]] = {"jsonl": "FILE.jsonl"}
 
+    def memory_on(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
+        return self.memory(
+            phase_index, rung.micro, checkpointing=rung.checkpointing, products_too=rung.products_too, ranks=ranks
+        )
+
+    @abstractmethod
+    def memory(
+        self,
+        phase_index: int,
+        micro_batch: int,
+        *,
+        checkpointing: bool = False,
+        products_too: bool = False,
+        ranks: int = 1,
+    ) -> Memory:
+        """As JobConfig's. `products_too`: a layer keeps its input alone."""
+
     def longest(self) -> int:
         """Tokens of one example."""
         row: int = self.data.row
@@ -194,9 +220,13 @@ class TuningConfig(JobConfig):
 
     def dataset_facts(self) -> dict[str, Any]:
         """The facts that dataset.json must state of rows that this job may train on."""
+        from gpufleet.job.dataset.rendering import TEMPLATES  # here: a bill reads no text
+
         return {"row": self.data.row, "longest": self.longest(), "template": TEMPLATES[self.model.family].name}
 
     def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        from gpufleet.job.dataset.rendering import FileTokenizer, file_id
+
         ids = manifest.facts.get("vocab", 0)
         if ids > self.model.vocab:
             return f"has {ids} ids, model.vocab is {self.model.vocab}: raise it to {ids} or more, or prepare anew"
@@ -240,6 +270,7 @@ class TuningConfig(JobConfig):
 
     def check_weights(self, folder: Path, say: Say) -> None:
         """Warns of weights that were tuned on other turns."""
+        from gpufleet.job.dataset.rendering import TEMPLATES, foreign
         from gpufleet.job.models import hf_config
 
         hf_config.check(folder, self.model)

@@ -46,7 +46,7 @@ from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
 from gpufleet.job.supervisor.publish import Publisher, commits
 from gpufleet.job.supervisor.store import StoreError
-from gpufleet.job.supervisor.uploads import Pulse, Uploader
+from gpufleet.job.supervisor.uploads import Pulse, Uploader, send_log
 from gpufleet.job.supervisor.world import Cause, Outside, Trainer
 
 TICK_S = 0.25
@@ -534,7 +534,7 @@ class Supervisor:
             lambda: self.pulse.last(self.heartbeat()),
             lambda: self._write_receipt(done),
             self.record.flush,
-            lambda: self.store.put_bytes(self.world.log.path.read_bytes(), LOG),
+            lambda: send_log(self.store, self.world.log.path, LOG),
             lambda: self.store.put_bytes(marker, bucket.DONE),
         ):
             try:

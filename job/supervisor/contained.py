@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpufleet.job import atomic
-from gpufleet.job.command.places import OUT, NodeContainer, make_pipe
+from gpufleet.job.command.places import OUT, NodeContainer
 from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.leash import HOLDER
 
 # `sh` stays, or who trains would be the first process of its container, which no signal ends that it does not catch.
@@ -34,7 +35,8 @@ class ContainedProcess:
         """`argv` runs with the image's environment and this one over it."""
         folder = workdir / CONTROL / SCRIPTS
         folder.mkdir(parents=True, exist_ok=True)
-        out = make_pipe(folder / OUT)
+        out = folder / OUT
+        ForeignFolder(folder).make_pipe(out)
         told = " ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items())
         text = TEXT.format(out=shlex.quote(str(out)), holder=HOLDER, environment=told, command=shlex.join(argv))
         atomic.write_bytes(folder / FIRST, text.encode())  # a shell may read on in the one before it

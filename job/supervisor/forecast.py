@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
 from gpufleet.job.spec import JobConfig
+
+if TYPE_CHECKING:
+    from gpufleet.job.contract.metrics import Save
 
 GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
 RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit

@@ -25,7 +25,21 @@ from gpufleet.job.contract.bucket import manifest_key
 from gpufleet.job.contract.commit import BEST, HELD, Best, Commit, Manifest, Published
 from gpufleet.job.contract.commit import read as read_commit
 from gpufleet.job.contract.inputs import InputFile
-from gpufleet.job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS, STAGES, STEPS, step_of
+from gpufleet.job.contract.results import refusal
+from gpufleet.job.contract.workdir import (
+    CHECKPOINTS,
+    EXPORTS,
+    FINAL,
+    METRICS,
+    OUTPUTS,
+    OWN,
+    SCALARS,
+    STAGES,
+    STEPS,
+    USER,
+    step_of,
+)
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
 
@@ -85,7 +99,8 @@ class Mirror:
         with self._sending:
             for path in sorted(self._folder.glob("*.jsonl")):
                 try:
-                    content = whole_lines(path.read_bytes())
+                    with ForeignFolder(self._folder).open(path) as file:
+                        content = whole_lines(file.read())
                 except OSError as error:
                     raise StoreError(f"{path.name} cannot be read: {error}") from error
                 sent = self._sent.get(path.name, 0)
@@ -102,6 +117,7 @@ def whole_lines(content: bytes) -> bytes:
 
 PARALLEL = 8
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
+MOST_SCALARS = 1024**3  # bytes of a file of TensorBoard's, which goes again as a whole whenever it has grown
 
 
 class Publisher:
@@ -119,7 +135,7 @@ class Publisher:
         self.newest = -1  # highest step with a manifest in the store, as far as we put it there or resumed from it
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
         self._store, self._workdir, self._say = store, workdir, say
-        self._run, self._published = run, published
+        self._run, self._published, self._own = run, published, ForeignFolder(workdir)
         self._best: Best | None = None
         self._told: tuple[Any, ...] = ()  # what the newest one's manifest tells that may change
         self._given_up: set[int] = set()
@@ -179,7 +195,7 @@ class Publisher:
     def _publish(self, commit: Commit) -> None:
         folder = f"{bucket.CHECKPOINTS}{commit.folder}"
         for name, size in commit.files:
-            if (path := self._path(commit) / name).stat().st_size != size:
+            if self._own.stat(path := self._path(commit) / name).st_size != size:
                 raise FileNotFoundError(f"{path} is not {size} bytes long")
         required = self._require(commit.requires)
         started = time.monotonic()  # exports go once, and do not tell how long a checkpoint takes
@@ -204,7 +220,7 @@ class Publisher:
         whether all were sent now.
         """
         paths = {f"{folder}/{name}": self._path(commit) / name for name, _ in commit.files}
-        written = {key: path.stat().st_mtime_ns for key, path in paths.items()}
+        written = {key: self._own.stat(path).st_mtime_ns for key, path in paths.items()}
         same = {key: kept for key, kept in self._arrived.items() if written.get(key) == kept[0]}
         # Another node, where two overlap, may have swept up what seemed to be torn.
         there = {entry.key for entry in self._store.entries(f"{folder}/")} if same else set()
@@ -214,7 +230,7 @@ class Publisher:
             self._store.delete([manifest_key(commit.step)])
         with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
             waiting = [
-                (key, pool.submit(atomic.sha256, path), pool.submit(self._send, path, key))
+                (key, pool.submit(self._hash, path), pool.submit(self._send, path, key))
                 for key, path in paths.items()
                 if key not in self._arrived
             ]
@@ -260,15 +276,15 @@ class Publisher:
         if not self._reading.acquire(timeout=patience_s):
             return
         try:  # the pulse and the uploads call this: an older reading must not be put last
-            path = self._workdir / METRICS
-            content = whole_lines(path.read_bytes()) if path.exists() else b""
+            content = b""
+            with suppress(FileNotFoundError), self._own.open(self._workdir / METRICS) as file:
+                content = whole_lines(file.read())
             if content:
                 self._store.put_bytes(content, METRICS)
-            for path in _files(self._workdir / SCALARS):  # they grow: what is there now, not the file
-                content = path.read_bytes()
-                if len(content) != self._scalars.get(path.name):
-                    self._store.put_bytes(content, f"{bucket.SCALARS}{path.name}")
-                    self._scalars[path.name] = len(content)
+            user = self._workdir / USER
+            for own, folder in ((self._own, self._workdir), (ForeignFolder(user), user / OUTPUTS)):
+                for name in sorted(name for name, _ in own.files(folder / SCALARS)):
+                    self._send_scalars(own, folder / SCALARS / name)
         finally:
             self._reading.release()
 
@@ -289,7 +305,8 @@ class Publisher:
             for path in _files(self._workdir / name):
                 self._export(path)
         for path in sorted(self._workdir.glob("*")):
-            if path.suffix in (".json", ".csv", ".txt", ".png", ".md") and path.name not in OWN and path.is_file():
+            is_result = path.suffix in (".json", ".csv", ".txt", ".png", ".md") and path.name not in OWN
+            if is_result and not refusal(path.name) and self._own.is_file(path):
                 self._send(path, path.name)
         self.metrics()
 
@@ -309,24 +326,45 @@ class Publisher:
     def _export(self, path: Path) -> None:
         """Sends a file once; again when it was written anew, whatever an earlier attempt has left in its place."""
         if not self._is_sent(path):
-            key, written = path.relative_to(self._workdir).as_posix(), path.stat().st_mtime_ns
+            key, written = path.relative_to(self._workdir).as_posix(), self._own.stat(path).st_mtime_ns
             self._send(path, key)
             self._sent[key] = written
 
     def _is_sent(self, path: Path) -> bool:
         """Nor is there anything to send of a file that has gone since it was listed: its export is being replaced."""
         try:
-            written = path.stat().st_mtime_ns
+            written = self._own.stat(path).st_mtime_ns
         except FileNotFoundError:
             return True
         return self._sent.get(path.relative_to(self._workdir).as_posix()) == written
 
     def _send(self, path: Path, key: str) -> None:
         self._check_cancel()
-        size = path.stat().st_size
-        self._store.put_file(path, key)
+        with self._own.hold(path) as held:
+            size = held.stat().st_size
+            self._store.put_file(held, key)
         if (found := self._store.size(key)) != size:
             raise StoreError(f"{key} arrived with {found} bytes, not {size}")
+
+    def _hash(self, path: Path) -> str:
+        with self._own.hold(path) as held:
+            return atomic.sha256(held)
+
+    def _send_scalars(self, own: ForeignFolder, path: Path) -> None:
+        """A file of TensorBoard's as far as it is written, where it has grown."""
+        name = path.name
+        try:
+            size = own.stat(path).st_size
+        except OSError:  # removed meanwhile, or a link to elsewhere
+            return
+        if size == self._scalars.get(name) or refusal(name):
+            return
+        if size <= MOST_SCALARS:
+            with own.hold(path) as held:
+                self._store.put_file(held, f"{bucket.SCALARS}{name}")
+        elif name not in self._scalars:
+            self._say(f"{SCALARS}/{name} has {size:,} bytes, and is not sent: {MOST_SCALARS:,} are the most")
+        self._scalars[name] = size
 
     def _check_cancel(self) -> None:
         if self._cancel.is_set():
@@ -360,4 +398,6 @@ class Publisher:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    """Those below the folder that may come home, without what links outside of it lead to."""
+    own = ForeignFolder(folder)
+    return sorted(folder / name for name, _ in own.files(folder) if not refusal(name) and own.is_file(folder / name))

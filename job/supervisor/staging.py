@@ -23,6 +23,7 @@ from gpufleet.job.contract.inputs import DATASET, WEIGHTS, InputFile
 from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.contract.run import InputData, RunFile
 from gpufleet.job.contract.workdir import CHECKPOINTS, CODE, DATA, EXPORTS, FINAL, INPUTS, NAMED, RUN, USER
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.store import Entry, GivenUpError, MissingError, Store, StoreError, open_store, parent
 
 UNFIT = (DoubtError, MissingError)  # a checkpoint that must not be resumed from
@@ -75,19 +76,12 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
     user = stage.workdir / USER
     for name, wanted in stage.run.folders.items():
         _fill(stage, f"input {name}", wanted, "", user / NAMED / name, opened)
-        _open_to_all(user / NAMED / name)
+        ForeignFolder(user).open_to_all(user / NAMED / name)
     if stage.run.code is not None:
         _fill(stage, "code", stage.run.code, "", stage.workdir / INPUTS, opened)
         with tarfile.open(stage.workdir / INPUTS / bucket.CODE) as packed:
             packed.extractall(user / CODE, filter="data")
-        _open_to_all(user / CODE)
-
-
-def _open_to_all(folder: Path) -> None:
-    """The user's container may run as anybody."""
-    for path in (folder, *folder.rglob("*")):
-        if not path.is_symlink():
-            path.chmod(path.stat().st_mode | (0o777 if path.is_dir() else 0o666))
+        ForeignFolder(user).open_to_all(user / CODE)  # its container may run as anybody
 
 
 def _fill(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import threading
 import uuid
@@ -80,8 +81,11 @@ def parent(uri: str) -> str:
     return uri.rstrip("/").rsplit("/", 1)[0]
 
 
+_UNDER_WAY = re.compile(r".*\.[0-9a-f]{32}~", re.DOTALL)
+
+
 class FolderStore:
-    """A folder. Files whose name ends with ~ are writes under way, and no objects."""
+    """A folder. Writes under way have names of their own (_UNDER_WAY), and are no objects."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -131,7 +135,7 @@ class FolderStore:
         found = []
         for path in sorted(self.root.rglob("*")) if self.root.is_dir() else ():
             key = path.relative_to(self.root).as_posix()
-            if key.startswith(prefix) and path.is_file() and not path.name.endswith("~"):
+            if key.startswith(prefix) and path.is_file() and not _UNDER_WAY.fullmatch(path.name):
                 stat = path.stat()
                 found.append(Entry(key=key, bytes=stat.st_size, at=stat.st_mtime))
         return found

@@ -14,6 +14,7 @@ from gpufleet.job.contract import bucket
 from gpufleet.job.contract.attempt import Beat
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.contract.workdir import LOG
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.publish import Publisher
 from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
@@ -107,6 +108,15 @@ class Uploader:
             self._pause_s = BACKOFF_S[0] if self._until is not None else min(2 * self._pause_s, BACKOFF_S[1])
 
 
+def send_log(store: Store, log: Path, key: str) -> None:
+    """job.log as far as it is written, from the disk: it may be larger than memory. Raises StoreError."""
+    try:
+        with ForeignFolder(log.parent).hold(log) as held:
+            store.put_file(held, key)
+    except FileNotFoundError:
+        store.put_bytes(b"", key)
+
+
 class Pulse:
     """heartbeat/<instance>.jsonl, metrics.jsonl and job.log, each time anew as a whole: S3 cannot append."""
 
@@ -148,6 +158,5 @@ class Pulse:
         self._store.put_bytes(("\n".join(self._beats) + "\n").encode(), bucket.heartbeat_key(self._instance))
         if self.leads:
             self._publisher.metrics()
-        log = LOG if self.leads else bucket.node_log_key(self._instance)
-        self._store.put_bytes(self._log.read_bytes() if self._log.exists() else b"", log)
+        send_log(self._store, self._log, LOG if self.leads else bucket.node_log_key(self._instance))
         self._also()

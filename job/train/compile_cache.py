@@ -105,7 +105,7 @@ class CompileCache:
 def name(session: Session, phase: Phase, rung: Rung) -> str:
     """The file's name: a hash of what the graphs depend on beside the settings, which name the supervisor's folder."""
     world = session.world
-    checkpointing = "-checkpointing" if rung.checkpointing else ""
+    checkpointing = "-recompute" if rung.products_too else "-checkpointing" if rung.checkpointing else ""
     parts = (
         f"{phase.name}-micro{rung.micro}{checkpointing}",
         f"rank{world.local_rank}of{world.size}",

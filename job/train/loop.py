@@ -192,8 +192,8 @@ class Loop:
         known = found.progress.get("guard") if found is not None else None
         self._guard = SpikeGuard(self.config.guard, known, first=self.step)
         module.train()
-        if hasattr(module, "checkpointing"):
-            setattr(module, "checkpointing", rung.checkpointing)  # noqa: B010 - nn.Module's type takes no bool
+        if hasattr(module, "recompute"):
+            module.recompute(rung.checkpointing, products_too=rung.products_too)  # type: ignore[operator]
         started = self.step
         self._handle_stop(phase, state, self.world.agree(self._stop()))
         with step.compiled(module, self.session.device.torch, wanted=self.config.compiles()) as compiling:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job.command import processes
+from gpufleet.job.command.places import activated
 from gpufleet.job.contract.environment import SECRET, USER_PATH
 
 DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own, which then does all of this
@@ -69,10 +70,12 @@ def run(words: list[str]) -> int:
         if name == "seccomp" and not Path(profile).is_file():
             print(f"docker: opening seccomp profile ({profile}) failed: no such file or directory.", file=sys.stderr)
             return DAEMON_ERROR
+    watched = (options.pid or "").removeprefix("container:")
     trains = options.network in ("none", "bridge") or (options.name or "").endswith(TRAINS)
     mounts = _mounts(options.volume)
     environment = {
         "PATH": _users_path() if options.entrypoint else os.environ["PATH"],
+        **(activated(os.environ.get(USER_PATH, "")) if options.entrypoint else {}),
         "HOME": str(ROOT / "root"),
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",  # the code is mounted read-only
@@ -80,6 +83,7 @@ def run(words: list[str]) -> int:
         "OMP_NUM_THREADS": "1",
         "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # by which the runner finds what it must kill
         **({} if trains else {name: os.environ[name] for name in os.environ if name.startswith(SECRET)}),
+        **({processes.FIRST_PROCESS: str(_first_process(watched))} if watched else {}),
         **_environment(options.env, mounts),
     }
     argv = [_to_host_path(word, mounts) for word in options.command]
@@ -130,12 +134,15 @@ def inspect(words: list[str]) -> int:
         print(f"docker: {what} is not stood in for in a rehearsal", file=sys.stderr)
         return DAEMON_ERROR
     try:
-        guard = int((CONTAINERS / name).read_text())
+        print(_first_process(name))
     except FileNotFoundError:
         print(f"Error: No such object: {name}", file=sys.stderr)
         return 1
-    print(next(iter(processes.descendants(guard)), 0))
     return 0
+
+
+def _first_process(name: str) -> int:
+    return next(iter(processes.descendants(int((CONTAINERS / name).read_text()))), 0)
 
 
 def remove(words: list[str]) -> int:

@@ -9,26 +9,34 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import io
 import os
 import random
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import boto3
 import train_world
 from boot_stubs import DELETE, SHUTDOWN, StubNode
+from botocore.awsrequest import AWSResponse
+from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
+from botocore.response import StreamingBody
 from command_world import FORMATS
 from engine_world import pinned, project
 from killed import WRITES, Mode
 from killed_calls import shared_account
-from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore, NodeDeath, state
+from moto import mock_aws
+from supervisor_world import STEPS, Bench, FaultyStore, NodeDeath, state
 
-from gpufleet.job.supervisor.store import Entry, StoreError
+from gpufleet.job.supervisor import store as stores
+from gpufleet.job.supervisor.store import Entry, S3Store, StoreError
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.imds import Imds
@@ -74,7 +82,7 @@ def command_killed(seed: int, folder: Path) -> int:
     with (
         mock.patch.object(module, "SEED", seed),
         mock.patch.object(module, "kill", wraps=module.kill) as host,
-        mock.patch.object(module.processes, "send", wraps=module.processes.send) as script,
+        mock.patch.object(module, "end", wraps=module.end) as script,
     ):
         module.put_back_is_whole(module.killed(folder, name, 2))
     return sum(bool(call.args[0]) for call in script.call_args_list) + host.call_count - 1  # the last one cleans up
@@ -163,6 +171,92 @@ class SeededStore(FaultyStore):
         self.inner.delete(keys)
 
 
+class FaultyAnswers:
+    """What S3 answers, below boto3, goes wrong with a chance of its own: nothing comes, a call that was done is told to
+    have failed, a body is cut, and of a checkpoint's file a byte is another, or half of it is what S3 has.
+    """
+
+    def __init__(self, client: Any, clean: Any, draw: random.Random, share: float) -> None:
+        self._clean, self._draw, self._share, self.faults = clean, draw, share, 0
+        self._flipped = False
+        self._drawing = threading.Lock()  # of files several parts are under way
+        client.meta.events.register_first("before-send.s3", self._send)
+        client.meta.events.register("after-call.s3.GetObject", self._got)
+        client.meta.events.register("after-call.s3.PutObject", self._put)
+
+    def _is_drawn(self, among: int, share: float | None = None) -> int:
+        """The number of a fault, 1 to `among`; 0: none."""
+        with self._drawing:
+            is_drawn = self._draw.random() < (self._share / 2 if share is None else share)
+            self.faults += is_drawn
+            return self._draw.randint(1, among) if is_drawn else 0
+
+    def _send(self, request: Any, **_: Any) -> Any:
+        kind = self._is_drawn(3)
+        if kind == 1:
+            raise ConnectionClosedError(endpoint_url=request.url)
+        if kind == 2:
+            raise ReadTimeoutError(endpoint_url=request.url)
+        body = SimpleNamespace(stream=lambda: iter([b"<Error><Code>InternalError</Code></Error>"]))
+        return AWSResponse(request.url, 500, {}, body) if kind else None
+
+    def _got(self, parsed: dict[str, Any], context: Any, **_: Any) -> None:
+        if "Body" not in parsed:
+            return
+        body, is_weights = parsed["Body"].read(), context["input_params"]["Key"].endswith("w.bin")
+        length, kind = len(body), self._is_drawn(2 if is_weights else 1, 0.5 if is_weights else None)
+        if is_weights and not self._flipped:  # of each node the first, whatever is drawn
+            self._flipped, kind = True, 2
+            self.faults += 1
+        if kind == 1:
+            body = body[: length // 2]
+        elif kind == 2:
+            body = bytes([body[0] ^ 1]) + body[1:]
+        parsed["Body"] = StreamingBody(io.BytesIO(body), length)
+
+    def _put(self, context: Any, **_: Any) -> None:
+        key = context["input_params"]["Key"]
+        if key.endswith("w.bin") and self._is_drawn(1, 0.25):
+            content = self._clean.get_bytes(key.removeprefix("r1/"))
+            self._clean.put_bytes(content[: len(content) // 2], key.removeprefix("r1/"))
+
+
+def s3_answers_wrong(seed: int, folder: Path) -> int:
+    """S3's answers that go wrong before boto3 sees them: the run ends whole, with the weights of one undisturbed."""
+    draw, faults = random.Random(seed), 0
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    no_sleep = SimpleNamespace(sleep=lambda seconds: None)
+    with (
+        mock.patch.dict(os.environ, keys),
+        mock_aws(),
+        mock.patch("botocore.endpoint.time", no_sleep),
+        mock.patch.object(stores, "session", functools.cache(boto3.Session)),
+    ):
+        os.environ.pop("AWS_ENDPOINT_URL", None)
+        client = stores._client()
+        client.create_bucket(Bucket="bucket")
+        bench = Bench(folder, limits=FAR)
+        clean = S3Store("s3://bucket/r1", client)
+        bench.store = clean
+        for path in (folder / "bucket").rglob("*"):  # its inputs
+            if path.is_file():
+                client.upload_file(str(path), "bucket", path.relative_to(folder / "bucket").as_posix())
+        for number in range(1, NODES):
+            client = stores._client()
+            answers = FaultyAnswers(client, clean, draw, draw.uniform(0.02, 0.2))
+            is_taken = number < 4 or draw.random() < 0.3  # by AWS, so that others go on
+            notice = {draw.randint(1, STEPS - 1): lambda _: bench.notice(120)} if is_taken else {}
+            store = S3Store("s3://bucket/r1", client)
+            code = bench.attempt(f"i-{number}", store=store, script=notice).run()
+            assert code in (0, 1, 71, 75), code
+            bench.answers.clear()
+            faults += answers.faults
+            if clean.get_bytes("done.json"):
+                break
+        _check_whole(bench)
+    return faults
+
+
 def s3_faulty(seed: int, folder: Path) -> int:
     """S3 that refuses any call now and then, and nodes that die amid one: the run ends whole, with every step."""
     draw, bench, faults = random.Random(seed), Bench(folder, limits=FAR), 0
@@ -188,19 +282,12 @@ def _check_whole(bench: Bench) -> None:
 
 
 def clock_set(seed: int, folder: Path) -> int:
-    """Clocks that are set while a node trains, forward and back: the run ends whole."""
-    draw, bench, jumps = random.Random(seed), Bench(folder, limits=FAR), list[float]()
-
-    def jump(_: FakeTrainer) -> None:
-        jumps.append(draw.uniform(-3600, 3600))
-        bench.clock.sleep(jumps[-1])
-
-    script = dict.fromkeys(draw.sample(range(1, STEPS), draw.randint(1, 4)), jump)
-    for number in range(1, NODES):
-        if bench.attempt(f"i-{number}", script=script).run() == 0:
-            break
-    _check_whole(bench)
-    return len(jumps)
+    """The machine's clock is set while a command trains: it goes on, and its checkpoints are what they would be."""
+    by_s = random.Random(seed).choice((-1, 1)) * random.Random(seed).uniform(60, 86_400)
+    tests("job/command/test_command_host.py").test_a_clock_that_is_set_ends_no_command_and_changes_no_checkpoint(
+        folder, by_s
+    )
+    return 1
 
 
 def node_refused(seed: int, folder: Path) -> int:
@@ -230,6 +317,7 @@ def metadata_faulty(seed: int, folder: Path) -> int:
 METADATA_FAULTS = ("500", "garbage", "bad-time", "slow", "silent", "401")
 KINDS: dict[str, Kind] = {
     "S3 faults": s3_faulty,
+    "S3 answers": s3_answers_wrong,
     "clocks set": clock_set,
     "metadata faults": metadata_faulty,
     "node refused": node_refused,

@@ -1,4 +1,4 @@
-"""A command of a user's own in a work folder, run by the real host as processes of this machine."""
+"""A command of a user's own in a work folder, run by the real host or under a supervisor, as processes from here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from typing import Any
 import runs
 from dates import skip_where_the_clock_is_moved
 from repository import ROOT
-from waiting import wait_for
+from waiting import T, wait_for
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import commit
@@ -33,6 +34,13 @@ from gpufleet.job.spec.command import CommandConfig
 OWN_CODE = Path(__file__).parent / "own_code"
 PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
 HOST = "import sys; from gpufleet.job.command.__main__ import main; sys.exit(main())"
+SUPERVISOR = """
+import pathlib, runpy, sys, time
+run_json = pathlib.Path(sys.argv[1])
+passed, real = run_json.with_name("passed"), time.clock_gettime
+time.clock_gettime = lambda clock: real(clock) + (float(passed.read_text()) if passed.exists() else 0.0)
+runpy.run_module("gpufleet.job", run_name="__main__", alter_sys=True)
+"""
 STEP_LINE = r"^step (?P<step>\d+) loss (?P<loss>[\d.]+)"
 
 # By convention: script, section checkpoint, what a resume adds.
@@ -147,6 +155,62 @@ class CommandJob:
     def metrics(self) -> list[dict[str, Any]]:
         path = self.workdir / "metrics.jsonl"
         return atomic.objects(path.read_bytes()) if path.exists() else []
+
+
+class SupervisedNode:
+    """One node: a supervisor, and what it starts."""
+
+    def __init__(self, folder: Path, run: dict[str, Any], instance: str, **environment: str) -> None:
+        self.bucket, self.workdir = folder / "bucket", folder / instance
+        run_json = runs.place(self.workdir, run)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISOR, str(run_json)],
+            cwd=ROOT,
+            env=runs.environment_of(self.bucket, instance, **environment),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def log(self) -> str:
+        path = self.workdir / "job.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, what: str, seen: Callable[[], T]) -> T:
+        return wait_for(what, seen, process=self.process, log=lambda: self.log)
+
+    def let_pass(self, seconds: float) -> None:
+        """So many seconds go by at once for the supervisor."""
+        atomic.write_bytes(self.workdir / "passed", str(seconds).encode())
+
+    def code(self) -> int:
+        wait_for("the end of the run", lambda: self.process.poll() is not None, log=lambda: self.log)
+        return self.process.wait()
+
+    def lose(self) -> None:
+        """The machine is gone."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def step(self) -> int:
+        """The newest that it has told."""
+        path = self.workdir / "metrics.jsonl"
+        found = atomic.objects(path.read_bytes()) if path.exists() else []
+        return int(found[-1]["step"]) if found else 0
+
+    def manifests(self) -> list[int]:
+        return sorted(int(path.parent.name[5:]) for path in (self.bucket / "r1" / "ckpt").glob("step_*/manifest.json"))
+
+    def stored(self, key: str) -> Any:
+        return json.loads((self.bucket / "r1" / key).read_text())
+
+
+def run_of(folder: Path, parameters: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A run of the command, whose script is where it lies: nothing is shipped."""
+    command = re.sub(r"(\w+\.py) --out", rf"{OWN_CODE}/\1 --out", parameters["command"])
+    tree = runs.tree(job={"experiment": "command", "parameters": {**parameters, "command": command}}, **changes)
+    return runs.with_files(tree, folder / "bucket", {"dataset.json": b'{"schema": 1, "files": []}'})
 
 
 def processes_in(folder: Path) -> list[int]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.settings import InstanceIdentity, Settings
@@ -25,6 +26,7 @@ def serving(root: Path, monkeypatch: pytest.MonkeyPatch, *, job_image: str) -> I
     monkeypatch.setenv("PATH", f"{STANDINS}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}/usr/bin:/bin")
     folder = root / "opt" / "gpufleet"
     folder.mkdir(parents=True)
+    (folder / "app").symlink_to(ROOT)
     settings = Settings(
         **dict.fromkeys(["stack", "run", "region", "image", "bucket", "log_group", "run_config_sha256"], "x"),
         **dict.fromkeys(["container_options", "data_volume", "data_device", "metadata"], ""),

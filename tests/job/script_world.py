@@ -114,6 +114,7 @@ class ScriptWorld:
             self.folders.user / "checkpoints",
             self.folders.user,
             self.folder,
+            run="r1",
             digest="0" * 64,
             gpus=1,
             alive=lambda: [7],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -81,9 +83,15 @@ class NodeDeath(BaseException):
     """The process is gone in the middle of something."""
 
 
+def trained(weights: bytes, step: int) -> bytes:
+    """The weights after one more step, which is this one: what they were shows in all that come after."""
+    return hashlib.sha256(weights + f" step {step}".encode()).hexdigest().encode()
+
+
+@functools.cache
 def state(step: int) -> bytes:
-    """What a checkpoint of this step holds: resuming from another one would show."""
-    return f"state of step {step}".encode() * 10
+    """The weights of a run that nobody has disturbed, after this step."""
+    return b"begin" if step == 0 else trained(state(step - 1), step)
 
 
 @dataclass
@@ -103,12 +111,10 @@ class FakeTrainer:
     hangs: bool = False
 
     def __post_init__(self) -> None:
-        found = [
-            commit
-            for commit in commits(self.workdir)
-            if (self.workdir / "ckpt" / commit.folder / "w.bin").read_bytes() == state(commit.step)
-        ]
+        found = commits(self.workdir)
         self.step = found[-1].step if found else 0
+        folder = self.workdir / "ckpt" / found[-1].folder if found else None
+        self.weights = (folder / "w.bin").read_bytes() if folder else state(0)
         self.began_at = self.step
         self.output_at = self.clock.now
 
@@ -124,12 +130,13 @@ class FakeTrainer:
             return 75
         if self.step == STEPS:
             (self.workdir / "final").mkdir(exist_ok=True)
-            (self.workdir / "final" / "model.safetensors").write_bytes(state(self.step))
+            (self.workdir / "final" / "model.safetensors").write_bytes(self.weights)
             atomic.write_json(self.workdir / "results.json", {"schema": 1, "steps": self.step})
             return 0
         if self.step == self.began_at and 0 in self.script and (code := self.script[0](self)) is not None:
             return code
         self.step += 1
+        self.weights = trained(self.weights, self.step)
         self.output_at = self.clock.now
         with (self.workdir / "metrics.jsonl").open("a") as file:
             seen = {"ts": self.clock.now, "step": self.step, "phase": "dense", "loss": 1 / self.step}
@@ -146,7 +153,7 @@ class FakeTrainer:
         self.killed = True
 
     def commit(self, reason: str, val_loss: float | None = None, requires: tuple[str, ...] = ()) -> None:
-        commit(self.workdir, self.step, self.config_sha256, reason, val_loss, requires)
+        commit(self.workdir, self.step, self.config_sha256, reason, val_loss, requires, self.weights)
 
 
 def commit(
@@ -156,11 +163,12 @@ def commit(
     reason: str = "timed",
     val_loss: float | None = None,
     requires: tuple[str, ...] = (),
+    weights: bytes | None = None,
 ) -> Path:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk, of weights that nobody has disturbed unless they are named."""
     path = workdir / "ckpt" / f"step_{step:08d}"
     path.mkdir(parents=True, exist_ok=True)
-    (path / "w.bin").write_bytes(state(step))
+    (path / "w.bin").write_bytes(state(step) if weights is None else weights)
     (path / ".metadata").write_bytes(b"shapes")
     files = [{"name": name, "bytes": (path / name).stat().st_size} for name in (".metadata", "w.bin")]
     tree = {"schema": 1, "step": step, "config_sha256": config_sha256, "val_loss": val_loss, "reason": reason}
@@ -208,7 +216,7 @@ class Bench:
             runs.tree(config, **changes), self.bucket, {"dataset.json": b'{"schema": 1, "files": []}'}
         )
         self.config_sha256 = config_digest("tinystories-growth", self.tree["job"]["parameters"])
-        self.store = FolderStore(self.bucket / "r1")
+        self.store: Store = FolderStore(self.bucket / "r1")
         self.clock = FakeClock()
         self.output = BytesIO()
         self.trainers: list[FakeTrainer] = []

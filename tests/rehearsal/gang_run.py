@@ -149,7 +149,7 @@ def cloud_of_two(
 ) -> Iterator[GangRun]:
     """The run, launched."""
     with Cloud(folder, notice_s=notice_s, relaunch_delay_s=1.0) as cloud:
-        runner = NodeRunner(cloud, folder / "nodes", programs)
+        runner = NodeRunner(cloud, folder / "nodes", (lambda root: programs) if programs else None)
         try:
             yield GangRun(cloud, runner, 2, dict(tree), job_image)
         finally:

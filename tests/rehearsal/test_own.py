@@ -19,9 +19,10 @@ from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import programs
+from gpufleet.job.command.places import activated
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.messages import Observed
-from gpufleet.rehearsal import evidence, own, plumbing, report
+from gpufleet.rehearsal import evidence, own, plumbing, rehearse, report
 from gpufleet.rehearsal.evidence import Resumption
 
 TEXT = """
@@ -68,6 +69,25 @@ def test_a_command_has_the_interpreter_of_its_own_folder_unless_the_file_names_a
         programs(definition(tmp_path, "../nowhere/bin/python"), root)
 
 
+def test_each_node_installs_into_an_environment_of_its_own_where_it_has_a_set_up(tmp_path: Path) -> None:
+    found, theirs = definition(tmp_path), environment_of(tmp_path / "theirs")
+    project = tmp_path / "project"
+    programs_of = rehearse._programs_of(found, project, theirs, theirs / "python")
+    assert programs_of is not None
+    assert programs_of(tmp_path / "i-1") == theirs
+    found.source.write_text(found.source.read_text().replace("  command:", "  setup: pip install x\n  command:"))
+    found = load(found.source, now=datetime.now(UTC), rehearsal=True)
+    programs_of = rehearse._programs_of(found, project, theirs, Path(sys.executable))
+    assert programs_of is not None
+    for root in (tmp_path / "i-1", tmp_path / "i-2"):
+        root.mkdir()
+        bin_folder = programs_of(root)
+        assert bin_folder.is_relative_to(root)
+        assert activated(str(bin_folder)) == {"VIRTUAL_ENV": str(bin_folder.parent)}
+    assert activated("/usr/bin") == {}
+    assert rehearse._programs_of(found, project, None, None) is None  # in an image, or for a stand-in
+
+
 def test_a_secret_has_a_value_that_nobody_guesses_and_only_while_it_is_rehearsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,15 +107,28 @@ def test_an_input_in_a_bucket_cannot_be_rehearsed_and_is_named(tmp_path: Path) -
     assert list(own.lacking(definition(tmp_path))) == ["storage.inputs.text: a folder with a little of it"]
 
 
-def test_a_file_that_is_written_into_the_codes_folder_is_seen(tmp_path: Path) -> None:
-    environment_of(tmp_path / "mine" / ".venv")
-    (tmp_path / "mine" / ".venv" / "pyvenv.cfg").touch()  # which Python itself writes into
-    (tmp_path / "mine" / "train.py").write_text("pass\n")
-    found = definition(tmp_path)
-    before = own.listing(found, tmp_path / "project")
-    assert list(before) == ["train.py"]
-    (tmp_path / "mine" / "left").write_text("x")
-    assert own.listing(found, tmp_path / "project") != before
+def test_of_the_codes_folder_what_was_shipped_must_stay_and_a_commit_is_no_matter(tmp_path: Path) -> None:
+    mine, project = tmp_path / "mine", tmp_path / "project"
+    environment_of(mine / ".venv")
+    (mine / ".venv" / "pyvenv.cfg").touch()  # which Python itself writes into
+    for name in ("train.py", "model.py"):
+        (mine / name).write_text("pass\n")
+    git = ("git", "-c", "user.name=a", "-c", "user.email=b")
+    subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    before = own.listing(definition(tmp_path), project)
+    assert sorted(path.name for path in before) == ["model.py", "train.py"]
+    (mine / "notes").write_text("x")
+    (mine / "train.py").write_text("pass\n")  # as a hook of git's does
+    for words in (("add", "-A"), ("commit", "-qm", "all of it"), ("checkout", "-qb", "other")):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    kept = own.code_is_untouched(before, project)
+    assert (kept.held, kept.figure) == (True, "2 files, untouched")
+    (mine / "train.py").write_text("pass # edited\n")
+    (mine / "model.py").unlink()
+    changed = own.code_is_untouched(before, project)
+    assert changed.is_broken
+    assert changed.figure.startswith("../mine/model.py (gone), ../mine/train.py changed while this ran")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from receipt_tree import node, receipt
 from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
-from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.messages import Observed
 from gpufleet.rehearsal import evidence
@@ -93,8 +92,13 @@ class CheckedWorld:
         )
 
 
+def broken(found: Evidence) -> str:
+    """What did not hold, as the last line of a rehearsal has it."""
+    return "; ".join(f"{check.name}: {check.figure}" for check in evidence.checks(found) if check.is_broken)
+
+
 def test_all_of_it_holds_when_nothing_is_broken(tmp_path: Path) -> None:
-    found = evidence.checks(Evidence(CheckedWorld().rehearsal(tmp_path)))
+    found = list(evidence.checks(Evidence(CheckedWorld().rehearsal(tmp_path))))
     assert len(found) == 12
     assert all(check.held for check in found)
 
@@ -121,10 +125,9 @@ BROKEN: dict[str, Callable[[CheckedWorld], Any]] = {
 def test_a_broken_promise_fails_by_its_name(tmp_path: Path, said: str, break_it: Callable[[CheckedWorld], Any]) -> None:
     world = CheckedWorld()
     break_it(world)
-    with pytest.raises(GpufleetError) as failed:
-        evidence.checks(Evidence(world.rehearsal(tmp_path)))
-    assert str(failed.value).startswith(said)
-    assert ";" not in str(failed.value)  # and nothing else
+    found = broken(Evidence(world.rehearsal(tmp_path)))
+    assert found.startswith(said)
+    assert ";" not in found  # and nothing else
 
 
 def several(folder: Path, *steps: tuple[int, int]) -> Any:
@@ -151,13 +154,12 @@ def test_several_nodes_go_on_together_from_what_was_published(tmp_path: Path) ->
     ("steps", "said"),
     [
         ([(-1, 0), (28, 30), (40, 50)], "steps lost on a handled notice: 2"),
-        ([(-1, 0), (30, 30)], "nobody went on after i-2 was gone"),
+        ([(-1, 0), (30, 30)], "went on together: nobody did after i-2 was gone"),
         ([(-1, 0), (30, 30), (-1, 50)], "steps repeated after a loss without notice: 50"),
     ],
 )
 def test_several_nodes_that_do_not_go_on_fail(tmp_path: Path, steps: list[tuple[int, int]], said: str) -> None:
-    with pytest.raises(GpufleetError, match=said):
-        evidence.checks(Evidence(several(tmp_path, *steps)))
+    assert said in broken(Evidence(several(tmp_path, *steps)))
 
 
 def test_a_slow_start_fails_nothing(tmp_path: Path) -> None:
@@ -171,13 +173,14 @@ def test_a_slow_start_fails_nothing(tmp_path: Path) -> None:
 def test_what_is_left_must_be_what_was_asked_for(tmp_path: Path) -> None:
     world = CheckedWorld()
     rehearsal = world.rehearsal(tmp_path)
-    assert evidence.leftovers(rehearsal) == world.left
+    kept = evidence.leftovers(rehearsal)
+    assert (kept.figure, kept.held) == ("bucket gpufleet-a (asked for)", True)
     world.left = {**world.left, ("volume", "vol-1"): {}}
-    with pytest.raises(GpufleetError, match="left in the account: volume vol-1"):
-        evidence.leftovers(rehearsal)
+    more = evidence.leftovers(rehearsal)
+    assert (more.figure, more.held) == ("bucket gpufleet-a, volume vol-1", False)
     world.left = {}
-    with pytest.raises(GpufleetError, match="the bucket was to be kept, and it is gone"):
-        evidence.leftovers(rehearsal)
+    gone = evidence.leftovers(rehearsal)
+    assert (gone.figure, gone.held) == ("nothing, and the bucket was to be kept", False)
 
 
 class Fallen:

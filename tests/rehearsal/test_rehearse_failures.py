@@ -11,8 +11,10 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from declared import fleet, template
@@ -22,14 +24,15 @@ from waiting import HANG_S
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import rehearse as command
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.command.host import SETUP_BEGINS, SETUP_ENDS
 from gpufleet.job.spec.job import JobConfig
 from gpufleet.rehearsal import environment, scratch
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
-from gpufleet.rehearsal.node import NodeRunner
-from gpufleet.rehearsal.rehearse import rehearse, unchanged
+from gpufleet.rehearsal.node import NodeRunner, RehearsalNode
+from gpufleet.rehearsal.rehearse import rehearse
 from gpufleet.rehearsal.timeline import Timeline
-from gpufleet.rehearsal.watch import Planned, RunFailedError, Watch
+from gpufleet.rehearsal.watch import NodeView, Planned, RunFailedError, Watch
 
 Watching = Callable[..., Watch]
 
@@ -74,9 +77,9 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
     earlier.write_text("{}")
     assert rehearse("small", root=tmp_path, out=said.append) == 1
     assert "The bucket's objects could not be kept: [Errno 28] No space left on device" in said
-    assert "FAILED" in said[-1]
-    assert "at prepare: gpufleet prepare small gave 2" in said[-1]
-    assert "rehearsals/small/r1.unfinished/scratch" in said[-1]
+    assert re.match(r"FAILED after \d+ s, at prepare: .*vocab", said[-1])  # the reason, and not what gave it
+    assert any(line.startswith("\n$ gpufleet prepare small\n") for line in said)
+    assert "Everything it left is in rehearsals/small/r1.unfinished/scratch" in said
     assert (tmp_path / "rehearsals" / "small" / "r1.unfinished" / "scratch" / "commands.log").is_file()
     assert earlier.read_text() == "{}"
 
@@ -230,13 +233,6 @@ def _names(environ: Path, folder: Path) -> bool:
         return False
 
 
-def test_what_was_edited_meanwhile_is_named_and_nothing_that_was_there_before() -> None:
-    unchanged("?? notes\n M a.py\n", "?? notes\n M a.py\n")
-    unchanged("?? notes\n", "?? notes\n?? stacks/new.yaml\n")
-    with pytest.raises(GpufleetError, match=r"meanwhile:\n M a.py\n\?\? notes$"):
-        unchanged("?? notes\n", " M a.py\n?? new\n")
-
-
 def test_what_a_rehearsal_writes_is_ignored_by_git() -> None:
     paths = ["rehearsals/tinystories-growth/r1/receipt.json", ".venv/ready", "data/x"]
     done = subprocess.run(["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -381,6 +377,26 @@ def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(
     steps = [float(json.loads(line)["ts"]) for line in node.logged()]
     assert node.last_step > 2
     assert [each for each in steps if noticed + 0.05 < each < seen] == []
+
+
+def test_what_a_set_up_prints_is_shown_and_its_silence_is_no_standstill(tmp_path: Path, watch: Watching) -> None:
+    log, watching = tmp_path / "container.log", watch()
+    view = NodeView(node=cast(RehearsalNode, SimpleNamespace(container_log=log)), number=1, logged_at=datetime.now(UTC))
+
+    def looks(*lines: str) -> bool:
+        """Whether that is news."""
+        with log.open("a") as opened:
+            opened.writelines(f"{line}\n" for line in lines)
+        watching._news = 0.0
+        watching._container_log(view)
+        return watching._news > 0
+
+    assert looks(f"00:00:01 host: {SETUP_BEGINS}", "Collecting tiny")
+    assert looks()
+    assert looks(f"00:00:02 host: {SETUP_ENDS}", "epoch 1")
+    assert not looks()
+    shown = [each.text for each in watching.timeline.select("setup")]
+    assert shown == [f"node 1: {SETUP_BEGINS}", "node 1:   Collecting tiny", f"node 1: {SETUP_ENDS}"]
 
 
 def test_a_failed_attempt_is_shown_with_the_containers_last_words(cloud: Cloud, watch: Watching) -> None:

@@ -19,6 +19,7 @@ from gpufleet.rehearsal import rehearse, report
 from gpufleet.rehearsal.evidence import Evidence, Promise
 
 STACKS = ROOT / "stacks"
+BROKEN = Promise(name="steps", figure="89 of 90", held=False)
 
 
 def line(phase: str, step: int, loss: float, val_loss: float | None = None) -> dict[str, Any]:
@@ -100,6 +101,11 @@ def test_the_closing_line_names_each_bar_that_was_missed() -> None:
     )
 
 
+def test_what_failed_is_never_called_slow(tmp_path: Path) -> None:
+    found = report.summary(make_evidence(tmp_path, "two-tower", TOWERS), [BROKEN, report.duration_check(326)])
+    assert (found["failed"], found["slow"]) == (["steps"], ["the whole rehearsal"])
+
+
 @pytest.mark.parametrize(("slow", "held"), [([], "yes"), (["the whole rehearsal"], "slow")])
 def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow: list[str], held: str) -> None:
     evidence = make_evidence(tmp_path, "two-tower", TOWERS)
@@ -109,6 +115,75 @@ def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow:
     (folder / "summary.json").write_text(json.dumps(report.summary(evidence, checks)))
     row = rehearse._row(tmp_path, STACKS / "two-tower.yaml", 0, 75.0)
     assert (row[1], row[3], row[8]) == (held, "260", "1-nDCG@10 0.3392")
+
+
+@pytest.mark.parametrize(
+    ("printed", "what", "reason"),
+    [
+        ("a\ngpufleet: mine.yaml: 1 problem\n  - line 3\n", "$ gpufleet cost mine", "mine.yaml: 1 problem\n  - line 3"),
+        ("mine in us-east-2\n  ok      roles: 2\n  PROBLEM quota: 0 of 4\n          Ask for it.\n", "$ x", "quota: 0 of 4\n          Ask for it."),
+        ("  0:01 a\nThe run has no receipt.json: it is not done.\n", "$ gpufleet results mine", "The run has no receipt.json: it is not done."),
+        ("the bill\nerror: no such zone\nerror: update failed\n", "", "no such zone\nerror: update failed"),
+        ("", "$ gpufleet wait mine", "$ gpufleet wait mine"),
+    ],
+)  # fmt: skip
+def test_of_what_a_command_prints_the_reason_is_told_and_all_of_it_kept(printed: str, what: str, reason: str) -> None:
+    error = rehearse.AnswerError(printed, what)
+    assert str(error) == reason
+    assert error.printed == f"{what}\n{printed}".strip()
+
+
+def test_a_failure_ends_with_its_reason_after_all_that_is_known(tmp_path: Path) -> None:
+    answer = rehearse.AnswerError("downloading\ngpufleet: no such role", "$ gpufleet up")
+    failed = rehearse.StepFailedError("up", str(answer))
+    failed.__cause__ = answer
+    (tmp_path / "scratch").mkdir()
+    said = list(rehearse._end(failed, 7.2, tmp_path / "scratch", tmp_path))
+    assert said[0] == "\n$ gpufleet up\ndownloading\ngpufleet: no such role"
+    assert said[-1] == "FAILED after 7 s, at up: no such role"
+
+
+@pytest.mark.parametrize(
+    ("check", "destroys", "why"),
+    [
+        (BROKEN, True, "steps: 89 of 90"),
+        (Promise(name="steps", figure="90 of 90", held=True), False, "destroy: no such fleet"),
+        (BROKEN, False, "steps: 89 of 90; destroy: no such fleet"),
+    ],
+)
+def test_what_did_not_hold_takes_no_report_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Promise, destroys: bool, why: str
+) -> None:
+    kept = Promise(name="nodes", figure="3 launched", held=True)
+    written: list[Promise] = []
+    for place, name, instead in (
+        (rehearse, "command", lambda *_: "all of it\n"),
+        (rehearse, "_follow", lambda _: None),
+        (rehearse, "Evidence", lambda _: None),
+        (rehearse.evidence, "checks", lambda _: iter([kept])),
+        (rehearse.evidence, "leftovers", lambda _: kept),
+        (rehearse.own, "listing", lambda *_: {}),
+        (rehearse.own, "checks", lambda *_: iter([check])),
+        (rehearse.report, "write", lambda *_, checks: written.extend(checks)),
+    ):
+        monkeypatch.setattr(place, name, instead)
+    done = SimpleNamespace(ok=True, changes={}, diagnostics="", text="")
+    refused = SimpleNamespace(ok=False, changes={}, diagnostics="error: no such fleet\n", text="")
+    rehearsal: Any = SimpleNamespace(
+        name="mine",
+        definition=None,
+        root=tmp_path,
+        folder=tmp_path,
+        project=tmp_path,
+        until=None,
+        timeline=SimpleNamespace(add=lambda *_, **__: None, seconds=1.0),
+        engine=SimpleNamespace(preview=lambda: done, up=lambda: done, destroy=lambda: done if destroys else refused),
+    )
+    with pytest.raises(GpufleetError) as failed:
+        rehearse.run_steps(rehearsal, lambda _: None, lambda _: None)
+    assert str(failed.value) == why
+    assert written[:2] == [kept, check]
+    assert [each.name for each in written[2:]] == (["nodes", "sweep"] if destroys else ["destroy"])
 
 
 def test_a_file_that_cannot_be_read_does_not_keep_the_next_stack_from_its_rehearsal(

@@ -82,6 +82,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         f"{prefix}fleet",
         definition,
         subnets=network.subnets,
+        pools=plan.pools,
         security_group_id=network.security_group.id,
         bucket=storage.bucket.bucket,
         profile_arn=identity.profile.arn,

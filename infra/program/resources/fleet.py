@@ -47,6 +47,7 @@ class FleetComponent(pulumi.ComponentResource):
         definition: StackDefinition,
         *,
         subnets: dict[str, pulumi.Input[str]],
+        pools: Mapping[Capacity, Sequence[tuple[str, str]]],
         security_group_id: pulumi.Input[str],
         bucket: pulumi.Input[str],
         profile_arn: pulumi.Input[str],
@@ -57,7 +58,9 @@ class FleetComponent(pulumi.ComponentResource):
         depends_on: Sequence[pulumi.Resource],
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`depends_on`: all a node needs at boot, and what AWS may refuse. Template and fleets name little of it."""
+        """`pools`: (type, zone) of what each fleet may launch. `depends_on`: all a node needs at boot, and what AWS may
+        refuse. Template and fleets name little of it.
+        """
         super().__init__("gpufleet:infra:Fleet", name, None, opts)
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
         self.template = aws.ec2.LaunchTemplate(
@@ -91,7 +94,8 @@ class FleetComponent(pulumi.ComponentResource):
             ),
         )
         self._name, self._frozen, self._bucket = name, frozen, bucket
-        self._spec = (definition, self.template, subnets, valid_until, label)
+        places = {capacity: [(kind, subnets[zone]) for kind, zone in some] for capacity, some in pools.items()}
+        self._spec = (definition, self.template, places, valid_until, label)
         self.fallback = None
         if definition.fleet.falls_back and not over:
             self.fallback = _fleet(f"{name}-fallback-fleet", *self._spec, "on-demand", 0, [], parent=self)
@@ -125,7 +129,7 @@ def _fleet(
     name: str,
     definition: StackDefinition,
     template: aws.ec2.LaunchTemplate,
-    subnets: Mapping[str, pulumi.Input[str]],
+    places: Mapping[Capacity, Sequence[tuple[str, pulumi.Input[str]]]],
     valid_until: str,
     label: Mapping[str, str],
     capacity: Capacity,
@@ -145,9 +149,8 @@ def _fleet(
                     version=template.latest_version.apply(str),
                 ),
                 overrides=[
-                    aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnets[zone])
-                    for kind in sorted(definition.fleet.instance_types)
-                    for zone in sorted(definition.fleet.zones)
+                    aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnet)
+                    for kind, subnet in places[capacity]
                 ],
             )
         ],

@@ -159,14 +159,20 @@ class CharGpt(Checkpointed):
             x_BTd = block(x_BTd, cos[seen:], sin[seen:], cache)
         if cache is not None:
             cache.length += tokens_BT.shape[1]
-        logits = self.head(norm(x_BTd))
-        logits_BTV = logits.to(at_least_fp32(logits.dtype))
-        if cap := self.model.logit_cap:
-            logits_BTV = cap * torch.tanh(logits_BTV / cap)
+        logits_BTV = self.head(norm(x_BTd))
         if targets_BT is None:
-            return CharOutput(logits_BTV, None, {}, None)
-        loss_sum = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
-        return CharOutput(None, loss_sum, {}, None)
+            return CharOutput(self._capped(logits_BTV), None, {}, None)
+        return CharOutput(None, self.loss(logits_BTV.flatten(0, 1), targets_BT.flatten()), {}, None)
+
+    def loss(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        """The summed cross-entropy, where a trainer can compile it: as written it holds the logits four times in fp32,
+        compiled as the product gave them, once, and their gradient.
+        """
+        return F.cross_entropy(self._capped(logits_NV), targets_N, reduction="sum")
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        wide, cap = logits.to(at_least_fp32(logits.dtype)), self.model.logit_cap
+        return cap * torch.tanh(wide / cap) if cap else wide
 
 
 def norm(x: Tensor) -> Tensor:

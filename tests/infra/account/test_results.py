@@ -181,6 +181,43 @@ def test_a_log_that_grew_since_it_was_listed_comes_as_it_is_now(
         assert "came with 14 bytes instead of 7: it changed meanwhile" in capsys.readouterr().err
 
 
+RUN_UNASKED = (
+    *("final/.git/config", "final/.GIT/hooks/x", ".git", "exports/a/.git/HEAD", "final/.envrc", "final/.env", ".netrc"),
+    *("final/.vscode/tasks.json", "final/.idea/x", "final/.exrc", "final/.direnv/x", "final/.hg/hgrc", "final/.bashrc"),
+    *(
+        "final/HEAD",
+        "final/head",
+        "final/Makefile",
+        "final/GNUmakefile",
+        "final/a/CMakeLists.txt",
+        "final/package.json",
+    ),
+    *("final/conftest.py", "final/test_x.py", "final/x_test.py", "final/sitecustomize.py", "final/pyproject.toml"),
+    *("final/gulpfile.js", "final/eslint.config.mjs", "final/jupyter_server_config.py", "final/pylintrc", "mise.toml"),
+    *("final/desktop.ini", "final/x.lnk", "final/my.code-workspace", "final/.metadata/x", "final/x/.metadata.py"),
+)
+DATA = (
+    *("final/tokenizer.json", "final/config.json", "final/model.safetensors", "final/model.safetensors.index.json"),
+    *("final/head/weights.pth", "final/generation_config.json", "final/modeling_mine.py", "final/requirements.txt"),
+    *("final/step-2/__0_0.distcp", "final/step-2/.metadata", "final/a b/model 1.bin", "final/model.config.json"),
+    *("final/makefiles.csv", "final/a.b.c", "tb/events.out.tfevents.1", "attempts/i-1.json", "final/README.md"),
+    *("final/\u6a21\u578b.bin", "final/setup.json", "final/protest_x.py", "final/Head.png", "exports/a/meta.json"),
+)
+
+
+@pytest.mark.parametrize("name", RUN_UNASKED)
+def test_what_a_user_s_tools_run_by_its_being_there_stays_in_the_bucket_and_is_said(name: str) -> None:
+    said: list[str] = []
+    assert not results._is_file(name, said.append)
+    (line,) = said
+    assert line.startswith(f"left in the bucket: an object whose name is {name!r}: git, shells, editors or tests run")
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_comes_whatever_it_is_called(name: str) -> None:
+    assert results._is_file(name, pytest.fail)
+
+
 def test_no_object_can_be_written_outside_the_folder(
     cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

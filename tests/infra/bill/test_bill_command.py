@@ -71,11 +71,6 @@ def test_declared_steps_cost_their_time_and_the_range_holds_how_far_that_may_be_
     assert "as declared, not measured" in found.warnings[0]
 
 
-def test_a_gpu_without_a_figure_has_no_bill_and_is_told_what_to_write() -> None:
-    with pytest.raises(DefinitionError, match=r"job\.work\.step_ms: \{A10G: \.\.\.\}"):
-        bill(CommandWork(steps=60_000, step_ms={"L40S": 300.0}))
-
-
 def test_declared_hours_are_p10_p50_and_p90_of_the_work() -> None:
     hours = CommandWork(hours=Hours(low=4, likely=6, high=10))
     found = bill(hours, capacity="on-demand")
@@ -172,6 +167,10 @@ def test_epochs_are_priced_as_steps_of_that_length_are() -> None:
     (phase,) = found.chosen.runtime.phases
     assert (phase.steps, phase.step_ms) == (10, 30 * 60_000)
     assert float(found.chosen.compute.quantity) == pytest.approx(5.0, rel=0.05)
+    assert found.chosen.runtime.basis == "job.work.epoch_minutes as declared, not measured"
+    elsewhere = replace(epochs, epoch_minutes={"2 x A10G": 15.0}, from_="page")
+    (phase,) = bill(elsewhere, checkpoint=every, progress=lines, gpus=1).chosen.runtime.phases
+    assert phase.step_ms == 30 * 60_000
     with pytest.raises(DefinitionError, match=r"how long an epoch takes .* job\.work\.epoch_minutes: \{A10G: \.\.\.\}"):
         bill(CommandWork(epochs=10), checkpoint=every, progress=lines)
 
@@ -187,16 +186,6 @@ def test_memory_is_held_against_the_gpu_only_where_it_is_declared() -> None:
     assert not list(problems(definition(memory_gb=20.0), bill(memory_gb=20.0)))
     (problem,) = problems(definition(memory_gb=30.0), bill(memory_gb=30.0))
     assert "needs 31.0 GB per GPU, has 24.0" in problem.allowed
-
-
-def test_hours_declared_for_the_listed_types_are_no_word_about_others() -> None:
-    from gpufleet.infra.bill.options import type_cost
-
-    hours = definition(CommandWork(hours=Hours(low=4, likely=6, high=10)))
-    assert type_cost(hours, CATALOG, "g5.2xlarge").runtime is not None
-    other = type_cost(hours, CATALOG, "g6e.2xlarge")
-    assert other.runtime is None
-    assert "its speed is not known" in other.why
 
 
 @pytest.mark.parametrize(

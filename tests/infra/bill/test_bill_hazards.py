@@ -11,6 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cost_definitions import definition, growth, on_nodes
 from receipt_tree import node, place, receipt
@@ -66,11 +67,25 @@ def test_without_history_the_hazard_is_the_prior_and_its_spread_is_said_in_figur
     }
 
 
+def test_the_usual_number_of_interruptions_is_printed_and_the_mean_is_for_programs() -> None:
+    """Few runs with a high hazard make the mean: of a run of days it is many times what most runs meet."""
+    found = bill(definition(config=growth(steps_per_phase=100_000), max_usd="900", max_hours="700"))
+    met = np.sort(found.chosen.within.interruptions)
+    p50, p90, mean = met[len(met) // 2], met[len(met) * 9 // 10], met.mean()
+    assert mean > 1.5 * p50
+    assert f"Interruptions: at most {p50} in half of the runs, at most {p90} in nine of ten, at about" in flat(found)
+    assert f"{mean:.2f}" not in flat(found)
+    tree = record.to_json(found)
+    assert tree["interruptions_expected"] == pytest.approx(mean, abs=0.001)
+    assert float(tree["interruptions"]["p50"]) == p50
+    assert "Interruptions: none in half of the runs, at most " in flat(bill())
+
+
 def test_what_was_learned_of_the_type_replaces_the_prior_and_names_its_source() -> None:
     found = bill(hazards=CALM)
     assert found.chance == CALM[Key("g5.2xlarge", None)]
     assert found.chance.median < 0.3
-    assert found.chosen.interruptions < bill().chosen.interruptions
+    assert found.chosen.interruptions.mean < bill().chosen.interruptions.mean
     assert "120 interruptions in 12000 node-hours seen in 3 other zones" in flat(found)
     assert record.to_json(found)["hazard"]["source"] == "120 interruptions in 12000 node-hours seen in 3 other zones"
 

@@ -45,7 +45,7 @@ def test_the_fee_is_one_line_and_the_nodes_cost_nothing_an_hour() -> None:
     }
     assert bill.usd.p50 == sum(line.amount for line in bill.lines)
     assert bill.usd.p90 - bill.usd.p10 < Decimal("0.01")  # disk and address alone differ
-    assert bill.chosen.interruptions == 0
+    assert bill.chosen.interruptions.mean == 0
     assert (bill.chance, bill.cadence, bill.usd_at_hazard) == (None, None, ())
 
 

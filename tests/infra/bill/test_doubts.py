@@ -206,11 +206,13 @@ def test_save_and_upload_that_miss_the_notice_are_said_before_the_run() -> None:
 
 
 def test_an_uncalibrated_bill_says_so_and_how_far_it_may_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Speeds, "expect", lambda *_: Expected(share=0.5, sigma=math.log(2) / P90, shared=0.0))
+    monkeypatch.setattr(
+        Speeds, "expect", lambda *_: Expected(share=0.5, sigma=math.log(2) / P90, shared=0.0, whose="so it is")
+    )
     found = bill()
     assert not found.calibrated
     said = "in eight runs of ten the work takes 50% to 200% of those hours"
-    assert f"uncalibrated: 50% of the roofline, as others measured; {said}" in found.warnings
+    assert f"uncalibrated: 50% of the roofline, so it is; {said}" in found.warnings
 
 
 def test_inferred_prices_are_marked() -> None:
@@ -239,6 +241,13 @@ def test_gpus_that_a_steps_rows_leave_without_work_are_said(rows: int, nodes: in
     plan = definition(types=("p4d.24xlarge",))
     plan = on_nodes(replace(plan, job=replace(plan.job, parameters=config)), nodes)
     assert [warning for warning in price(plan, CATALOG, runs=10).warnings if "GPUs" in warning] == said
+
+
+@pytest.mark.parametrize(("capacity", "times"), [("spot", 1), ("on-demand", 0)])
+def test_how_often_several_nodes_are_interrupted_is_said_to_be_assumed(capacity: str, times: int) -> None:
+    plan = on_nodes(definition(max_usd="30", max_hours="20", capacity=capacity), 2)
+    sentence = "that 2 nodes are interrupted 1.3 times as often as one is an assumption"  # 2 ** 0.35
+    assert price(plan, CATALOG, runs=10).warnings.count(sentence) == times
 
 
 def test_what_the_caller_found_not_ready_is_among_the_warnings() -> None:

@@ -274,9 +274,9 @@ def test_dollars_at_a_hazard_are_those_of_a_bill_that_is_told_it() -> None:
 
 
 def test_no_type_is_recommended_that_has_no_bill() -> None:
-    """Of those that hold kernel-sft the cheapest is a g7e.24xlarge: without its peak it has no speed."""
+    """Of those that hold kernel-sft the cheapest is a g7e.12xlarge: without its peak it has no speed."""
     config = load(SHIPPED / "kernel-sft.yaml", now=NOW).job.parameters
-    assert cheapest_holder(config, CATALOG, "us-east-2").startswith("g7e.24xlarge ")
+    assert cheapest_holder(config, CATALOG, "us-east-2").startswith("g7e.12xlarge ")
     unknown = {
         name: replace(each, gpu=replace(each.gpu, bf16_tflops=None))
         for name, each in CATALOG.instances.items()
@@ -291,7 +291,7 @@ def test_no_type_is_recommended_that_has_no_bill() -> None:
 
 
 def test_no_type_is_recommended_that_has_too_few_gpus() -> None:
-    for gpus, named in ((None, "g6e.xlarge"), (1, "g6e.xlarge"), (4, "g6e.12xlarge"), (8, "p4d.24xlarge")):
+    for gpus, named in ((None, "g6.xlarge"), (1, "g6.xlarge"), (4, "g6.12xlarge"), (8, "g6.48xlarge")):
         assert cheapest_holder(SftConfig(gpus=gpus), CATALOG, "us-east-1").startswith(f"{named} ")
 
 

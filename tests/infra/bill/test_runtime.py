@@ -82,9 +82,9 @@ def test_a_fast_gpu_waits_for_its_host_and_a_slow_one_does_not() -> None:
     slow, _, fast = (each.phases for each in found)
     host = "what the host needs to launch a step"
     assert [each.basis for each in found] == [
-        "50% of the roofline, as others measured",
+        "50% of the roofline, from public measurements",
         f"100% of the roofline, estimate.efficiency, but for dense, moe: {host}",
-        f"50% of the roofline, as others measured, but for dense, moe: {host}",
+        f"50% of the roofline, from public measurements, but for dense, moe: {host}",
     ]
     assert [phase.step_ms / (phase.limit_ms or 0) for phase in slow] == pytest.approx([2, 2, 2])
     assert [phase.step_ms for phase in fast[:2]] == pytest.approx([16.3, 24.7])

@@ -51,7 +51,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"experiment": "sft-h100"},
         "line 2, job: 'both command and experiment' is not accepted; allowed: one of them.",
     ),
-    "no command": ({"command": ""}, "line 4, job.command: \"''\" is not accepted; allowed: text."),
+    "no command": ({"command": ""}, "line 4, job.command: missing; allowed: the command that trains, as you would"),
     "USR1 with torchrun": (
         {"command": "torchrun train.py", "stop": {"signal": "USR1"}},
         "line 7, job.stop.signal: 'USR1' is not accepted; allowed: TERM with torchrun: USR1 and USR2 end torchrun"
@@ -228,6 +228,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"checkpoint": {**SAVES, "every": {"epochs": 1}}, "work": {"epochs": 3, "step_ms": {"A10G": 5}}},
         "line 6, job.work.step_ms: 'a section' is not accepted; allowed: work.epoch_minutes where epochs are counted",
     ),
+    "one time of a step for every GPU": (
+        {"work": {"steps": 100, "step_ms": 100}},
+        "line 6, job.work.step_ms: '100' is not accepted; allowed: a section, or nothing. Write step_ms: {L40S: 100}.",
+    ),
     "lines that tell epochs where steps are counted": (
         {"progress": {"stdout": r"epoch (?P<epoch>\d+)"}},
         r"line 7, job.progress.stdout: 'epoch (?P<epoch>\\d+)' is not accepted; allowed: a group named step, or epoch,"
@@ -335,14 +339,15 @@ def test_neither_is_told_of_both(tmp_path: Path) -> None:
 def test_a_rehearsal_and_a_scenario_lay_any_of_its_keys_over(tmp_path: Path) -> None:
     more = """
 rehearsal:
-  job: {command: python train.py --tiny, device: cpu, env: {B: "2"}}
+  job: {command: python train.py --tiny, setup: "", device: cpu, env: {B: "2"}}
   storage: {inputs: {text: ../tiny}}
 scenarios:
   shorter: {job: {work: {steps: 10}}}
   other: {job: {image: x}}
 """
-    path = command_file(tmp_path / "project", env={"A": "1"}, storage={"inputs": {"text": "../text"}}, more=more)
-    assert refused(path)[0].startswith("line 17, scenarios.other.job.image: unknown key. It belongs under job.")
+    kept: dict[str, Any] = {"env": {"A": "1"}, "setup": "pip install x", "storage": {"inputs": {"text": "../text"}}}
+    path = command_file(tmp_path / "project", **kept, more=more)
+    assert refused(path)[0].startswith("line 18, scenarios.other.job.image: unknown key. It belongs under job.")
     path.write_text(path.read_text().replace("  other: {job: {image: x}}\n", ""))
 
     rehearsed = load(path, now=NOW, rehearsal=True)
@@ -350,6 +355,8 @@ scenarios:
     config: Any = rehearsed.job.parameters
     assert (config.command, config.device, config.env) == ("python train.py --tiny", "cpu", {"A": "1", "B": "2"})
     assert rehearsed.storage.inputs == {"text": "../tiny"}
+    installs = {text: load(path, now=NOW, rehearsal=text == "").job.parameters.installs for text in ("", "pip")}
+    assert installs == {"": False, "pip": True}
     (shorter,) = scenarios(path, now=NOW)
     assert shorter.job.parameters.total_steps() == 10
 

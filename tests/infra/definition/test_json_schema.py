@@ -155,6 +155,18 @@ def test_mistakes_of_a_command_are_refused(name: str, tmp_path: Path) -> None:
     assert bool(wrong(text)) is (name not in OF_COMMANDS_BEYOND)
 
 
+def patterns(tree: Any) -> list[dict[str, Any]]:
+    """Every part of a schema that has a pattern."""
+    below = list(tree.values()) if isinstance(tree, dict) else tree if isinstance(tree, list) else []
+    own = [tree] if isinstance(tree, dict) and isinstance(tree.get("pattern"), str) else []
+    return own + [found for each in below for found in patterns(each)]
+
+
+def test_an_editor_says_in_words_what_a_pattern_asks_for() -> None:
+    assert len(patterns(SCHEMA)) > 50
+    assert [each["pattern"] for each in patterns(SCHEMA) if not each.get("patternErrorMessage", "").strip(" .:")] == []
+
+
 LAID = """
 rehearsal: {{{0}}}
 scenarios: {{one: {{{0}}}}}

@@ -102,12 +102,10 @@ def test_a_pattern_leaves_out_a_file_or_a_folder_with_all_below_it(pattern: str,
     assert shipped(tmp_path, exclude=[pattern]) == {"train.py"}
 
 
-def test_modes_and_links_inside_are_kept_and_a_file_behind_a_link_out_is_copied(tmp_path: Path) -> None:
+def test_modes_and_links_inside_are_kept(tmp_path: Path) -> None:
     folder = mine(tmp_path, {"run.sh": "#!/bin/sh", "a/b.py": "2"})
     (folder / "run.sh").chmod(0o755)
     (folder / "link.py").symlink_to("a/b.py")
-    (tmp_path / "out.txt").write_text("out")
-    (folder / "out.txt").symlink_to(tmp_path / "out.txt")
     (folder / "nowhere").symlink_to(tmp_path / "missing")
     tree = code.read(definition(tmp_path), tmp_path / "project")
     assert tree is not None
@@ -117,7 +115,6 @@ def test_modes_and_links_inside_are_kept_and_a_file_behind_a_link_out_is_copied(
     there = tmp_path / "there"
     assert os.access(there / "run.sh", os.X_OK)
     assert (there / "link.py").readlink() == Path("a/b.py")
-    assert ((there / "out.txt").read_text(), (there / "out.txt").is_symlink()) == ("out", False)
     assert not (there / "nowhere").exists()
 
 
@@ -160,14 +157,37 @@ def test_what_cannot_be_shipped_is_told_with_its_line(case: str, tmp_path: Path)
     assert any(said in str(problem) for problem in code_problems(stack, tmp_path / "project"))
 
 
-def test_a_link_to_a_folder_elsewhere_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["folder", "file", "by way of a link inside"])
+def test_what_a_link_out_of_the_folder_leads_to_is_not_shipped_and_is_told(kind: str, tmp_path: Path) -> None:
     folder = mine(tmp_path, {"train.py": "1"})
-    (tmp_path / "elsewhere").mkdir()
-    (folder / "data").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "credentials").write_text("key")
+    (folder / "data").symlink_to(tmp_path / "home" / ("" if kind == "folder" else "credentials"))
+    if kind == "by way of a link inside":
+        (folder / "data").rename(folder / "first")
+        (folder / "data").symlink_to("first")
 
-    with pytest.raises(DefinitionError, match=r"data leads to another folder"):
+    with pytest.raises(DefinitionError, match=rf"data leads to {tmp_path}/home"):
         code.read(definition(tmp_path), tmp_path / "project")
-    assert shipped(tmp_path, exclude=["data"]) == {"train.py"}
+    assert shipped(tmp_path, exclude=["data", "first"]) == {"train.py"}
+
+
+@pytest.mark.parametrize("kind", ["work tree", "separate"])
+def test_a_repository_whose_git_folder_is_elsewhere_is_known(kind: str, tmp_path: Path) -> None:
+    first = mine(tmp_path / "first", {"train.py": "1", "big.bin": "2", ".gitignore": "*.bin"})
+    git(first, "init", "-q", *([f"--separate-git-dir={tmp_path}/elsewhere"] if kind == "separate" else []))
+    git(first, "add", ".")
+    git(first, "commit", "-qm", "one")
+    if kind == "work tree":
+        git(first, "worktree", "add", "-q", "-b", "two", str(tmp_path / "mine"))
+        (tmp_path / "mine" / "big.bin").touch()
+    else:
+        first.rename(tmp_path / "mine")
+
+    tree = code.read(definition(tmp_path), tmp_path / "project")
+
+    assert tree is not None
+    assert (set(tree.files), len(tree.commit or ""), tree.changed) == ({"train.py", ".gitignore"}, 40, False)
 
 
 @pytest.mark.parametrize("inside", ["", "gpu"])

@@ -29,7 +29,8 @@ def _variant() -> str:
         "  data: {size_gib: 300, iops: 4000, throughput_mibps: 500, snapshot: snap-0123456789abcdef0}\n",
         "    bucket: true": "    bucket: false",
         "size_gib: 100": "size_gib: 120",
-        "max_usd: 3.00": "max_usd: 30.00",
+        "max_usd: 3.00": "max_usd: 30.00\n  usd_per_hour: 2",
+        "  instance_types: [g5.2xlarge]\n": "  instance_types: [g5.2xlarge, g6e.2xlarge]\n",
     }.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
@@ -165,6 +166,13 @@ def test_a_type_is_offered_in_every_zone_and_each_zone_has_one_subnet(declared: 
     assert len({each["cidrBlock"] for each in subnets}) == len(subnets)
     overrides = declared.one(FLEET)["launchTemplateConfigs"][0]["overrides"]
     assert len(overrides) % len(subnets) == 0
+    assert {key for each in overrides for key in each} == {"instanceType", "subnetId"}  # no maximum price
+
+
+def test_a_fleet_goes_without_a_type_above_its_ceiling(other: Declared) -> None:
+    """On demand 1.212 and 2.24208 USD, of at most 2."""
+    overrides = other.one(FLEET)["launchTemplateConfigs"][0]["overrides"]
+    assert {each["instanceType"] for each in overrides} == {"g5.2xlarge"}
 
 
 def test_everything_that_takes_tags_has_the_three(declared: Declared) -> None:

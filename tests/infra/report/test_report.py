@@ -45,6 +45,7 @@ def results(folder: Path, *, steps: int = 200, beats: int = 50) -> Path:
         "phases": [{"phase": "main", "step_ms": 100.0, "memory_gb": 12.5}],
         "basis": "the roofline",
         "warnings": ["uncalibrated"],
+        "interruptions": {"p10": "0.0000", "p50": "2.0000", "p90": "9.0000", "mean": "19.2400"},
         "cheaper": {"options": [option("p6-b200.48xlarge", "0.50")]},
     }
     (folder / "run.json").write_text(json.dumps({"estimate": bill}))
@@ -98,6 +99,26 @@ def test_the_page_has_what_was_said_and_what_came_of_it(tmp_path: Path) -> None:
     assert "p6-b200.48xlarge spot, 8 x B200" in seen.texts
     assert "GPU memory, peak" not in seen.texts  # of which nothing was told
     assert {"waiting for a node", "after a notice", "gone", "save", "limits.max_usd"} <= {*seen.texts}
+    assert "bill 2; 0 with a notice, 0 without" in seen.texts  # the median: the mean of 19 is of few runs
+
+
+def test_a_rehearsals_page_holds_no_machine_against_the_bill(tmp_path: Path) -> None:
+    folder = results(tmp_path / "r1")
+    tree = json.loads((folder / "receipt.json").read_text())
+    (folder / "receipt.json").write_text(json.dumps({**tree, "device": "cpu"}))
+    page = run.html(run.read(folder))
+    seen = Seen(page)
+    assert seen.texts.index("interruptions") < seen.texts.index("nothing")  # first what it is for, then that it is free
+    assert "rehearsal (<script>alert(1)</script>)" in " ".join(seen.texts)
+    assert any(text.startswith("Nothing was paid.") for text in seen.texts)
+    for alarm in (
+        "above p90",
+        "range of the bill",
+        "Why the receipt is not the bill",
+        "Predicted and measured",
+        "+20%",
+    ):
+        assert alarm not in page
 
 
 def test_nothing_is_loaded_run_or_taken_for_html(tmp_path: Path) -> None:

@@ -63,8 +63,9 @@ def test_spot_only_refuses_on_demand() -> None:
 
 
 def test_every_broken_rule_is_said_at_once_in_the_files_order() -> None:
-    text = ["max_usd_per_run: 1", "allowed_types: [p5.*]", "allowed_regions: [eu-west-1]", "spot_only: true"]
-    found = broken(rules("\n".join([*text, "required_owner: eve"])), dataclasses.replace(RUN, capacity="on-demand"))
+    text = ["max_usd_per_run: 1", "max_usd_per_hour: 1", "allowed_types: [p5.*]", "allowed_regions: [eu-west-1]"]
+    run = dataclasses.replace(RUN, capacity="on-demand", usd_per_hour=Decimal("1.212"))
+    found = broken(rules("\n".join([*text, "spot_only: true", "required_owner: eve"])), run)
     assert [each.rule for each in found] == list(policy.RULES)
 
 
@@ -92,7 +93,7 @@ def test_every_rule_is_a_key_of_the_file_and_has_its_words() -> None:
     [
         ("max_usd: 5", r"line 1, max_usd: unknown key.*Nearest: max_usd_per_run"),
         ("allowed_type: [g5.*]", "Nearest: allowed_types"),
-        ("capacity: spot", "(?i)allowed: max_usd_per_run, allowed_types"),
+        ("capacity: spot", "(?i)allowed: max_usd_per_run, max_usd_per_hour, allowed_types"),
         ("spot_only: yes", "Write true"),
         ("max_usd_per_run: $5", r"max_usd_per_run: '\$5' is not accepted"),
         ("max_usd_per_run: 0", "a number from 0.01 to 1,000,000"),

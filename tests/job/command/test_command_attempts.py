@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,80 +12,13 @@ from typing import Any
 
 import pytest
 import runs
-from command_world import FORMATS, OWN_CODE, STEP_LINE, of_format, parameters, processes_in, wrong
+from command_world import FORMATS, STEP_LINE, SupervisedNode, of_format, parameters, processes_in, run_of, wrong
 from command_world import PYTHON as OWN_PYTHON
-from repository import ROOT
-from waiting import T, wait_for
+from waiting import wait_for
 
-from gpufleet.job import atomic
 from gpufleet.rehearsal.imds import Imds
 
 NAMES, STEPS = ("hf-trainer",), 600
-
-
-SUPERVISOR = """
-import pathlib, runpy, sys, time
-run_json = pathlib.Path(sys.argv[1])
-passed, real = run_json.with_name("passed"), time.clock_gettime
-time.clock_gettime = lambda clock: real(clock) + (float(passed.read_text()) if passed.exists() else 0.0)
-runpy.run_module("gpufleet.job", run_name="__main__", alter_sys=True)
-"""
-
-
-class SupervisedNode:
-    """One node: a supervisor, with the user's code where staging would put it."""
-
-    def __init__(self, folder: Path, run: dict[str, Any], instance: str, **environment: str) -> None:
-        self.bucket, self.workdir = folder / "bucket", folder / instance
-        (self.workdir / "user").mkdir(parents=True)
-        (self.workdir / "user" / "code").symlink_to(OWN_CODE)
-        run_json = runs.place(self.workdir, run)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SUPERVISOR, str(run_json)],
-            cwd=ROOT,
-            env=runs.environment_of(self.bucket, instance, **environment),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    @property
-    def log(self) -> str:
-        path = self.workdir / "job.log"
-        return path.read_text() if path.exists() else ""
-
-    def wait_for(self, what: str, seen: Callable[[], T]) -> T:
-        return wait_for(what, seen, process=self.process, log=lambda: self.log)
-
-    def let_pass(self, seconds: float) -> None:
-        """So many seconds go by at once for the supervisor."""
-        atomic.write_bytes(self.workdir / "passed", str(seconds).encode())
-
-    def code(self) -> int:
-        wait_for("the end of the run", lambda: self.process.poll() is not None, log=lambda: self.log)
-        return self.process.wait()
-
-    def lose(self) -> None:
-        """The machine is gone."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def step(self) -> int:
-        """The newest that it has told."""
-        path = self.workdir / "metrics.jsonl"
-        found = atomic.objects(path.read_bytes()) if path.exists() else []
-        return int(found[-1]["step"]) if found else 0
-
-    def manifests(self) -> list[int]:
-        return sorted(int(path.parent.name[5:]) for path in (self.bucket / "r1" / "ckpt").glob("step_*/manifest.json"))
-
-    def stored(self, key: str) -> Any:
-        return json.loads((self.bucket / "r1" / key).read_text())
-
-
-def run_of(folder: Path, parameters: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    tree = runs.tree(job={"experiment": "command", "parameters": parameters}, **changes)
-    return runs.with_files(tree, folder / "bucket", {"dataset.json": b'{"schema": 1, "files": []}'})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 import threading
@@ -15,13 +16,13 @@ from typing import Any
 import pytest
 from waiting import HANG_S, wait_for
 
-from gpufleet.job.command import checkpoints as module
 from gpufleet.job.command.checkpoints import CommandCheckpoints
 from gpufleet.job.command.lines import Counting, Position
 from gpufleet.job.command.names import Names, torn
 from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.metrics import Save
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.spec import convert
 from gpufleet.job.spec.command import CommandConfig
 
@@ -46,6 +47,7 @@ class WatchedDisk:
             self.folder,
             folder / "user",
             folder,
+            run="r1",
             digest="0" * 64,
             gpus=1,
             alive=lambda: self.alive,
@@ -101,7 +103,6 @@ class WatchedDisk:
         ({"each": ["{step:06d}/"]}, ["000300/global_step300/m.pt", "000300/latest"],
          {300: ["000300/global_step300/m.pt", "000300/latest"]}),
         ({"each": ["ckpt.pt"], "rewritten": True}, ["ckpt.pt", "ckpt.pt.tmp"], {None: ["ckpt.pt"]}),
-        ({"each": ["a{step}.pt"]}, ["a123456789012.pt"], {}),  # more digits than a step has
         ({"each": ["epoch_{epoch:02d}/"]}, ["epoch_03/a", "epoch_x/a"], {3: ["epoch_03/a"]}),
         ({"each": ["e{epoch}-s{step}.pt"]}, ["e1-s50.pt", "e2-s100.pt"], {50: ["e1-s50.pt"], 100: ["e2-s100.pt"]}),
     ],
@@ -123,6 +124,69 @@ def test_a_link_out_of_the_command_s_folders_is_no_file_of_a_checkpoint(tmp_path
     (disk.folder / "a-2.bin").symlink_to(disk.write("kept.bin"))
     disk.wait(3)
     assert disk.committed() == [2]
+
+
+LONG = "/".join(("n" * 200,) * 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("plain.bin", ""),
+        ("no\u00a0break.bin", "no object may be called 'step-2/no\\xa0break.bin'"),
+        ("\u3000.bin", "no object may be called"),
+        ("a\u200db.bin", "no object may be called"),
+        ("\u202ea.bin", "no object may be called"),
+        ("a\tb.bin", "no object may be called"),
+        ("a\nb.bin", "no object may be called"),
+        (b"by\xfftes.bin", "no object may be called 'step-2/by\\udcfftes.bin'"),
+        (LONG, "allowed is UTF-8 that prints, 255 bytes a part and 996 together"),
+    ],
+)
+def test_a_name_that_cannot_be_published_keeps_a_checkpoint_from_being_whole_and_is_told_at_once(
+    tmp_path: Path, name: str | bytes, said: str
+) -> None:
+    """What is whole for the host is what its reader takes and the store can have: one rule."""
+    disk = WatchedDisk(tmp_path, each=["step-{step}/"], complete="done")
+    disk.write("step-2/done")
+    path = os.path.join(os.fsencode(disk.folder / "step-2"), os.fsencode(name))  # noqa: PTH118 - of bytes
+    os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+    with open(path, "w") as file:  # noqa: PTH123
+        file.write("1")
+    disk.wait(1)
+    assert [each.startswith("warning: checkpoint of step 2 does not count") and said in each for each in disk.said] == (
+        [True] if said else []
+    )
+    disk.wait(3)
+    assert disk.committed() == ([] if said else [2])
+    read = [commit.read(path) for path in (tmp_path / "ckpt").glob("step_*")]
+    assert None not in read
+    disk.write("step-3/done")
+    disk.wait(3)
+    assert disk.committed()[-1] == 3  # another one counts
+
+
+def test_a_step_of_more_digits_than_a_checkpoint_s_name_has_is_told(tmp_path: Path) -> None:
+    named = WatchedDisk(tmp_path / "named", each=["a{step}.bin"])
+    named.write("a123456789.bin")
+    named.wait(3)
+    assert named.committed() == []
+    assert "checkpoint of step 123,456,789 does not count" in named.said[0]
+    counted = WatchedDisk(tmp_path / "counted", each=["a.bin"], rewritten=True)
+    counted.step = 100_000_000
+    counted.write("a.bin")
+    counted.wait(5)
+    assert counted.committed() == []
+    assert counted.said == ["the checkpoint is not taken yet: its step has more than eight digits, and is never"
+                            " published: count in thousands"]  # fmt: skip
+
+
+def test_a_companion_whose_name_cannot_be_published_is_left_out(tmp_path: Path) -> None:
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"], also=["tokenizer/"])
+    for name in ("tokenizer/vocab.txt", "tokenizer/no\u00a0.txt", "a-5.bin"):
+        disk.write(name)
+    disk.wait(3)
+    assert disk.files(5) == ["a-5.bin", "tokenizer/vocab.txt"]
 
 
 def test_a_file_that_is_open_for_writing_is_waited_for_however_long_it_rests(tmp_path: Path) -> None:
@@ -286,16 +350,16 @@ def test_a_cut_is_seen_in_what_tells_its_own_end(tmp_path: Path, name: str, make
 def test_a_file_that_changes_while_it_is_copied_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = WatchedDisk(tmp_path, each=["ckpt.bin"], rewritten=True)
     disk.write("ckpt.bin")
-    real = module.copy
+    real = ForeignFolder.copy
     times: list[int] = []
 
-    def slow(source: Path, target: Path) -> None:
-        real(source, target)
+    def slow(own: ForeignFolder, source: Path, target: Path) -> None:
+        real(own, source, target)
         if not times:
             disk.write("ckpt.bin", b"y" * 100)
         times.append(1)
 
-    monkeypatch.setattr(module, "copy", slow)
+    monkeypatch.setattr(ForeignFolder, "copy", slow)
     disk.step = 5
     disk.wait(2)
     assert disk.committed() == []
@@ -434,25 +498,25 @@ def test_older_ones_are_removed_once_they_are_in_the_bucket(tmp_path: Path) -> N
 
 def test_a_disk_that_is_full_is_said_and_tried_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
-    real = module.copy
+    real = ForeignFolder.copy
 
-    def full(source: Path, target: Path) -> None:
+    def full(own: ForeignFolder, source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "copy", full)
+    monkeypatch.setattr(ForeignFolder, "copy", full)
     disk.write("a-5.bin")
     disk.wait(5)
     assert disk.committed() == []
     assert any("No space left" in each for each in disk.said)
-    monkeypatch.setattr(module, "copy", real)
+    monkeypatch.setattr(ForeignFolder, "copy", real)
     disk.wait(40)
     assert disk.committed() == [5]
 
 
 def test_the_copy_of_a_large_checkpoint_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, held = WatchedDisk(tmp_path, each=["a-{step}.bin"]), threading.Event()
-    real = module.copy
-    monkeypatch.setattr(module, "copy", lambda source, target: (held.wait(HANG_S), real(source, target)))
+    real = ForeignFolder.copy
+    monkeypatch.setattr(ForeignFolder, "copy", lambda *words: (held.wait(HANG_S), real(*words)))
     disk.write("a-5.bin")
     disk.now += 2
     disk.found.look()

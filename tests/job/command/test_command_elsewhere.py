@@ -16,6 +16,25 @@ from gpufleet.job.spec import convert
 from gpufleet.job.spec.command import CommandConfig
 
 
+class SearchedRun:
+    """A run in whose folders files come after its start."""
+
+    def __init__(self, user: Path, command: str, checkpoint: dict[str, Any]) -> None:
+        tree = {"command": command, "checkpoint": checkpoint}
+        config = convert.from_json(CommandConfig, tree, "job", CommandConfig())
+        self.folders, self.began = Folders(user=user), time.time() + 1
+        self.folders.make()
+        self._search = Search(config, Names(config), self.folders, user / "checkpoints", self.began)
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (self.began + 1, self.began + 1))
+
+    def look(self) -> str:
+        return self._search.look(self.began + 60, at_once=True)
+
+
 @pytest.mark.parametrize(
     ("command", "checkpoint", "written", "answer"),
     [
@@ -49,16 +68,37 @@ from gpufleet.job.spec.command import CommandConfig
 def test_what_was_written_elsewhere_is_named_with_the_line_to_add(
     tmp_path: Path, command: str, checkpoint: dict[str, Any], written: list[str], answer: str
 ) -> None:
-    tree = {"command": command, "checkpoint": checkpoint}
-    config = convert.from_json(CommandConfig, tree, "job", CommandConfig())
-    folders = Folders(user=tmp_path)
-    folders.make()
+    searched = SearchedRun(tmp_path, command, checkpoint)
     (tmp_path / "code" / "old.pt").touch()  # shipped with the code
-    began = time.time() + 1
-    search = Search(config, Names(config), folders, tmp_path / "checkpoints", began)
     for name in written:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        os.utime(path, (began + 1, began + 1))
-    assert search.look(began + 60) == answer
+        searched.write(tmp_path / name)
+    assert searched.look() == answer
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "code", "outputs", "state"])
+@pytest.mark.parametrize(
+    "kind", ["a folder elsewhere", "its parent", "a file elsewhere", "a pipe", "no text", "itself"]
+)
+def test_nothing_is_looked_for_outside_of_the_command_s_folders(tmp_path: Path, place: str, kind: str) -> None:
+    """What a command has made a link of is neither followed nor named; of a pipe nobody waits for an end."""
+    outside, user = tmp_path / "outside", tmp_path / "run" / "user"
+    searched = SearchedRun(user, "python train.py", {"each": ["last.pt"], "rewritten": True})
+    searched.write(outside / "last.pt")
+    folder = user / place
+    if kind == "a folder elsewhere":
+        folder.rmdir()
+        folder.symlink_to(outside)
+    elif kind == "its parent":
+        (folder / "runs").symlink_to("../..")
+    elif kind == "a file elsewhere":
+        (folder / "last.pt").symlink_to(outside / "last.pt")
+    elif kind == "a pipe":
+        os.mkfifo(folder / "last.pt")
+        os.utime(folder / "last.pt", (searched.began + 1,) * 2)
+    elif kind == "no text":
+        searched.write(Path(os.fsdecode(os.fsencode(folder) + b"/by\xff"), "last.pt"))
+    else:
+        (folder / "last.pt").symlink_to("last.pt")
+    assert searched.look() == ""
+    searched.write(user / "code" / "runs2" / "last.pt") if place != "code" else None
+    assert searched.look().startswith("runs2/last.pt was written") is (place != "code")

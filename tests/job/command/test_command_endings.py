@@ -16,6 +16,8 @@ from gpufleet.job.command.stopping import Leaving
 from gpufleet.job.contract.messages import CommandEnd, Fatal, Stop
 from gpufleet.job.spec import convert
 from gpufleet.job.spec.command import CommandConfig
+from gpufleet.job.supervisor.publish import Publisher
+from gpufleet.job.supervisor.store import FolderStore
 
 Z = ("bye",)
 
@@ -289,4 +291,6 @@ def test_outputs_are_delivered_at_the_end(tmp_path: Path) -> None:
     final = job.workdir / "final"
     assert (final / "a.txt").read_text() == "1\n"
     assert (final / "checkpoints" / "final" / "b.bin").read_text() == "2\n"
-    assert (job.workdir / "tb" / "e").read_text() == "x\n"
+    store = FolderStore(tmp_path / "store")
+    Publisher(run="r1", store=store, workdir=job.workdir, published=pytest.fail, say=pytest.fail).metrics()
+    assert store.get_bytes("tb/e") == b"x\n"

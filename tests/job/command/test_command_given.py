@@ -89,3 +89,11 @@ def test_the_folders_are_everybody_s(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert all(stat.S_IMODE(each.stat().st_mode) == 0o777 for each in (folders.code, *folders.written))
+
+
+def test_inputs_are_looked_for_in_the_command_s_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "outside" / "secret-name").mkdir(parents=True)
+    folders = Folders(user=tmp_path / "user")
+    folders.make()
+    (folders.user / "inputs").symlink_to(tmp_path / "outside")
+    assert not [name for name in folders.values("r1", 1) if "secret-name" in name]

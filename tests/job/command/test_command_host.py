@@ -9,6 +9,30 @@ from command_world import FORMATS, PYTHON, CommandJob, of_format, parameters, wr
 
 from gpufleet.job.contract.messages import Alarm, Stop
 
+CLOCK = """
+import pathlib, time
+real, ahead = time.time, pathlib.Path({ahead!r})
+time.time = lambda: real() + (float(ahead.read_text() or 0) if ahead.exists() else 0)
+"""
+
+
+@pytest.mark.parametrize("by_s", [7200.0, -7200.0])
+def test_a_clock_that_is_set_ends_no_command_and_changes_no_checkpoint(tmp_path: Path, by_s: float) -> None:
+    """Ahead by two hours, the command had been silent for two hours."""
+    told = of_format("hf-trainer", "--steps 40 --every 10 --step-s 0.1", work={"steps": 40})
+    job = CommandJob(tmp_path / "w", told, changed=CLOCK.format(ahead=str(tmp_path / "ahead")))
+    process = job.start()
+
+    def set_clock() -> None:
+        job.wait_for("step 5", lambda: job.metrics() and job.metrics()[-1]["step"] >= 5, process)
+        (tmp_path / "ahead").write_text(str(by_s))
+
+    assert job.finish(process, set_clock) == 0, job.log
+    assert "was ended" not in job.log
+    assert job.steps()[-1] == 40
+    times = [each["ts"] for each in job.metrics()]
+    assert max(times) - min(times) < 3600
+
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_script_of_each_convention_runs_to_its_end_and_leaves_whole_checkpoints(tmp_path: Path, name: str) -> None:

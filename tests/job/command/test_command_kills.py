@@ -6,10 +6,12 @@ alone is killed, so that the host has to judge what it has left.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +40,7 @@ def killed(tmp_path: Path, name: str, kills: int) -> CommandJob:
                 time.sleep(draw.uniform(0.3, longest_s))
                 left = [each for each in processes.descendants(process.pid) if is_script(each)]
                 if draw.random() < 0.8:
-                    processes.send(left, signal.SIGKILL)
+                    end(left)
                     done += 1
                     job.wait_for("the end of the script", partial(none_is_script, left), process)
                     check(job)
@@ -49,6 +51,12 @@ def killed(tmp_path: Path, name: str, kills: int) -> CommandJob:
         done += 1
         check(job)
     return job
+
+
+def end(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_script(pid: int) -> bool:

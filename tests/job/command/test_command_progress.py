@@ -11,8 +11,8 @@ import pytest
 from command_world import as_restored
 
 from gpufleet.job import atomic
-from gpufleet.job.command.given import blanked
-from gpufleet.job.command.output import Output
+from gpufleet.job.command.given import Mask
+from gpufleet.job.command.output import LONGEST, Output
 from gpufleet.job.command.progress import Metrics, StepReader
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.contract.metrics import Save
@@ -40,8 +40,14 @@ class Reading:
         self.progress = StepReader(Metrics(self.metrics), self.config, self.notes.append, self.alarm)
         self.begin()
         pipe, self._other = os.pipe()
+        mask = Mask(secrets)
         self.output = Output(
-            pipe, self.progress.line, lambda line: self.shown.append(line.decode()), blanked(secrets), lambda: self.now
+            pipe,
+            self.progress.line,
+            lambda line: self.shown.append(line.decode()),
+            mask,
+            lambda: self.now,
+            overlap=mask.longest,
         )
         os.close(pipe)
         os.close(self._other)
@@ -255,7 +261,7 @@ def test_a_file_of_json_lines_tells_the_same_whole_lines_only(tmp_path: Path) ->
     assert (record["loss"], record["val_loss"], record["mfu"]) == (0.5, 0.6, 0.4)
     assert reading.progress.val == {5: 0.6}
     with reading.file.open("a") as file:
-        file.write(', "loss": 0.4}\n[]\nnothing\n')
+        file.write(', "loss": 0.4}\n[]\nnothing\n{"step": ' + "9" * 400 + "}\n" + "[" * 100_000 + "\n")
     reading.progress.poll()
     assert reading.progress.step == 6
 
@@ -307,6 +313,10 @@ def test_the_step_of_a_moment_is_the_newest_told_by_then(tmp_path: Path) -> None
     assert [each.counting.newest and each.counting.newest.step for each in moments] == [None, 5, 5, 10, 10]
 
 
+SECRET = {"me": "me-and-you", "of": [{"pw": "pw-of-a-database", "x": 'a "quote"', "u": "\u00fcber-allem"}, 5432]}
+JSON = json.dumps({**SECRET, "number": 123456789})
+
+
 @pytest.mark.parametrize(
     ("secret", "printed", "shown"),
     [
@@ -314,6 +324,12 @@ def test_the_step_of_a_moment_is_the_newest_told_by_then(tmp_path: Path) -> None
         ("short", b"short\n", "short\n"),  # it would blank words that are none of it
         ("first-line\nsecond-line", b"second-line\n", "***\n"),
         ("hf_abcdefgh", b"hf_abc\rdefgh\n", "hf_abc\n"),  # in pieces: nobody can see that
+        (JSON, b"as me-and-you with pw-of-a-database\n", "as *** with ***\n"),
+        (JSON, f"{JSON}\n".encode(), "***\n"),
+        (JSON, b'it is a "quote" or a \\"quote\\"\n', "it is *** or ***\n"),  # as it is, and as JSON has it
+        (JSON, b"port 5432 of 123456789, in \xc3\xbcber-allem\n", "port 5432 of ***, in ***\n"),
+        (json.dumps(JSON), b"pw-of-a-database\n", "***\n"),  # JSON in JSON
+        ("[" * 100_000, b"[[[\n", "[[[\n"),
     ],
 )
 def test_the_value_of_a_secret_is_blanked(tmp_path: Path, secret: str, printed: bytes, shown: str) -> None:
@@ -321,6 +337,17 @@ def test_the_value_of_a_secret_is_blanked(tmp_path: Path, secret: str, printed: 
     reading.take(printed)
     assert reading.shown[0] == shown
     assert all(secret not in line for line in reading.output.last if len(secret) >= 8)
+
+
+@pytest.mark.parametrize("piece", [1000, 4096, 65_536])
+def test_a_secret_that_lies_across_a_cut_is_blanked(tmp_path: Path, piece: int) -> None:
+    secret = "pw-of-a-database-" * 20
+    reading = Reading(tmp_path, secrets=(secret,))
+    printed = b"".join(b"x" * (LONGEST - 7 * number) + secret.encode() for number in range(20))
+    reading.take(*(printed[at : at + piece] for at in range(0, len(printed), piece)), b"\n")
+    shown = "".join(reading.shown)
+    assert "database" not in shown
+    assert "***" in shown
 
 
 def test_where_no_line_tells_a_step_checkpoints_whose_names_count_do(tmp_path: Path) -> None:

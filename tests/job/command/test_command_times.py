@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ class Script:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, restored: int = 0) -> None:
         self.now, self.path = 1000.0, folder / "metrics.jsonl"
         monkeypatch.setattr(progress, "FLUSH_S", 0.0)
-        monkeypatch.setattr(time, "time", lambda: self.now)
         config = CommandConfig(command="x", progress=Progress(stdout=(LINE,)))
-        self.reader = StepReader(Metrics(self.path), config, lambda text: None, lambda kind, text: None)
+        self.reader = StepReader(
+            Metrics(self.path), config, lambda text: None, lambda kind, text: None, clock=lambda: self.now
+        )
         self.reader.begin(as_restored(restored) if restored else None, folder / "progress.jsonl")
 
     def step(self, step: int, took: float, more: str = "") -> None:

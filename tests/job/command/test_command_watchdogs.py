@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpufleet.job.command.watchdogs import StartWatch
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.gpus import Sample, Sampler
 
 
@@ -22,6 +24,7 @@ class WatchedStart:
         self.watch = StartWatch(
             silence_s=1800.0,
             every_s=lambda: every_s,
+            own=ForeignFolder(folder),
             folders=[folder],
             gpus=self.gpus,
             spent=lambda: self.now / 3600,
@@ -87,3 +90,10 @@ def test_a_silent_command_is_stuck_unless_a_gpu_works_or_a_file_grows(
         busy.use(70.0)
         assert busy.minutes(1) == ""
     assert any("nothing printed for" in line and "70 % busy" in line for line in busy.said)
+    grows = WatchedStart(tmp_path, monkeypatch)
+    grows.use(0.0)
+    for number in range(45):  # whatever clock its times are of
+        (tmp_path / "file").write_text("x")
+        os.utime(tmp_path / "file", (number, number))
+        assert grows.minutes(2) == ""
+    assert "no output, no step, no file for 30 min" in grows.minutes(60)

@@ -111,13 +111,14 @@ def test_gradients_of_packed_rows_are_those_of_the_examples_alone() -> None:
         torch.testing.assert_close(whole[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_activation_checkpointing_changes_neither_loss_nor_gradient() -> None:
+@pytest.mark.parametrize("products_too", [False, True])
+def test_activation_checkpointing_changes_neither_loss_nor_gradient(products_too: bool) -> None:
     module, rows = model("llama"), packed(LENGTHS, 24)
     plain = module(*as_arguments(rows)).loss_sum
     plain.backward()
     wanted = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     module.zero_grad()
-    module.checkpointing = True
+    module.recompute(True, products_too=products_too)
     again = module(*as_arguments(rows)).loss_sum
     again.backward()
     assert again.item() == plain.item()

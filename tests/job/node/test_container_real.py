@@ -15,12 +15,21 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import hostile_world
 import pytest
+import runs
+from command_world import PYTHON, parameters, run_of
 from repository import ROOT
+from waiting import wait_for
 
+from gpufleet.job.clock import uptime
+from gpufleet.job.contract.environment import RUN_URI
 from gpufleet.job.node import container
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.settings import InstanceIdentity, Settings
@@ -34,7 +43,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="a node's files become another user's"),
 ]
 
-IMAGE = "gpufleet-test-empty:1"
+IMAGE = f"gpufleet-test-empty-{os.getpid()}:1"  # of this worker alone
 MACHINE = InstanceIdentity("i-1", "g5.2xlarge", "us-east-2a", "2026-11-26T00:00:00Z")
 HERE = [
     path
@@ -45,6 +54,7 @@ ESCAPES = "tests/job/experiments/kernel/test_escapes.py"
 REPLACED = ("--name", "--network", "--log-driver", "--log-opt", "--ulimit")
 # linux/capability.h
 CAPABILITIES = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "FSETID": 4, "KILL": 5, "SETGID": 6, "SETUID": 7}
+CAPABILITIES["LEASE"] = 28
 SAYS_WHAT_IT_IS = """
 import json, os, pathlib, socket, sys
 status = dict(line.split(":\\t", 1) for line in pathlib.Path("/proc/self/status").read_text().splitlines())
@@ -55,6 +65,7 @@ print(json.dumps({
     "processes": counts[0].read_text().strip(), "socket": pathlib.Path("/var/run/docker.sock").exists(),
     "keys": [name for name in os.environ if name.startswith("AWS_")],
     "writes": [path for path in sys.argv[1:] if os.access(path, os.W_OK)],
+    "sees": sum(name.isdigit() for name in os.listdir("/proc")),
 }))
 """
 LOOKS_AROUND = """
@@ -78,6 +89,17 @@ def image() -> Iterator[str]:
     subprocess.run(["docker", "import", "-", IMAGE], input=packed.getvalue(), capture_output=True, check=True)
     yield IMAGE
     subprocess.run(["docker", "rmi", IMAGE], capture_output=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def users(image: str) -> Iterator[None]:
+    """The same image with each user that commands here are of."""
+    names = {user: f"{IMAGE}-{user}" for user in ("0", "1000")}
+    for user, name in names.items():
+        text = f"FROM {IMAGE}\nUSER {user}\n"
+        subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=text.encode(), capture_output=True, check=True)
+    yield
+    subprocess.run(["docker", "rmi", *names.values()], capture_output=True, check=True)
 
 
 @pytest.fixture
@@ -117,7 +139,7 @@ def capability_mask(*names: str) -> str:
 
 RUN = "/gpufleet/run"
 PARTS = [f"{RUN}/{name}" for name in ("", "user", "control", "control/job", "packages")]
-NO_RIGHTS = {"new_rights": False, "filter": True, "processes": "30000", "socket": False, "keys": []}
+NO_RIGHTS = {"new_rights": False, "filter": True, "processes": "30000", "socket": False, "keys": [], "sees": 1}
 
 
 @pytest.mark.parametrize("volume", ["", "blank"])
@@ -149,6 +171,137 @@ def test_a_command_s_container_has_the_rights_that_are_said_and_gets_no_others(
     rights = capability_mask("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
     seen = [f"{RUN}/{name}" for name in ("", "user", "control", "control/job")]  # what lies above is the container's
     assert is_ == {**NO_RIGHTS, "user": "0", "rights": [rights, rights], "writes": seen}
+
+
+def test_the_supervisor_of_a_command_sees_no_other_process_and_has_rights_over_files_alone(
+    settings: Settings, tmp_path: Path
+) -> None:
+    settings = replace(settings, job_image=settings.image)
+
+    is_ = json.loads(printed(container.command(settings, MACHINE, tmp_path, 1.0), "-c", SAYS_WHAT_IT_IS))
+
+    rights = capability_mask("DAC_OVERRIDE", "FOWNER", "LEASE")
+    assert is_ == {**NO_RIGHTS, "user": "0", "rights": [rights, rights], "writes": []}
+
+
+# The node's own command lines, with this machine's programs in the empty image, without what another daemon refuses.
+SHIM = """#!{python} -SE
+import os, sys
+words = sys.argv[1:]
+if words[0] == "run":
+    at = next(index for index, word in enumerate(words) if word.startswith({image!r}))
+    options, kept = iter(words[1:at]), []
+    for word in options:
+        if word in ("--log-driver", "--log-opt", "--ulimit"):
+            next(options)
+        elif word == "bridge":
+            kept.append("none")
+        else:
+            kept.append(word)
+    words = ["run", *kept, *{added!r}, *words[at:]]
+os.execv({docker!r}, ["docker", *words])
+"""
+
+
+@contextmanager
+def run_on_a_node(
+    settings: Settings, root: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, Any], user: str
+) -> Iterator[tuple[subprocess.Popen[bytes], InstanceIdentity]]:
+    """The supervisor of a command in its container, and a node that starts the others: the docker client, and who it
+    is. The run's folder is `root`/run, where all that it keeps lies in bucket/r1.
+    """
+    added = ["-e", f"PATH={Path(sys.executable).parent}:/usr/bin:/bin"]
+    added += [word for path in HERE for word in ("-v", f"{path}:{path}:ro")]
+    shim = SHIM.format(python=sys.executable, image=IMAGE.partition(":")[0], added=added, docker=shutil.which("docker"))
+    (root / "bin").mkdir()
+    (root / "bin" / "docker").write_text(shim)
+    (root / "bin" / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    for name, value in runs.environment_of(Path("/gpufleet/run/bucket"), "i-1").items():
+        if name.startswith("AWS_"):
+            monkeypatch.setenv(name, value)
+    now, name = runs.launched(seconds_ago=1), f"i-{os.getpid()}-{user}"
+    machine = replace(MACHINE, instance=name, launched_at=now, uptime=uptime())
+    runs.place(root / "run", run_of(root / "run", told))
+    settings = replace(settings, job_image=f"{IMAGE}-{user}")
+    with Jobs(settings, machine, root):
+        command = container.command(settings, machine, root, 1.0)
+        uri = f"{RUN_URI}=/gpufleet/run/bucket/r1"
+        command = [uri if word.startswith(RUN_URI) else word for word in command]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            yield process, machine
+        finally:
+            subprocess.run(["docker", "rm", "-f", container.name(machine.instance)], capture_output=True)
+            process.communicate()
+
+
+def log_of(root: Path) -> str:
+    path = root / "run" / "job.log"
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_hostile_command_in_its_container_leads_the_supervisor_in_another_nowhere(
+    settings: Settings, users: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = tmp_path / "run"
+    hostile_world.private(workdir)
+    with run_on_a_node(settings, tmp_path, monkeypatch, hostile_world.run_parameters(), "0") as (process, _):
+        wait = partial(wait_for, process=process, log=lambda: log_of(tmp_path))
+        hostile_world.go_on(workdir, lambda: log_of(tmp_path), wait)
+        wait("its end", lambda: process.poll() is not None)
+    assert process.returncode == 0, log_of(tmp_path)
+    assert hostile_world.wrong(workdir, workdir / "bucket" / "r1", log_of(tmp_path)) == [], log_of(tmp_path)
+
+
+OF_ANOTHER_USER = """
+import os, signal, time
+from pathlib import Path
+K, go = Path(os.environ["GPUFLEET_CHECKPOINTS"]), Path(os.environ["GPUFLEET_STATE"]) / "go"
+def save(step, body):
+    (K / f"step-{step}").mkdir(mode=0o700)
+    with open(K / f"step-{step}" / "w.bin", "w", opener=lambda *words: os.open(*words, 0o600)) as file:
+        (K / f"step-{step}" / "done").touch()
+        body(file)
+    print("step", step, "loss 1", flush=True)
+def leave(*_):
+    save(3, lambda file: file.write("of the signal"))
+    os._exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("user", os.getuid(), flush=True)
+def slowly(file):
+    file.write("half")
+    file.flush()
+    save(1, lambda other: other.write("one"))
+    while not go.exists():
+        time.sleep(0.05)
+    file.write(" and half")
+save(2, slowly)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_files_of_another_user_s_that_are_being_written_are_waited_for_and_signals_reach_its_processes(
+    settings: Settings, users: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor has neither the command's processes nor its user."""
+    script = OF_ANOTHER_USER.replace("{", "{{").replace("}", "}}")
+    checkpoint = {"each": ["step-{step}/"], "complete": "done", "heartbeat_s": 0.5}
+    told = parameters(f"{PYTHON} -c '{script}'", checkpoint=checkpoint, stop={"saves": "true"}, exit={"restarts": 0})
+    with run_on_a_node(settings, tmp_path, monkeypatch, told, "1000") as (process, machine):
+        wait = partial(wait_for, process=process, log=lambda: log_of(tmp_path))
+        wait("step 1", lambda: "published step 1" in log_of(tmp_path))  # the host has seen both
+        assert "checkpoint of step 2 is whole" not in log_of(tmp_path)
+        (tmp_path / "run" / "user" / "state" / "go").touch()
+        wait("step 2", lambda: "published step 2" in log_of(tmp_path))
+        subprocess.run(["docker", "kill", "-s", "TERM", container.name(machine.instance)], capture_output=True)
+        wait("its end", lambda: process.poll() is not None)
+    assert process.returncode == 75, log_of(tmp_path)
+    assert "user 1000" in log_of(tmp_path)
+    saved = (tmp_path / "run" / "bucket" / "r1" / "ckpt").rglob("w.bin")
+    contents = {path.parents[2].name: path.read_text() for path in saved}
+    assert contents == {"step_00000002": "half and half", "step_00000003": "of the signal"}
 
 
 def test_a_job_reaches_nothing_and_its_ranks_each_other(settings: Settings, tmp_path: Path) -> None:

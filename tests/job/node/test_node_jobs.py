@@ -1,4 +1,4 @@
-"""The two containers of a node: what each may do, and that none is left behind."""
+"""The containers of a node: what each may do, and that none is left behind."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ def ready_made(node: StubNode) -> StubNode:
     return node
 
 
-def containers(node: StubNode, waited: str = "pid") -> tuple[str, str]:
-    """The calls that start the supervisor's and the one that trains, of which `waited` is told."""
+def containers(node: StubNode, waited: str = "pid") -> list[str]:
+    """The calls that start the supervisor's, the one that trains, of which `waited` is told, and of a command the one
+    that watches it.
+    """
     node.job_ends_with(0, ASK.replace("pid", waited))
-    supervisor, training = [call for call in node.boot().calls if call.startswith(RUN)]
-    return supervisor, training
+    return [call for call in node.boot().calls if call.startswith(RUN)]
 
 
 def test_what_trains_has_no_network_no_socket_and_cannot_change_what_the_supervisor_runs(ready_made: StubNode) -> None:
@@ -110,20 +111,45 @@ def test_a_job_that_runs_untrusted_programs_can_lock_them_in(ready_made: StubNod
     assert {"keyctl", "bpf", "io_uring_setup", "setns", "perf_event_open", "open_by_handle_at"} <= refused
 
 
-def test_both_images_are_pulled_and_the_supervisor_sees_the_processes_of_another_container(node: StubNode) -> None:
+def test_both_images_are_pulled_and_the_supervisor_of_a_command_sees_no_process_but_its_own(node: StubNode) -> None:
     calls = node.boot().calls
 
     assert [call.split()[-1] for call in calls if call.startswith("docker pull")] == [node.image, node.job_image]
     (run,) = [call for call in calls if call.startswith(RUN)]
-    rights = "--cap-drop ALL --cap-add CHOWN --cap-add DAC_OVERRIDE --cap-add FOWNER --cap-add KILL"
-    for option in ("--pid host", "--network host", f"{rights} --cap-add SYS_PTRACE", "-e GPUFLEET_JOB_CONTAINER=1"):
+    rights = "--cap-drop ALL --cap-add DAC_OVERRIDE --cap-add FOWNER --cap-add LEASE --security-opt no-new-privileges"
+    for option in (rights, "--network host", "-e GPUFLEET_JOB_CONTAINER=1", "-e NVIDIA_DRIVER_CAPABILITIES=utility"):
         assert option in run
-    assert "--security-opt no-new-privileges" in run
-    assert "-e NVIDIA_DRIVER_CAPABILITIES=utility" in run
+    assert "--pid " not in run
+
+
+def test_who_watches_a_command_sees_its_processes_and_nothing_of_the_node(node: StubNode) -> None:
+    *_, run = containers(node)
+
+    root = node.root / "opt/gpufleet"
+    place = "/gpufleet/run/control/watcher"
+    assert run == (
+        "docker run --name gpufleet-i-0123456789abcdef0-watcher --log-driver none"
+        " --pid container:gpufleet-i-0123456789abcdef0-job --network none"
+        " --cap-drop ALL --cap-add DAC_READ_SEARCH --cap-add KILL --cap-add SYS_PTRACE"
+        " --security-opt no-new-privileges --pids-limit 30000"
+        f" -v {root}/app:/gpufleet/app:ro -v {root}/run/control/watcher:{place}"
+        f" {node.image} python -I /gpufleet/app/gpufleet/job/command/processes.py watch {place}"
+    )
+
+
+def test_a_command_whose_watcher_ends_is_gone_too(node: StubNode) -> None:
+    docker = node.bin / "docker"
+    docker.write_text(docker.read_text().replace('|| $* == *" watch "* ]]; then exec', "]]; then exec"))
+    docker.write_text(docker.read_text().replace("  run)\n", '  run)\n    [[ $* != *" watch "* ]] || exit 137\n'))
+
+    containers(node, "problem")
+
+    told = {"number": 7, "problem": "it ended with 137", "code": 137}
+    assert json.loads((node.world / "contained.json").read_text()) == told
 
 
 def test_a_container_that_is_asked_for_has_no_role_no_socket_and_little_of_the_node(node: StubNode) -> None:
-    _, run = containers(node)
+    _, run, _ = containers(node)
 
     root = node.root / "opt/gpufleet/run"
     words = run.split()
@@ -158,6 +184,7 @@ def test_it_is_removed_when_the_supervisor_ends_however_it_ends(node: StubNode, 
 
     assert [call for call in calls if call.startswith("docker rm")] == [
         "docker rm -f gpufleet-i-0123456789abcdef0-job",
+        "docker rm -f gpufleet-i-0123456789abcdef0-watcher",
     ]
 
 
@@ -192,7 +219,7 @@ def test_of_several_nodes_what_trains_has_the_machine_s_network(kind: str, reque
     several: StubNode = request.getfixturevalue(kind)
     several.nodes = 2
     several.imds("meta-data/local-ipv4", "10.1.2.3")
-    _, training = containers(several)
+    _, training, *_ = containers(several)
     assert "--network host" in training
     assert "--network none" not in training
     assert "--network bridge" not in training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from boot_stubs import BootOutcome, StubNode
 
 from gpufleet.job.contract.aws import SILENCE
 from gpufleet.job.contract.messages import Alarm
-from gpufleet.job.node.notices import TOLD_ALARM, TOLD_MOST
+from gpufleet.job.node import notices
+from gpufleet.job.node.notices import TOLD_ALARM, TOLD_MOST, Notices
+from gpufleet.job.node.outside import Said
 
 TOPIC = "arn:aws:sns:us-east-2:111122223333:gpufleet-x"
 SILENT_S = 6 * 3600
@@ -186,6 +189,82 @@ def test_a_webhook_gets_what_slack_takes_and_its_address_is_in_no_file(node: Stu
     assert hook.taken[0]["text"].startswith(f"{RUN}: it is over: finished.")
     assert "T0/secret" not in outcome.log
     assert not [path for path in node.root.rglob("*") if path.is_file() and b"T0/secret" in path.read_bytes()]
+
+
+def served(answer: bytes) -> str:
+    """The URL of a server that answers so, once, and then no more; without a byte it leaves the connection open."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listening:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+                if not answer:
+                    connection.recv(1)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}/SECRET"
+
+
+ANSWERS = {
+    "nothing": b"",
+    "garbage": b"garbage\r\n\r\n",
+    "300 headers": b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 300 + b"\r\n",
+    "a long line": b"HTTP/1.1 200 " + b"x" * 100_000,
+    "a code of words": b"HTTP/1.1 many OK\r\n\r\n",
+    "elsewhere": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/SECRET\r\n\r\n",
+    "to a file": b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n",
+    "no": b"HTTP/1.1 410 Gone\r\n\r\n",
+}
+URLS = (
+    *("https://hooks.example.com/T0/SECRET TOKEN", "file:///SECRET", "http://hooks.example.com/SECRET", "SECRET", ""),
+    *(
+        "https://[SECRET",
+        "https:///SECRET",
+        "data:,SECRET",
+        "ftp://127.0.0.1/SECRET",
+        "https://a:SECRET/",
+        "\x00SECRET",
+    ),
+)
+
+
+@pytest.mark.parametrize("url", [*ANSWERS, *URLS])
+def test_whatever_a_webhook_is_and_answers_is_no_more_than_not_taken(
+    url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = served(ANSWERS[url]) if url in ANSWERS else url
+    told = Notices.__new__(Notices)
+    told._webhook = "ssm:/team/hook"
+    monkeypatch.setattr(notices, "WAIT_S", 0.5)
+    monkeypatch.setattr(notices, "ask", lambda *words: Said(0, url, ""))
+    assert told._post("hello") is False
+    assert "SECRET" not in "".join(capfd.readouterr())
+
+
+def test_a_message_is_taken_by_a_server_that_says_so(hook: Any) -> None:
+    assert notices._post(f"http://127.0.0.1:{hook.server_port}/x", "hello")
+    hook.code = 204
+    assert notices._post(f"http://127.0.0.1:{hook.server_port}/x", "hello")
+    assert hook.taken == [{"text": "hello"}] * 2
+
+
+def test_a_disk_that_is_full_does_not_end_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the hour of silence stands, and AWS tells of a silence that is none."""
+    told, looked = Notices.__new__(Notices), list[int]()
+    told._ended = False
+    monkeypatch.setattr(notices, "LOOK_S", 0)
+
+    def look() -> None:
+        looked.append(1)
+        told._ended = len(looked) == 3
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(told, "_look", look)
+    told._watch()
+    assert len(looked) == 3
 
 
 def test_a_webhook_that_refuses_is_said_without_its_address(node: StubNode, hook: Any) -> None:

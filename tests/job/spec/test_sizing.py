@@ -17,10 +17,10 @@ from gpufleet.job.spec import (
     TwoTowerConfig,
     tuning,
 )
-from gpufleet.job.spec.common import Memory, Rung
+from gpufleet.job.spec.common import DEVICE_RESERVE_GB, DecoderConfig, Memory, Rung, TokenBatch
 from gpufleet.job.spec.growth import shape
-from gpufleet.job.spec.pretrain import CharModel, MuonAdamW
-from gpufleet.job.spec.sft import answers_at_once
+from gpufleet.job.spec.pretrain import CharData, CharModel, MuonAdamW, RowBatch
+from gpufleet.job.spec.sft import ChatData, Lora, answers_at_once
 
 FULL = GrowthConfig()
 SMALL = replace(
@@ -304,13 +304,45 @@ def test_a_small_character_models_memory_is_that_worked_out_by_hand() -> None:
     weights = 4 * total + 2 * total  # fp32, and all of them in bf16
     moments = 4 * 3 * block + 8 * 320  # Muon's one, AdamW's two of both tables
     found = in_bytes(config.memory(0, 2))
-    assert found == (weights, 4 * total + 1024, moments, whole, 32 * 20 * 16, sum(found[:5]) + 1000)
+    assert found == (weights, 4 * total + 1024, moments, whole, 32 * 20 * 6, sum(found[:5]) + 1000)
+    eager = in_bytes(replace(config, device="cpu").memory(0, 2))  # where nothing is compiled
+    assert eager[4] == 32 * 20 * 16
     again = in_bytes(config.memory(0, 2, checkpointing=True))
     assert (again[0], again[3]) == (4 * total + 2 * block, 32 * (2 * cut + kept + widths))
     assert in_bytes(replace(config, precision=Precision(compute="fp32")).memory(0, 2))[0] == 4 * total
     for three, copies in ((False, total), (True, 2 * block)):
         halved = in_bytes(replace(config, reshard_after_forward=three).memory(0, 2, ranks=2))
         assert halved[:3] == (2 * total + 2 * copies, 2 * total + 6 * block, moments / 2)
+
+
+@pytest.mark.parametrize(("micro", "published_gb"), [(8, 8.1), (16, 13.4), (32, 25.7), (64, 50.3)])
+def test_a_large_vocabularys_loss_takes_what_others_have_seen(micro: int, published_gb: float) -> None:
+    """GPT-2's 124 M on windows of 1,024, compiled, torch 2.8: one public script's runs, as in speeds.csv."""
+    config = PretrainConfig(
+        model=CharModel(layers=12, width=768, head_dim=64, vocab=50_304),
+        data=CharData(sequence=1024, characters=10_000_000),
+        batch=RowBatch(rows=512),
+    )
+    assert config.memory(0, micro).total_gb + DEVICE_RESERVE_GB == pytest.approx(published_gb, rel=0.12)
+
+
+LLAMA_70B = DecoderConfig(layers=80, width=8192, heads=64, kv_heads=8, head_dim=128, ffn=28_672)
+
+
+@pytest.mark.parametrize(("row", "keeps"), [(2048, "products"), (4096, "inputs"), (8192, "inputs"), (16_384, "inputs")])
+def test_an_adapter_of_70_b_fits_eight_gpus_of_80_gb_as_published(row: int, keeps: str) -> None:
+    """Rows of 4,096 on 8 H100: NVIDIA NeMo AutoModel, docs/performance-summary.mdx, 2026-06."""
+    config = SftConfig(
+        model=LLAMA_70B,
+        lora=Lora(rank=16, shard_base=True),
+        data=ChatData(row=row),
+        batch=TokenBatch(tokens=8 * row),
+    )
+    rung = config.choose_rung(80.0, ranks=8)
+    assert rung is not None
+    assert (rung.micro, rung.checkpointing, rung.products_too) == (1, True, keeps == "inputs")
+    whole = replace(config, lora=Lora(rank=16))
+    assert whole.choose_rung(80.0, ranks=8) is None  # a copy of the base on each is 141 GB
 
 
 def test_a_character_models_edges() -> None:

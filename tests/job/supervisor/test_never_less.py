@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore
 
 from gpufleet.job import atomic, clock
 from gpufleet.job.contract.attempt import Node
+from gpufleet.job.contract.environment import BOOTED_AT
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.run import PhaseEstimate
 from gpufleet.job.spec import KernelConfig
@@ -193,6 +195,14 @@ def test_a_clock_that_is_set_changes_no_count(jump: float) -> None:
     steady = clocks.steady()
     clocks.passes(600, jump)
     assert steady() == 1600.0
+
+
+def test_what_the_supervisor_starts_counts_as_it_does_and_a_file_s_time_is_of_that_count() -> None:
+    ours = clock.SteadyClock(time.time() + 5000)
+    theirs = clock.SteadyClock.from_environment({BOOTED_AT: repr(ours.booted)})
+    assert theirs() == pytest.approx(ours(), abs=5)
+    assert theirs.moment(time.time() - 100) == pytest.approx(ours() - 100, abs=5)
+    assert clock.SteadyClock.from_environment({})() == pytest.approx(time.time(), abs=5)
 
 
 def test_a_clock_that_is_behind_when_the_run_begins_there_loses_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -420,6 +421,38 @@ def test_a_log_that_cannot_be_sent_does_not_keep_a_checkpoint_back(tmp_path: Pat
     made = publisher(bench, FaultyStore(bench.store, lambda _, key: error if "metrics" in key else None))
     made.publish(made.pending()[0])
     assert bench.manifests() == [3]
+
+
+def test_what_leads_out_of_the_run_s_folder_or_is_no_data_is_no_result(tmp_path: Path) -> None:
+    bench, workdir = Bench(tmp_path), tmp_path / "w"
+    (tmp_path / "secret").write_text("not the run's")
+    for name in ("final/model.bin", "final/.git/config", "final/Makefile", "exports/a/meta.json", "results.json"):
+        (workdir / name).parent.mkdir(parents=True, exist_ok=True)
+        (workdir / name).write_text("{}")
+    for name in ("final/link", "exports/a/link", "link.json"):
+        (workdir / name).symlink_to(tmp_path / "secret")
+    for name in ("final/folder", "exports/folder"):
+        (workdir / name).symlink_to(tmp_path)
+    for name in ("final/pipe", "pipe.json"):
+        os.mkfifo(workdir / name)
+    (workdir / "tb").symlink_to(tmp_path)
+    (workdir / "final" / "inside").symlink_to("model.bin")
+    publisher(bench).outputs()
+    sent = {"final/model.bin", "final/inside", "exports/a/meta.json", "results.json"}
+    assert {entry.key for entry in bench.store.entries("")} == sent
+
+
+def test_a_checkpoint_with_a_file_that_leads_elsewhere_is_not_published(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c")
+    made = publisher(bench)
+    (file, *_) = sorted((tmp_path / "w" / "ckpt" / "step_00000003").glob("*.bin"))
+    (tmp_path / "secret").write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="leads out of its folder"):
+        made.publish(made.pending()[0])
+    assert bench.manifests() == []
 
 
 def test_what_supervisor_and_trainer_say_to_each_other_is_no_result(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def test_what_is_put_can_be_got_listed_and_measured(store: Store, tmp_path: Path
     (tmp_path / "w.bin").write_bytes(b"weights")
     store.put_file(tmp_path / "w.bin", "ckpt/step_1/w.bin")
     store.put_bytes(b"{}", "ckpt/step_1/.metadata")
+    store.put_bytes(b"~", "old/w.bin~")  # names of a command's own are free
+    assert [each.key for each in store.entries("old/")] == ["old/w.bin~"]
     store.put_bytes(b"x", "done.json")
     assert store.get_bytes("ckpt/step_1/w.bin") == b"weights"
     store.get_file("ckpt/step_1/w.bin", tmp_path / "deep" / "back.bin")

@@ -250,6 +250,28 @@ def test_the_last_heartbeat_is_put_after_the_one_before_it(tmp_path: Path) -> No
     assert [Beat.from_json(json.loads(line)) for line in lines] == [Beat(step=1), Beat(step=2)]
 
 
+def test_a_command_s_tensorboard_files_are_sent_from_the_disk_but_for_one_that_is_too_large(tmp_path: Path) -> None:
+    """One larger than memory kept anything more from being published, its manifest and the run's end."""
+    bench, said = Bench(tmp_path), list[str]()
+    folder = tmp_path / "w" / "user" / "outputs" / "tb"
+    folder.mkdir(parents=True)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "events.1").write_bytes(b"one")
+    with (folder / "events.2").open("wb") as file:
+        file.truncate(1 << 42)
+    (tmp_path / "secret").write_text("not the command's")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    made = Publisher(run="r1", store=bench.store, workdir=tmp_path / "w", published=pytest.fail, say=said.append)
+    for _ in range(3):
+        made.metrics()
+    assert [each.key for each in bench.store.entries("")] == ["tb/events.1"]
+    assert said == ["tb/events.2 has 4,398,046,511,104 bytes, and is not sent: 1,073,741,824 are the most"]
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path)
+    made.metrics()
+    assert [each.key for each in bench.store.entries("")] == ["tb/events.1"]
+
+
 def test_tensorboards_files_go_with_the_metrics_when_they_have_grown(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     puts: list[str] = []

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the parent-deat
 def launch(workdir: Path) -> Child:
     words = trainer(workdir, 0, ranks=2)
     words[words.index("gpufleet.job.train")] = "rank_world"  # the same trainer, the toy among its experiments
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'job'}", "PYTHONUNBUFFERED": "1"}
+    places = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "job")))
+    environment = {**os.environ, "PYTHONPATH": places, "PYTHONUNBUFFERED": "1"}
     log = JobLog(workdir / "job.log", BytesIO())
     return Child(lambda: GroupedProcess(words, environment), log, time.time, workdir / "ended.json")
 
