@@ -27,6 +27,7 @@ from gpufleet.job.command.lines import CONTROL
 from gpufleet.job.command.names import FileState
 from gpufleet.job.command.places import own_environment
 from gpufleet.job.contract.environment import COMMAND
+from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.spec.command import filled
 
 MOST_MIB = 500  # of a folder that is copied
@@ -143,7 +144,9 @@ class Sandbox:
                 mark = self.root / "asked"  # the clock of files is behind this process's by a tick
                 mark.touch()
                 watch.signalled_at = mark.stat().st_mtime
-                processes.send(catching or asked, signal.SIGTERM)  # a shell that dies first would end its guard
+                for each in catching or asked:  # a shell that dies first would end its guard
+                    with suppress(ProcessLookupError):
+                        os.kill(each, signal.SIGTERM)
                 deadline = time.monotonic() + LEAVES_S
                 while process.poll() is None and time.monotonic() < deadline:
                     files.look()
@@ -162,12 +165,9 @@ class Sandbox:
         """Files of the command's folders by name, `code/` or `checkpoints/` first."""
         found = {}
         for top in (self.code, *self.user.values()):
-            for where, folders, files in os.walk(top):
-                folders[:] = [each for each in folders if each not in SKIPPED]
-                for name in files:
-                    path = Path(where, name)
-                    with suppress(OSError):
-                        found[path.relative_to(self.root).as_posix()] = FileState.from_path(path)
+            for name, look in ForeignFolder(self.root).files(top, SKIPPED):
+                with suppress(OSError):  # removed meanwhile
+                    found[f"{top.name}/{name}"] = FileState.from_stat(look())
         return found
 
 

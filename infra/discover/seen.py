@@ -291,7 +291,7 @@ def _as_checkpoint(
     )
 
 
-def _inside(writes: list[Written], watch: TrialRun, name: str) -> dict[str, dict[str, Written]]:
+def _files_of_each(writes: list[Written], watch: TrialRun, name: str) -> dict[str, dict[str, Written]]:
     """The files of each checkpoint that is a folder, by their names in it."""
     level, found = name.count("/"), defaultdict[str, dict[str, Written]](dict)
     kinds = {re.sub(r"\d+", "#", "/".join(each.name.split("/")[: level + 1])) for each in writes}
@@ -306,12 +306,12 @@ def _bytes(writes: list[Written], watch: TrialRun, name: str) -> int:
     """The bytes of one checkpoint: all files of its folder, or the file."""
     if not name.endswith("/"):
         return max(each.bytes for each in writes)
-    return max(sum(each.bytes for each in files.values()) for files in _inside(writes, watch, name).values())
+    return max(sum(each.bytes for each in files.values()) for files in _files_of_each(writes, watch, name).values())
 
 
 def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
     """The file of a folder that came last in each of them; empty where that differs."""
-    folders = _inside(writes, watch, name).values() if name.endswith("/") else ()
+    folders = _files_of_each(writes, watch, name).values() if name.endswith("/") else ()
     names = {max(files, key=lambda each: files[each].at) for files in folders}
     return names.pop() if len(names) == 1 and len(folders) > 1 else ""
 
