@@ -121,8 +121,8 @@ def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow:
     ("printed", "what", "reason"),
     [
         ("a\ngpufleet: mine.yaml: 1 problem\n  - line 3\n", "$ gpufleet cost mine", "mine.yaml: 1 problem\n  - line 3"),
-        ("mine in us-east-2\n  ok      roles: 2\n  PROBLEM quota: 0 of 4\n          Ask for it.\n", "$ x", "quota: 0 of 4\n          Ask for it."),
-        ("  0:01 a\nThe run has no receipt.json: it is not done.\n", "$ gpufleet results mine", "The run has no receipt.json: it is not done."),
+        ("in us-east-2\n  ok      roles: 2\n  PROBLEM quota: 0\n          Ask.\n", "$ x", "quota: 0\n          Ask."),
+        ("  0:01 a\nThe run has no receipt.json.\n", "$ gpufleet results mine", "The run has no receipt.json."),
         ("the bill\nerror: no such zone\nerror: update failed\n", "", "no such zone\nerror: update failed"),
         ("", "$ gpufleet wait mine", "$ gpufleet wait mine"),
     ],

@@ -18,7 +18,6 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import measurement
 from gpufleet.infra.inputs import code
 from gpufleet.infra.review import review
-from gpufleet.rehearsal import rehearse
 
 
 class ForeignRepository:
@@ -93,7 +92,6 @@ def looks(theirs: ForeignRepository) -> None:
     file = command_file(theirs.root / "project", code={"folder": "../mine"})
     with_code = load(file, now=datetime(2026, 11, 21, tzinfo=UTC))
     code.read(with_code, theirs.root / "project")
-    rehearse._git_status(theirs.folder)
     measurement._commit(theirs.folder)
     with pytest.raises(GpufleetError):
         review.review_commits(theirs.folder, "HEAD", "HEAD")
