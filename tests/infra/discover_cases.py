@@ -49,7 +49,7 @@ import os, torch
 class Writer:
     def __init__(self, net, place):
         self.net, self.place = net, place
-    def keep(self, epoch):
+    def save(self, epoch):
         torch.save({"net": self.net, "epoch": epoch}, os.path.join(self.place, "net-%03d.tar" % epoch))
 """
 EPOCHS = """
@@ -66,7 +66,7 @@ def main():
         for batch in loader:
             loss.backward(); optimizer.step()
         print(f"epoch {epoch} loss {loss.item():.3f}")
-        writer.keep(epoch)
+        writer.save(epoch)
 main()
 """
 LIBRARY = """
@@ -93,7 +93,8 @@ PLAIN = script(SAVES)
 UNCALLED = """
 def old(args):
     for step in range(args.steps):
-        torch.save({"optimizer": 1, "step": step}, f"{args.dest}/old-{step}.pt")
+        if step % args.keep_every == 0:
+            torch.save({"optimizer": 1, "step": step}, f"{args.dest}/checkpoint-{step}.pt")
 """
 AT_STEP = r"^at-\{step\}\.pt$"
 GROUPS = {"job.checkpoint.each": AT_STEP, "job.command": r"--dest \{checkpoints\}"}
@@ -515,5 +516,6 @@ CASES: dict[str, CodeCase] = {
         files={"t.py": "for step in range(300):\n    loss.backward()\n    print('step', step, 'loss', loss.item())\n"},
         expects={"job.checkpoint.format": "^none$", "job.work.steps": "^300$"},
         says=("nothing that it runs saves",),
+        silent=("CHECK: allowed",),
     ),
 }

@@ -37,6 +37,7 @@ while step < 100_000:
     if step % 8 == 0:
         save()
     if stopped:
+        time.sleep(0.2)  # it takes its time
         save()
         sys.exit(0)
 """
