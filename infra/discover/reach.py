@@ -149,16 +149,6 @@ class Reach:
         self._reach_named(text)
         self._follow()
 
-    def widen(self) -> None:
-        """Every function of the files that count: for code that calls by names made at run time."""
-        for file in self.files:
-            for node in self.names(file).definitions.values():
-                self._reach((file, node))
-                if isinstance(node, ast.ClassDef):
-                    for each in node.body:
-                        self._reach_function(each, Scope(file, (), node))
-        self._follow()
-
     def names(self, file: str) -> ModuleNames:
         """What the names of a file mean; nothing where it is no Python that can be read."""
         if file not in self._modules:

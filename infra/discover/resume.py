@@ -7,7 +7,7 @@ import posixpath
 import re
 
 from gpufleet.infra.discover.frameworks import Framework
-from gpufleet.infra.discover.reach import Reach, Site, called, dotted, walk
+from gpufleet.infra.discover.reach import Reach, Site, dotted, walk
 from gpufleet.infra.discover.saves import OTHER, CodeSave, Saves, around_of
 from gpufleet.infra.discover.settings import Setting, literal
 from gpufleet.infra.discover.source import Finding
@@ -15,17 +15,9 @@ from gpufleet.infra.discover.values import Hole, Values
 
 # ScriptSettings that go on where no use of them is seen.
 RESUME = (
-    *(
-        "resume_from_checkpoint",
-        "resume_from_step",
-        "resume_from",
-        "ckpt_path",
-        "init_from",
-        "resume",
-        "load_checkpoint",
-    ),
-    *("resume_path", "checkpoint_path"),
-)
+    "resume_from_checkpoint", "resume_from_step", "resume_from", "ckpt_path", "init_from", "resume", "load_checkpoint",
+    "resume_path", "checkpoint_path",
+)  # fmt: skip
 _SAYS_SO = re.compile(r"resum|restor|continue")
 _BEGINS = re.compile(r"pretrain|weights|init")  # from somebody's weights, which is no resume
 _MORE_THAN_WEIGHTS = re.compile(
@@ -40,9 +32,9 @@ def find_resume(
     """The words that make it go on, and else that it reads its newest checkpoint before it trains. None: neither."""
     head = chosen.parts[0] if chosen is not None and chosen.parts else None
     folder = head.name if isinstance(head, Hole) and head.kind == "setting" else ""
-    used = []
+    used: list[tuple[Setting, Site]] = []
     for parts, site in saves.loads:
-        if called(site.call) in ("load_state_dict", "from_pretrained", "loads", "glob", "open"):
+        if site.name in ("load_state_dict", "from_pretrained", "loads", "glob", "open"):
             continue  # of what was read already, or of somebody's weights
         if len(parts) > 1 and isinstance(parts[-1], str) and OTHER.search(parts[-1]):
             continue  # its settings, say
@@ -73,7 +65,7 @@ def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding |
         named = any(isinstance(each, str) and re.search(r"[A-Za-z]", each) for each in parts)
         is_there = named and parts[0] == chosen.parts[0] and isinstance(parts[0], Hole)
         is_there = is_there and posixpath.splitext(str(parts[-1]))[1] == posixpath.splitext(str(chosen.parts[-1]))[1]
-        same = parts == chosen.parts or (is_there and called(site.call) in ("glob", "load"))
+        same = parts == chosen.parts or (is_there and site.name in ("glob", "load"))
         if same and loops[-1] not in site.around and _is_before(reach, site, loops[-1], chosen):
             return Finding(f"it reads {shown(chosen)} by itself", site.where)
     return None
@@ -82,7 +74,7 @@ def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding |
 def _goes_on(site: Site) -> bool:
     """Whether what is loaded is more than weights: the function reads an optimizer, a step or an epoch of it."""
     text = " ".join(ast.unparse(function) for function in site.scope.functions[-1:])
-    return called(site.call) == "load_state" or bool(_MORE_THAN_WEIGHTS.search(text))
+    return site.name == "load_state" or bool(_MORE_THAN_WEIGHTS.search(text))
 
 
 def _step_setting(values: Values, saves: Saves, chosen: CodeSave | None) -> Finding | None:
@@ -101,33 +93,32 @@ def _step_setting(values: Values, saves: Saves, chosen: CodeSave | None) -> Find
 
 
 def shown(save: CodeSave) -> str:
-    return (
-        posixpath.basename("".join(part if isinstance(part, str) else "*" for part in save.parts).rstrip("/"))
-        or "a checkpoint"
-    )
+    text = "".join(part if isinstance(part, str) else "*" for part in save.parts)
+    return posixpath.basename(text.rstrip("/")) or "a checkpoint"
 
 
 def _is_before(reach: Reach, site: Site, loop: ast.stmt, chosen: CodeSave, depth: int = 0) -> bool:
     """Whether a call comes before the training loop, in its function or in one that is called before it."""
-    functions = [each for each, _ in around_of(reach, chosen.site)]
-    if not functions or depth > 4:
-        return False
     holder = next((at for statement, at in around_of(reach, chosen.site) if statement is loop), None)
-    if holder is None:
+    if holder is None or depth > 4:
         return False
-    if site.scope.file == holder.scope.file and [id(f) for f in site.scope.functions] == [
-        id(f) for f in holder.scope.functions
-    ]:
+    is_same_file = site.scope.file == holder.scope.file
+    if is_same_file and site.scope.functions == holder.scope.functions:
         return site.call.lineno < loop.lineno
     if not site.scope.functions:
-        return site.scope.file != holder.scope.file or site.call.lineno < loop.lineno or not holder.scope.functions
+        return not is_same_file or site.call.lineno < loop.lineno or not holder.scope.functions
     function = site.scope.functions[-1]
     if _AFTER.search(function.name.lower()):
         return False
-    callers = [each for each in reach.calls_of(function, site.scope) if function not in each.scope.functions]
-    return any(_is_before(reach, each, loop, chosen, depth + 1) for each in callers[:4]) or (
-        bool(site.scope.cls) and function.name in ("__init__", "resume", "load", "load_checkpoint", "restore")
+    is_of_set_up = bool(site.scope.cls) and function.name in (
+        "__init__",
+        "resume",
+        "load",
+        "load_checkpoint",
+        "restore",
     )
+    callers = reach.calls_of(function, site.scope)[:4]
+    return is_of_set_up or any(_is_before(reach, each, loop, chosen, depth + 1) for each in callers)
 
 
 def _resume_words(reach: Reach, setting: Setting) -> str:

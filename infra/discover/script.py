@@ -145,9 +145,6 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     row = row or framework_of(reach, start)  # a configuration may name classes of the folder
     values = Values(reach, settings)
     saves = find_saves(reach, values)
-    if not saves.found and row is None:
-        reach.widen()
-        saves = find_saves(reach, values)
     found = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
     found.coded = dict(_coded(reach, values, row))
     found.checkpoint = _checkpoint(saves, values, row)

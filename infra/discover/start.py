@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import configparser
 import json
 import posixpath
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from gpufleet.infra.discover.marks import PROCESSES
-from gpufleet.infra.discover.reach import walk
 from gpufleet.infra.discover.source import CodeFolder
 from gpufleet.infra.errors import GpufleetError
 
@@ -22,6 +18,10 @@ PYTHON = re.compile(
 )
 _SHELL = ("sh", "bash", "zsh", "dash", "source", ".")
 _DEEP = 6  # scripts that start scripts
+_BEFORE = {  # words that start what follows them
+    "env", "nohup", "time", "nice", "exec", "sudo", "uv", "run", "poetry", "pipenv", "pdm", "rye", "hatch", "conda",
+    "micromamba", "mamba", "pixi", "xvfb-run", "srun", "numactl", "stdbuf", "mpirun", "mpiexec", "do", "then", "else",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,25 +126,6 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
         elif not wrapped and not re.match(r"[-\w]*=|-", word):
             yield replace(at, program=base, words=tuple(rest))
             return
-
-
-_BEFORE = {
-    *("env", "nohup", "time", "nice", "exec", "sudo", "uv", "run", "poetry", "pipenv", "pdm", "rye", "hatch", "conda"),
-    *(
-        "micromamba",
-        "mamba",
-        "pixi",
-        "xvfb-run",
-        "srun",
-        "numactl",
-        "stdbuf",
-        "mpirun",
-        "mpiexec",
-        "then",
-        "do",
-        "else",
-    ),
-}
 
 
 def _of_python(folder: CodeFolder, launcher: str, words: list[str], at: StartedProgram) -> Iterator[StartedProgram]:
@@ -276,24 +257,7 @@ def dockerfile_command(folder: CodeFolder) -> str:
 
 def _console_scripts(folder: CodeFolder) -> dict[str, str]:
     """Programs that installing the folder makes, with `module:function`."""
-    found: dict[str, str] = {}
-    try:
-        project = tomllib.loads(folder.text("pyproject.toml"))
-    except tomllib.TOMLDecodeError:
-        project = {}
-    tables = (project.get("project", {}).get("scripts"), project.get("tool", {}).get("poetry", {}).get("scripts"))
-    for table in tables:
-        found |= {key: value for key, value in (table or {}).items() if isinstance(value, str)}
-    parser = configparser.ConfigParser(strict=False, interpolation=None)
-    try:
-        parser.read_string(folder.text("setup.cfg"))
-        lines = parser.get("options.entry_points", "console_scripts", fallback="").splitlines()
-    except configparser.Error:
-        lines = []
-    if (tree := folder.tree("setup.py")) is not None:
-        texts = (node.value for node in walk(tree) if isinstance(node, ast.Constant))
-        lines += [each for text in texts if isinstance(text, str) for each in text.splitlines() if ":" in each]
-    for line in lines:
-        if match := re.fullmatch(r"\s*([\w.-]+)\s*=\s*([\w.]+:[\w.]+)\s*", line):
-            found.setdefault(match[1], match[2])
-    return found
+    texts = [folder.text(name) for name in ("pyproject.toml", "setup.cfg", "setup.py")]
+    lines = (line.strip(" \t,'\"") for text in texts for line in re.split(r"[\n\[\]]", text))
+    matches = (re.fullmatch(r"(?:scripts\.)?([\w.-]+)[\"']?\s*=\s*[\"']?([\w.]+:[\w.]+)", line) for line in lines)
+    return {match[1]: match[2] for match in matches if match}
