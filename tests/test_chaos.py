@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 from chaos import __main__ as chaos
 from chaos import kinds
-from supervisor_world import Bench, FaultyStore
-
-from gpufleet.job.supervisor.store import Store
 
 # The others are tests of their own, at one seed.
-QUICK = ["S3 faults", "S3 answers", "clocks set", "metadata faults", "node refused"]
+QUICK = ["S3 faults", "clocks set", "metadata faults", "node refused"]
 
 
 class StopWatch:
@@ -41,17 +37,11 @@ def test_faults_come_and_what_is_promised_holds(kind: str, seed: int, tmp_path: 
 
 
 def test_a_run_whose_faults_never_come_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds.SeededStore, "_draw_fault", lambda store, call: None)
+    for name in ("_send", "_got", "_put"):
+        monkeypatch.setattr(kinds.FaultyAnswers, name, lambda answers, **_: None)
     tally = chaos.inject({"S3": kinds.s3_faulty}, minutes=0, seed=5, clock=StopWatch())["S3"]
     assert (tally.runs, tally.held, tally.injected) == (1, 0, 0)
     assert "no fault came" in tally.failed[5]
-
-
-def test_a_store_that_seldom_fails_fails_once_all_the_same(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    store = kinds.SeededStore(bench.store, random.Random(0), 0.0, kinds.STORE_CALLS)
-    assert bench.attempt("i-1", store=store).run() == 0
-    assert store.faults == 1
 
 
 def test_what_does_not_hold_is_told_with_the_command_that_repeats_it() -> None:
@@ -75,8 +65,3 @@ def test_every_kind_comes_once_and_then_time_is_shared() -> None:
     assert [each.runs for each in chaos.inject(given, minutes=0, seed=1, clock=watch).values()] == [1, 1, 1]
     shared = chaos.inject(given, minutes=5, seed=1, clock=watch)
     assert [each.seconds for each in shared.values()] == [100, 100, 100]
-
-
-def test_the_store_that_fails_covers_every_call_of_a_store() -> None:
-    calls = {name for name, each in Store.__dict__.items() if callable(each) and not name.startswith("_")}
-    assert calls - {"cancel"} <= {*FaultyStore.__dict__, *kinds.SeededStore.__dict__}

@@ -236,11 +236,8 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
 
 
 def _checkpoints(folder: RunFolder) -> Iterator[str]:
-    steps = sorted(
-        int(found[1])
-        for each in folder.objects(bucket.CHECKPOINTS)
-        if (found := bucket.MANIFEST_KEY.fullmatch(each.name))
-    )
+    places = bucket.published(each.name for each in folder.objects(bucket.CHECKPOINTS))
+    steps = sorted({place.step for place in places})
     if not steps:
         yield "checkpoint  none published yet"
         return

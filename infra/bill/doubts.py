@@ -47,11 +47,6 @@ def warnings(
         if bill.capacity == "spot":
             more = gang(definition.nodes)
             yield f"that {definition.nodes} nodes are interrupted {more:.1f} times as often as one is an assumption"
-    if definition.nodes > 1 and config.is_users_own and not config.says_which_node():
-        yield (
-            "job.command names none of {node_rank}, {master} and {port}: unless it reads GPUFLEET_NODE_RANK and so on,"
-            " each node trains alone"
-        )
     if definition.nodes > 1 and definition.storage.data and definition.storage.data.snapshot:
         yield f"each of {definition.nodes} nodes has a data volume of its own from the snapshot, loaded as it is read"
     yield from schedule(definition.job.parameters, bill.chosen.runtime)

@@ -128,6 +128,8 @@ def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: 
             findings.add(f"fleet.{key}", f"one, where fleet.nodes is {fleet.nodes}", hint, value=", ".join(names))
     if config.one_node:
         findings.add("fleet.nodes", f"1 for this job: {config.one_node}")
+    if apart := config.trains_apart():
+        findings.add(f"{config.path}.command", apart, f"fleet.nodes is {fleet.nodes}.")
     kind = catalog.instances.get(fleet.instance_types[0]) if fleet.instance_types else None
     if kind is None or config.one_node:
         return

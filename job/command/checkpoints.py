@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Protocol
 
 from gpufleet.job import atomic
-from gpufleet.job.command.names import MOST_STEPS, FoundCheckpoint, Names, place, torn
+from gpufleet.job.command.names import MOST_STEPS, FoundCheckpoint, Key, Names, place, torn
 from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
+from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.commit import COMMIT, Commit, Reason
+from gpufleet.job.contract.messages import LeaderSaved
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.workdir import CHECKPOINTS, STEPS, step_folder
 from gpufleet.job.foreign import ForeignFolder
@@ -38,10 +40,10 @@ FIRST_QUIET_S = 60.0  # the first one counts after that, where nothing else says
 UNKNOWN_QUIET_S = 5.0  # where nobody can say who writes a file
 SAVING_S = 5.0  # between two files of one checkpoint, at most
 AGAIN_S = 30.0  # after a copy that failed
+LEADER_S = 30.0  # that a node waits at its end for the leader's last word
 ARRIVAL_S = 0.02  # that a line takes from the command to here
 
 File = tuple[int, int]  # device and inode
-Key = tuple[str, int | None]
 
 
 @dataclass(slots=True)
@@ -73,6 +75,9 @@ class CommandCheckpoints:
     """The checkpoints of one command, in `folder` below `user`, where it makes what it likes meanwhile. `alive` gives
     its processes, `writing` which files of checkpoints somebody has open for writing, None where that is not known;
     `moment` the time on `clock` of a file's time. `run`: the run's id.
+
+    On a `node` of several that follows another, only what its ranks have written of a checkpoint that the `leader` has
+    whole: its part, which is taken after the leader's word, and may be of no files.
     """
 
     def __init__(
@@ -85,6 +90,9 @@ class CommandCheckpoints:
         run: str,
         digest: str,
         gpus: int,
+        nodes: int = 1,
+        node: int = 0,
+        leader: Callable[[], LeaderSaved | None] = lambda: None,
         alive: Callable[[], Sequence[int]],
         lines: LineReader,
         say: Callable[[str], None],
@@ -92,7 +100,7 @@ class CommandCheckpoints:
         clock: Callable[[], float] = time.time,
         moment: Callable[[float], float] = lambda written: written,
     ) -> None:
-        self.names = Names(config, f"{run}/{CHECKPOINTS}/{step_folder(0)}/{FILES}/")
+        self.names = Names(config, f"{run}/{CheckpointPlace(0, 1).part_prefix(1)}{FILES}/")
         self._own = ForeignFolder(user)
         self.folder, self.newest, self.committed_at = folder, -1, clock()
         self.newest_is_on_signal = False  # whether the command made the newest commit because it was asked to leave
@@ -100,6 +108,9 @@ class CommandCheckpoints:
         self.counted = -1  # the newest step that a checkpoint of this start tells
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
         self._digest, self._gpus = digest, gpus
+        self._nodes, self._node, self._leader = nodes, node, leader
+        self._knows_parts = False  # which files one has
+        self._leaders_step: dict[Key, int] = {}  # of checkpoints that the leader has told of
         self._alive, self._writing, self._lines = alive, writing or self._find_written, lines
         self.moment = moment
         self._before: set[int] = set()  # its processes at the last look
@@ -132,11 +143,13 @@ class CommandCheckpoints:
         self._number, self._offset, self.count, self.counted = -1, 0, 0, -1
         if newest is not None:
             self.copy_newest(self.folder)
+            self._knows_parts = True
+            borrowed = {name.removeprefix(f"{FILES}/") for name in newest.borrowed}
             self.newest = newest.step
             self._put_back = {each.key: each for each in self.names.find(self.folder, self._user)}
             self._done = {key: (each, newest.step) for key, each in self._put_back.items()}
             for each in self._put_back.values():
-                self.names.learn(each)
+                self.names.learn(each.without_files(borrowed))
                 self._number = max(self._number, each.number or 0)
                 number = self._in_unit(each)
                 apart = 0 if number is None else newest.step - number
@@ -179,14 +192,17 @@ class CommandCheckpoints:
         writing, recent = self._writing(new) or (), self._clock() - SAVING_S
         return any(
             any((look.device, look.inode) in writing for look in each.files.values())
-            or (self.moment(each.written) > recent and (self.names.lacks(each) or not self._is_settled))
+            or (self.moment(each.written) > recent and (self._lacks(each) or not self._is_settled))
             for each in new
         )
 
     @property
     def _is_settled(self) -> bool:
         """It is known which names a whole one has."""
-        return self.names.are_known or bool(self.names.learned)
+        return self.names.are_known or bool(self.names.learned) or (self._node > 0 and self._knows_parts)
+
+    def _lacks(self, found: FoundCheckpoint) -> str:
+        return self.names.lacks(found, is_part=self._node > 0)
 
     def find(self) -> list[FoundCheckpoint]:
         """Every checkpoint of the command's folder that has begun, the newest last. What can never be published is
@@ -201,6 +217,31 @@ class CommandCheckpoints:
         """Those of them that this start has written."""
         return [each for each in found if (before := self._put_back.get(each.key)) is None or each.is_anew(before)]
 
+    def _find_part(self) -> list[FoundCheckpoint]:
+        """On a node that follows: its part of the checkpoint that the leader has told of last, if need be without any
+        files.
+        """
+        told = self._leader()
+        named = None if told is None or told.step <= self.newest else self.names.named(told.named_by)
+        if told is None or named is None:
+            return []
+        same = [each for each in self.find() if each.number == named.number and self._is_new(each)]
+        part = max(same, key=lambda each: (each.folder == named.folder, each.written), default=named)
+        self._leaders_step[part.key] = told.step
+        return [part]
+
+    def _find_again(self, found: FoundCheckpoint) -> FoundCheckpoint:
+        """What is there of it now; without any files where nothing is."""
+        nothing = found.without_files(found.files)
+        return next((each for each in self.find() if each.key == found.key), nothing)
+
+    def _waits_for_leader(self) -> bool:
+        """Whether the leader may still tell of a checkpoint of which this node has a part."""
+        if self._node == 0 or not self._config.leaves_parts:
+            return False
+        told = self._leader()
+        return told is None or not told.ended
+
     def look(self, found: list[FoundCheckpoint] | None = None) -> None:
         """Called often; never waits. Looks once a second, more often at the end, and has one copy at a time made."""
         now = self._clock()
@@ -210,7 +251,7 @@ class CommandCheckpoints:
             return
         self._looked_at = now
         self._take_evaluation()
-        found = self.find() if found is None else found
+        found = (self.find() if found is None else found) if self._node == 0 else self._find_part()
         for each in found:
             self._watch(each, now)
         self._watched = {each.key: self._watched[each.key] for each in found if each.key in self._watched}
@@ -230,12 +271,14 @@ class CommandCheckpoints:
         """
         self._settle()
         now = self._clock()
-        there = self.find()
+        while self._waits_for_leader() and self._clock() < now + LEADER_S:
+            time.sleep(LEAVING_S)
+        there = self.find() if self._node == 0 else self._find_part()
         for each in there:
             self._watch(each, now)
         for watched in (self._watched[each.key] for each in reversed(there) if each.key in self._watched):
             found = watched.found
-            if self.names.lacks(found) or not (by_itself or self._is_settled or found is not there[-1]):
+            if self._lacks(found) or not (by_itself or self._node or self._is_settled or found is not there[-1]):
                 continue
             if by_itself or watched.still or self._shows_a_cut(found):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
@@ -276,9 +319,10 @@ class CommandCheckpoints:
     def _watch(self, found: FoundCheckpoint, now: float) -> None:
         before = self._watched.get(found.key)
         number = -1 if found.number is None else found.number
-        if self._is_new(found) and -1 < number <= self._number and self._begins_anew(found):
-            self._offset, self._number, self._counts_else = self.newest, -1, False
-        if not self._is_new(found) or -1 < number <= self._number:
+        is_before = self._node == 0 and -1 < number <= self._number  # the leader has told of a part, so it is new
+        if is_before and self._is_new(found) and self._begins_anew(found):
+            self._offset, self._number, self._counts_else, is_before = self.newest, -1, False, False
+        if is_before or not self._is_new(found):
             self._watched.pop(found.key, None)
         elif before is None:
             self._watched[found.key] = Watched(found, now, now)
@@ -305,7 +349,7 @@ class CommandCheckpoints:
             watched.still = not watched.doubtful
         if quiet < (LOOK_S if writing is not None else UNKNOWN_QUIET_S) or now < watched.not_before:
             return False
-        if lacking := self.names.lacks(found):
+        if lacking := self._lacks(found):
             if found.number is not None and latest is not None and found.number < latest:
                 self._say_once(f"{found.title} does not count: {lacking}")
             return False
@@ -346,7 +390,7 @@ class CommandCheckpoints:
             raise ValueError("its step has more than eight digits, and is never published: count in thousands")
         unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
-        also = self.names.companions(self.folder, self._user)
+        also = self.names.companions(self.folder, self._user) if self._node == 0 else {}
         on_signal = found.written > self._signalled_at and found.key not in self._begun_before
         reason = self.reason
         if reason == "stop" and not on_signal:
@@ -358,8 +402,7 @@ class CommandCheckpoints:
                 made = unfinished / FILES / name
                 if made.stat().st_size != look.bytes or (why := torn(made)):
                     raise ValueError(f"{name}: {why or 'another length than it had'}")
-            again = next((each for each in self.find() if each.key == found.key), None)
-            if again != found or (alive and self._is_written(found)):
+            if self._find_again(found) != found or (alive and self._is_written(found)):
                 raise ValueError("it was changed meanwhile")
             names = sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*") if path.is_file())
             made_of = tuple((name, (unfinished / name).stat().st_size) for name in names)
@@ -371,9 +414,12 @@ class CommandCheckpoints:
                 phase=PHASE,
                 goes_on_from=step,
                 val_loss=self._lines.val.get(step),
-                world_size=self._gpus,
+                world_size=self._gpus * self._nodes,
                 lines=self._lines.told_by(min(watched.begun, begun)).counting.to_json(),
+                node=self._node,
+                named_by=min(found.files, default="") if self._nodes > 1 else "",
             )
+            unfinished.mkdir(parents=True, exist_ok=True)
             atomic.write_json(unfinished / COMMIT, told.to_json())
             if folder.exists():  # of a start before this one, which will not be gone on from
                 shutil.rmtree(folder)
@@ -382,6 +428,7 @@ class CommandCheckpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         self.names.learn(found)
+        self._knows_parts = True
         self.newest, self.newest_is_on_signal, self.committed_at = step, on_signal, self._clock()
         self._begun_before.discard(found.key)
         self._number, self.count = max(self._number, found.number or 0), self.count + 1
@@ -393,7 +440,8 @@ class CommandCheckpoints:
         save = Save(step=step, reason=reason, bytes=told.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
         self._lines.saved(save, written, is_counted=is_counted)
         size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
-        self._say(f"checkpoint of step {step:,} is whole: {size}, copied in {took:.1f} s")
+        what = f"this node's part of step {step:,}" if self._node else f"checkpoint of step {step:,}"
+        self._say(f"{what} is whole: {size}, copied in {took:.1f} s")
 
     def _in_unit(self, found: FoundCheckpoint) -> int | None:
         """What its name counts, in the run's unit but for `_offset`; None: nothing that can be told in it."""
@@ -406,6 +454,8 @@ class CommandCheckpoints:
         """The run's step of one, and whether anything tells it: else it is one more than the one before. `told`: by
         lines when its first file was whole.
         """
+        if self._node:
+            return self._leaders_step[found.key], True
         number, counts_epochs = self._in_unit(found), "step" not in found.counts
         if counts_epochs and found.number == 0 and not self.count and not self._put_back:
             # A name of 0 is that of the first epoch.

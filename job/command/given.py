@@ -65,6 +65,7 @@ class Folders:
         """The placeholders."""
         named = self.user / NAMED
         inputs = {f"inputs.{name}": str(named / name) for name in self.own.names(named)}
+        meeting = {name: os.environ.get(environment.COMMAND[name], alone) for name, alone in ALONE.items()}
         return {
             "code": str(self.code),
             "checkpoints": str(self.user / KEPT),
@@ -72,7 +73,8 @@ class Folders:
             "state": str(self.user / STATE),
             "gpus": gpus,
             "run": run,
-            **{name: os.environ.get(environment.COMMAND[name], alone) for name, alone in ALONE.items()},
+            **meeting,
+            "ranks": int(meeting["nodes"]) * gpus,
             **inputs,
         }
 
@@ -91,7 +93,7 @@ def variables(
 ) -> dict[str, str]:
     """The environment of each start, apart from secrets and from what a resume adds."""
     told = {
-        **{name: str(values[name]) for name in ("run", "gpus", "checkpoints", "outputs", "state", *ALONE)},
+        **{name: str(values[name]) for name in ("run", "gpus", "checkpoints", "outputs", "state", "ranks", *ALONE)},
         "attempt": str(attempt),
         "progress": str(progress_file(config, folders, values)),
         "stop_file": str(folders.stop_file),

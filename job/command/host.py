@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from gpufleet.job import atomic
@@ -26,7 +27,7 @@ from gpufleet.job.command.watchdogs import StartWatch
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.commit import Commit
-from gpufleet.job.contract.messages import Alarm, CommandEnd, Fatal, Message, Spent, Stop
+from gpufleet.job.contract.messages import Alarm, CommandEnd, Fatal, LeaderSaved, Message, Spent, Stop
 from gpufleet.job.contract.results import refusal
 from gpufleet.job.contract.run import Task
 from gpufleet.job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, STOP
@@ -64,6 +65,10 @@ class Host:
         gpus = self.config.gpus or len(on_node) or 1
         run = str(told.get("id", "run"))
         self.values = self.folders.values(run, gpus)
+        nodes, self.node = int(self.values["nodes"]), int(self.values["node_rank"])
+        if nodes > 1:
+            # From a checkpoint that the others may not have: all begin again together.
+            self.config = replace(self.config, exit=replace(self.config.exit, restarts=0))
         spent = Spent.read(workdir)
         self.variables = variables(
             self.config,
@@ -94,6 +99,9 @@ class Host:
             run=run,
             digest=task.digest,
             gpus=gpus,
+            nodes=nodes,
+            node=self.node,
+            leader=lambda: LeaderSaved.read(workdir),
             alive=self._alive,
             lines=self.progress,
             say=say,
@@ -353,7 +361,8 @@ class Host:
                 self._deliver_from(self.folders.resolve_path(text, self.values), text)
             except ValueError as error:
                 say(f"warning: outputs {text}: {error}")
-        if not any((self.workdir / FINAL).rglob("*")):
+        is_part = self.config.format.is_sharded and int(self.values["nodes"]) > 1
+        if not any((self.workdir / FINAL).rglob("*")) and not is_part:
             with suppress(OSError):
                 self.checkpoints.copy_newest(self.workdir / FINAL)
 

@@ -13,7 +13,7 @@ import shutil
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
@@ -21,13 +21,14 @@ from typing import BinaryIO
 
 from gpufleet.job.contract import reading
 from gpufleet.job.foreign import ForeignFolder
-from gpufleet.job.spec.command import COUNTED, CommandConfig, filled
+from gpufleet.job.spec.command import COUNTED, RANK, CommandConfig, filled
 
 ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's, where they begin as a zip does
 PICKLED = ".metadata"  # torch.distributed.checkpoint's
 MOST_STEPS = 10**8  # names of ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
 MOST_HEADER = 100_000_000  # of a .safetensors file, as its library has it, and of a .metadata that is looked into
+Key = tuple[str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class FoundCheckpoint:
         return self.counts.get("step", self.counts.get("epoch"))
 
     @property
-    def key(self) -> tuple[str, int | None]:
+    def key(self) -> Key:
         """What tells it from the others of its folder."""
         return self.folder, self.number
 
@@ -84,13 +85,19 @@ class FoundCheckpoint:
 
     @property
     def written(self) -> float:
-        """Epoch seconds of the newest file."""
-        return max(look.written for look in self.files.values()) / 1e9
+        """Epoch seconds of the newest file; 0 where there are none."""
+        return max((look.written for look in self.files.values()), default=0) / 1e9
 
     @property
     def first_written(self) -> float:
-        """Epoch seconds of the oldest file."""
-        return min(look.written for look in self.files.values()) / 1e9
+        """Epoch seconds of the oldest file; 0 where there are none."""
+        return min((look.written for look in self.files.values()), default=0) / 1e9
+
+    def without_files(self, names: Collection[str]) -> FoundCheckpoint:
+        """The checkpoint without the files of these names."""
+        files = {name: look for name, look in self.files.items() if name not in names}
+        outer = frozenset(each for each in self.places if any(name.startswith(each) for name in files))
+        return replace(self, files=files, inner={name: self.inner[name] for name in files}, places=outer)
 
     def is_anew(self, before: FoundCheckpoint) -> bool:
         """Whether it was written again since it looked like `before`: not where a file only came into its folder."""
@@ -105,9 +112,9 @@ class Names:
         """`prefix`: what stands before a file's name in the bucket."""
         self._complete, self._unless, self._prefix = config.complete, config.unless, prefix
         self._patterns = [_pattern(name) for name in config.names]
-        self._also = [_pattern(name.rstrip("/") + end)[0] for name in config.checkpoint.also for end in ("", "/")]
+        self._also = [_pattern(name.rstrip("/") + end)[0] for name in config.companions for end in ("", "/")]
         self.unfit: dict[str, str] = {}  # checkpoints of the last `find` that can never be published, and why
-        self._has_parts = any("*" in name.rpartition("/")[2] for name in config.names)
+        self._has_parts = any("*" in name.rpartition("/")[2] or RANK in name for name in config.names)
         self.are_known = bool(config.complete) or not (
             self._has_parts or any(name.endswith("/") for name in config.names)
         )
@@ -167,6 +174,11 @@ class Names:
         ]
         return sorted(checkpoints, key=lambda each: (each.number or 0, each.written))
 
+    def named(self, relative: str) -> FoundCheckpoint | None:
+        """The checkpoint that has a file of this name, without any files; None: it is of none."""
+        told = self.match(relative)
+        return told and FoundCheckpoint(counts=told[0], folder=told[1], files={}, inner={}, places=frozenset())
+
     def companions(self, folder: Path, allowed: Path) -> dict[str, int]:
         """The bytes of files that are kept with each checkpoint, by their names below the folder."""
         found = {}
@@ -189,8 +201,12 @@ class Names:
             )
         return ""
 
-    def lacks(self, found: FoundCheckpoint) -> str:
-        """What of it is not there yet, in words; nothing where its names are complete."""
+    def lacks(self, found: FoundCheckpoint, *, is_part: bool = False) -> str:
+        """What of it is not there yet, in words; nothing where its names are complete. Of a part, which a node writes
+        that follows another, as far as earlier parts tell: what says that all are whole is the other's.
+        """
+        if is_part:
+            return self._unlike_learned(found)
         inner = set(found.inner.values())
         if self._unless and filled(self._unless, {**found.counts}) in inner:
             return f"{self._unless} says that it is unfinished"
@@ -201,6 +217,9 @@ class Names:
         if found.number is None:
             count = sum(count for count, _ in self.learned.values()) if self._has_parts else 0
             return f"{len(found.files)} of {count} files are there" if len(found.files) < count else ""
+        return self._unlike_learned(found)
+
+    def _unlike_learned(self, found: FoundCheckpoint) -> str:
         kinds = _kinds(found.inner, found.files)
         for kind, (count, least) in self.learned.items():
             there, smallest = kinds.get(kind, (0, 0))
@@ -214,13 +233,11 @@ class Names:
         """The checkpoint with those of its files alone that were written since it looked like `before`, where its names
         count nothing, match several files, and these are a checkpoint by themselves; else as it is.
         """
-        files = {name: look for name, look in found.files.items() if before is None or before.files.get(name) != look}
-        if found.number is not None or not files or not self._has_parts:
+        if before is None or found.number is not None or not self._has_parts:
             return found
-        if not all(any(pattern.fullmatch(name) for name in files) for pattern, _ in self._patterns):
-            return found
-        outer = frozenset(each for each in found.places if any(name.startswith(each) for name in files))
-        return replace(found, files=files, inner={name: found.inner[name] for name in files}, places=outer)
+        newer = found.without_files({name for name, look in before.files.items() if found.files.get(name) == look})
+        is_whole = all(any(pattern.fullmatch(name) for name in newer.files) for pattern, _ in self._patterns)
+        return newer if newer.files and is_whole else found
 
     def _last(self, found: FoundCheckpoint) -> list[str]:
         """The files of it that say by their being there that the others are whole; all where none does."""
@@ -256,10 +273,12 @@ def _pattern(name: str) -> tuple[re.Pattern[str], int]:
     the first on, are told apart by a `*`.
     """
     text, seen = "", set[str]()
-    for part in re.split(r"(\{(?:step|epoch)(?::[0-9a-z]+)?\}|\*)", name.rstrip("/")):
+    for part in re.split(r"(\{(?:step|epoch)(?::[0-9a-z]+)?\}|\{rank\}|\*)", name.rstrip("/")):
         if count := COUNTED.fullmatch(part):
             text += rf"0*(?P={count[1]})" if count[1] in seen else rf"0*(?P<{count[1]}>[0-9]+)"
             seen.add(count[1])
+        elif part == RANK:
+            text += r"\d+"
         else:
             text += "[^/]*" if part == "*" else re.escape(part)
     folders = name.rstrip("/").split("/")[:-1]

@@ -6,6 +6,8 @@ Names that the work folder has too are workdir.py's, those of a checkpoint's par
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from gpufleet.job.contract import workdir
 
@@ -20,7 +22,8 @@ FLEETS = "known_fleet/"  # by the program, once it has made the fleet: the one t
 CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
     f"{folder}/" for folder in (workdir.CHECKPOINTS, workdir.EXPORTS, workdir.FINAL, workdir.STAGES, workdir.SCALARS)
 )
-MANIFEST_KEY = re.compile(rf"{CHECKPOINTS}step_(\d{{8}})/{re.escape(MANIFEST)}")
+MANIFEST_KEY = re.compile(rf"{CHECKPOINTS}step_(\d{{8}})/(?:g(\d{{6}})/)?{re.escape(MANIFEST)}")
+_CHECKPOINT_KEY = re.compile(rf"{CHECKPOINTS}step_(\d{{8}})/(?:g(\d{{6}})/)?.+")
 GENERATION_KEY = re.compile(rf"{GANG}(\d{{6}})\.json")
 PRESENCE_KEY = re.compile(rf"{GANG}nodes/([\w.-]+)\.json")
 _NODE_KEY = re.compile(rf"{ATTEMPTS}([\w.-]+)\.json|{HEARTBEATS}([\w.-]+)\.jsonl")
@@ -71,9 +74,54 @@ def node_of(key: str) -> str | None:
     return found and (found[1] or found[2])
 
 
-def manifest_key(step: int) -> str:
-    """The key of a published checkpoint's manifest."""
-    return f"{CHECKPOINTS}{workdir.step_folder(step)}/{MANIFEST}"
+class CheckpointPlace(NamedTuple):
+    """Where the files of a checkpoint lie. Of several nodes each generation has a folder of its own below the step's,
+    so that none writes over another's files. Of one node it is 0, the step's own folder, or one more than that of a
+    node which has published the same step before.
+    """
+
+    step: int
+    generation: int = 0
+
+    @property
+    def prefix(self) -> str:
+        """What its keys begin with."""
+        inner = f"g{self.generation:06d}/" if self.generation else ""
+        return f"{CHECKPOINTS}{workdir.step_folder(self.step)}/{inner}"
+
+    @property
+    def manifest(self) -> str:
+        """The key of its manifest, with which it is published."""
+        return self.prefix + MANIFEST
+
+    def part_prefix(self, node: int) -> str:
+        """What the keys begin with of the files that a node of several, by its rank, has written of it."""
+        return f"{self.prefix}node_{node:03d}/" if node else self.prefix
+
+    def part(self, node: int) -> str:
+        """The key of the list of those files, with which they are whole."""
+        return f"{self.prefix}node_{node:03d}.json"
+
+
+def checkpoint_place(key: str) -> CheckpointPlace | None:
+    """Where an object of a checkpoint lies; None: it is of none."""
+    found = _CHECKPOINT_KEY.fullmatch(key)
+    return found and CheckpointPlace(int(found[1]), int(found[2] or 0))
+
+
+def published(keys: Iterable[str]) -> list[CheckpointPlace]:
+    """The checkpoints that have a manifest, lowest step first, and of one step the lowest generation."""
+    found = filter(None, map(MANIFEST_KEY.fullmatch, keys))
+    return sorted(CheckpointPlace(int(each[1]), int(each[2] or 0)) for each in found)
+
+
+def has_one_writer(key: str) -> bool:
+    """Whether only one node writes such a key, unconditionally: it holds that node's name, or is a file of a checkpoint
+    in the folder of a generation, which one node leads.
+    """
+    place = checkpoint_place(key)
+    is_file = place is not None and place.generation > 0 and key != place.manifest
+    return is_file or key.startswith((GANG, ATTEMPTS, HEARTBEATS, "log/"))
 
 
 def input_key(sha256: str, file: str = "") -> str:

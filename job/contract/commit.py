@@ -6,14 +6,14 @@ manifest.json, and makes commit.json of a manifest where it stages one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import inputs, reading
-from gpufleet.job.contract.bucket import manifest_key
+from gpufleet.job.contract.bucket import CheckpointPlace, published
 from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.contract.workdir import step_folder
@@ -22,6 +22,7 @@ Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"
 HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder that it is sending: the trainer leaves it alone
 SCHEMA = 1
+OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # left out where they hold nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,10 @@ class Commit:
     torch: str = ""
     world_size: int = 1
     lines: dict[str, Any] = field(default_factory=dict)  # of a command: what its output had told, job/command/lines.py
+    # Of a command on several nodes.
+    node: int = 0  # the rank of the node whose part this is; 0: the leader's, or all of it
+    borrowed: tuple[str, ...] = ()  # names of its files that other nodes have written
+    named_by: str = ""  # one of the leader's files, by whose name the others know theirs
 
     @property
     def folder(self) -> str:
@@ -72,7 +77,7 @@ class Commit:
     def to_json(self) -> dict[str, Any]:
         files = [{"name": name, "bytes": size} for name, size in self.files]
         tree = {**asdict(self), "schema": SCHEMA, "files": files}
-        return tree if self.lines else {key: tree[key] for key in tree if key != "lines"}
+        return {key: tree[key] for key in tree if tree[key] or key not in OF_COMMANDS}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Commit:
@@ -84,7 +89,7 @@ class Commit:
             (each.need("name", reading.name), each.need("bytes", reading.whole_number))
             for each in fields.sections("files")
         )
-        if not files:
+        if not files and not tree.get("node"):
             raise DoubtError("it names no files")
         return cls(
             step=step,
@@ -110,6 +115,9 @@ class Commit:
             torch=fields.take("torch", reading.text, ""),
             world_size=fields.take("world_size", reading.whole_number, 1),
             lines=fields.take("lines", reading.mapping(reading.anything), {}),
+            node=fields.take("node", reading.whole_number, 0),
+            borrowed=fields.take("borrowed", reading.listed(reading.name), ()),
+            named_by=fields.take("named_by", reading.text, ""),
         )
 
 
@@ -132,34 +140,72 @@ class Manifest:
     commit: Commit
     run: str
     files: tuple[InputFile, ...]
+    parts: tuple[tuple[InputFile, ...], ...] = ()  # what the other nodes have written, by their ranks from 1 on
+    generation: int = 0  # in whose folder it lies: bucket.CheckpointPlace
+
+    @property
+    def place(self) -> CheckpointPlace:
+        """Where it lies."""
+        return CheckpointPlace(self.commit.step, self.generation)
+
+    @property
+    def objects(self) -> dict[str, InputFile]:
+        """Its files by their keys."""
+        parts = enumerate((self.files, *self.parts))
+        return {self.place.part_prefix(node) + file.name: file for node, files in parts for file in files}
+
+    def read_by(self, node: int, of_rank: Callable[[str], bool]) -> dict[str, InputFile]:
+        """The files that a node needs, by their keys: its own, and of the others' what no rank writes for itself
+        alone. Of one name it gets its own.
+        """
+        own = node if node <= len(self.parts) else 0
+        found: dict[str, tuple[str, InputFile]] = {}
+        for other, files in sorted(enumerate((self.files, *self.parts)), key=lambda each: (each[0] == own, -each[0])):
+            for file in files:
+                if other == own or not of_rank(file.name):
+                    found[file.name] = (self.place.part_prefix(other) + file.name, file)
+        return dict(found.values())
 
     def to_json(self, published: Published, required: Iterable[tuple[str, int]]) -> dict[str, Any]:
         """With who has published it, and the bytes of the exports that it relies on."""
+        parts = [{"files": [asdict(file) for file in files]} for files in self.parts]
         return {
             **self.commit.to_json(),
             **asdict(published),
             "run": self.run,
             "files": [asdict(file) for file in self.files],
             "required_files": [{"name": name, "bytes": size} for name, size in required],
+            **({"nodes": len(parts) + 1, "parts": parts} if parts else {}),
         }
 
     @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Manifest:
+    def from_json(cls, tree: dict[str, Any], generation: int = 0) -> Manifest:
         """Raises DoubtError."""
         fields = Fields(tree)
-        return cls(commit=Commit.from_json(tree), run=fields.need("run", reading.text), files=inputs.files(fields))
+        return cls(
+            commit=Commit.from_json(tree),
+            run=fields.need("run", reading.text),
+            files=inputs.files(fields),
+            parts=tuple(inputs.files(each) for each in (fields.sections("parts") if "parts" in tree else ())),
+            generation=generation,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
     """best.json: the published step with the lowest validation loss of the newest phase."""
 
-    step: int
+    place: CheckpointPlace
     phase: str
     val_loss: float | None
 
+    @property
+    def step(self) -> int:
+        return self.place.step
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "schema": SCHEMA, "manifest": manifest_key(self.step)}
+        told = {"step": self.step, "phase": self.phase, "val_loss": self.val_loss}
+        return {**told, "schema": SCHEMA, "manifest": self.place.manifest}
 
     @classmethod
     def from_bytes(cls, content: bytes | None) -> Best | None:
@@ -167,8 +213,10 @@ class Best:
         try:
             tree = reading.parse(content or b"")
             fields = Fields(tree)
+            step = fields.need("step", reading.step)
+            named = published([str(tree.get("manifest"))])
             return cls(
-                step=fields.need("step", reading.step),
+                place=named[0] if named and named[0].step == step else CheckpointPlace(step),
                 phase=fields.take("phase", reading.text, ""),
                 val_loss=finite(tree.get("val_loss")),
             )

@@ -29,6 +29,7 @@ COMMAND = {  # what a command is told, each as GPUFLEET_<name>
     "stop_file": "GPUFLEET_STOP_FILE",
     "nodes": "GPUFLEET_NODES",
     "node_rank": "GPUFLEET_NODE_RANK",
+    "ranks": "GPUFLEET_RANKS",
     "master": "GPUFLEET_MASTER",
     "port": "GPUFLEET_PORT",
 }

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from gpufleet.job.contract import reading
+from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.reading import Fields
 
 State = Literal["staging", "ready", "busy", "gone"]
@@ -24,13 +25,16 @@ class Presence:
     address: str
     launched_at: float  # epoch seconds
     state: State = "ready"
-    since: float = 0.0  # epoch seconds by its own clock
-    notice: float | None = None  # when AWS ends it, epoch seconds
+    since: float = 0.0  # epoch seconds by its own clock, as these two
+    at: float = 0.0  # when it said all this
+    notice: float | None = None  # when AWS ends it
     generation: int = 0
     ended: int | None = None
     said: str = ""  # why, where its end is the run's
     stopping: bool = False  # it leads, and its ranks are to save and end
     rung: int = 0  # of the ladder, to begin at
+    saved: int = -1  # the newest step whose checkpoint, or part of one, is whole on its disk and to be published
+    named_by: str = ""  # of that one, where this node leads: commit.Commit.named_by
 
     def to_json(self) -> dict[str, Any]:
         """The object."""
@@ -46,29 +50,39 @@ class Presence:
             launched_at=fields.need("launched_at", reading.number),
             state=fields.need("state", reading.choice(*get_args(State))),
             since=fields.take("since", reading.number, 0.0),
+            at=fields.take("at", reading.number, 0.0),
             notice=fields.take("notice", reading.number, None),
             generation=fields.take("generation", reading.whole_number, 0),
             ended=fields.take("ended", _code, None),
             said=fields.take("said", reading.text, ""),
             stopping=fields.take("stopping", reading.flag, False),
             rung=fields.take("rung", reading.whole_number, 0),
+            saved=int(fields.take("saved", reading.number, -1)),
+            named_by=fields.take("named_by", reading.text, ""),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangGeneration:
-    """Nodes that train together, in the order of their ranks: the first one leads. `tries`: how often the same ones
-    have begun at the same `step`, the newest published then (-1: none), to no avail. `is_last`: once too often; its
-    members leave instead.
+    """Nodes that train together, in the order of their ranks: the first one leads. All of them begin from the
+    checkpoint of `step` that the generation `source` published (0: the step's own folder has it), or from nothing where
+    `step` is -1. `tries`: how often the same ones have begun there to no avail. `is_last`: once too often; its members
+    leave instead.
     """
 
     number: int
     members: tuple[str, ...]
     addresses: tuple[str, ...]
     step: int = -1
+    source: int = 0
     rung: int = 0
     tries: int = 0
     is_last: bool = False
+
+    @property
+    def origin(self) -> CheckpointPlace | None:
+        """Where the checkpoint lies that they begin from; None: they begin anew."""
+        return None if self.step < 0 else CheckpointPlace(self.step, self.source)
 
     @property
     def leader(self) -> str:
@@ -92,6 +106,7 @@ class GangGeneration:
             members=members,
             addresses=addresses,
             step=int(fields.take("step", reading.number, -1)),
+            source=fields.take("source", reading.whole_number, 0),
             rung=fields.take("rung", reading.whole_number, 0),
             tries=fields.take("tries", reading.whole_number, 0),
             is_last=fields.take("is_last", reading.flag, False),

@@ -119,6 +119,26 @@ class Accept(Message):
     FILE = workdir.ACCEPT
 
 
+@dataclass(frozen=True, kw_only=True)
+class LeaderSaved(Message):
+    """The newest checkpoint that is whole on the leader's disk, of several nodes, of which this node's ranks may have
+    written a part. `ended`: the leader's ranks have ended, and there will be none after it.
+    """
+
+    FILE = workdir.LEADER_SAVED
+    step: int
+    named_by: str
+    ended: bool
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Self:
+        return cls(
+            step=int(fields.need("step", reading.number)),
+            named_by=fields.need("named_by", reading.text),
+            ended=fields.need("ended", reading.flag),
+        )
+
+
 # From the trainer to the supervisor.
 
 

@@ -14,6 +14,7 @@ START = "start.json"  # the rung at which a trainer that waits begins
 STOP = "stop.json"
 SAVE = "save.json"
 ACCEPT = "accept.json"  # enough nodes were refused: this one trains
+LEADER_SAVED = "leader_saved.json"  # of several nodes: which checkpoint of the leader's is whole
 
 # From the trainer to the supervisor.
 FATAL = "fatal.json"
@@ -56,7 +57,8 @@ STEPS = "step_*"  # folders of checkpoints, as step_folder names them
 
 # Files at the top of the folder that are no results of the run.
 OWN = frozenset(
-    {RUN, START, STOP, SAVE, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT, DONE, OBSERVED, ALARM}
+    {RUN, START, STOP, SAVE, ACCEPT, LEADER_SAVED, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT, DONE, OBSERVED}
+    | {ALARM}
 )
 
 

@@ -41,11 +41,11 @@ PHASE = "train"
 ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
 PROBE_SAVE_S = 600.0  # of a probe beyond its steps, for the command to save by itself
 P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
-STEP, EPOCH = "{step}", "{epoch}"
+STEP, EPOCH, RANK = "{step}", "{epoch}", "{rank}"
 MINUTE_MS = 60_000.0
 GPUS_NAMED = re.compile(r"(?P<gpus>[1-9][0-9]{0,2}) ?x ?(?P<gpu>\S.*)")
 
-FormatName = Literal["hf-trainer", "lightning", "litgpt", "nanochat", "dcp", "file", "none"]
+FormatName = Literal["hf-trainer", "lightning", "litgpt", "nanochat", "dcp", "deepspeed", "file", "none"]
 Unit = Literal["step", "epoch"]
 Signal = Literal["TERM", "INT", "USR1", "USR2"]
 
@@ -58,6 +58,9 @@ class Format:
     complete: str = ""  # a file of it that is written last
     unless: str = ""  # a file whose presence means unfinished
     progress: tuple[str, ...] = ()  # regular expressions with the groups that Progress names
+    also: tuple[str, ...] = ()  # kept with each
+    is_sharded: bool = False  # each rank writes files of its own
+    of_rank: str = ""  # a regular expression for the names of files that only the rank reads which wrote them
 
 
 FORMATS: dict[str, Format] = {
@@ -83,8 +86,18 @@ FORMATS: dict[str, Format] = {
     "nanochat": Format(
         each=("model_{step}.pt", "meta_{step}.json", "optim_{step}_rank*.pt"),
         progress=(r"^step (?P<step>\d+)/(?P<total>\d+).*loss: (?P<loss>[\d.]+).*dt: (?P<step_ms>[\d.]+)ms",),
+        is_sharded=True,
+        of_rank=r"optim_\d+_rank\d+\.pt",
     ),
-    "dcp": Format(each=("step-{step}/",), complete=".metadata"),
+    # Rank 0 writes .metadata when all ranks have written theirs; a rank may read what another wrote.
+    "dcp": Format(each=("step-{step}/",), complete=".metadata", is_sharded=True),
+    "deepspeed": Format(
+        each=("global_step{step}/",),
+        progress=(r"\[Rank 0\] step=(?P<step>\d+),",),
+        also=("latest",),  # names the newest
+        is_sharded=True,
+        of_rank=r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt",
+    ),
     "file": Format(),
     "none": Format(),  # it saves nothing
 }
@@ -275,6 +288,21 @@ class CommandConfig(JobConfig):
         if self.progress.stdout or self.progress.file:
             return self.progress.stdout
         return FORMATS[self.progress.format or self.checkpoint.format or "file"].progress
+
+    @property
+    def leaves_parts(self) -> bool:  # type: ignore[override]
+        """True but for one file that is overwritten, of which only the leader's counts."""
+        return self.saves and not self.checkpoint.rewritten
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """What is kept with each checkpoint, below `checkpoint.folder`."""
+        return (*self.checkpoint.also, *self.format.also)
+
+    def is_of_rank(self, name: str) -> bool:
+        own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(each)) for each in self.names if RANK in each]
+        of_rank = (self.format.of_rank, *(each + ".+" if each.endswith("/") else each for each in own))
+        return any(re.search(f"(^|/)({pattern})$", name) for pattern in of_rank if pattern)
 
     @property
     def groups(self) -> frozenset[str]:
@@ -551,8 +579,21 @@ class CommandConfig(JobConfig):
         for path, several in (("checkpoint.also", self.checkpoint.also), ("outputs", self.outputs)):
             yield from ((f"{path}[{index}]", text) for index, text in enumerate(several))
 
-    def says_which_node(self) -> bool:
-        return any("{node_rank}" in text for _, text in self.texts())
+    def trains_apart(self) -> str:
+        if (found := _ALONE.search(self.command)) is not None:
+            return f"{STATIC} in the place of {found[0]}, with which each node trains alone"
+        if (found := _RANKS_ELSEWHERE.search(self.command)) is not None:
+            return (
+                f"{STATIC} in the place of {found[0]}, which gives out ranks by host names: rank 0, which saves and"
+                " prints, may be on a node of which nobody takes that"
+            )
+        if not any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts()):
+            return (
+                "{node_rank}, by which each node knows its ranks, as in torchrun"
+                f" {STATIC}; where your script reads {NODE_RANK} by itself, job.env says so:"
+                " {NODE_RANK: '{node_rank}'}"
+            )
+        return ""
 
     def inputs_named(self) -> Iterator[tuple[str, str]]:
         for path, text in self.texts():
@@ -777,10 +818,14 @@ def without_keys(text: str) -> str:
 
 PLACEHOLDERS = (
     *("{code}", "{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}"),
-    *("{nodes}", "{node_rank}", "{master}", "{port}"),
+    *("{nodes}", "{node_rank}", "{ranks}", "{master}", "{port}"),
 )
+NODE_RANK = "GPUFLEET_NODE_RANK"  # contract/environment.py has it
+STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # torchrun's
+_ALONE = re.compile(r"(?<!\S)(--standalone\b|\S*(localhost|127\.0\.0\.1):0\b)")
+_RANKS_ELSEWHERE = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
 INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
-_NAMES = re.compile(r"code|checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run|nodes|node_rank|master|port")
+_NAMES = re.compile(r"code|checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run|nodes|node_rank|ranks|master|port")
 
 
 def unknown_placeholders(text: str, *, extra: bool = False) -> str:

@@ -96,7 +96,12 @@ class JobConfig(ABC):
     leaves_results: ClassVar[bool] = True  # results.json, at the end of a finished run
     one_node: ClassVar[str] = ""  # why several do not help it; empty: they do
     resumes_everywhere: ClassVar[bool] = False  # each of several nodes needs the checkpoint on its own disk
+    leaves_parts: bool = False  # each of several nodes writes a part of a checkpoint to its own disk
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
+
+    def is_of_rank(self, name: str) -> bool:
+        """Whether a file of a checkpoint is read by that rank alone which has written it."""
+        return False
 
     @property
     def delivers_best(self) -> bool:
@@ -141,9 +146,11 @@ class JobConfig(ABC):
         """The user's code that a node gets beside gpufleet's own; None: there is none."""
         return None
 
-    def says_which_node(self) -> bool:
-        """Whether each of several nodes is told which one it is: a ready-made job's always."""
-        return True
+    def trains_apart(self) -> str:
+        """What to write where each of several nodes would train alone, or none could know rank 0; empty: they train
+        together, as ready-made jobs do.
+        """
+        return ""
 
     @property
     def login(self) -> str | None:

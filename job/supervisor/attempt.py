@@ -22,7 +22,7 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.attempt import SUPERSEDED, Beat, Exit, Node
 from gpufleet.job.contract.aws import HANDOVER_S
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
-from gpufleet.job.contract.commit import BEST, Published
+from gpufleet.job.contract.commit import BEST, Manifest, Published
 from gpufleet.job.contract.messages import (
     Accept,
     Alarm,
@@ -45,7 +45,7 @@ from gpufleet.job.supervisor.compile_cache import GraphMirror
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
 from gpufleet.job.supervisor.publish import Publisher, commits
-from gpufleet.job.supervisor.store import StoreError
+from gpufleet.job.supervisor.store import StoreError, SupersededError, create
 from gpufleet.job.supervisor.uploads import Pulse, Uploader, send_log
 from gpufleet.job.supervisor.world import Cause, Outside, Trainer
 
@@ -239,12 +239,14 @@ class Supervisor:
 
     def _resume(self) -> None:
         """Brings the store's newest good checkpoint, and the log that belongs to it."""
-        manifest = staging.checkpoint(self.staging)
+        self._go_on_from(staging.checkpoint(self.staging))
+
+    def _go_on_from(self, manifest: Manifest | None) -> None:
         self.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
+        # Before anything may end this attempt: it prunes what it does not know of.
+        self._patiently(lambda: self.publisher.resumed(manifest), BEST)
         if manifest is not None:
-            # Before anything may end this attempt: it prunes what it does not know of.
-            self._patiently(lambda: self.publisher.resumed(manifest), BEST)
-            if not staging.best_too(self.staging, manifest.commit.step):
+            if not staging.best_too(self.staging, manifest.place):
                 self.publisher.forget_best(manifest)
             metrics = self._patiently(lambda: self.store.get_bytes(METRICS), METRICS)
             if metrics:
@@ -353,7 +355,7 @@ class Supervisor:
         self._spent_at, spent = now, self.meter.spent(now)
         usd, seconds = str(spent.usd), str(spent.seconds)
         trained_at = 0.0 if self.progress.first_at is None else self.progress.grew_at
-        published, step, step_s = self.publisher.newest, self.progress.step, self.progress.step_s
+        published, step, step_s = self.publisher.newest.step, self.progress.step, self.progress.step_s
         found = switch.find_switch(
             self.run_file,
             done_share=self.forecast.done_share(step),
@@ -535,7 +537,7 @@ class Supervisor:
             lambda: self._write_receipt(done),
             self.record.flush,
             lambda: send_log(self.store, self.world.log.path, LOG),
-            lambda: self.store.put_bytes(marker, bucket.DONE),
+            lambda: create(self.store, marker, bucket.DONE),  # whoever was first has said it
         ):
             try:
                 self._insist(until, act)
@@ -550,7 +552,7 @@ class Supervisor:
         self.uploader.hurry(cause.deadline)
         published = self._drain(cause.deadline + (LATE_S if cause.reason == "notice" else 0.0))
         self.say(
-            f"interrupted ({cause.reason}); newest published step {self.publisher.newest}"
+            f"interrupted ({cause.reason}); newest published step {self.publisher.newest.step}"
             + ("" if published else "; more was committed, and is lost")
         )
         self._leave(attempts.interruption(cause, self.clock()))
@@ -577,11 +579,15 @@ class Supervisor:
     def _drain(self, until: float) -> bool:
         """Uploads what is committed until there is no more, or no more time. True: nothing is left."""
         self.uploader.poll()
-        while not self.uploader.idle and self.clock() < until:
+        while not self.uploader.idle and self.clock() < until and not self._waits_in_vain():
             self._keep_alive()
             self.world.sleep(TICK_S)
             self.uploader.poll()
         return self.uploader.idle
+
+    def _waits_in_vain(self) -> bool:
+        """Whether what is not published yet lacks something that nobody will bring."""
+        return False
 
     def _in_upload_thread(self, act: Callable[[], None]) -> None:
         """`act` in the thread of the uploads where that has no more to do, with heartbeats meanwhile."""
@@ -600,7 +606,7 @@ class Supervisor:
                 act()
                 return
             except StoreError as error:
-                if self.clock() + pause > until:
+                if self.clock() + pause > until or isinstance(error, SupersededError):
                     raise
                 self.say(f"{error}; again in {pause:.0f} s")
                 again = self.clock() + pause

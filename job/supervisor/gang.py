@@ -9,9 +9,10 @@ concludes anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration, Presence
 
@@ -32,6 +33,11 @@ class Sight:
 
     presence: Presence
     age_s: float
+
+    @property
+    def notice_in_s(self) -> float | None:
+        """When it goes away, in seconds from the look on: its clock need not be that of the others."""
+        return None if self.presence.notice is None else self.presence.notice - self.presence.at - self.age_s
 
     @property
     def is_there(self) -> bool:
@@ -91,10 +97,12 @@ class Wait:
 Action = Join | Propose | Leave | Wait
 
 
-def next_of(view: View, nodes: int, *, ready_s: float, spare_s: float, lacking_s: float, step: int) -> Action:
+def next_of(
+    view: View, nodes: int, *, ready_s: float, spare_s: float, lacking_s: float, origin: CheckpointPlace | None
+) -> Action:
     """What a node does that trains in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`:
     for how long the others have trained without this one; `lacking_s`: for how long a block's nodes have been too few;
-    `step`: the newest published.
+    `origin`: the checkpoint that the next generation begins from.
     """
     own, newest = view.own, view.newest
     if newest is not None and newest.number > own.generation and own.instance in newest.members:
@@ -115,7 +123,7 @@ def next_of(view: View, nodes: int, *, ready_s: float, spare_s: float, lacking_s
         return Wait(why=f"{len(ready)} of {nodes} nodes are ready")
     members = ready[:nodes]
     if own.instance == members[0].instance or (own in members and ready_s >= PROPOSE_S):
-        return Propose(generation=_proposal(members, newest, step))
+        return Propose(generation=_proposal(members, newest, origin))
     return Wait(why=f"{members[0].instance} is to propose")
 
 
@@ -143,21 +151,40 @@ def acts(view: View) -> bool:
     )
 
 
-def _proposal(members: list[Presence], newest: GangGeneration | None, step: int) -> GangGeneration:
+def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> list[CheckpointPlace]:
+    """Published checkpoints that the next generation may begin from, in order. A leader that froze may publish one of
+    its own after `newest` has begun without it, and that is passed over: what was logged since does not lead there.
+    """
+    every = sorted(places)
+    began = (newest and newest.origin) or CheckpointPlace(-1)
+    if newest is None:
+        return every
+    known = [each for each in every if each <= began or each.generation == 0 or each.generation >= newest.number]
+    return known or every
+
+
+def _proposal(members: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
     made = GangGeneration(
         number=newest.number + 1 if newest else 1,
         members=tuple(each.instance for each in members),
         addresses=tuple(each.address for each in members),
-        step=step,
+        step=-1 if origin is None else origin.step,
+        source=0 if origin is None else origin.generation,
         rung=max(each.rung for each in members),
     )
-    if newest is None or (set(newest.members), newest.step, newest.rung) != (set(made.members), made.step, made.rung):
+    if newest is None or (set(newest.members), newest.origin, newest.rung) != (
+        set(made.members),
+        made.origin,
+        made.rung,
+    ):
         return made
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
 
-def why_over(view: View, generation: GangGeneration, *, idle_s: float) -> str | None:
-    """Why a member must end its trainer; None: it trains on. `idle_s`: since this node's ranks did a step, or began."""
+def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping: bool = False) -> str | None:
+    """Why a member must end its trainer; None: it trains on. `idle_s`: since this node's ranks did a step, or began.
+    `stopping`: they have been asked to end, and one that follows need not end well while the leader's save.
+    """
     if view.age_s >= FENCE_S:
         return f"no store and no step for {min(view.age_s, idle_s):.0f} s" if idle_s >= FENCE_S else None
     if view.newest is not None and view.newest.number > generation.number:
@@ -173,15 +200,19 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float) -> str | 
         if seen is None or not seen.is_there:
             if view.steady_s >= STEADY_S:
                 return f"{name} is lost"
-        elif seen.presence.generation >= generation.number and seen.presence.ended not in (None, *TOGETHER):
+        elif (
+            seen.presence.generation >= generation.number
+            and seen.presence.ended not in (None, *TOGETHER)
+            and (name == generation.leader or not stopping)
+        ):
             return f"{name}'s trainer ended with {seen.presence.ended}"
     return None
 
 
-def notice(view: View, generation: GangGeneration) -> float | None:
-    """When the first of a generation's other members goes away that has a notice."""
-    told = [view.others[name].presence.notice for name in generation.members if name in view.others]
-    return min((at for at in told if at is not None), default=None)
+def notice_in_s(view: View, generation: GangGeneration) -> float | None:
+    """In how many seconds the first of a generation's other members goes away that has a notice."""
+    told = [view.others[name].notice_in_s for name in generation.members if name in view.others]
+    return min((seconds - view.age_s for seconds in told if seconds is not None), default=None)
 
 
 def fatal(view: View, generation: GangGeneration) -> str | None:

@@ -15,13 +15,25 @@ from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.attempt import Exit, Node
+from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration
-from gpufleet.job.contract.messages import Accept, Fatal, Preflight, Stop, UsedRung
+from gpufleet.job.contract.messages import Accept, Fatal, LeaderSaved, Preflight, Stop, UsedRung
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
-from gpufleet.job.contract.workdir import CHECKPOINTS, LEFT, LOG, METRICS, PREFLIGHT, RUNG, STEPPED, STOP
-from gpufleet.job.supervisor import attempts, gang
+from gpufleet.job.contract.workdir import (
+    CHECKPOINTS,
+    LEADER_SAVED,
+    LEFT,
+    LOG,
+    METRICS,
+    PREFLIGHT,
+    RUNG,
+    STEPPED,
+    STEPS,
+    STOP,
+)
+from gpufleet.job.supervisor import attempts, gang, staging
 from gpufleet.job.supervisor.attempt import (
     CRASH_S,
     FINISH_S,
@@ -30,11 +42,14 @@ from gpufleet.job.supervisor.attempt import (
     LimitReachedError,
     Supervisor,
 )
-from gpufleet.job.supervisor.presence import Fenced, Lookout
+from gpufleet.job.supervisor.presence import ConditionalStore, Lookout
 from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.supervisor.store import StoreError
+from gpufleet.job.supervisor.uploads import PART_S
 from gpufleet.job.supervisor.world import Cause, Outside
+
+MADE_S = 120.0  # for the other nodes to have their parts of a checkpoint whole, once the leader has told of it
 
 
 class GangMember(Supervisor):
@@ -42,13 +57,15 @@ class GangMember(Supervisor):
 
     def __init__(self, run: RunFile, node: Node, workdir: Path, world: Outside, watch: Lookout) -> None:
         self.watch = watch
-        self.fence = Fenced(world.store)
+        self.fence = ConditionalStore(world.store)
         super().__init__(run, node, workdir, replace(world, store=self.fence))
         self.generation: GangGeneration | None = None  # that trains, or whose end is being published
         self._left: gang.Leave | None = None
         self._over: ends.Done | None = None
         self.pulse.leads, self._waits_for = False, ""
         self._own_log = 0  # where in job.log what no leader's has begins
+        self._in_vain_since: float | None = None
+        self._told_at = 0.0  # of a checkpoint that is to be published
         self._spare_since: float | None = None
         self._ready_since: float | None = None
         self._lacking_since: float | None = None
@@ -62,6 +79,11 @@ class GangMember(Supervisor):
             self.watch.leave()
 
     @property
+    def _leaves_parts(self) -> bool:
+        """Each node sends what its ranks have written of a checkpoint."""
+        return self.run_file.config.leaves_parts
+
+    @property
     def leads(self) -> bool:
         """This node decides: of its generation, or as the oldest of those that wait."""
         if self.generation is not None:
@@ -71,30 +93,35 @@ class GangMember(Supervisor):
     # Ready ------------------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Nothing yet: what to resume from is known when a generation begins."""
-        if self.generation is None:
-            return
-        if self._has_newest():
-            self.progress.skip(self.resumed_step)
-            return
-        shutil.rmtree(self.workdir / CHECKPOINTS, ignore_errors=True)
-        super()._resume()
+        """Nothing: what to resume from is known when a generation begins."""
 
-    def _has_newest(self) -> bool:
-        """This node's disk has the newest published checkpoint, and no newer one."""
-        steps = [commit.step for commit in commits(self.workdir)]
-        newest = self._newest_published()
-        if not steps or max(steps) != newest or self.publisher.newest != newest:
+    def _begin_from(self, origin: CheckpointPlace | None) -> bool:
+        """This node's disk has the checkpoint there, and none else; no checkpoint, where there is no `origin`. False:
+        it does not verify.
+        """
+        kept, folder = [commit.step for commit in commits(self.workdir)], self.workdir / CHECKPOINTS
+        if origin is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._go_on_from(None)
+            return True
+        if self.publisher.newest == origin and max(kept, default=-1) == origin.step and not self._leaves_parts:
+            self.resumed_step = origin.step
+            self.progress.skip(origin.step)
+            return True
+        manifest = staging.checkpoint_at(self.staging, origin)
+        if manifest is None:
             return False
-        self.resumed_step = newest
+        for path in folder.glob(STEPS):
+            if path.name != manifest.commit.folder:
+                shutil.rmtree(path, ignore_errors=True)
+        self._go_on_from(manifest)
         return True
 
-    def _newest_published(self) -> int:
-        """Its step; -1: there is none. Raises StoreError."""
+    def _newest_published(self) -> CheckpointPlace | None:
+        """From which the next generation may begin; None: there is none. Raises StoreError."""
         entries = self._patiently(lambda: self.store.entries(bucket.CHECKPOINTS), bucket.CHECKPOINTS)
-        return max(
-            (int(found[1]) for each in entries if (found := bucket.MANIFEST_KEY.fullmatch(each.key))), default=-1
-        )
+        places = gang.timely(bucket.published(each.key for each in entries), self.watch.view.newest)
+        return places[-1] if places else None
 
     def _gather(self) -> GangGeneration | None:
         """Waits for a generation that has this node. None: the attempt is over instead. Raises InterruptedEarlyError,
@@ -103,7 +130,7 @@ class GangMember(Supervisor):
         self.watch.tell(state="ready")
         if self.pulse.leads:
             with suppress(StoreError, OSError):  # what it has printed since its last heartbeat
-                self.store.put_file(self.world.log.path, LOG)
+                self.store.put_bytes(self.world.log.path.read_bytes(), LOG)
             self.pulse.leads, self._own_log = False, self._log_bytes()
         while True:
             view = self.watch.view
@@ -130,8 +157,8 @@ class GangMember(Supervisor):
                 self.say(f"waits: {action.why}")
             self.world.sleep(TICK_S)
 
-    def _next(self, view: gang.View, step: int = -1) -> gang.Action:
-        """`step`: the newest published, which a proposal has to know."""
+    def _next(self, view: gang.View, origin: CheckpointPlace | None = None) -> gang.Action:
+        """`origin`: the newest published checkpoint, which a proposal has to know."""
         now, nodes = self.clock(), self.run_file.nodes
         enough = len(gang.ready_nodes(view)) >= nodes and not gang.busy_nodes(view)
         self._ready_since = (self._ready_since or now) if enough else None
@@ -145,7 +172,7 @@ class GangMember(Supervisor):
             ready_s=now - (self._ready_since or now),
             spare_s=now - (self._spare_since or now),
             lacking_s=now - (self._lacking_since or now),
-            step=step,
+            origin=origin,
         )
 
     def _limit(self, now: float, end_s: float) -> str | None:
@@ -164,8 +191,9 @@ class GangMember(Supervisor):
 
     def _train_with(self, generation: GangGeneration) -> int:
         """How this node's trainer ended."""
+        self.watch.tell(state="busy", generation=generation.number, ended=None, said="", saved=-1, named_by="")
+        self.uploader.abandon(self._pause)  # what this node led before, it must not send as a member of this one
         self.generation, self.fence.generation = generation, generation.number
-        self.watch.tell(state="busy", generation=generation.number, ended=None, said="")
         if self.leads:
             self._take_over()
         self._waits_for = ""
@@ -173,8 +201,11 @@ class GangMember(Supervisor):
         role = "leads it" if self.leads else f"follows {generation.leader}"
         self.say(f"generation {generation.number}: {', '.join(generation.members)}; this node {role}")
         self._forget()
-        if self.leads or self.run_file.config.resumes_everywhere:
-            self._resume()
+        self.publisher.join(generation.number, rank, len(generation.members) if self._leaves_parts else 1)
+        self.staging = replace(self.staging, node=rank)
+        reads = self.leads or self.run_file.config.resumes_everywhere
+        if not self._begin_from(generation.origin if reads else None):
+            return TrainerExit.UNREADABLE  # all begin anew, from the one before it
         self.rung = generation.rung
         self.record.update(floor=self.rung)
         if attempts.accepts(self.others.attempts):
@@ -195,6 +226,10 @@ class GangMember(Supervisor):
         self.progress.poll()
         self._take_notes()
         return code
+
+    def _pause(self) -> None:
+        self._keep_alive()
+        self.world.sleep(TICK_S)
 
     def _take_over(self) -> None:
         """The run's log goes on where the leader before has left it; what this one printed meanwhile follows."""
@@ -217,15 +252,13 @@ class GangMember(Supervisor):
         """What an earlier generation left says nothing of this one."""
         self.cause, self.killed, self._kill_at = None, "", None
         self.uploader.calm()
-        for name in (STOP, RUNG, LEFT, STEPPED):
+        for name in (STOP, RUNG, LEFT, STEPPED, LEADER_SAVED):
             with suppress(OSError):
                 (self.workdir / name).unlink(missing_ok=True)
 
     def _why_over(self, generation: GangGeneration) -> str | None:
-        view = self.watch.view
-        why = gang.why_over(view, generation, idle_s=self._idle_s())
         stopping = self.cause is not None or (self.workdir / STOP).exists()
-        return None if why is None or (stopping and "trainer ended" in why) else why
+        return gang.why_over(self.watch.view, generation, idle_s=self._idle_s(), stopping=stopping)
 
     def _idle_s(self) -> float:
         """Since a rank of this node did a step, or began."""
@@ -236,12 +269,16 @@ class GangMember(Supervisor):
         return self.clock() - max(self._stepped[1], self.progress.grew_at)
 
     def _tick(self) -> None:
-        """A follower publishes nothing and judges no progress: it has no metrics."""
+        """A follower publishes nothing but its part, and judges no progress: it has no metrics."""
         if (leaving := self._leaving()) is not None:
             self.watch.tell(notice=leaving.deadline)
+        if self._leaves_parts:
+            self._tell_saved()
         if self.leads:
             super()._tick()
             return
+        if self._leaves_parts:
+            self.uploader.poll()
         self.progress.poll()  # a command's; a trainer's metrics are the leader's alone
         step, at = self._stepped
         if step and self.record.now.started_s is None:
@@ -258,6 +295,37 @@ class GangMember(Supervisor):
         if (now := self.clock()) >= self._spent_at + SPENT_S:
             self._tell_spent(now)
 
+    def _tell_saved(self) -> None:
+        """Which checkpoint is to be published now: the leader the others, and a follower its ranks. The leader waits
+        for the parts of one before it tells of the next, while they may come and nothing presses: else, with parts
+        slower than saves, none would ever be whole.
+        """
+        assert self.generation is not None
+        newest = max(commits(self.workdir), key=lambda commit: commit.step, default=None)
+        if newest is not None and not (self.leads and self._awaits_parts()):
+            self.publisher.newest_wanted = newest.step
+            self.watch.tell(saved=newest.step, named_by=newest.named_by)
+        if self.leads:
+            return
+        leader = self.watch.view.others.get(self.generation.leader)
+        if leader is None or leader.presence.generation != self.generation.number:
+            return
+        seen = leader.presence
+        told = LeaderSaved(step=seen.saved, named_by=seen.named_by, ended=seen.ended is not None)
+        if told != LeaderSaved.read(self.workdir):
+            self._tell(told)
+
+    def _awaits_parts(self) -> bool:
+        """Whether the checkpoint that was told of last is still to be published, and will be."""
+        assert self.generation is not None
+        step, now = self.watch.own.saved, self.clock()
+        if step <= self.publisher.newest.step or self.cause is not None or self._child is None:
+            self._told_at = now
+            return False
+        others = [self.watch.view.others.get(name) for name in self.generation.members[1:]]
+        is_made = all(each is not None and each.presence.saved >= step for each in others)
+        return is_made or now - self._told_at < MADE_S
+
     def _leader_stops(self) -> bool:
         assert self.generation is not None
         leader = self.watch.view.others.get(self.generation.leader)
@@ -268,10 +336,10 @@ class GangMember(Supervisor):
         if self.generation is None or self._child is None:
             super()._look()
             return
-        peer = gang.notice(self.watch.view, self.generation)
-        if self.leads and self.cause is None and peer is not None and self._leaving() is None:
-            self.cause = Cause(reason="notice", deadline=peer)
-            self._stop(self.cause, self.clock())
+        now, peer_s = self.clock(), gang.notice_in_s(self.watch.view, self.generation)
+        if self.leads and self.cause is None and peer_s is not None and self._leaving() is None:
+            self.cause = Cause(reason="notice", deadline=now + peer_s)
+            self._stop(self.cause, now)
         else:
             super()._look()
         self.watch.tell(stopping=self.cause is not None)
@@ -279,6 +347,8 @@ class GangMember(Supervisor):
     def _judge_end(self, generation: GangGeneration, code: int) -> bool:
         """What the end of this node's trainer makes of the attempt. False: it is ready for another generation."""
         lower, self._child = self.rung, None
+        if self._leaves_parts:
+            self._tell_saved()
         if code == TrainerExit.OUT_OF_MEMORY:
             lower, code = self._lower(code)
         self.watch.tell(ended=code, rung=lower, said=self._said(code), stopping=False)
@@ -290,9 +360,9 @@ class GangMember(Supervisor):
                 return True
             if self.cause is not None and self.cause.ends:
                 return True
-            if (unreadable := self._unreadable(code)) is not None and self._fall_back(unreadable):
-                self.say(f"{unreadable.problem}: the one before it")
-            self._drain(self._counted_until(FINISH_S if code in gang.TOGETHER else CRASH_S))
+            if (unreadable := self._unreadable(code)) is not None:
+                staging.set_aside(self.staging, unreadable.step, unreadable.problem)
+        self._drain(self._counted_until(FINISH_S if code in gang.TOGETHER else CRASH_S))
         refused = code == TrainerExit.REFUSED and bool((Preflight.read(self.workdir) or Preflight()).problems)
         if refused or (code not in gang.TOGETHER and (self.lost or self._lost())):
             return True
@@ -302,8 +372,20 @@ class GangMember(Supervisor):
         return False
 
     def _drain(self, until: float) -> bool:
-        """What lies on a follower's disk is not published: the leader has its own."""
-        return super()._drain(until) if self.pulse.leads or self.leads else True
+        """What lies on a follower's disk is not published, but for its parts: the leader has its own."""
+        self._in_vain_since = None
+        return super()._drain(until) if self.pulse.leads or self.leads or self._leaves_parts else True
+
+    def _waits_in_vain(self) -> bool:
+        """For parts of nodes that are not there any more, or have sent what they had."""
+        there, number = self.watch.view.alive, self.fence.generation
+        members = self.generation.members if self.generation is not None else ()
+        missing = [there.get(members[rank]) if members else None for rank in self.uploader.lacking]
+        if all(each is not None and (each.state, each.generation) == ("busy", number) for each in missing):
+            self._in_vain_since = None
+            return False
+        self._in_vain_since = self._in_vain_since or self.clock()
+        return self.clock() - self._in_vain_since > 3 * PART_S  # their last word may be older than their part
 
     def _lower(self, code: int) -> tuple[int, int]:
         """The rung that all are to begin at after memory ran out here, and what that makes of the end."""

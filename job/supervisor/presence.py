@@ -14,7 +14,7 @@ from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.contract.reading import DoubtError
 from gpufleet.job.supervisor.gang import BEAT_S, Sight, View
-from gpufleet.job.supervisor.store import Entry, Store, StoreError
+from gpufleet.job.supervisor.store import ABSENT, ANY, Entry, Store, StoreError, SupersededError, create
 
 T = TypeVar("T")
 
@@ -85,13 +85,14 @@ class Lookout:
         """Creates its object, where nobody else has. Read with the next look. Never raises."""
         content = json.dumps(generation.to_json(), sort_keys=True).encode()
         try:
-            self._store.create(content, bucket.generation_key(generation.number))
+            create(self._store, content, bucket.generation_key(generation.number))
         except StoreError as error:
             self._say(f"generation {generation.number} is not proposed: {error}")
         self.look()
 
     def _send(self, own: Presence) -> None:
-        self._store.put_bytes(json.dumps(own.to_json(), sort_keys=True).encode(), bucket.presence_key(own.instance))
+        told = replace(own, at=self._clock()).to_json()
+        self._store.put_bytes(json.dumps(told, sort_keys=True).encode(), bucket.presence_key(own.instance))
 
     def _read(self, own: Presence, entries: dict[str, Entry], *, is_over: bool) -> View:
         now = entries[bucket.presence_key(own.instance)].at if bucket.presence_key(own.instance) in entries else None
@@ -153,26 +154,33 @@ def newest_generation(store: Store) -> int:
     return max((int(each[1]) for each in found if each), default=0)
 
 
-class Fenced:
-    """A run's store, for a leader: a manifest, or the run's end, is written by that of the newest generation alone."""
+class ConditionalStore:
+    """A run's store as each of several nodes has it. A leader that froze and wakes writes over nothing: what any leader
+    writes (metrics, outputs, the run's end) is put over what was there when this one led for certain, or not at all.
+    Objects that one node alone writes need no condition, and the files of a generation's checkpoints are among them. A
+    manifest that comes too late all the same is passed over (gang.timely), or set aside where its files are gone.
+    """
 
     def __init__(self, inner: Store) -> None:
         self._inner, self.uri = inner, inner.uri
         self.generation = 0  # that this node leads, or did last
 
-    def put_bytes(self, content: bytes, key: str) -> None:
-        """Raises StoreError where another node leads by now."""
-        decides = key == bucket.DONE or bucket.MANIFEST_KEY.fullmatch(key)
-        if decides and (newest := newest_generation(self._inner)) > self.generation:
-            raise StoreError(f"{key} is not written: generation {newest} has taken over")
-        if key == bucket.DONE:
-            self._inner.create(content, key)  # whoever was first has said it
-        else:
-            self._inner.put_bytes(content, key)
+    def put_bytes(self, content: bytes, key: str, over: str = ANY) -> None:
+        """Raises TakenError, SupersededError."""
+        self._inner.put_bytes(content, key, self._condition(key, over))
 
-    def put_file(self, path: Path, key: str) -> None:
-        """As the store does."""
-        self._inner.put_file(path, key)
+    def put_file(self, path: Path, key: str, over: str = ANY) -> None:
+        """As `put_bytes`."""
+        self._inner.put_file(path, key, self._condition(key, over))
+
+    def _condition(self, key: str, over: str) -> str:
+        if bucket.has_one_writer(key):
+            return over
+        found = next((entry.etag for entry in self._inner.entries(key) if entry.key == key), ABSENT)
+        # After that, so that whatever a later leader puts from now on is another etag.
+        if (newest := newest_generation(self._inner)) > self.generation:
+            raise SupersededError(f"{key} is not written: generation {newest} has taken over")
+        return found if over == ANY else over
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

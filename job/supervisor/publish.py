@@ -1,7 +1,12 @@
 """Checkpoints out of the node: files in parallel, sizes checked, the manifest last. Then best.json, then pruning.
 
-A checkpoint without a manifest does not exist, so whatever dies in here leaves the last published one in force.
-Kept are best, last and last but one, in the store and on the disk; older ones go only after the newer manifest.
+A checkpoint without a manifest does not exist, so whatever dies in here leaves the last published one in force. None
+of its objects is written over or deleted for one of the same step: that goes into a folder of its own
+(bucket.CheckpointPlace). Kept are best, last and last but one, in the store and on the disk; older ones go only after
+the newer manifest.
+
+Where each of several nodes writes a part of a checkpoint, each sends its own, and then the list of its files. The
+leader's manifest waits for all lists and holds them: a checkpoint that lacks a part does not exist either.
 
 What stages have finished goes out too: <workdir>/stages/*.jsonl, mirrored to <run>/stages/. A stage appends one JSON
 object per line and never changes a line, so a line that is in the store is work that no later attempt repeats. S3
@@ -16,15 +21,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gpufleet.job import atomic
-from gpufleet.job.contract import bucket
-from gpufleet.job.contract.bucket import manifest_key
+from gpufleet.job.contract import bucket, inputs, reading
+from gpufleet.job.contract.bucket import CheckpointPlace, checkpoint_place
 from gpufleet.job.contract.commit import BEST, HELD, Best, Commit, Manifest, Published
 from gpufleet.job.contract.commit import read as read_commit
 from gpufleet.job.contract.inputs import InputFile
+from gpufleet.job.contract.reading import Fields
 from gpufleet.job.contract.results import refusal
 from gpufleet.job.contract.workdir import (
     CHECKPOINTS,
@@ -115,6 +122,14 @@ def whole_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
+class LackingError(StoreError):
+    """A checkpoint is there but for the parts of these nodes of several."""
+
+    def __init__(self, step: int, nodes: Iterable[int]) -> None:
+        self.nodes = tuple(nodes)
+        super().__init__(f"step {step} lacks the part of node {', '.join(map(str, self.nodes))}")
+
+
 PARALLEL = 8
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
 MOST_SCALARS = 1024**3  # bytes of a file of TensorBoard's, which goes again as a whole whenever it has grown
@@ -132,7 +147,12 @@ class Publisher:
         published: Callable[[], Published],
         say: Callable[[str], None],
     ) -> None:
-        self.newest = -1  # highest step with a manifest in the store, as far as we put it there or resumed from it
+        self.newest = CheckpointPlace(
+            -1
+        )  # the highest step's in the store, as far as we put it there or resumed from it
+        # Of several nodes: which generation this one is in, its rank there, and how many leave parts of a checkpoint.
+        self.generation, self.node, self.parts = 0, 0, 1
+        self.newest_wanted: int | None = None  # where parts are waited for: the step of the newest that is to go
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
         self._store, self._workdir, self._say = store, workdir, say
         self._run, self._published, self._own = run, published, ForeignFolder(workdir)
@@ -141,40 +161,55 @@ class Publisher:
         self._given_up: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
-        self._arrived: dict[str, tuple[int, str]] = {}  # of the commit under way: time of writing and sha256
+        self._place = CheckpointPlace(-1)  # of the commit under way, or sent last
+        self._arrived: dict[str, tuple[int, str]] = {}  # its files that are there: time of writing and sha256
+        self._began: float | None = None  # when their sending began, if nothing has failed since
         self._cancel = threading.Event()
         self.stages = Mirror(store, workdir)
         self._reading = threading.Lock()
 
-    def resumed(self, manifest: Manifest) -> None:
+    def resumed(self, manifest: Manifest | None) -> None:
         """The store's newest good checkpoint is this manifest's; a best of a later step, or one that is gone, is
-        nobody's.
+        nobody's. None: training begins from nothing.
         """
-        step = manifest.commit.step
-        self.newest, self._told = step, manifest.commit.changing
-        self._given_up = set()
-        self._arrived = self._staged(step, manifest.files)  # where only its evaluation is new, nothing goes again
+        self.newest = self._place = CheckpointPlace(-1) if manifest is None else manifest.place
+        self._told = () if manifest is None else manifest.commit.changing
+        self._given_up, self._arrived, self._best = set(), {}, None
+        if self.node or manifest is None:
+            return
+        self._arrived = self._staged(manifest)  # where only its evaluation is new, nothing goes again
         best = Best.from_bytes(self._store.get_bytes(BEST))
-        there = best is not None and best.step <= step and self._store.size(manifest_key(best.step)) is not None
+        there = best is not None and best.place <= self.newest and self._store.size(best.place.manifest) is not None
         self._best = best if there else None
-        self._offer(manifest.commit)  # a node may end between the two
+        self._offer(manifest.commit, manifest.place)  # a node may end between the two
 
     def forget_best(self, manifest: Manifest) -> None:
         """The best cannot be had any more: what the trainer has, from the resumed `manifest` on, is all there is."""
         self._best = None
-        self._offer(manifest.commit)
+        self._offer(manifest.commit, manifest.place)
+
+    def join(self, generation: int, node: int, parts: int) -> None:
+        """From now on this node publishes for the generation, and nothing of what it had for another."""
+        self.generation, self.node, self.parts = generation, node, parts
+        self.newest_wanted = -1 if parts > 1 else None
+        self._place, self._arrived = CheckpointPlace(-1), {}
 
     def pending(self) -> list[Commit]:
         """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters. The
         newest published goes again where its evaluation has been made up for, or the run goes on from it once more.
         """
-        waiting = [commit for commit in commits(self._workdir) if commit.step not in self._given_up]
+        most = self.newest_wanted
+        waiting = [
+            commit
+            for commit in commits(self._workdir)
+            if commit.step not in self._given_up and (most is None or commit.step <= most)
+        ]
         return [
             commit
             for commit in waiting
             if self._improves(commit)
-            or (commit.step == self.newest and commit.changing != self._told)
-            or (commit.step > self.newest and (commit is waiting[-1] or commit.reason != "timed"))
+            or (commit.step == self.newest.step and commit.changing != self._told)
+            or (commit.step > self.newest.step and (commit is waiting[-1] or commit.reason != "timed"))
         ]
 
     def give_up(self, commit: Commit) -> None:
@@ -187,86 +222,132 @@ class Publisher:
         self._store.cancel()
 
     def publish(self, commit: Commit) -> None:
-        """Raises StoreError (GivenUpError after `cancel`), or OSError when the files are not there as committed."""
+        """Raises StoreError (GivenUpError after `cancel`, LackingError), or OSError when the files are not there as
+        committed.
+        """
         self._cancel.clear()
         with upload_mark(self._path(commit)):
-            self._publish(commit)
+            try:
+                self._publish(commit)
+            except LackingError:
+                raise
+            except BaseException:
+                self._began = None
+                raise
 
     def _publish(self, commit: Commit) -> None:
-        folder = f"{bucket.CHECKPOINTS}{commit.folder}"
         for name, size in commit.files:
             if self._own.stat(path := self._path(commit) / name).st_size != size:
                 raise FileNotFoundError(f"{path} is not {size} bytes long")
         required = self._require(commit.requires)
-        started = time.monotonic()  # exports go once, and do not tell how long a checkpoint takes
-        digests, whole = self._send_all(commit, folder)
+        digests = self._send_all(commit)
+        files = tuple(InputFile(name=name, bytes=size, sha256=digests[name]) for name, size in commit.files)
+        if self.node:
+            part = {"files": [asdict(file) for file in files]}
+            self._store.put_bytes(atomic.json_bytes(part), self._place.part(self.node))
+            self.newest, self._told = self._place, commit.changing
+            self._say(f"node {self.node}'s part of step {commit.step} is sent, {commit.bytes / 1e6:.1f} MB")
+            return
+        parts = self._read_parts()
         self.stages.send()  # what a later phase's checkpoint relies on
         try:
             self.metrics(patience_s=5.0)
         except OSError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
             self._say(f"metrics not sent: {error}")
-        files = tuple(InputFile(name=name, bytes=size, sha256=digests[name]) for name, size in commit.files)
-        manifest = Manifest(commit=commit, run=self._run, files=files).to_json(self._published(), required)
-        self._store.put_bytes(atomic.json_bytes(manifest), manifest_key(commit.step))
-        self._offer(commit)
-        if commit.step >= self.newest:
-            self.newest, self._told = commit.step, commit.changing
-        if whole:
-            self.measured = (commit.bytes, time.monotonic() - started)
-        self._say(f"published step {commit.step} ({commit.reason}), {commit.bytes / 1e6:.1f} MB")
+        made = Manifest(commit=commit, run=self._run, files=files, parts=parts, generation=self.generation)
+        manifest = made.to_json(self._published(), required)
+        self._store.put_bytes(atomic.json_bytes(manifest), self._place.manifest)
+        self._offer(commit, self._place)
+        if commit.step >= self.newest.step:
+            self.newest, self._told = self._place, commit.changing
+        if self._began is not None:
+            self.measured = (commit.bytes, time.monotonic() - self._began)
+        self._began = None
+        others = sum(file.bytes for part in parts for file in part)
+        self._say(f"published step {commit.step} ({commit.reason}), {(commit.bytes + others) / 1e6:.1f} MB")
 
-    def _send_all(self, commit: Commit, folder: str) -> tuple[dict[str, str], bool]:
-        """Every file of the commit, those apart that arrived before a try of it failed. Their sha256 by name, and
-        whether all were sent now.
-        """
-        paths = {f"{folder}/{name}": self._path(commit) / name for name, _ in commit.files}
-        written = {key: self._own.stat(path).st_mtime_ns for key, path in paths.items()}
-        same = {key: kept for key, kept in self._arrived.items() if written.get(key) == kept[0]}
+    def _read_parts(self) -> tuple[tuple[InputFile, ...], ...]:
+        """What the other nodes have sent of the checkpoint, by their ranks. Raises LackingError."""
+        if self.parts == 1:
+            return ()
+        there = {entry.key for entry in self._store.entries(self._place.prefix)}
+        lacking = [node for node in range(1, self.parts) if self._place.part(node) not in there]
+        if lacking:
+            raise LackingError(self._place.step, lacking)
+        lists = [self._store.get_bytes(self._place.part(node)) or b"" for node in range(1, self.parts)]
+        return tuple(inputs.files(Fields(reading.parse(content))) for content in lists)
+
+    def _send_all(self, commit: Commit) -> dict[str, str]:
+        """Every file of the commit, those apart that arrived before a try of it failed. Their sha256 by name."""
+        paths = {name: self._path(commit) / name for name, _ in commit.files}
+        written = {name: self._own.stat(path).st_mtime_ns for name, path in paths.items()}
+        there = {entry.key for entry in self._store.entries(CheckpointPlace(commit.step).prefix)}
         # Another node, where two overlap, may have swept up what seemed to be torn.
-        there = {entry.key for entry in self._store.entries(f"{folder}/")} if same else set()
-        self._arrived = {key: kept for key, kept in same.items() if key in there}
-        whole = not self._arrived
-        if len(self._arrived) < len(paths):  # never new files under an old manifest: a node that went late has left one
-            self._store.delete([manifest_key(commit.step)])
+        self._arrived = {
+            name: kept
+            for name, kept in self._arrived.items()
+            if self._place.step == commit.step and written.get(name) == kept[0] and self._key(name) in there
+        }
+        is_another = self._place.manifest in there and len(self._arrived) < len(paths)
+        if self._place.step != commit.step or is_another:
+            self._place, self._arrived = self._new_place(commit.step, there), {}
+        if len(self._arrived) < len(paths):
+            self._began = None if self._arrived else time.monotonic()
         with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
             waiting = [
-                (key, pool.submit(self._hash, path), pool.submit(self._send, path, key))
-                for key, path in paths.items()
-                if key not in self._arrived
+                (name, pool.submit(self._hash, path), pool.submit(self._send, path, self._key(name)))
+                for name, path in paths.items()
+                if name not in self._arrived
             ]
             failed = None
-            for key, digest, sent in waiting:
+            for name, digest, sent in waiting:
                 failed = failed or sent.exception()
                 if sent.exception() is None:
-                    self._arrived[key] = (written[key], digest.result())
+                    self._arrived[name] = (written[name], digest.result())
         if failed is not None:
             raise failed
-        return {name: self._arrived[f"{folder}/{name}"][1] for name, _ in commit.files}, whole
+        return {name: self._arrived[name][1] for name in paths}
+
+    def _key(self, name: str) -> str:
+        return self._place.part_prefix(self.node) + name
+
+    def _new_place(self, step: int, there: Iterable[str]) -> CheckpointPlace:
+        """Where no manifest is. Raises FileExistsError where this generation has published another one of the step."""
+        published = [place.generation for place in bucket.published(there)]
+        if not self.generation:
+            return CheckpointPlace(step, max(published, default=-1) + 1)
+        if self.generation in published:
+            raise FileExistsError(f"step {step} of generation {self.generation} is published already, with other files")
+        return CheckpointPlace(step, self.generation)
 
     def _path(self, commit: Commit) -> Path:
         return self._workdir / CHECKPOINTS / commit.folder
 
-    def _staged(self, step: int, files: Iterable[InputFile]) -> dict[str, tuple[int, str]]:
-        """Size and hash of the manifest's files that are on this disk, which were downloaded and verified, by name."""
-        folder, found = manifest_key(step).removesuffix(bucket.MANIFEST), {}
-        for file in files:
-            path = self._workdir / folder / file.name
-            if path.is_file():
-                found[folder + file.name] = (path.stat().st_mtime_ns, file.sha256)
-        return found
+    def _staged(self, manifest: Manifest) -> dict[str, tuple[int, str]]:
+        """Time of writing and hash of the manifest's files that are on this disk, downloaded and verified, by name."""
+        paths = {file: self._path(manifest.commit) / file.name for file in manifest.files}
+        return {file.name: (path.stat().st_mtime_ns, file.sha256) for file, path in paths.items() if path.is_file()}
 
     def prune(self) -> None:
-        """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last."""
-        entries = self._store.entries(bucket.CHECKPOINTS)
-        steps = sorted(int(match[1]) for entry in entries if (match := bucket.MANIFEST_KEY.fullmatch(entry.key)))
-        keep = self._kept_steps(steps)
-        old = [entry.key for entry in entries if self._is_old(entry.key.split("/")[1], keep)]
-        self._store.delete(old)
-        self._prune_disk(keep | {commit.step for commit in self.pending()})
-        last = [commit for commit in commits(self._workdir) if commit.step == self.newest]
+        """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last. What
+        a later generation has put there is not this one's to remove, and nothing is a follower's.
+        """
+        if self.node:
+            self._prune_disk({commit.step for commit in commits(self._workdir)[-2:]})
+            return
+        keys = {entry.key: checkpoint_place(entry.key) for entry in self._store.entries(bucket.CHECKPOINTS)}
+        later = {place for place in keys.values() if place and 0 < self.generation < place.generation}
+        by_step = {place.step: place for place in bucket.published(keys) if place not in later}
+        keep = {*list(by_step.values())[-2:], *self._needed()}
+        old = [key for key, place in keys.items() if place and place < self.newest and place not in keep | later]
+        if old:
+            self._store.delete(old)
+        steps = {place.step for place in keep}
+        self._prune_disk(steps | {commit.step for commit in self.pending()})
+        last = [commit for commit in commits(self._workdir) if commit.step == self.newest.step]
         if last and shutil.disk_usage(self._workdir).free < FREE_FACTOR * last[0].bytes:
             self._say("the disk is short of room for another checkpoint: only the last and the best stay on it")
-            self._prune_disk(self._kept_steps([]))
+            self._prune_disk({place.step for place in self._needed()})
 
     def metrics(self, patience_s: float = -1) -> None:
         """What the stages after training appended, and metrics.jsonl as it is now, up to its last whole line. Where
@@ -377,23 +458,20 @@ class Publisher:
             return commit.val_loss is not None
         return commit.val_loss < best.val_loss if commit.phase == best.phase else commit.step > best.step
 
-    def _offer(self, commit: Commit) -> None:
-        """best.json names this published step, if it is better than the one it names."""
+    def _offer(self, commit: Commit, place: CheckpointPlace) -> None:
+        """best.json names this published checkpoint, if it is better than the one it names."""
         if self._improves(commit):
-            best = Best(step=commit.step, phase=commit.phase, val_loss=commit.val_loss)
+            best = Best(place=place, phase=commit.phase, val_loss=commit.val_loss)
             self._store.put_bytes(atomic.json_bytes(best.to_json()), BEST)
             self._best = best
 
-    def _kept_steps(self, steps: list[int]) -> set[int]:
-        return {*steps[-2:], *([self._best.step] if self._best else []), self.newest}
-
-    def _is_old(self, folder: str, keep: set[int]) -> bool:
-        step = step_of(folder)
-        return step is not None and step < self.newest and step not in keep
+    def _needed(self) -> set[CheckpointPlace]:
+        return {self.newest, *([self._best.place] if self._best else [])}
 
     def _prune_disk(self, keep: set[int]) -> None:
         for path in (self._workdir / CHECKPOINTS).glob(STEPS):
-            if self._is_old(path.name, keep):
+            step = step_of(path.name)
+            if step is not None and step < self.newest.step and step not in keep:
                 shutil.rmtree(path, ignore_errors=True)
 
 

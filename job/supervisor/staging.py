@@ -6,18 +6,20 @@ right once downloaded. The highest step that passes is taken; one that fails is 
 
 from __future__ import annotations
 
+import os
 import shutil
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract import inputs as listing
-from gpufleet.job.contract.bucket import manifest_key
+from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.commit import BEST, COMMIT, Best, Manifest
 from gpufleet.job.contract.inputs import DATASET, WEIGHTS, InputFile
 from gpufleet.job.contract.reading import DoubtError, Fields
@@ -44,6 +46,7 @@ class Stage:
     check: Callable[[], None] = lambda: None
     pause: Callable[[float], None] = lambda seconds: None
     doubts: Callable[[str], bool] = lambda key: False  # a key's bytes that arrive wrong are this node's fault
+    node: int = 0  # of several: its rank
 
 
 class MismatchError(Exception):
@@ -99,7 +102,7 @@ def _fill(
             files = _as_listed(retried(stage, lambda: place.entries(""), place.uri), wanted, what)
         folder.mkdir(parents=True, exist_ok=True)
         stage.say(f"{what}: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
-        _download(stage, place, "", files, folder)
+        _download(stage, place, {file.name: file for file in files}, folder)
     except MissingError as error:
         raise ValueError(f"the {what} is not where the run says: {error}") from error
 
@@ -130,54 +133,61 @@ def checkpoint(stage: Stage) -> Manifest | None:
     Raises MismatchError where bytes arrive wrong and the stage doubts this node.
     """
     sizes = _sizes(stage)
-    for key in sorted((key for key in sizes if bucket.MANIFEST_KEY.fullmatch(key)), reverse=True):
-        try:
-            return _restored(stage, key, sizes, "resuming from")
-        except UNFIT as error:
-            stage.say(f"{key} does not verify: {error}")
-            _reject(stage, key, str(error))
-    return None
+    found = (checkpoint_at(stage, place, sizes) for place in reversed(bucket.published(sizes)))
+    return next((manifest for manifest in found if manifest is not None), None)
+
+
+def checkpoint_at(stage: Stage, place: CheckpointPlace, sizes: dict[str, int] | None = None) -> Manifest | None:
+    """The one that lies there, as `checkpoint` does it. None: it does not verify, and is set aside. `sizes`: of the
+    objects that are there, by key.
+    """
+    try:
+        return _restored(stage, place, _sizes(stage) if sizes is None else sizes, "resuming from")
+    except UNFIT as error:
+        stage.say(f"{place.manifest} does not verify: {error}")
+        _reject(stage, place, str(error))
+        return None
 
 
 def set_aside(stage: Stage, step: int, why: str) -> bool:
     """Rejects a step that verifies but cannot be read. False: there is no other that is fit, and nothing is done."""
     sizes = _sizes(stage)
-    key = manifest_key(step)
-    others = [other for other in sizes if bucket.MANIFEST_KEY.fullmatch(other) and other != key]
-    if not any(_is_fit(stage, other, sizes) for other in others):
+    places = bucket.published(sizes)
+    if not any(_is_fit(stage, place, sizes) for place in places if place.step != step):
         return False
-    if key in sizes:
-        stage.say(f"{key} verifies but cannot be used: {why}")
-        _reject(stage, key, why)
+    for place in places:
+        if place.step == step:
+            stage.say(f"{place.manifest} verifies but cannot be used: {why}")
+            _reject(stage, place, why)
     return True
 
 
-def _reject(stage: Stage, key: str, why: str) -> None:
+def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
     """Out of the way, but kept to look at: the node script counts progress by the newest manifest."""
 
     def act() -> None:
-        stage.store.put_bytes(f"{why}\n".encode(), key.replace(bucket.MANIFEST, bucket.REJECTED))
-        stage.store.delete([key])
+        stage.store.put_bytes(f"{why}\n".encode(), place.prefix + bucket.REJECTED)
+        stage.store.delete([place.manifest])
 
-    retried(stage, act, key)
+    retried(stage, act, place.manifest)
 
 
-def best_too(stage: Stage, newest: int) -> bool:
+def best_too(stage: Stage, newest: CheckpointPlace) -> bool:
     """The best checkpoint beside a newer one, for a job that exports the best. False: best.json names one that cannot
     be had.
     """
     if not stage.run.config.delivers_best:
         return True
     best = Best.from_bytes(retried(stage, lambda: stage.store.get_bytes(BEST), BEST))
-    if best is None or best.step >= newest:
+    if best is None or best.place >= newest:
         return True
-    key, sizes = manifest_key(best.step), _sizes(stage)
-    if key not in sizes:
+    sizes = _sizes(stage)
+    if best.place.manifest not in sizes:
         return False
     try:
-        _restored(stage, key, sizes, "the best so far, of")
+        _restored(stage, best.place, sizes, "the best so far, of")
     except UNFIT as error:
-        stage.say(f"{key}, the best so far, does not verify: {error}")
+        stage.say(f"{best.place.manifest}, the best so far, does not verify: {error}")
         return False
     return True
 
@@ -189,57 +199,72 @@ def _sizes(stage: Stage) -> dict[str, int]:
     }
 
 
-def _fit(stage: Stage, key: str, sizes: dict[str, int]) -> Manifest:
-    """The manifest at `key`. Raises DoubtError with why it must not be resumed from, as far as can be seen without a
+def _fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> Manifest:
+    """The manifest there. Raises DoubtError with why it must not be resumed from, as far as can be seen without a
     download.
     """
-    content = retried(stage, lambda: stage.store.get_bytes(key), key)
-    found = Manifest.from_json(reading.parse(content or b""))
-    if manifest_key(found.commit.step) != key:
+    content = retried(stage, lambda: stage.store.get_bytes(place.manifest), place.manifest)
+    found = Manifest.from_json(reading.parse(content or b""), place.generation)
+    if found.place != place:
         raise DoubtError(f"it is of step {found.commit.step}")
     if found.run != stage.run.run:
         raise DoubtError(f"it is of run {reading.show(found.run)}, this is {stage.run.run!r}")
     if found.commit.config_sha256 != stage.run.config_sha256:
         raise DoubtError("it is of another config")
-    for file in found.files:
-        if (there := sizes.get(key.replace(bucket.MANIFEST, file.name))) != file.bytes:
-            raise DoubtError(f"{file.name} has {there} bytes, not {file.bytes}")
+    for key, file in found.objects.items():
+        if (there := sizes.get(key)) != file.bytes:
+            raise DoubtError(f"{key.removeprefix(place.prefix)} has {there} bytes, not {file.bytes}")
     return found
 
 
-def _is_fit(stage: Stage, key: str, sizes: dict[str, int]) -> bool:
+def _is_fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> bool:
     try:
-        _fit(stage, key, sizes)
+        _fit(stage, place, sizes)
     except DoubtError:
         return False
     return True
 
 
-def _restored(stage: Stage, key: str, sizes: dict[str, int], what: str) -> Manifest:
-    """The manifest at `key`, its checkpoint in <workdir>/ckpt. Raises UNFIT, and MismatchError on a doubted node."""
-    manifest = _fit(stage, key, sizes)
-    commit = manifest.commit
-    unfinished = stage.workdir / CHECKPOINTS / f".{commit.folder}"
+def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], what: str) -> Manifest:
+    """The manifest there, its checkpoint in <workdir>/ckpt: of several nodes' what this one reads. Files that are there
+    already are not brought again. Raises UNFIT, and MismatchError on a doubted node.
+    """
+    manifest = _fit(stage, place, sizes)
+    files = manifest.read_by(stage.node, stage.run.config.is_of_rank)
+    commit = replace(manifest.commit, files=tuple((file.name, file.bytes) for file in files.values()))
+    if manifest.parts:
+        own = place.part_prefix(stage.node)
+        borrowed = tuple(file.name for key, file in files.items() if key != own + file.name)
+        commit = replace(commit, node=stage.node, borrowed=borrowed)
+    folder = stage.workdir / CHECKPOINTS / commit.folder
+    unfinished = folder.with_name(f".{commit.folder}")
     shutil.rmtree(unfinished, ignore_errors=True)
+    for file in files.values():
+        (unfinished / file.name).parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # none is there
+            os.link(folder / file.name, unfinished / file.name)
     stage.say(f"{what} step {commit.step}: {commit.bytes / 1e6:.1f} MB")
     try:
-        _download(stage, stage.store, key.removesuffix(bucket.MANIFEST), manifest.files, unfinished)
+        _download(stage, stage.store, files, unfinished)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, MismatchError) and not stage.doubts(error.key):
             raise DoubtError(str(error)) from error
         raise
     atomic.write_json(unfinished / COMMIT, commit.to_json())
-    unfinished.replace(unfinished.with_name(commit.folder))
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.replace(folder)
     return manifest
 
 
-def _download(stage: Stage, store: Store, prefix: str, files: Sequence[InputFile], folder: Path) -> None:
-    def one(file: InputFile) -> None:
-        retried(stage, lambda: _verified(store, prefix + file.name, file, folder / file.name), prefix + file.name)
+def _download(stage: Stage, store: Store, files: Mapping[str, InputFile], folder: Path) -> None:
+    """Brings the files, by their keys, into the folder."""
+
+    def one(key: str, file: InputFile) -> None:
+        retried(stage, lambda: _verified(store, key, file, folder / file.name), key)
 
     with ThreadPoolExecutor(PARALLEL) as pool:
-        waiting: set[Future[None]] = {pool.submit(one, file) for file in files}
+        waiting: set[Future[None]] = {pool.submit(one, key, file) for key, file in files.items()}
         try:
             while waiting:
                 stage.check()

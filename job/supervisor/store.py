@@ -2,12 +2,15 @@
 
 `open_store("s3://bucket/run")` or `open_store("/a/folder")`. Keys are relative to that. Every trouble is a StoreError;
 the store itself retries only what its client calls transient. What to do next is the caller's choice.
+
+A put has a condition, which the store itself holds against what is there in that moment: ANY, ABSENT, or the etag that
+the object must have. TakenError says that it is another one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
-import os
 import re
 import shutil
 import threading
@@ -23,6 +26,7 @@ from gpufleet.job.spec.common import PART_BYTES
 MIB = 1024 * 1024
 METADATA_TIMEOUT_S = 5  # of each request; botocore's own is 1
 CONNECTIONS = 32  # one TCP flow is capped at 5 Gbit/s: uploads need many
+ANY, ABSENT = "*", ""  # conditions of a put: whatever is there is replaced; nothing may be there
 
 
 class StoreError(OSError):
@@ -38,7 +42,11 @@ class RefusedError(StoreError):
 
 
 class TakenError(StoreError):
-    """An object that must not be there is."""
+    """What a put was to replace is not there in that form, or somebody else is putting it in this moment."""
+
+
+class SupersededError(StoreError):
+    """Another of the run's nodes leads by now (presence.py): trying again is of no use."""
 
 
 class GivenUpError(StoreError):
@@ -51,7 +59,7 @@ class Entry:
 
     key: str
     bytes: int
-    etag: str = ""  # S3's, which another content changes
+    etag: str = ""  # which another content changes
     at: float = 0.0  # when it was put, by the store's own clock
 
 
@@ -60,9 +68,8 @@ class Store(Protocol):
 
     uri: str
 
-    def put_file(self, path: Path, key: str) -> None: ...
-    def put_bytes(self, content: bytes, key: str) -> None: ...
-    def create(self, content: bytes, key: str) -> bool: ...
+    def put_file(self, path: Path, key: str, over: str = ANY) -> None: ...
+    def put_bytes(self, content: bytes, key: str, over: str = ANY) -> None: ...
     def get_file(self, key: str, path: Path) -> None: ...
     def get_bytes(self, key: str) -> bytes | None: ...
     def size(self, key: str) -> int | None: ...
@@ -76,12 +83,22 @@ def open_store(uri: str) -> Store:
     return S3Store(uri) if uri.startswith("s3://") else FolderStore(Path(uri))
 
 
+def create(store: Store, content: bytes, key: str) -> bool:
+    """Puts an object that is not there yet. False: there is one already, which stays. Raises StoreError."""
+    try:
+        store.put_bytes(content, key, over=ABSENT)
+    except TakenError:
+        return False
+    return True
+
+
 def parent(uri: str) -> str:
     """The place that holds `uri`: the bucket of a run."""
     return uri.rstrip("/").rsplit("/", 1)[0]
 
 
 _UNDER_WAY = re.compile(r".*\.[0-9a-f]{32}~", re.DOTALL)
+_LOCK = f"lock.{'0' * 32}~"  # no object either
 
 
 class FolderStore:
@@ -91,27 +108,11 @@ class FolderStore:
         self.root = root
         self.uri = str(root)
 
-    def put_file(self, path: Path, key: str) -> None:
-        self._put(key, lambda temporary: shutil.copyfile(path, temporary))
+    def put_file(self, path: Path, key: str, over: str = ANY) -> None:
+        self._put(key, over, lambda temporary: shutil.copyfile(path, temporary))
 
-    def put_bytes(self, content: bytes, key: str) -> None:
-        self._put(key, lambda temporary: temporary.write_bytes(content))
-
-    def create(self, content: bytes, key: str) -> bool:
-        """False: there is such an object already, which stays."""
-        target = self.root / key
-        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}~")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(content)
-            os.link(temporary, target)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise StoreError(f"{target}: {error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        return True
+    def put_bytes(self, content: bytes, key: str, over: str = ANY) -> None:
+        self._put(key, over, lambda temporary: temporary.write_bytes(content))
 
     def get_file(self, key: str, path: Path) -> None:
         if not (self.root / key).is_file():
@@ -137,7 +138,7 @@ class FolderStore:
             key = path.relative_to(self.root).as_posix()
             if key.startswith(prefix) and path.is_file() and not _UNDER_WAY.fullmatch(path.name):
                 stat = path.stat()
-                found.append(Entry(key=key, bytes=stat.st_size, at=stat.st_mtime))
+                found.append(Entry(key=key, bytes=stat.st_size, etag=_etag(path), at=stat.st_mtime))
         return found
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -149,16 +150,35 @@ class FolderStore:
     def cancel(self) -> None:
         """Nothing: a copy is short."""
 
-    def _put(self, key: str, write: Callable[[Path], Any]) -> None:
+    def _put(self, key: str, over: str, write: Callable[[Path], Any]) -> None:
         target = self.root / key
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}~")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             write(temporary)
-            temporary.replace(target)
+            if over == ANY:
+                temporary.replace(target)
+                return
+            with (self.root / _LOCK).open("w") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                if _etag(target) != over:
+                    raise TakenError(f"{target} is another one by now")
+                temporary.replace(target)
+        except StoreError:
+            raise
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise StoreError(f"{target}: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _etag(path: Path) -> str:
+    """A text that is another one for each file that a put leaves there; ABSENT where there is none."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return ABSENT
+    return f"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"
 
 
 class S3Store:
@@ -182,23 +202,21 @@ class S3Store:
         )
         self._running: set[Any] = set()
         self._lock = threading.Lock()
+        self._conditions: dict[str, str] = {}  # by key, of the transfers under way
+        for name in ("PutObject", "CompleteMultipartUpload"):  # s3transfer passes no condition on
+            self._client.meta.events.register(f"before-parameter-build.s3.{name}", self._add_condition)
 
-    def put_file(self, path: Path, key: str) -> None:
-        with _translated(f"upload of {key}"):
-            self._wait(self._transfers.upload(str(path), self._bucket, self._prefix + key))
-
-    def put_bytes(self, content: bytes, key: str) -> None:
-        with _translated(f"upload of {key}"):
-            self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=content)
-
-    def create(self, content: bytes, key: str) -> bool:
-        """False: there is such an object already, which stays, or somebody else puts it in this moment."""
+    def put_file(self, path: Path, key: str, over: str = ANY) -> None:
+        self._conditions[self._prefix + key] = over
         try:
             with _translated(f"upload of {key}"):
-                self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=content, IfNoneMatch="*")
-        except TakenError:
-            return False
-        return True
+                self._wait(self._transfers.upload(str(path), self._bucket, self._prefix + key))
+        finally:
+            self._conditions.pop(self._prefix + key, None)
+
+    def put_bytes(self, content: bytes, key: str, over: str = ANY) -> None:
+        with _translated(f"upload of {key}"):
+            self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=content, **_condition(over))
 
     def get_file(self, key: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,6 +270,9 @@ class S3Store:
             for transfer in self._running:
                 transfer.cancel()
 
+    def _add_condition(self, params: dict[str, Any], **_: Any) -> None:
+        params.update(_condition(self._conditions.get(params["Key"], ANY)))
+
     @contextmanager
     def _told_apart(self, key: str) -> Iterator[None]:
         """A missing object is answered with 403 where listing is allowed for a prefix only: the listing tells."""
@@ -270,6 +291,13 @@ class S3Store:
         finally:
             with self._lock:
                 self._running.discard(transfer)
+
+
+def _condition(over: str) -> dict[str, str]:
+    """The arguments of S3's calls for it."""
+    if over == ANY:
+        return {}
+    return {"IfNoneMatch": "*"} if over == ABSENT else {"IfMatch": over}
 
 
 _KINDS: dict[str, type[StoreError]] = {

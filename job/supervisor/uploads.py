@@ -15,10 +15,11 @@ from gpufleet.job.contract.attempt import Beat
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.contract.workdir import LOG
 from gpufleet.job.foreign import ForeignFolder
-from gpufleet.job.supervisor.publish import Publisher
+from gpufleet.job.supervisor.publish import LackingError, Publisher
 from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
 BACKOFF_S = (2.0, 60.0)  # first and longest pause after a failure
+PART_S = 2.0  # between two looks whether other nodes have sent their parts
 
 
 class Uploader:
@@ -39,6 +40,7 @@ class Uploader:
         self._running: tuple[Commit | None, Future[None]] | None = None  # None: exports
         self._pause_s, self._not_before = BACKOFF_S[0], 0.0
         self._until: float | None = None
+        self.lacking: tuple[int, ...] = ()  # nodes whose parts are all that is waited for
 
     def poll(self) -> None:
         """Takes note of what has ended and starts what is next."""
@@ -47,7 +49,7 @@ class Uploader:
             if not future.done():
                 self._make_way(commit)
                 return
-            self._running = None
+            self._running, self.lacking = None, ()
             self._settle(commit, future.exception())
         if self._clock() < self._not_before:
             return
@@ -63,6 +65,13 @@ class Uploader:
         older one under way makes room for a newer that can still arrive by `until`.
         """
         self._until, self._pause_s, self._not_before = until, BACKOFF_S[0], 0.0
+
+    def abandon(self, wait: Callable[[], None]) -> None:
+        """Gives up what is under way; `wait` is called until it has ended."""
+        while self._running is not None and not self._running[1].done():
+            self.publisher.cancel()
+            wait()
+        self._running = None
 
     def calm(self) -> None:
         """It was another machine that went away."""
@@ -92,7 +101,9 @@ class Uploader:
 
     def _settle(self, commit: Commit | None, error: BaseException | None) -> None:
         what = "exports" if commit is None else f"step {commit.step}"
-        if error is None:
+        if isinstance(error, LackingError):
+            self.lacking, self._not_before = error.nodes, self._clock() + PART_S
+        elif error is None:
             self._pause_s, self._not_before = BACKOFF_S[0], 0.0
         elif isinstance(error, GivenUpError):
             self._say(f"{what}: the upload makes room for a newer checkpoint")

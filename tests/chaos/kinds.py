@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ from moto import mock_aws
 from supervisor_world import STEPS, Bench, FaultyStore, NodeDeath, state
 
 from gpufleet.job.supervisor import store as stores
-from gpufleet.job.supervisor.store import Entry, S3Store, StoreError
+from gpufleet.job.supervisor.store import S3Store
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.imds import Imds
@@ -45,7 +45,7 @@ TESTS = Path(__file__).parents[1]
 CALLS = 75  # `up` and `destroy` have more of them each
 FAR = {"max_usd": "300", "max_hours": "200", "deadline": None}  # limits that no outage reaches
 NODES = 60  # more than any seed needs: where S3 refuses 1 call of 5, 30 of 30 runs took 5 or fewer
-STORE_CALLS = 40  # a node that nothing happens to makes 68
+DEATHS = 0.005  # of a node's calls to S3
 Kind = Callable[[int, Path], int]
 
 
@@ -132,45 +132,6 @@ def engine_cut_off(seed: int, folder: Path) -> int:
 # S3, metadata, EC2 --------------------------------------------------------------------------------------------------
 
 
-class SeededStore(FaultyStore):
-    """Fails at any call with a chance of its own, at call `certain` anyway, and takes the node with it at some."""
-
-    def __init__(self, inner: Any, draw: random.Random, share: float, certain: int) -> None:
-        super().__init__(inner, lambda call, key: self._draw_fault(call))
-        self._draw, self._share, self._certain, self.faults = draw, share, certain, 0
-
-    def _draw_fault(self, call: int) -> BaseException | None:
-        chance = self._draw.random()
-        if chance >= self._share and call != self._certain:
-            return None
-        self.faults += 1
-        return NodeDeath() if chance < self._share / 20 else StoreError("503 slow down")
-
-    def get_file(self, key: str, path: Path) -> None:
-        self._count(key)
-        self.inner.get_file(key, path)
-
-    def get_bytes(self, key: str) -> bytes | None:
-        self._count(key)
-        return self.inner.get_bytes(key)
-
-    def size(self, key: str) -> int | None:
-        self._count(key)
-        return self.inner.size(key)
-
-    def create(self, content: bytes, key: str) -> bool:
-        self._count(key)
-        return bool(self.inner.create(content, key))
-
-    def entries(self, prefix: str) -> list[Entry]:
-        self._count(prefix)
-        return self.inner.entries(prefix)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        self._count("")
-        self.inner.delete(keys)
-
-
 class FaultyAnswers:
     """What S3 answers, below boto3, goes wrong with a chance of its own: nothing comes, a call that was done is told to
     have failed, a body is cut, and of a checkpoint's file a byte is another, or half of it is what S3 has.
@@ -221,9 +182,15 @@ class FaultyAnswers:
             self._clean.put_bytes(content[: len(content) // 2], key.removeprefix("r1/"))
 
 
-def s3_answers_wrong(seed: int, folder: Path) -> int:
-    """S3's answers that go wrong before boto3 sees them: the run ends whole, with the weights of one undisturbed."""
+def s3_faulty(seed: int, folder: Path) -> int:
+    """S3's answers that go wrong before boto3 sees them, and nodes that die amid a call: the run ends whole, with the
+    weights of one undisturbed.
+    """
     draw, faults = random.Random(seed), 0
+
+    def dies(*_: object) -> NodeDeath | None:
+        return NodeDeath() if draw.random() < DEATHS else None
+
     keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
     no_sleep = SimpleNamespace(sleep=lambda seconds: None)
     with (
@@ -246,30 +213,15 @@ def s3_answers_wrong(seed: int, folder: Path) -> int:
             answers = FaultyAnswers(client, clean, draw, draw.uniform(0.02, 0.2))
             is_taken = number < 4 or draw.random() < 0.3  # by AWS, so that others go on
             notice = {draw.randint(1, STEPS - 1): lambda _: bench.notice(120)} if is_taken else {}
-            store = S3Store("s3://bucket/r1", client)
-            code = bench.attempt(f"i-{number}", store=store, script=notice).run()
-            assert code in (0, 1, 71, 75), code
+            store = FaultyStore(S3Store("s3://bucket/r1", client), dies)
+            with contextlib.suppress(NodeDeath):
+                code = bench.attempt(f"i-{number}", store=store, script=notice).run()
+                assert code in (0, 1, 71, 75), code
             bench.answers.clear()
             faults += answers.faults
             if clean.get_bytes("done.json"):
                 break
         _check_whole(bench)
-    return faults
-
-
-def s3_faulty(seed: int, folder: Path) -> int:
-    """S3 that refuses any call now and then, and nodes that die amid one: the run ends whole, with every step."""
-    draw, bench, faults = random.Random(seed), Bench(folder, limits=FAR), 0
-    share, certain = draw.uniform(0.02, 0.2), draw.randint(1, STORE_CALLS)
-    for number in range(1, NODES):
-        store = SeededStore(bench.store, draw, share, certain if number == 1 else 0)
-        with contextlib.suppress(NodeDeath):
-            code = bench.attempt(f"i-{number}", store=store).run()
-            assert code in (0, 1), code
-        faults += store.faults
-        if bench.store.get_bytes("done.json"):
-            break
-    _check_whole(bench)
     return faults
 
 
@@ -317,7 +269,6 @@ def metadata_faulty(seed: int, folder: Path) -> int:
 METADATA_FAULTS = ("500", "garbage", "bad-time", "slow", "silent", "401")
 KINDS: dict[str, Kind] = {
     "S3 faults": s3_faulty,
-    "S3 answers": s3_answers_wrong,
     "clocks set": clock_set,
     "metadata faults": metadata_faulty,
     "node refused": node_refused,

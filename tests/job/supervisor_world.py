@@ -28,7 +28,7 @@ from gpufleet.job.supervisor.child import JobLog
 from gpufleet.job.supervisor.fleet import History
 from gpufleet.job.supervisor.metadata import Metadata
 from gpufleet.job.supervisor.publish import Publisher, commits
-from gpufleet.job.supervisor.store import FolderStore, Store, StoreError
+from gpufleet.job.supervisor.store import ANY, FolderStore, Store, StoreError
 from gpufleet.job.supervisor.world import Outside
 
 STEPS = 12  # of runs.TINY
@@ -189,13 +189,13 @@ class FaultyStore:
         if error is not None:
             raise error
 
-    def put_file(self, path: Path, key: str) -> None:
+    def put_file(self, path: Path, key: str, over: str = ANY) -> None:
         self._count(key)
-        self.inner.put_file(path, key)
+        self.inner.put_file(path, key, over)
 
-    def put_bytes(self, content: bytes, key: str) -> None:
+    def put_bytes(self, content: bytes, key: str, over: str = ANY) -> None:
         self._count(key)
-        self.inner.put_bytes(content, key)
+        self.inner.put_bytes(content, key, over)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -131,10 +131,12 @@ COMMAND = (
 )
 
 
-def test_a_script_of_one_s_own_trains_on_two_nodes_of_which_one_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves", ["rank 0", "each rank"])
+def test_a_script_of_one_s_own_trains_on_two_nodes_of_which_one_is_noticed(saves: str, tmp_path: Path) -> None:
+    each: dict[str, Any] = {"each": ["ckpt-{step}.pt"]} if saves == "rank 0" else {"format": "dcp"}
     parameters = command.parameters(
-        COMMAND,
-        checkpoint={"each": ["ckpt-{step}.pt"], "heartbeat_s": 1.0, "every": {"steps": 40}},
+        COMMAND + ("" if saves == "rank 0" else " --dcp"),
+        checkpoint={**each, "heartbeat_s": 1.0, "every": {"steps": 40}},
         resume={"args": "--resume={checkpoint}"},
         stop={"saves": "true", "grace_s": 8.0},
         work={"steps": STEPS},
@@ -151,8 +153,13 @@ def test_a_script_of_one_s_own_trains_on_two_nodes_of_which_one_is_noticed(tmp_p
         done = run.json(bucket.DONE)
         content = run.store.get_bytes("final/weights.pt")
         made = run.generations()
+        places = bucket.published(entry.key for entry in run.store.entries(bucket.CHECKPOINTS))
+        manifest = run.json(places[-1].manifest)
     assert done["reason"] == "finished", done
     assert [each["members"][0] for each in made] == [first[0]] * 2
+    assert [place.generation for place in places] == [2] * len(places)
+    assert (manifest["nodes"], manifest["world_size"]) == (2, 2)
+    assert [len(part["files"]) for part in manifest["parts"]] == [0 if saves == "rank 0" else 1]
     assert content is not None
     expected = torch.zeros(8, dtype=torch.float64)
     for step in range(1, STEPS + 1):

@@ -105,8 +105,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown placeholder": (
         {"command": "python train.py --out {output}"},
         "line 4, job.command: 'python train.py --out {output}' is not accepted; allowed: the placeholders"
-        " {code}, {checkpoints}, {outputs}, {state}, {inputs.NAME}, {gpus}, {run}, {nodes}, {node_rank}, {master},"
-        " {port}; {{ is a brace, and {output} is none of them.",
+        " {code}, {checkpoints}, {outputs}, {state}, {inputs.NAME}, {gpus}, {run}, {nodes}, {node_rank}, {ranks},"
+        " {master}, {port}; {{ is a brace, and {output} is none of them.",
     ),
     "an input that is not named": (
         {"command": "python train.py {inputs.txt}", "storage": {"inputs": {"text": "../text"}}},

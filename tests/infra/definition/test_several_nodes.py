@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from command_files import FLEET as ONE_TYPE
 from command_files import command_file, several_nodes
 from repository import ROOT
 
@@ -92,8 +94,29 @@ def test_a_file_without_the_keys_is_the_run_that_it_was_before_them(tmp_path: Pa
     assert creation_digest(one) != creation_digest(read(tmp_path, several_nodes("one")))
 
 
-def test_a_command_says_which_node_it_is(tmp_path: Path) -> None:
-    told = load(command_file(tmp_path, command="torchrun --node-rank {node_rank} train.py"), now=NOW)
-    alone = load(command_file(tmp_path, name="alone"), now=NOW)
-    assert told.job.parameters.says_which_node()
-    assert not alone.job.parameters.says_which_node()
+@pytest.mark.parametrize(("command", "env", "apart"), [
+    ("torchrun --nnodes {nodes} --node-rank {node_rank} --master-addr {master} t.py", {}, ""),
+    ("accelerate launch --num_processes {ranks} --machine_rank {node_rank} t.py", {}, ""),
+    ("python t.py", {"NODE_RANK": "{node_rank}"}, ""),
+    ("python t.py --rank $GPUFLEET_NODE_RANK", {}, ""),
+    ("torchrun --nnodes {nodes} --node_rank {node_rank} --rdzv_backend=static t.py", {}, ""),
+    ("python t.py", {}, "{node_rank}, by which each node knows its ranks, as in torchrun --nnodes {nodes}"),
+    ("accelerate launch --num_machines {nodes} t.py", {}, "{node_rank}, by which"),
+    ("torchrun --standalone --nproc-per-node={gpus} t.py {node_rank}", {}, "in the place of --standalone, with"),
+    ("torchrun --rdzv-endpoint=localhost:0 t.py {node_rank}", {}, "in the place of --rdzv-endpoint=localhost:0, with"),
+    ("torchrun --rdzv-backend c10d --rdzv-endpoint {master}:{port} t.py {node_rank}", {}, "of --rdzv-backend c10d,"),
+])  # fmt: skip
+def test_a_command_with_which_several_nodes_train_apart_is_refused_with_the_flags_to_write(
+    command: str, env: dict[str, str], apart: str, tmp_path: Path
+) -> None:
+    made: dict[str, Any] = {"command": command, "env": env, "fleet": {**ONE_TYPE, "nodes": 2}}
+    if apart:
+        with pytest.raises(DefinitionError) as refused:
+            load(command_file(tmp_path, **made), now=NOW)
+        assert [each.path for each in refused.value.problems] == ["job.command"]
+        allowed = refused.value.problems[0].allowed
+        assert apart in allowed
+        assert "--node-rank {node_rank} --master-addr {master} --master-port {port}" in allowed
+    else:
+        assert load(command_file(tmp_path, **made), now=NOW).nodes == 2
+    assert load(command_file(tmp_path, command=command, env=env), now=NOW).nodes == 1

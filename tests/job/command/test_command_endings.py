@@ -13,7 +13,7 @@ from command_world import PYTHON, CommandJob, kill, of_format, parameters, proce
 
 from gpufleet.job.command.endings import End, judge
 from gpufleet.job.command.stopping import Leaving
-from gpufleet.job.contract.messages import CommandEnd, Fatal, Stop
+from gpufleet.job.contract.messages import CommandEnd, Fatal, LeaderSaved, Stop
 from gpufleet.job.spec import convert
 from gpufleet.job.spec.command import CommandConfig
 from gpufleet.job.supervisor.publish import Publisher
@@ -165,6 +165,15 @@ def test_a_crash_is_gone_on_from_in_place_and_then_elsewhere(tmp_path: Path) -> 
     assert left is not None
     assert "exit code 9" in left.how
     assert left.lines[-1] == "failed"
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_of_several_starts_nothing_again_by_itself(node: int, tmp_path: Path) -> None:
+    job = CommandJob(tmp_path / "w", {**of_format("file", "--steps 1; exit 9"), "exit": {"restarts": 1}})
+    job.environment = {"GPUFLEET_NODES": "2", "GPUFLEET_NODE_RANK": str(node)}
+    job.tell(LeaderSaved(step=-1, named_by="", ended=True))
+    assert job.run() == 1, job.log
+    assert "again from the last whole checkpoint" not in job.log
 
 
 def test_a_command_that_does_not_resume_ends_the_run_within_a_logging_interval(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_the_environment_says_where_everything_is(tmp_path: Path) -> None:
         f"GPUFLEET_STOP_FILE={user}/stop.json",
         "GPUFLEET_ATTEMPT=1",
         "GPUFLEET_GPUS=1",
+        "GPUFLEET_RANKS=1",
         "GPUFLEET_RUN=r1",
         f"CACHE={user}/state/cache",
         'BRACES={"a": 1}',
@@ -70,6 +71,11 @@ def test_a_secret_that_cannot_be_read_ends_the_run_and_says_which(tmp_path: Path
 
     with pytest.raises(ValueError, match=r"job.secrets.TOKEN: ssm:/me/token cannot be read: AccessDenied"):
         secrets({"TOKEN": "ssm:/me/token"}, refused)
+
+
+def test_ranks_are_those_of_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUFLEET_NODES", "2")
+    assert Folders.from_workdir(tmp_path).values("r1", 8)["ranks"] == 16
 
 
 @pytest.mark.parametrize("text", ["/etc", "{checkpoints}/../..", "{state}/../../control", "../.."])

@@ -15,7 +15,7 @@ from waiting import HANG_S, wait_for
 
 from gpufleet.job.contract.attempt import Exit, Node
 from gpufleet.job.supervisor import attempts, staging
-from gpufleet.job.supervisor.store import FolderStore, GivenUpError, StoreError, open_store
+from gpufleet.job.supervisor.store import ANY, FolderStore, GivenUpError, StoreError, open_store
 
 
 class SlowInputs:
@@ -143,11 +143,11 @@ def test_the_newest_record_of_an_attempt_is_put_last(tmp_path: Path) -> None:
     release, slow = threading.Event(), threading.Event()
 
     class Slow(FolderStore):
-        def put_bytes(self, content: bytes, key: str) -> None:
+        def put_bytes(self, content: bytes, key: str, over: str = ANY) -> None:
             if b"exit" not in content:
                 slow.set()
                 assert release.wait(HANG_S)
-            super().put_bytes(content, key)
+            super().put_bytes(content, key, over)
 
     store = Slow(tmp_path)
     record = attempts.OwnRecord(store, "i-1", print)

@@ -406,6 +406,14 @@ def test_a_store_that_refuses_the_end_is_a_crash_not_a_finish(tmp_path: Path) ->
     assert bench.trainers[1].began_at == STEPS  # nothing is trained twice
 
 
+def test_whoever_was_first_has_said_how_the_run_ended(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    said = b'{"reason": "stopped", "instance": "i-0", "at": "2027-01-15T08:00:00Z"}'
+    code = bench.attempt(script={STEPS: lambda _: bench.store.put_bytes(said, "done.json")}).run()
+    assert code == 0
+    assert bench.store.get_bytes("done.json") == said
+
+
 def test_a_supervisor_that_dies_in_the_middle_takes_its_trainer_along(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     dying = FaultyStore(bench.store, lambda _, key: NodeDeath() if key.endswith("manifest.json") else None)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.supervisor import gang
 from gpufleet.job.supervisor.gang import Join, Leave, Propose, Sight, View, Wait
+
+SEVENTH = CheckpointPlace(7, 2)
 
 
 def node(name: str, launched: float = 0.0, **said: Any) -> Presence:
@@ -19,12 +24,20 @@ def view(own: Presence, *others: Presence, ages: dict[str, float] | None = None,
     return View(own=own, others=sights, **{"steady_s": 100.0, **known})
 
 
-def act(seen: View, nodes: int = 2, **times: float) -> gang.Action:
-    return gang.next_of(seen, nodes, **{"ready_s": 0.0, "spare_s": 0.0, "lacking_s": 0.0, "step": 7, **times})  # type: ignore[arg-type]
+def act(
+    seen: View,
+    nodes: int = 2,
+    *,
+    ready_s: float = 0.0,
+    spare_s: float = 0.0,
+    lacking_s: float = 0.0,
+    origin: CheckpointPlace | None = SEVENTH,
+) -> gang.Action:
+    return gang.next_of(seen, nodes, ready_s=ready_s, spare_s=spare_s, lacking_s=lacking_s, origin=origin)
 
 
 OLD, NEW = node("i-1", 10), node("i-2", 20)
-PAIR = GangGeneration(number=3, members=("i-1", "i-2"), addresses=("10.0.0.1", "10.0.0.2"), step=7)
+PAIR = GangGeneration(number=3, members=("i-1", "i-2"), addresses=("10.0.0.1", "10.0.0.2"), step=7, source=2)
 FIRST, SECOND = (replace(each, state="busy", generation=3) for each in (OLD, NEW))
 
 
@@ -125,6 +138,12 @@ def test_a_trainer_that_crashed_on_one_node_ends_the_others() -> None:
     assert why_over(view(FIRST, replace(SECOND, generation=2, ended=1), newest=PAIR)) is None  # of the one before
 
 
+def test_a_follower_that_ends_ill_while_the_leader_saves_ends_nothing_and_the_leader_does() -> None:
+    assert gang.why_over(view(FIRST, replace(SECOND, ended=1), newest=PAIR), PAIR, idle_s=1.0, stopping=True) is None
+    ill = view(SECOND, replace(FIRST, ended=-9), newest=PAIR)
+    assert gang.why_over(ill, PAIR, idle_s=1.0, stopping=True) == "i-1's trainer ended with -9"
+
+
 def test_a_crash_is_tried_once_more_with_the_same_nodes_and_then_all_leave() -> None:
     ready = [replace(each, state="ready", ended=1) for each in (FIRST, SECOND)]
     again = act(view(*ready, newest=PAIR))
@@ -139,11 +158,12 @@ def test_a_crash_is_tried_once_more_with_the_same_nodes_and_then_all_leave() -> 
 
 def test_a_crash_after_a_checkpoint_or_with_another_node_counts_anew() -> None:
     ready = [replace(each, state="ready", ended=1) for each in (FIRST, SECOND)]
-    for seen, step in (
-        (view(*ready, newest=replace(PAIR, tries=1)), 8),
-        (view(ready[0], node("i-3", 30), newest=replace(PAIR, tries=1)), 7),
+    for seen, origin in (
+        (view(*ready, newest=replace(PAIR, tries=1)), CheckpointPlace(8, 3)),
+        (view(*ready, newest=replace(PAIR, tries=1)), CheckpointPlace(7, 3)),
+        (view(ready[0], node("i-3", 30), newest=replace(PAIR, tries=1)), SEVENTH),
     ):
-        proposed = act(seen, step=step)
+        proposed = act(seen, origin=origin)
         assert isinstance(proposed, Propose)
         assert (proposed.generation.tries, proposed.generation.is_last) == (0, False)
 
@@ -157,9 +177,10 @@ def test_memory_that_ran_out_anywhere_lowers_the_rung_of_all() -> None:
 
 def test_the_leader_stops_for_the_earliest_notice() -> None:
     trio = GangGeneration(number=3, members=("i-1", "i-2", "i-3"), addresses=("a", "b", "c"))
-    seen = view(FIRST, replace(SECOND, notice=900.0), replace(node("i-3", 30), state="busy", notice=800.0))
-    assert gang.notice(seen, trio) == 800.0
-    assert gang.notice(view(FIRST, SECOND), trio) is None
+    late = replace(node("i-3", 30), state="busy", notice=7300.0, at=7200.0)  # its clock is two hours ahead
+    seen = view(FIRST, replace(SECOND, notice=200.0, at=80.0), late, ages={"i-3": 4.0}, age_s=2.0)
+    assert gang.notice_in_s(seen, trio) == 94.0
+    assert gang.notice_in_s(view(FIRST, SECOND), trio) is None
 
 
 def test_what_no_node_can_do_is_told_by_whoever_found_it() -> None:
@@ -170,6 +191,25 @@ def test_what_no_node_can_do_is_told_by_whoever_found_it() -> None:
 def test_the_oldest_keeps_the_limits_where_nobody_trains() -> None:
     assert [gang.acts(view(OLD, NEW)), gang.acts(view(NEW, OLD))] == [True, False]
     assert not gang.acts(view(OLD, replace(NEW, state="busy")))
+
+
+@pytest.mark.parametrize(
+    ("published", "newest", "origin"),
+    [
+        ([], PAIR, None),
+        ([(7, 2), (9, 3)], PAIR, (9, 3)),
+        ([(7, 2), (9, 2)], PAIR, (7, 2)),  # the leader of the second generation woke and published what it still had
+        ([(7, 1), (7, 2)], PAIR, (7, 2)),
+        ([(9, 2)], PAIR, (9, 2)),  # better than nothing
+        ([(7, 0), (9, 0)], PAIR, (9, 0)),  # of a version before generations had folders of their own
+        ([(5, 1), (9, 2)], None, (9, 2)),
+    ],
+)
+def test_a_generation_begins_from_the_newest_checkpoint_that_was_published_in_time(
+    published: list[tuple[int, int]], newest: GangGeneration | None, origin: tuple[int, int] | None
+) -> None:
+    found = gang.timely([CheckpointPlace(*each) for each in published], newest)
+    assert (found[-1] if found else None) == origin
 
 
 def test_a_presence_and_a_generation_read_back_as_they_were_written() -> None:

@@ -13,7 +13,7 @@ from gpufleet.job.contract.run import load
 from gpufleet.job.contract.workdir import GRAPHS
 from gpufleet.job.supervisor import compile_cache
 from gpufleet.job.supervisor.compile_cache import MOST_BYTES, GraphMirror, place
-from gpufleet.job.supervisor.store import FolderStore, StoreError
+from gpufleet.job.supervisor.store import ANY, FolderStore, StoreError
 
 
 def folder(trainer: FakeTrainer) -> Path:
@@ -118,7 +118,7 @@ class Deaf(FolderStore):
     def entries(self, prefix: str) -> Any:
         raise StoreError("AccessDenied")
 
-    def put_file(self, path: Path, key: str) -> None:
+    def put_file(self, path: Path, key: str, over: str = ANY) -> None:
         raise StoreError("AccessDenied")
 
 
@@ -158,7 +158,7 @@ def test_under_a_stop_nothing_is_sent_and_what_is_on_its_way_is_given_up_before_
     bench, happened = Bench(tmp_path), []
 
     class Watched(FolderStore):
-        def put_file(self, path: Path, key: str) -> None:
+        def put_file(self, path: Path, key: str, over: str = ANY) -> None:
             happened.append(key)
 
         def cancel(self) -> None:

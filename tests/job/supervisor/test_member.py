@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gang_world import Town, TownNode
+from gang_world import TORN_S, Town, TownNode
 
 from gpufleet.job.contract import bucket
+from gpufleet.job.contract.bucket import CheckpointPlace
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_notice_to_one_node_loses_no_step(town: Town, noticed: int) -> None:
     assert town.machines[noticed].code == 75
     assert [each["members"] for each in town.generations()] == [["i-1", "i-2"], [f"i-{2 - noticed}", "i-3"]]
     stopped_at = max(step for generation, step in town.steps if generation == 1)
-    assert town.writers(bucket.manifest_key(stopped_at)) == ["i-1"]
+    assert town.writers(bucket.CheckpointPlace(stopped_at, 1).manifest) == ["i-1"]
 
 
 def test_a_notice_to_all_loses_no_step(town: Town) -> None:
@@ -98,7 +99,135 @@ def test_a_node_that_stands_still_comes_back_to_a_newer_generation_and_trains_no
     finished(town)
     assert [each["members"] for each in town.generations()][:2] == [["i-1", "i-2"], ["i-2", "i-3"]]
     assert town.writers(bucket.DONE) == ["i-2"]
-    assert "i-1" not in town.writers(bucket.manifest_key(20))
+    assert town.overwritten() == []
+    assert town.published() == {30: 2, 40: 2}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "put ckpt/step_00000040/g000001/v.bin",
+        "put ckpt/step_00000040/g000001/manifest.json",
+        "delete",
+        "put metrics.jsonl",
+        "put job.log",
+        "put final/b.bin",
+        "put receipt.json",
+        "put done.json",
+    ],
+)
+def test_a_leader_that_froze_amid_a_write_and_wakes_overwrites_nothing(town: Town, call: str) -> None:
+    """A third node takes its place, and the second generation ends the run: where it repeats steps, by other bytes."""
+    town.boot_s = None
+    leader = town.machines[0]
+
+    def freeze() -> None:
+        town.pause(leader, 300.0)
+        town.boot()
+
+    after_step(town, 30, lambda: town.at_call(leader, lambda made: made.startswith(call), freeze))
+    town.run()
+    finished(town)
+    assert leader.stopped_until > 0
+    assert (town.overwritten(), town.lost) == ([], [])
+    assert (len(town.generations()), town.manifests()) == (2, [30, 40])
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Town:
+    """Two nodes of which each saves a part."""
+    made = Town(tmp_path, parts=True)
+    made.boot(), made.boot()
+    return made
+
+
+def test_a_checkpoint_of_parts_is_published_with_all_of_them_and_counts_nodes(parts: Town) -> None:
+    after_step(parts, 13, lambda: parts.notice(parts.machines[0]))
+    parts.run()
+    finished(parts)
+    assert parts.wrong == []
+    assert trained_twice(parts) == 0
+    assert [each["members"] for each in parts.generations()] == [["i-1", "i-2"], ["i-2", "i-3"]]
+    manifest = parts.store.json(bucket.CheckpointPlace(40, 2).manifest) or {}
+    assert manifest["nodes"] == 2
+    assert [[file["name"] for file in part["files"]] for part in manifest["parts"]] == [["w.bin", "shard_1.bin"]]
+
+
+def test_a_part_that_never_comes_leaves_the_older_checkpoint_the_newest(parts: Town) -> None:
+    delays = iter([0.0, 10 * TORN_S])
+    parts.part_s, parts.last = lambda: next(delays, 0.0), 120
+    seen: list[dict[int, int]] = []
+    after_step(parts, 39, lambda: seen.append(parts.published()))
+    parts.run()
+    finished(parts)
+    assert list(seen[0]) == [10]  # nor 30: the part of 20 may still come
+    assert 20 not in {place.step for place in published_ever(parts)}
+    assert len(published_ever(parts)) > 3
+
+
+def test_parts_that_take_longer_than_the_time_to_the_next_save_are_published_all_the_same(parts: Town) -> None:
+    parts.part_s, parts.saves_every, parts.last = lambda: 25.0, 5, 60
+    parts.run()
+    finished(parts)
+    assert [place.step for place in published_ever(parts)] == [5, 15, 25, 35, 45, 60]
+
+
+def test_for_the_part_of_a_node_that_is_lost_nobody_waits(parts: Town) -> None:
+    parts.boot_s, parts.part_s = 10.0, lambda: 5.0
+    times: list[float] = []
+
+    def lose() -> None:
+        parts.kill(parts.machines[1])
+        times.append(parts.now)
+
+    after_step(parts, 10, lose)
+    parts.when(lambda: len(parts.generations()) == 2, lambda: times.append(parts.now))
+    parts.run()
+    finished(parts)
+    assert times[1] - times[0] < 75  # of which 45 until it counts as lost
+
+
+def test_all_members_begin_from_the_checkpoint_that_their_generation_names_whatever_is_published_meanwhile(
+    parts: Town,
+) -> None:
+    """The leader before freezes as it publishes step 20. It wakes when the second generation has begun from step 10,
+    before its follower has looked for a checkpoint.
+    """
+    parts.boot_s = None
+    leader = parts.machines[0]
+
+    def freeze() -> None:
+        parts.pause(leader, 1e6)
+        parts.boot()
+
+    def wake() -> None:
+        parts.pause(parts.machines[2], 20.0)
+        parts.wake(leader)
+
+    manifest = f"put {CheckpointPlace(20, 1).manifest}"
+    after_step(parts, 1, lambda: parts.at_call(leader, lambda call: call == manifest, freeze))
+    parts.when(lambda: len(parts.generations()) == 2, wake)
+    parts.run()
+    finished(parts)
+    assert (parts.wrong, parts.lost, parts.overwritten()) == ([], [], [])
+    assert [place for place in published_ever(parts) if place.step == 20] == [(20, 1), (20, 2)]
+
+
+def published_ever(town: Town) -> list[CheckpointPlace]:
+    """Every checkpoint that was, in order."""
+    places = (bucket.checkpoint_place(put.key) for put in town.store.puts if bucket.MANIFEST_KEY.fullmatch(put.key))
+    return list(dict.fromkeys(place for place in places if place is not None))
+
+
+def test_an_upload_that_outlasts_its_generation_ends_with_it(town: Town) -> None:
+    """Three files of a minute each, and one of the nodes crashes meanwhile."""
+    town.file_s = 60.0
+    after_step(town, 12, lambda: setattr(town.machines[1].trainer, "fails", 1))
+    town.run(limit_s=7200.0)
+    finished(town)
+    puts = [put for put in town.store.puts if put.key.startswith(bucket.CHECKPOINTS)]
+    places = [(bucket.checkpoint_place(put.key), put.generation) for put in puts]
+    assert set(places) == {((10, 1), 1), ((10, 2), 2), ((40, 2), 2)}  # 20 and 30 were overtaken by 40
 
 
 def test_a_store_that_is_down_for_one_node_ends_its_part_and_for_all_nothing(town: Town) -> None:
@@ -248,7 +377,7 @@ def test_a_follower_publishes_nothing(town: Town) -> None:
         bucket.heartbeat_key("i-2"),
         bucket.node_log_key("i-2"),
     }
-    assert {key for instance, key in town.store.puts if instance == "i-2"} == own
+    assert {put.key for put in town.store.puts if put.instance == "i-2"} == own
 
 
 @pytest.mark.parametrize("capacity", ["block", "spot"])

@@ -15,10 +15,12 @@ import pytest
 from supervisor_world import STEPS, Bench, FakeClock, FaultyStore, NodeDeath, commit, publisher, state
 
 from gpufleet.job import atomic
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract.bucket import CheckpointPlace, checkpoint_place
 from gpufleet.job.contract.commit import Manifest
 from gpufleet.job.contract.workdir import START
 from gpufleet.job.supervisor.publish import commits
-from gpufleet.job.supervisor.store import GivenUpError, StoreError
+from gpufleet.job.supervisor.store import ANY, GivenUpError, StoreError
 from gpufleet.job.train.checkpoint import Checkpoints
 
 MANIFEST_3 = "ckpt/step_00000003/manifest.json"
@@ -61,17 +63,32 @@ def test_the_manifest_is_written_after_every_file_and_export_it_names(tmp_path: 
     assert manifest["required_files"] == [{"name": "exports/phase1_end/model.safetensors", "bytes": 7}]
 
 
-def test_no_manifest_of_another_node_stands_over_files_that_are_being_replaced(tmp_path: Path) -> None:
+def test_what_another_node_has_published_of_a_step_stays_whole_until_its_successor_is(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     commit(tmp_path / "w", 3, "c")
-    late, own = (
-        publisher(bench),
-        publisher(bench, FaultyStore(bench.store, lambda put, _: NodeDeath() if put == 2 else None)),
-    )
+    late = publisher(bench)
     late.publish(late.pending()[0])
-    with pytest.raises(NodeDeath):
-        own.publish(own.pending()[0])
-    assert bench.manifests() == []
+    first = {entry.key: bench.store.get_bytes(entry.key) for entry in bench.store.entries("ckpt/")}
+    (tmp_path / "w" / "ckpt" / "step_00000003" / "w.bin").write_bytes(state(3)[::-1])  # as on GPUs: other bytes
+    for put in itertools.count(1):
+        own = publisher(bench, FaultyStore(bench.store, partial(death_at, put)))
+        try:
+            own.publish(own.pending()[0])
+        except NodeDeath:
+            places = bucket.published(entry.key for entry in bench.store.entries("ckpt/"))
+        else:
+            break
+        assert places == [CheckpointPlace(3)]
+    assert put == 4
+    assert bucket.published(entry.key for entry in bench.store.entries("ckpt/")) == [
+        CheckpointPlace(3),
+        CheckpointPlace(3, 1),
+    ]
+    assert (
+        first.items() <= {entry.key: bench.store.get_bytes(entry.key) for entry in bench.store.entries("ckpt/")}.items()
+    )
+    own.prune()
+    assert bucket.published(entry.key for entry in bench.store.entries("ckpt/")) == [CheckpointPlace(3, 1)]
 
 
 def test_an_export_of_an_earlier_attempt_is_enough(tmp_path: Path) -> None:
@@ -106,7 +123,7 @@ def test_an_export_made_anew_replaces_that_of_a_torn_attempt(tmp_path: Path) -> 
 
 def test_a_file_that_arrives_short_gets_no_manifest(tmp_path: Path) -> None:
     class Lossy(FaultyStore):
-        def put_file(self, path: Path, key: str) -> None:
+        def put_file(self, path: Path, key: str, over: str = ANY) -> None:
             self.inner.put_bytes(path.read_bytes()[:-1], key)
 
     bench = Bench(tmp_path)
@@ -255,6 +272,20 @@ def test_pruning_sweeps_up_a_torn_upload_below_the_last_and_nothing_above_it(tmp
     assert {int(entry.key.split("/")[1][-8:]) for entry in bench.store.entries("ckpt/")} == {3, 6, 9}
 
 
+def test_what_a_later_generation_is_sending_is_not_swept_up_by_the_one_before(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    made = publisher(bench)
+    made.join(2, 0, 1)
+    for step in (3, 6, 9):
+        commit(tmp_path / "w", step, "c")
+        made.publish(made.pending()[-1])
+    for generation in (1, 3):
+        bench.store.put_bytes(b"half", CheckpointPlace(4, generation).prefix + "w.bin")
+    made.prune()
+    there = {checkpoint_place(entry.key) for entry in bench.store.entries("ckpt/")}
+    assert there == {(6, 2), (9, 2), (4, 3)}
+
+
 def test_a_best_value_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     made = publisher(bench)
@@ -304,7 +335,7 @@ def test_a_best_that_is_published_after_a_newer_step_is_not_the_newest(tmp_path:
     commit(tmp_path / "w", 6, "c", reason="stop")
     for place in (-1, 0):  # the newest first, as before a machine goes away
         made.publish(made.pending()[place])
-    assert made.newest == 6
+    assert made.newest == CheckpointPlace(6)
 
 
 @pytest.mark.parametrize("how", ["its manifest is gone", "it cannot be had"])
@@ -346,7 +377,7 @@ def test_a_checkpoint_that_was_evaluated_only_after_a_resume_goes_again_without_
     made.publish(made.pending()[-1])
     assert keys == ["ckpt/step_00000006/manifest.json", "best.json"]
     assert bench.json("ckpt/step_00000006/manifest.json") == {**before, "val_loss": 1.0}
-    assert (bench.json("best.json")["step"], made.newest, made.pending()) == (6, 6, [])
+    assert (bench.json("best.json")["step"], made.newest, made.pending()) == (6, CheckpointPlace(6), [])
 
 
 def test_a_checkpoint_that_was_evaluated_after_a_resume_and_is_no_better_tells_so_too(tmp_path: Path) -> None:
@@ -356,7 +387,8 @@ def test_a_checkpoint_that_was_evaluated_after_a_resume_and_is_no_better_tells_s
         commit(tmp_path / "w", step, "c", reason="stop", val_loss=loss)
         made.publish(made.pending()[-1])
     made.resumed(Manifest.from_json(bench.json("ckpt/step_00000006/manifest.json")))
-    commit(tmp_path / "w", 6, "c", reason="stop", val_loss=2.0)
+    path = tmp_path / "w" / "ckpt" / "step_00000006" / "commit.json"
+    atomic.write_json(path, {**(atomic.read_object(path) or {}), "val_loss": 2.0})
     made.publish(made.pending()[-1])
     assert bench.json("ckpt/step_00000006/manifest.json")["val_loss"] == 2.0  # the next start goes by it
     assert (bench.json("best.json")["step"], made.pending()) == (3, [])

@@ -38,7 +38,7 @@ def resume(bench: Bench, store: Any = None) -> int | None:
     stage = _stage(bench, store=store or bench.store, say=said.append)
     found = staging.checkpoint(stage)
     if found is not None:
-        staging.best_too(stage, found.commit.step)
+        staging.best_too(stage, found.place)
     bench.output.write("\n".join(said).encode())
     return found.commit.step if found else None
 

@@ -16,12 +16,15 @@ from moto import mock_aws
 
 from gpufleet.job.spec.common import PART_BYTES
 from gpufleet.job.supervisor.store import (
+    ABSENT,
     FolderStore,
     GivenUpError,
     MissingError,
     S3Store,
     Store,
     StoreError,
+    TakenError,
+    create,
     open_store,
     parent,
     session,
@@ -68,12 +71,43 @@ def test_what_is_put_can_be_got_listed_and_measured(store: Store, tmp_path: Path
 
 def test_what_is_created_is_created_once(store: Store) -> None:
     began = time.time()
-    assert store.create(b"first", "gang/000001.json")
-    assert not store.create(b"second", "gang/000001.json")
+    assert create(store, b"first", "gang/000001.json")
+    assert not create(store, b"second", "gang/000001.json")
     assert store.get_bytes("gang/000001.json") == b"first"
     if isinstance(store, FolderStore):
         skip_where_the_clock_is_moved("moves the times of no files")
     assert began - 1 < store.entries("gang/")[0].at < time.time() + 1  # S3 tells whole seconds
+
+
+def test_what_is_put_over_something_replaces_that_and_nothing_else(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"a file's")
+    store.put_bytes(b"first", "a.json")
+    seen = store.entries("a.json")[0].etag
+    store.put_file(tmp_path / "file", "a.json", over=seen)
+    for over in (seen, ABSENT):
+        with pytest.raises(TakenError):
+            store.put_bytes(b"late", "a.json", over=over)
+        with pytest.raises(TakenError):
+            store.put_file(tmp_path / "file", "a.json", over=over)
+    with pytest.raises(StoreError):
+        store.put_bytes(b"late", "gone.json", over=seen)
+    assert [(entry.key, store.get_bytes(entry.key)) for entry in store.entries("")] == [("a.json", b"a file's")]
+    store.put_file(tmp_path / "file", "b.json")
+
+
+def test_a_large_file_is_put_on_the_same_condition(client: Any, tmp_path: Path) -> None:
+    """The embedded AWS holds no If-Match against an upload in parts: what is asked of S3 is looked at."""
+    path, asked = tmp_path / "w.bin", []
+    path.write_bytes(bytes(PART_BYTES + 1))
+    store = S3Store("s3://bucket/r1")
+    store._client.meta.events.register(
+        "before-call.s3.CompleteMultipartUpload", lambda params, **_: asked.append(params["headers"].get("If-Match"))
+    )
+    store.put_file(path, "w.bin", over=ABSENT)
+    with pytest.raises(TakenError):
+        store.put_file(path, "w.bin", over=ABSENT)
+    store.put_file(path, "w.bin", over="an etag")
+    assert asked == [None, None, "an etag"]
 
 
 @pytest.mark.parametrize("code", ["412", "PreconditionFailed", "409", "ConditionalRequestConflict"])
@@ -84,7 +118,7 @@ def test_a_creation_that_another_is_at_is_lost(client: Any, code: str, monkeypat
         raise ClientError({"Error": {"Code": code}}, "PutObject")
 
     monkeypatch.setattr(store, "_client", type("Refusing", (), {"put_object": staticmethod(refuse)}))
-    assert not store.create(b"{}", "gang/000001.json")
+    assert not create(store, b"{}", "gang/000001.json")
 
 
 def test_what_is_missing_says_so(store: Store, tmp_path: Path) -> None:

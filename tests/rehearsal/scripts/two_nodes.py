@@ -1,4 +1,6 @@
-"""A script of one's own on several nodes, as torchrun starts it: rank 0 saves now and then, and when asked to stop."""
+"""A script of one's own on several nodes, as torchrun starts it. Now and then, and when asked to stop, rank 0 saves, or
+with --dcp each rank its part.
+"""
 
 import argparse
 import signal
@@ -8,24 +10,32 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--resume", type=Path)
+parser.add_argument("--dcp", action="store_true")
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
 rank, asked = dist.get_rank(), []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
 weights, step = torch.zeros(8, dtype=torch.float64), 0
-if args.resume:
+if args.resume and args.dcp:
+    state = {"weights": weights, "step": torch.zeros(8)}
+    dcp.load(state, checkpoint_id=args.resume)
+    step = int(state["step"][0])
+elif args.resume:
     state = torch.load(args.resume)
     weights, step = state["weights"], state["step"]
 
 
 def save() -> None:
-    if rank == 0:
+    if args.dcp:  # of two tensors, each of which one of two ranks writes
+        dcp.save({"weights": weights, "step": torch.full((8,), float(step))}, checkpoint_id=args.out / f"step-{step}")
+    elif rank == 0:
         part = args.out / "part"
         torch.save({"weights": weights, "step": step}, part)
         part.replace(args.out / f"ckpt-{step}.pt")
