@@ -15,7 +15,8 @@ from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.rehearsal import rehearse, report
+from gpufleet.rehearsal import evidence as evidence_module
+from gpufleet.rehearsal import own, rehearse, report
 from gpufleet.rehearsal.evidence import Evidence, Promise
 
 STACKS = ROOT / "stacks"
@@ -160,11 +161,11 @@ def test_what_did_not_hold_takes_no_report_away(
         (rehearse, "command", lambda *_: "all of it\n"),
         (rehearse, "_follow", lambda _: None),
         (rehearse, "Evidence", lambda _: None),
-        (rehearse.evidence, "checks", lambda _: iter([kept])),
-        (rehearse.evidence, "leftovers", lambda _: kept),
-        (rehearse.own, "listing", lambda *_: {}),
-        (rehearse.own, "checks", lambda *_: iter([check])),
-        (rehearse.report, "write", lambda *_, checks: written.extend(checks)),
+        (evidence_module, "checks", lambda _: iter([kept])),
+        (evidence_module, "leftovers", lambda _: kept),
+        (own, "listing", lambda *_: {}),
+        (own, "checks", lambda *_: iter([check])),
+        (report, "write", lambda *_, checks: written.extend(checks)),
     ):
         monkeypatch.setattr(place, name, instead)
     done = SimpleNamespace(ok=True, changes={}, diagnostics="", text="")

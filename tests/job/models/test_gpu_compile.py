@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "padded experts": (lambda: experts("padded"), 8),
     "characters": (
         lambda: char_gpt.CharGpt(CharModel(vocab=32, layers=2, width=16, head_dim=8, kv_heads=1), torch.bfloat16),
-        4,
+        8,
     ),
     "all weights": (lambda: fine_tuned(adapter=False), 8),
     "adapter": (lambda: fine_tuned(adapter=True), 10),
