@@ -13,6 +13,7 @@ from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.catalog import SpotPrice
 from gpufleet.infra.catalog.regions import known_regions
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.discover.marks import processes_asked
 from gpufleet.infra.evidence.calibration import RefusedCalibration
 from gpufleet.infra.risk import unknown
 from gpufleet.infra.risk.hazard import gang
@@ -155,6 +156,12 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
         if used < paid and config.device == "cuda":
             has = f"{option.type} has" if nodes == 1 else f"{nodes} nodes of {option.type} have"
             yield f"{has} {paid} GPUs, this job uses {'one' if used == 1 else used}"
+        asked = processes_asked(getattr(config, "command", ""))
+        if asked is not None and asked != instance.gpu_count and config.device == "cuda":
+            yield (
+                f"{option.type} has {counted(instance.gpu_count, 'GPU')}, and job.command starts"
+                f" {counted(asked, 'process')} on each node: write {{gpus}} there, or list a type with {asked}"
+            )
         rows, empty = config.rows(), config.empty_rows(used)
         if empty > _EMPTY_SHARE * rows and config.device == "cuda":
             yield f"{option.type}: a step of {rows} rows takes {used} GPUs as long as one of {rows + empty}"

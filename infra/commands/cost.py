@@ -22,6 +22,7 @@ from gpufleet.infra.compare.cheaper import bill_and_cheaper
 from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenario
+from gpufleet.infra.discover.marks import checks_warning
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.evidence.receipts import score
 from gpufleet.infra.inputs.readiness import code_problems, not_ready
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     catalog = load_catalog(day=now.date())
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
-    bill = replace(bill, warnings=(*bill.warnings, *limits.deadline_warnings(definition, bill, now)))
+    left = checks_warning(definition.source.read_text(), definition.source.name)
+    bill = replace(bill, warnings=(*bill.warnings, *limits.deadline_warnings(definition, bill, now), *left))
     fallback, without = None, list[Problem]()
     if definition.fleet.falls_back:
         from gpufleet.infra.bill.fallback import fallback_problems, price_fallback  # here: most bills have none

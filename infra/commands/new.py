@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from datetime import UTC, datetime
 from pathlib import Path
 
 from gpufleet.infra.definition.json_schema import modeline
-from gpufleet.infra.definition.loader import STACK_NAME, load, project_root
-from gpufleet.infra.discover.script import look
-from gpufleet.infra.discover.template import draft
-from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.definition.loader import STACK_NAME, project_root
+from gpufleet.infra.discover.marks import checks_left
+from gpufleet.infra.discover.script import ScriptFacts, look
+from gpufleet.infra.discover.template import Draft, draft, loadable
+from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
+from gpufleet.job.text import counted
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,35 +21,56 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="of the stack: stacks/NAME.yaml is written")
     parser.add_argument("--code", metavar="DIR", type=Path, required=True, help="the folder of your training code")
     parser.add_argument("--command", metavar="TEXT", default="", help="how it is started there, as you would type it")
+    parser.add_argument(
+        "--try", dest="tries", action="store_true", help="run it for a minute on this CPU, and watch it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes stacks/NAME.yaml, which loads, and says what was found and what was not. Raises GpufleetError."""
-    write_definition(project_root(Path.cwd()), args.name, args.code, args.command)
+    write_definition(project_root(Path.cwd()), args.name, args.code, args.command, tries=args.tries)
     return 0
 
 
-def write_definition(root: Path, name: str, code: Path, command: str) -> None:
-    """The file of stack `name` in the project `root`, and what to know of it, printed. Raises GpufleetError."""
+def write_definition(root: Path, name: str, code: Path, command: str, *, tries: bool = False) -> None:
+    """The file of stack `name` in the project `root`, and what to know of it, printed. `tries`: the command is run in a
+    copy of the folder, and watched. Raises GpufleetError.
+    """
     path = named(root, name)
     if path.exists():
         raise GpufleetError(f"{path.relative_to(root)} is there already: choose another name, or remove it")
     folder = os.path.relpath(code.resolve(), root.resolve())
     found = look(code, command)
-    made = draft(name, found, folder=folder, command=command, modeline=modeline(path.parent, root))
+    text = modeline(path.parent, root)
+    made = draft(name, found, folder=folder, command=command, modeline=text)
+    problems: list[str] = []
+    if tries and made.trial is not None:
+        problems = _tried(found, made, code)
+        made = draft(name, found, folder=folder, command=command, modeline=text)
+    made = loadable(made, name)
     path.parent.mkdir(exist_ok=True)
     atomic.write_bytes(path, made.text.encode())
-    try:
-        load(path, now=datetime.now(UTC))
-    except DefinitionError as error:
-        print(f"What it says of {folder} does not hold yet:\n{error}")
     print(f"Wrote {path.relative_to(root)}.")
-    for heading, sentences in (("Found", made.known), ("Not known, marked CHECK", made.unknown)):
+    for heading, sentences in (("Tried", problems), ("Found", made.known), ("Not known, marked CHECK", made.unknown)):
         if sentences:
             print(f"{heading}:")
             for sentence in sentences:
                 print(f"  - {sentence}")
-    print(f"Next: look at the lines marked CHECK, then `gpufleet cost {name}` and `gpufleet rehearse {name}`.")
+    count = counted(len(checks_left(made.text)), "line")
+    print(f"Next: look at the {count} marked CHECK, then `gpufleet cost {name}` and `gpufleet rehearse {name}`.")
+
+
+def _tried(found: ScriptFacts, made: Draft, code: Path) -> list[str]:
+    """Runs the draft's command, puts what was seen into `found`, and gives what went wrong in sentences."""
+    from gpufleet.infra.discover.seen import with_seen
+    from gpufleet.infra.discover.trial import trial
+
+    trying = made.trial
+    assert trying is not None
+    print(f"Trying, in a copy of the folder, a minute at most for each of two starts: {trying.command}", flush=True)
+    seen = trial(code, trying, say=print)
+    with_seen(found, seen, made.out)
+    return [*seen.problems, f"it took {seen.seconds:.0f} s; what was seen stands beside each key"]
 
 
 def named(root: Path, name: str) -> Path:

@@ -1,66 +1,79 @@
-"""Reads a folder of training code without running it: which script trains, how it saves, how it tells its step.
+"""What a folder of training code, and the command that starts it, say of its training: read, never run.
 
-Syntax trees only. Everything found has its place, so that the file written from it can say why; what is not found is
-left open, never guessed. Raises GpufleetError where there is nothing to read.
+Each finding has its place, so that the file written from it can say why. What is not found is left open, never guessed.
 """
 
 from __future__ import annotations
 
 import ast
+import posixpath
 import re
-import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.inputs.code import files_in
-from gpufleet.job.contract.environment import COMMAND
-from gpufleet.job.kind.command import STEP, FormatName
-
-MOST_FILES, MOST_BYTES = 2_000, 1_000_000  # a repository's Python; larger files are data or generated
-_SKIPPED = {"node_modules", "site-packages", "build", "dist", ".tox"}
-
-# What scripts call these things. A name counts with - for _ and in any case.
-OUT = ("out_dir", "output_dir", "outdir", "checkpoint_dir", "ckpt_dir", "save_dir", "checkpoints_dir", "output", "out")
-RESUME = (
-    "resume_from_checkpoint",
-    "resume_from_step",
-    "resume_from",
-    "ckpt_path",
-    "init_from",
-    "resume",
-    "load_checkpoint",
+from gpufleet.infra.discover.frameworks import Framework, framework_of
+from gpufleet.infra.discover.lines import PrintedLine, find_lines
+from gpufleet.infra.discover.reach import Reach, Site, dotted, walk
+from gpufleet.infra.discover.resume import find_resume, shown
+from gpufleet.infra.discover.saves import (
+    CodeSave,
+    Pattern,
+    SaveCadence,
+    Saves,
+    around_of,
+    find_saves,
+    loop_unit,
+    pattern,
 )
-LOG_EVERY = ("log_interval", "logging_steps", "log_every")
-DEVICE, COMPILE = ("device", "device_type"), ("compile", "torch_compile")
-BACKEND = ("backend", "dist_backend", "ddp_backend")
+from gpufleet.infra.discover.settings import ScriptSettings, Setting, declared, literal, of_file
+from gpufleet.infra.discover.source import CodeFolder, Finding
+from gpufleet.infra.discover.start import StartedProgram, dockerfile_command, starts
+from gpufleet.infra.discover.values import Hole, Kind, Values, loop_range
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.kind.command import EPOCH_COUNTS, FORMATS, STEP_COUNTS
 
-_STEP_LIKE = re.compile(r"(?:^|_|\b)(global_step|step|steps|iter|iter_num|iteration|it|i_step)(?:$|\b|_num|_idx)")
-_NUMBER = r"[-+.\deE]+"
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
-_SAID_BY = {"print", "print0", "info", "log", "write", "echo", "warning", "debug"}
+MOST_LOOKED_INTO = 12  # files that may be the one that trains, where no command says it
+# What settings are called that a framework or a reader of the code looks for, where no use of them says more.
+OUT = (
+    "output_dir", "out_dir", "outdir", "checkpoint_dir", "ckpt_dir", "save_dir", "checkpoints_dir", "work_dir",
+    "workdir", "output_path", "checkpoint_path", "output", "out", "logdir", "log_dir", "save_path", "dump_dir",
+    "results_dir", "log_folder",
+)  # fmt: skip
+EPOCHS = (*EPOCH_COUNTS, "training_epochs", "total_epochs", "nepochs", "epoch")
+STEPS = (
+    *STEP_COUNTS, "max_train_steps", "max_iter", "num_iters", "total_timesteps", "timesteps", "num_train_steps",
+    "train_iters", "niter",
+)  # fmt: skip
+DEVICE, BACKEND = ("device", "device_type"), ("backend", "dist_backend", "ddp_backend")
+COMPILE = ("compile", "torch_compile")
+LOG_EVERY = ("log_interval", "logging_steps", "log_every", "print_freq", "log_freq")
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # SIGINT is for a keyboard
+_TRAINS = {"backward", "fit", "value_and_grad", "grad", "learn", "train", "train_step", "launch_training"}
+_SUPPORT = re.compile(  # files that do something else
+    r"/(tests?|docs?|bench(marks?)?|scripts/convert|tools/convert)/|/(test_|setup\.py|conftest)"
+    r"|eval|infer|sample|convert|export|demo"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptFinding:
-    """Something that the code says, and where."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Total:
+    """How long it trains, in steps or epochs, and the setting that says so."""
 
-    value: str
-    where: str  # train.py:42
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptArgument:
-    """A setting of the script: how it is written on a command line, and its default where that is a literal."""
-
-    written: str  # --max-steps, or --max_iters= where the value belongs to the word
-    default: object
+    unit: Kind
+    count: int | None
     where: str
+    setting: Setting | None = None
 
-    def with_value(self, value: object) -> str:
-        """The argument with this value, as a command line has it."""
-        return f"{self.written}{value}" if self.written.endswith("=") else f"{self.written} {value}"
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointFacts:
+    """What one checkpoint is, as the code says it."""
+
+    names: tuple[str, ...]
+    place: Pattern  # of the first of them
+    where: str
+    cadence: SaveCadence | None
 
 
 @dataclass(slots=True)
@@ -68,373 +81,299 @@ class ScriptFacts:
     """All that was found. None or empty: not found."""
 
     folder: Path
-    script: str = ""  # the entry, below the folder
-    module: bool = False  # it was started as `python -m`
-    framework: FormatName | None = None
-    why: ScriptFinding | None = None  # what tells the framework
-    launcher: ScriptFinding | None = None  # why it wants torchrun
+    start: StartedProgram
+    settings: ScriptSettings
+    framework: Framework | None = None
+    checkpoint: CheckpointFacts | None = None
+    total: Total | None = None
+    lines: list[PrintedLine] = field(default_factory=list)
+    resume: Finding | None = None  # the words that go on from a checkpoint
+    reads_itself: Finding | None = None  # it looks for a checkpoint by itself
+    bare_resume: Finding | None = None  # a trainer's train() that is given no checkpoint
+    signals: list[Finding] = field(default_factory=list)
+    joins: Finding | None = None  # it joins a process group
     runs_alone: bool = False  # it does without a launcher, which it looks for
-    arguments: Mapping[str, ScriptArgument] = field(default_factory=dict)  # by plain name
-    saves: ScriptFinding | None = None  # the pattern of one checkpoint's name
-    every: ScriptFinding | None = None  # what its step is divided by where it saves: a number, or a setting's name
-    counted: ScriptFinding | None = None  # its steps, where a loop has a plain number of them
-    writes_there: ScriptFinding | None = None  # it asks where its checkpoints go
-    loads: ScriptFinding | None = None  # it reads a checkpoint by itself
-    progress: list[ScriptFinding] = field(default_factory=list)  # regular expressions
-    bare_resume: ScriptFinding | None = None  # Trainer.train() that passes no checkpoint
-    handles_signal: ScriptFinding | None = None
-    wandb: ScriptFinding | None = None
+    wandb: Finding | None = None
     requirements: str = ""
+    saves_else: Finding | None = None  # what it saves that is no checkpoint
+    begins_anew: Finding | None = None  # a trial saw that it does not go on
+    saves_on_signal: Finding | None = None  # a trial saw it: true or false
+    complete: Finding | None = None  # a trial saw which file of a checkpoint is written last
+    size: Finding | None = None  # a trial saw how large one is, in GB
+    coded: dict[str, tuple[object, str]] = field(default_factory=dict)  # keywords of a framework's calls, with places
 
-    def argument(self, names: tuple[str, ...]) -> ScriptArgument | None:
-        """The first of these settings that the script has."""
-        return next((self.arguments[name] for name in names if name in self.arguments), None)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What one checkpoint is called, by the code, else by its framework; empty: nobody says."""
+        if self.checkpoint is not None or self.framework is None:
+            return self.checkpoint.names if self.checkpoint else ()
+        row = self.framework
+        named = str(self.coded.get(row.naming, ("", ""))[0]) if row.naming else ""
+        setting = self.settings.first([row.naming]) if row.naming and not named else None
+        named = str(setting.value or "") if setting is not None else named
+        if named:
+            return (_named_by_user(named, self.coded, self.settings),)
+        return row.each or (FORMATS[row.format].each if row.format else ())
+
+    @property
+    def script(self) -> str:
+        """The file that starts; empty for a program of a package."""
+        return self.start.script
 
 
 def look(folder: Path, command: str = "") -> ScriptFacts:
-    """What the folder, and the command where the user gave one, say."""
-    if not folder.is_dir():
-        raise GpufleetError(f"--code: {folder} is no folder; name the one that holds your training script")
-    trees = dict(_parsed(folder))
-    if not trees:
+    """What the folder, and the command where the user gave one, say. Raises GpufleetError."""
+    code = CodeFolder(folder)
+    if not command and not code.python:
+        raise GpufleetError(f"--code: no Python file in {folder}; say how it is started: --command '...'")
+    begun = starts(code, command) if command else [_entry(code)]
+    if not begun:
         raise GpufleetError(
-            f"--code: no Python file that can be read in {folder}; name the folder that holds your script"
+            f"--command: {command!r} starts no program that can be found; write it as you would type it"
         )
-    found = ScriptFacts(folder=folder)
-    found.script, found.module = _named(command, trees) if command else (_entry(trees), False)
-    if not found.script:
-        raise GpufleetError(
-            f"--code: which file in {folder} trains is not clear; say it: --command 'python FILE.py ...'"
-        )
-    found.requirements = next((n for n in ("requirements.txt", "pyproject.toml") if (folder / n).is_file()), "")
-    own = trees.get(found.script)
-    near = {found.script: own} if own is not None else {}
-    for name, tree in [*near.items(), *trees.items()]:
-        _read(found, name, tree, entry=name == found.script)
-    found.arguments = _arguments(near, found)
-    _from_config_files(found, command)
-    if "torchrun" in command:
-        found.launcher = ScriptFinding("torchrun", "your command")
+    start, reach = _which_trains(code, begun)
+    requirements = next((n for n in ("requirements.txt", "pyproject.toml", "setup.py") if n in code.files), "")
+    row = framework_of(reach, start)
+    if reach is None:
+        files = (posixpath.normpath(word.rpartition("=")[2]) for word in start.words)
+        files = (each for each in files if each in code.files and each.endswith((".yaml", ".yml", ".toml")))
+        settings = ScriptSettings([each for name in files for each in of_file(code, name, "")], start)
+        found = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
+        found.total = _named_total(settings, row, {})
+        return found
+    settings = ScriptSettings([*declared(reach, start, row.form if row else ""), *_of_row(row, reach)], start)
+    row = row or framework_of(reach, start)  # a configuration may name classes of the folder
+    values = Values(reach, settings)
+    saves = find_saves(reach, values)
+    found = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
+    found.coded = dict(_coded(reach, values, row))
+    found.checkpoint = _checkpoint(saves, values, row)
+    chosen = next((each for each in saves.found if found.checkpoint and each.where == found.checkpoint.where), None)
+    found.total = _total(reach, values, chosen, row, found.coded)
+    found.lines = find_lines(reach, values)
+    found.resume, found.reads_itself = find_resume(reach, values, saves, chosen, row)
+    found.saves_else = next((Finding(shown(each), each.where) for each in saves.found if each.score > -1), None)
+    _read_calls(found, reach)
     return found
 
 
-def _parsed(folder: Path) -> Iterator[tuple[str, ast.Module]]:
-    """Each Python file that would be shipped, but for those of installed packages."""
-    shipped = sorted((name, path) for name, path in files_in(folder) if name.endswith(".py"))
-    for name, path in [each for each in shipped if not _SKIPPED & set(Path(each[0]).parts[:-1])][:MOST_FILES]:
-        try:
-            if path.stat().st_size <= MOST_BYTES:
-                yield name, ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            continue
+def _named_by_user(text: str, coded: dict[str, tuple[object, str]], settings: ScriptSettings) -> str:
+    """A name as Lightning's ModelCheckpoint takes it, as a pattern: it writes `epoch=` before each figure by itself."""
+    asked = coded.get("auto_insert_metric_name", (None, ""))[0]
+    setting = settings.first(["auto_insert_metric_name"])
+    inserts = str(asked if asked is not None else setting.value if setting is not None else True) != "False"
+
+    def one(match: re.Match[str]) -> str:
+        figure = match[0] if match[1] in ("epoch", "step") else "*"
+        return f"{match[1]}={figure}" if inserts and not text[: match.start()].endswith("=") else figure
+
+    return "*" + re.sub(r"\{([\w/]+)(:[^}]*)?\}", one, text) + "*.ckpt" if "{" in text else text + "*.ckpt"
 
 
-def _named(command: str, trees: Mapping[str, ast.Module]) -> tuple[str, bool]:
-    """The script that a command runs, below the folder, and whether as a module; empty for one of a package."""
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise GpufleetError(f"--command: {error}") from None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word == "-m" and (name := following.replace(".", "/") + ".py") in trees:
-            return name, True
-        if word.endswith(".py") and word.removeprefix("./") in trees:
-            return word.removeprefix("./"), False
-        if word.endswith(".py"):
-            raise GpufleetError(f"--command: {word} is not in the folder; it has {', '.join(sorted(trees)[:8])}")
-    return next(iter(trees)), False
+def _which_trains(code: CodeFolder, begun: list[StartedProgram]) -> tuple[StartedProgram, Reach | None]:
+    """The start among several that trains, with what it runs; the first where none is seen to."""
+    own = sorted((each for each in begun if each.script), key=lambda each: not each.launcher)
+    reaches = [(each, Reach(code, each.roots, each.script, each.function)) for each in own[:MOST_LOOKED_INTO]]
+    for each, reach in reaches:
+        if trains(reach) or framework_of(reach, each) is not None:
+            return each, reach
+    known = next((each for each in begun if not each.script and framework_of(None, each)), None)
+    return reaches[0] if own and known is None else (known or begun[0], None)
 
 
-def _entry(trees: Mapping[str, ast.Module]) -> str:
-    """The file that looks most like the one that trains, a sole one at all; empty where two look alike or none does."""
-    scores = sorted(((_looks_like_training(name, tree), name) for name, tree in trees.items()), reverse=True)
-    (best, name), second = scores[0], scores[1][0] if len(scores) > 1 else -1.0
-    return name if best > (len(scores) > 1) and best > second else ""
+def trains(reach: Reach) -> bool:
+    """Whether what is reached trains: it goes backward, or has something fitted or trained."""
+    return bool(_TRAINS & set(reach.by_name))
 
 
-def _looks_like_training(name: str, tree: ast.Module) -> float:
-    """Higher for a script with a training loop in it, near the top of the folder."""
-    stem, depth = Path(name).stem.lower(), len(Path(name).parts)
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    score = 3.0 * (stem in ("train", "main_train", "pretrain", "finetune", "run_clm", "base_train", "sft"))
-    score += 1.5 * any(word in stem for word in ("train", "finetune", "sft", "run_")) + 0.5 * (stem == "main")
-    score += 1.0 * ({"backward", "step", "zero_grad"} <= names) + 1.0 * bool({"train", "fit"} & names)
-    score -= 3.0 * any(
-        word in name.lower() for word in ("test", "eval", "sample", "infer", "setup", "conftest", "bench")
-    )
-    return score - 0.25 * depth
-
-
-def _read(found: ScriptFacts, name: str, tree: ast.Module, *, entry: bool) -> None:
-    """Takes in one file; the entry is read first, and what it says stands."""
-    local = dict(_assigned(tree))
-    imports = set(_imports(tree))
-    for node in ast.walk(tree):
-        if entry and isinstance(node, ast.For) and found.counted is None:
-            found.counted = _counted(node, local, name)
-        if isinstance(node, ast.Constant) and node.value == COMMAND["checkpoints"] and found.writes_there is None:
-            found.writes_there = ScriptFinding(COMMAND["checkpoints"], f"{name}:{node.lineno}")
-        if not isinstance(node, ast.Call):
-            continue
-        where, called = f"{name}:{node.lineno}", _called(node)
-        if called == "save" and _receiver(node) in ("torch", "t") and found.saves is None:
-            place = node.args[1] if len(node.args) > 1 else _keyword(node, "f")
-            if place is not None and (pattern := _pattern(place, local)):
-                found.saves = ScriptFinding(pattern, where)
-                found.every = _cadence(tree, node, name)
-        if called == "load" and _receiver(node) in ("torch", "t") and entry and found.loads is None:
-            found.loads = ScriptFinding("it reads a checkpoint by itself", where)
-        if called in _SAID_BY and node.args and entry:
-            for regex in _regexes(node):
-                if regex not in [each.value for each in found.progress]:
-                    found.progress.append(ScriptFinding(regex, where))
-        if called == "signal" and node.args and found.handles_signal is None:
-            number = ast.unparse(node.args[0]).rpartition(".")[2]
-            found.handles_signal = ScriptFinding(number, where) if number in SIGNALS else None
-        if entry and called == "get" and node.args and _literal(node.args[0]) in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            found.runs_alone = True
-        if called == "init_process_group" and found.launcher is None:
-            found.launcher = ScriptFinding("it joins a process group", where)
-        bare = called == "train" and not node.args and not node.keywords and imports & {"transformers", "trl"}
-        if entry and bare and "trainer" in ast.unparse(node.func).lower() and found.bare_resume is None:
-            found.bare_resume = ScriptFinding("train() is given no checkpoint", where)
-    if found.framework is None and (entry or not found.saves):
-        told = _framework(imports, tree, name, entry=entry)
-        if told:
-            found.framework, found.why = told[0], ScriptFinding(told[1], name)
-    if "wandb" in imports and found.wandb is None:
-        found.wandb = ScriptFinding("it imports wandb", name)
-
-
-def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Names and what they are set to, one by one of `a, b = 1, 2`."""
-    assigned = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
-    for target, value in ((target, node.value) for node in assigned for target in node.targets):
-        pairs = [(target, value)]
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            pairs = list(zip(target.elts, value.elts, strict=False))
-        yield from ((name.id, each) for name, each in pairs if isinstance(name, ast.Name))
-
-
-def _framework(imports: set[str], tree: ast.Module, name: str, *, entry: bool) -> tuple[FormatName, str] | None:
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if imports & {"trl", "axolotl"} or ("transformers" in imports and names & {"Trainer", "Seq2SeqTrainer"}):
-        return "hf-trainer", "it uses the Trainer of transformers"
-    if imports & {"lightning", "pytorch_lightning"} and not imports & {"litgpt"}:
-        return "lightning", "it imports Lightning"
-    if "litgpt" in imports:
-        return "litgpt", "it imports litgpt"
-    if "nanochat" in imports and entry:
-        return "nanochat", "it imports nanochat"
-    dotted = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import)}
-    if any("torch.distributed.checkpoint" in each or "torchtitan" in each for each in dotted):
-        return "dcp", "it imports torch.distributed.checkpoint"
-    return None
-
-
-def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (each.name.split(".")[0] for each in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.split(".")[0]
-
-
-def _called(node: ast.Call) -> str:
-    return (
-        node.func.attr
-        if isinstance(node.func, ast.Attribute)
-        else node.func.id
-        if isinstance(node.func, ast.Name)
-        else ""
-    )
-
-
-def _receiver(node: ast.Call) -> str:
-    of = node.func.value if isinstance(node.func, ast.Attribute) else None
-    return of.id if isinstance(of, ast.Name) else ""
-
-
-def _keyword(node: ast.Call, name: str) -> ast.expr | None:
-    return next((each.value for each in node.keywords if each.arg == name), None)
-
-
-def _pattern(place: ast.expr, local: Mapping[str, ast.expr], depth: int = 0) -> str:
-    """The last part of a path as a pattern with {step} and *; empty where that is not clear."""
-    if isinstance(place, ast.Name) and depth < 4 and place.id in local:
-        return _pattern(local[place.id], local, depth + 1)
-    if isinstance(place, ast.Call) and place.args and _called(place) in ("join", "Path", "str", "joinpath"):
-        return _pattern(place.args[-1], local, depth + 1)
-    if isinstance(place, ast.BinOp) and isinstance(place.op, ast.Div | ast.Add):
-        return _pattern(place.right, local, depth + 1)
-    if isinstance(place, ast.Constant) and isinstance(place.value, str):
-        return place.value.replace("\\", "/").rstrip("/").rpartition("/")[2]
-    if isinstance(place, ast.JoinedStr):
-        text = "".join(_part(each) for each in place.values)
-        return text.rpartition("/")[2] if re.search(r"[A-Za-z]", re.sub(r"\{step[^}]*\}|\*", "", text)) else ""
-    return ""
-
-
-def _part(part: ast.expr) -> str:
-    if isinstance(part, ast.Constant):
-        return str(part.value)
-    assert isinstance(part, ast.FormattedValue)
-    if not _is_step(part.value) and "epoch" not in ast.unparse(part.value).lower():
-        return "*"
-    form = ast.unparse(part.format_spec)[2:-1] if part.format_spec else ""
-    return f"{{step:{form}}}" if re.fullmatch(r"0\d+d?", form) else STEP
-
-
-def _is_step(value: ast.expr) -> bool:
-    return bool(_STEP_LIKE.search(ast.unparse(value).lower()))
-
-
-def _cadence(tree: ast.Module, save: ast.Call, name: str) -> ScriptFinding | None:
-    """What stands behind % in the nearest condition around a save."""
-    around = [node for node in ast.walk(tree) if isinstance(node, ast.If) and save in ast.walk(node)]
-    for condition in sorted(around, key=lambda node: -node.lineno):
-        for part in ast.walk(condition.test):
-            if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
-                return ScriptFinding(ast.unparse(part.right).rpartition(".")[2], f"{name}:{condition.lineno}")
-    return None
-
-
-def _counted(loop: ast.For, local: Mapping[str, ast.expr], name: str) -> ScriptFinding | None:
-    """The end of a loop over steps, where that is a number."""
-    ranges = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _called(node) == "range"]
-    if not _is_step(loop.target) or not ranges or not ranges[0].args:
-        return None
-    begin, end = (None, *ranges[0].args)[-2:] if len(ranges[0].args) < 3 else ranges[0].args[:2]
-    value = _literal(local.get(end.id) if isinstance(end, ast.Name) else end)
-    if type(value) is not int or value <= 0:
-        return None
-    from_one = begin is not None and re.search(r"(^|\+ )1$", ast.unparse(begin))
-    return ScriptFinding(str(value - 1 if from_one else value), f"{name}:{loop.lineno}")
-
-
-def _regexes(call: ast.Call) -> Iterator[str]:
-    """A regular expression for each formatted text of a call that tells a step and a loss, or a step alone."""
-    for text in call.args[:1]:
-        if isinstance(text, ast.JoinedStr):
-            parts = text.values
-        elif isinstance(text, ast.BinOp) and isinstance(text.op, ast.Mod) and isinstance(text.left, ast.Constant):
-            parts = _percent(str(text.left.value), text.right)
-        else:
-            continue
-        if (found := _regex(parts)) != "":
-            yield found
-
-
-def _percent(text: str, values: ast.expr) -> list[ast.expr]:
-    """`"step %d" % step` as the parts of an f-string."""
-    given = iter(values.elts if isinstance(values, ast.Tuple) else [values])
-    parts: list[ast.expr] = []
-    for piece in re.split(r"(%[-+ 0#]*\d*(?:\.\d+)?[a-zA-Z])", text):
-        if re.fullmatch(r"%[-+ 0#]*\d*(?:\.\d+)?[a-zA-Z]", piece):
-            parts.append(ast.FormattedValue(value=next(given, ast.Constant(value="")), conversion=-1))
-        else:
-            parts.append(ast.Constant(value=piece))
-    return parts
-
-
-def _regex(parts: list[ast.expr]) -> str:
-    """The regular expression of one printed line, up to the last figure that means something; empty where a step is all
-    that there is of it.
+def _entry(code: CodeFolder) -> StartedProgram:
+    """The program of the folder that trains: what its image starts, else the one file that does. Raises GpufleetError
+    where several may be meant, and names them.
     """
-    text, used, last = "", set[str](), 0
-    for at, part in enumerate(parts):
-        if isinstance(part, ast.Constant):
-            text += re.sub(r"\s+", r"\\s+", re.sub(r"([.^$*+?{}\[\]|()\\])", r"\\\1", str(part.value)))
-            continue
-        assert isinstance(part, ast.FormattedValue)
-        before = str(parts[at - 1].value).lower() if at and isinstance(parts[at - 1], ast.Constant) else ""  # type: ignore[attr-defined]
-        after = str(parts[at + 1].value) if at + 1 < len(parts) and isinstance(parts[at + 1], ast.Constant) else ""  # type: ignore[attr-defined]
-        group = _group(part.value, before, after, used)
-        used.add(group)
-        digits = r"\d+" if group in ("step", "total") else _NUMBER
-        text += (r"\s*" if group and not text.endswith(r"\s+") else "") + (
-            f"(?P<{group}>{digits})" if group else r".*?"
+    if (command := dockerfile_command(code)) and (begun := [each for each in starts(code, command) if each.script]):
+        start, reach = _which_trains(code, begun)
+        if reach is not None and trains(reach):
+            return replace(start, typed=command)
+    able = [name for name in code.python if not _SUPPORT.search(f"/{name.lower()}")] or code.python
+    able = sorted(able, key=lambda name: (-_named_like_training(name), name.count("/"), name))
+    mains = [name for name in able if "__main__" in code.text(name)] or [name for name in able if _runs(code, name)]
+    candidates = (mains or able)[:MOST_LOOKED_INTO]
+    found = [name for name in candidates if _may_train(code, name)]
+    found = found or [name for name in candidates if _named_like_training(name) >= 2]
+    scores = {name: _named_like_training(name) - 0.5 * name.count("/") for name in found}
+    found.sort(key=lambda name: -scores[name])
+    if not found or (len(found) > 1 and scores[found[0]] == scores[found[1]]):
+        some = ", ".join(found[:6]) or "none of them is seen to train"
+        raise GpufleetError(
+            f"--code: which file in {code.path} trains is not clear ({some}); say it: --command 'python FILE.py ...'"
         )
-        last = len(text) if group else last
-    if "step" not in used or not used & {"loss", "val", "total", "step_ms"}:
-        return ""
-    return text[:last]
+    return _program(found[0])
 
 
-def _group(value: ast.expr, before: str, after: str, used: set[str]) -> str:
-    """What a figure of a line is, by its name and by the words around it; empty: nothing that is asked for."""
-    named = ast.unparse(value).lower()
-    near = before.rstrip(" :=|([")[-24:]
-    if "step" not in used and _is_step(value) and not re.search(r"max|total|num_", named):
-        return "step"
-    if (
-        "total" not in used
-        and "step" in used
-        and before.endswith("/")
-        and re.search(r"max|total|num|steps|iter", named)
-    ):
-        return "total"
-    if re.search(r"\bval\w*|valid", named) and "loss" in named + near and "val" not in used:
-        return "val"
-    if "loss" in named + near and not re.search(r"val|eval|best", named + near) and "loss" not in used:
-        return "loss"
-    if re.match(r"\s*ms\b", after) and re.search(r"dt|time|ms|elapsed", named + near) and "step_ms" not in used:
-        return "step_ms"
-    return ""
+def _program(name: str) -> StartedProgram:
+    roots = tuple(dict.fromkeys((posixpath.dirname(name), "", "src")))
+    return StartedProgram(script=name, typed=f"python {name}", roots=roots)
 
 
-def _arguments(near: Mapping[str, ast.Module], found: ScriptFacts) -> dict[str, ScriptArgument]:
-    """The script's own settings by plain name: of argparse, click, or a configurator that overrides module values."""
-    settings: dict[str, ScriptArgument] = {}
-    for name, tree in near.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _called(node) in ("add_argument", "option") and node.args:
-                written = [a.value for a in node.args if isinstance(a, ast.Constant) and str(a.value).startswith("--")]
-                if written:
-                    plain = str(written[0])[2:].replace("-", "_").lower()
-                    flag = _literal(_keyword(node, "action")) == "store_true"
-                    default = _literal(_keyword(node, "default"))
-                    settings.setdefault(
-                        plain, ScriptArgument(str(written[0]), True if flag else default, f"{name}:{node.lineno}")
-                    )
-        if "configurator" in ast.unparse(tree):
-            for node in tree.body:
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                    key = node.targets[0].id
-                    default = _literal(node.value)
-                    settings.setdefault(key, ScriptArgument(f"--{key}=", default, f"{name}:{node.lineno}"))
-    if found.framework == "hf-trainer":
-        own = ("output_dir", "max_steps", "save_steps", "logging_steps", "resume_from_checkpoint")
-        if any(
-            "TrainingArguments" in ast.unparse(tree) or "HfArgumentParser" in ast.unparse(tree)
-            for tree in near.values()
-        ):
-            for key in own:
-                settings.setdefault(key, ScriptArgument(f"--{key}", None, "TrainingArguments"))
-    return settings
+def _may_train(code: CodeFolder, name: str) -> bool:
+    start = _program(name)
+    reach = Reach(code, start.roots, name)
+    is_sole = len(code.python) == 1 and re.search(r"train|fit|optim|loss", f"{name} {code.text(name)}")
+    return bool(trains(reach) or framework_of(reach, start) is not None or is_sole)
 
 
-def _literal(value: ast.expr | None) -> object:
-    try:
-        return None if value is None else ast.literal_eval(value)
-    except ValueError:
+def _named_like_training(name: str) -> float:
+    stem = Path(name).stem.lower()
+    exact = stem in ("train", "main", "main_train", "pretrain", "finetune", "run_training", "run_train")
+    return 2.0 * exact + 1.0 * bool(re.search(r"train|finetune|sft|run_|main", stem))
+
+
+def _runs(code: CodeFolder, name: str) -> bool:
+    """Whether a file does something by itself."""
+    body = tree.body if (tree := code.tree(name)) is not None else []
+    run = (each for each in body if isinstance(each, ast.Expr | ast.For | ast.While))
+    return any(not isinstance(getattr(each, "value", None), ast.Constant) for each in run)
+
+
+def _of_row(row: Framework | None, reach: Reach) -> Iterator[Setting]:
+    """The settings of a framework's own parser, where the script parses them by it."""
+    parsers = {"HfArgumentParser", "TrlParser", "H4ArgumentParser", "LightningCLI"} & set(reach.by_name)
+    if row is None or not parsers:
+        return
+    style = "--trainer.{name} {{}}" if "LightningCLI" in parsers else "--{name} {{}}"
+    for name in (*row.out, *row.steps, *row.epochs, *row.every, *filter(None, [row.resume_setting]), "logging_steps"):
+        default = {"save_steps": 500, "num_train_epochs": 3}.get(name)
+        yield Setting(name=name, form=style.format(name=name), default=default, where=row.name)
+
+
+def _coded(reach: Reach, values: Values, row: Framework | None) -> Iterator[tuple[str, tuple[object, str]]]:
+    """The keywords that the script gives to a framework, as numbers and texts, or as the setting that they are."""
+    for site in (each for name in (row.uses if row is not None else ()) for each in reach.by_name.get(name, [])):
+        for each in site.call.keywords:
+            parts = values.resolve(each.value, site.scope)[0]
+            head = parts[0] if parts else ""
+            if each.arg and isinstance(head, Hole) and len(parts) == 1 and head.kind == "setting":
+                yield each.arg, (values.settings.find(head.name), site.where)
+            elif each.arg and all(isinstance(part, str) for part in parts):
+                yield each.arg, ("".join(map(str, parts)), site.where)
+
+
+def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> CheckpointFacts | None:
+    """The checkpoint that a resume needs, with what is saved beside it; None where the code names none."""
+    if row is not None and not row.named and row.each and not any(each.score >= 6 for each in saves.found):
         return None
-
-
-def _from_config_files(found: ScriptFacts, command: str) -> None:
-    """Defaults that Python files named on the command line set anew, as nanoGPT's config/*.py do."""
-    for word in command.split():
-        path = found.folder / word
-        if not word.endswith(".py") or word.removeprefix("./") == found.script or not path.is_file():
+    for chosen in saves.found:
+        place = pattern(chosen, values)
+        if place is None or chosen.score < 1.5 or (row is not None and row.format and not row.named):
             continue
-        settings = dict(found.arguments)
-        for node in ast.parse(path.read_bytes()).body:
-            if (
-                isinstance(node, ast.Assign)
-                and isinstance(node.targets[0], ast.Name)
-                and isinstance(node.value, ast.Constant)
-            ):
-                key = node.targets[0].id
-                if key in settings:
-                    settings[key] = ScriptArgument(settings[key].written, node.value.value, f"{word}:{node.lineno}")
-        found.arguments = settings
+        if not chosen.is_inside_loop and chosen.cadence is None and "{" not in place.name:
+            continue  # at its end alone
+        found = [place.name]
+        for other in saves.found if "{" in place.name else ():
+            beside = pattern(other, values)
+            if beside is not None and _goes_with(chosen, other) and _place(beside) == _place(place):
+                found.append(beside.name)
+        names = tuple(dict.fromkeys(found))[:4]
+        return CheckpointFacts(names=names, place=place, where=chosen.where, cadence=chosen.cadence)
+    return None
+
+
+def _place(pattern: Pattern) -> tuple[object, ...]:
+    return pattern.setting, pattern.folder, posixpath.dirname(pattern.name), "{" in pattern.name
+
+
+def _goes_with(chosen: CodeSave, other: CodeSave) -> bool:
+    """Whether two saves are of one checkpoint: in the same file, as often as each other."""
+    if chosen.is_folder or other.is_folder or other.score < chosen.score - 1:
+        return False
+    return chosen.cadence == other.cadence and chosen.site.scope.file == other.site.scope.file
+
+
+def _total(
+    reach: Reach, values: Values, chosen: CodeSave | None, row: Framework | None, coded: dict[str, tuple[object, str]]
+) -> Total | None:
+    """How long it trains: what was typed, then what bounds its loops, then settings by their names."""
+    found = list(_bounds(reach, values, chosen))
+    bounding = {each.setting.name for each in found if each.setting is not None}
+    named = _named_total(values.settings, row, coded)
+    if named is not None and (named.setting is None or named.setting.name not in bounding):
+        found.append(named)
+    best = _best(found)
+    return next((each for each in best if each.unit == "step"), next(iter(best), None))
+
+
+def _best(found: list[Total]) -> list[Total]:
+    """Those that were typed, else those of a known number, else all."""
+    typed = [each for each in found if each.setting is not None and each.setting.typed is not None and each.count]
+    return typed or [each for each in found if each.count] or found
+
+
+def _bounds(reach: Reach, values: Values, chosen: CodeSave | None) -> Iterator[Total]:
+    """The ends of the loops around the save, and around what goes backward."""
+    sites = [chosen.site] if chosen is not None else []
+    sites += [*reach.by_name.get("backward", [])[:3], *reach.by_name.get("value_and_grad", [])[:1]]
+    loops = dict(pair for site in sites for pair in around_of(reach, site) if isinstance(pair[0], ast.For | ast.While))
+    for loop, site in loops.items():
+        for kind, expr, begin in _ends(values, loop, site):
+            first = ast.unparse(begin) if begin is not None else ""
+            from_one = bool(re.search(r"(^|\+ )1$", first))
+            if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Add) and literal(expr.right) == 1:
+                expr, from_one = expr.left, False
+            number, setting = values.quantity(expr, site.scope)
+            if setting is not None:
+                yield Total(unit=kind, count=setting.count, where=setting.place, setting=setting)
+            elif number is not None and number > 1:
+                yield Total(unit=kind, count=number - from_one, where=f"{site.scope.file}:{loop.lineno}")
+
+
+def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, ast.expr, ast.expr | None]]:
+    """What bounds a loop, with what it counts and where it begins: its range, its condition, what leaves it."""
+    kind = loop_unit(values, loop, site.scope)
+    if isinstance(loop, ast.For) and kind in ("step", "epoch"):
+        listed = [loop.iter, *(node for node, _ in values.bound(dotted(loop.iter), loop.iter, site.scope))]
+        ranges = [found for each in listed if isinstance(each, ast.expr) and (found := loop_range(each)) is not None]
+        for arguments in (each.args for each in ranges[:1]):  # of a bar that has a name, too
+            yield kind, arguments[:2][-1], arguments[0] if len(arguments) > 1 else None
+    leaving = [each for each in getattr(loop, "body", []) if isinstance(each, ast.If)]
+    tests = [each.test for each in leaving if any(isinstance(inner, ast.Break | ast.Return) for inner in each.body)]
+    for node in (node for test in [*filter(None, [getattr(loop, "test", None)]), *tests] for node in walk(test)):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.Lt | ast.LtE | ast.Gt | ast.GtE | ast.Eq):
+            counted = values.kinds(node.left, site.scope)
+            if counted in ("step", "epoch"):
+                yield counted, node.comparators[0], None
+
+
+def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[str, tuple[object, str]]) -> Total | None:
+    """By the names that settings have, those of the framework first."""
+    found: list[Total] = []
+    kinds: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
+        ("step", row.steps if row else (), STEPS), ("epoch", row.epochs if row else (), EPOCHS),
+    )  # fmt: skip
+    for kind, own, names in kinds:
+        for value, where in (coded[each] for each in own if each in coded):
+            if isinstance(value, Setting):
+                found.append(Total(unit=kind, count=value.count, where=value.where, setting=value))
+            elif str(value).isdigit() and int(str(value)) > 0:
+                found.append(Total(unit=kind, count=int(str(value)), where=where))
+        if (setting := settings.first((*own, *names))) is not None:
+            found.append(Total(unit=kind, count=setting.count, where=setting.place, setting=setting))
+    return next(iter(_best(found)), None)
+
+
+def _read_calls(found: ScriptFacts, reach: Reach) -> None:
+    """What single calls say: signals, process groups, trainers that begin anew, W&B."""
+    is_trainers = found.framework is not None and found.framework.format == "hf-trainer"
+    for site in reach.sites:
+        written = [ast.unparse(each) for each in site.call.args[:2]]
+        if site.name == "signal" and len(written) > 1 and "SIG_" not in written[1]:
+            if (signal := written[0].rpartition(".")[2]) in SIGNALS:
+                found.signals.append(Finding(signal, site.where))
+        elif site.name in ("get", "getenv") and written:
+            found.runs_alone |= literal(site.call.args[0]) in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        elif site.name == "init_process_group":
+            found.joins = found.joins or Finding("it joins a process group", site.where)
+        elif re.search(r"trainer\.train\(\)$", ast.unparse(site.call), re.IGNORECASE) and is_trainers:
+            found.bare_resume = found.bare_resume or Finding("train() is given no checkpoint", site.where)
+    if any(each.split(".")[0] == "wandb" for each in reach.imported):
+        naming = (file for file in reach.files if "wandb" in reach.names(file).imports)
+        found.wandb = Finding("it imports wandb", next(naming, reach.entry))

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 
-from gpufleet.infra.discover.script import (
-    BACKEND,
-    COMPILE,
-    DEVICE,
-    LOG_EVERY,
-    OUT,
-    RESUME,
-    ScriptArgument,
-    ScriptFacts,
-)
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.discover.lines import BAR, PrintedLine
+from gpufleet.infra.discover.marks import PROCESSES
+from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts, Total
+from gpufleet.infra.discover.settings import Setting, with_setting
+from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs.code import ENVIRONMENTS
-from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS, STEP_COUNTS, setting
+from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # of slow ones; a fast script is given more (rehearsal/pace.py)
+REHEARSED_EPOCHS = 6
+BY_GPUS = {1: "g6e.2xlarge", 4: "g6e.12xlarge", 8: "g6e.48xlarge"}  # L40S with 48 GB each
 _HF_ON_CPU = "--use_cpu true --report_to none"
+_CHECKPOINTS = "'{checkpoints}'"
+_REQUIRED = re.compile(r"  (image|command|code):")
+_REHEARSED = """\
+  estimate:
+    step_ms: [500]
+    setup_minutes: 0.1
+    restart_minutes: 0.1
+    capacity_wait_minutes: 0.05
+  interruptions:
+    with_notice: 1
+    without_notice: 1"""
 
 
 @dataclass(slots=True)
@@ -31,59 +44,61 @@ class Draft:
     text: str = ""
     known: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    out: str = ""  # the setting by which the command is told where to save
+    trial: Trial | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What `gpufleet new --try` runs: the command, small enough for a CPU but as long as it takes to be watched."""
+
+    command: str
+    resume: str = ""  # what the second start gets beside it, with {checkpoint}, {step} and {epoch}
+    workdir: str = ""  # in the words of job.workdir
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
-    """A definition that loads. `folder`: the code's, relative to the project; `modeline`: for editors, or empty."""
-    made = Draft()
-    every, steps = found.argument(SAVE_INTERVALS), found.argument(STEP_COUNTS)
-    typed = command or _command(found)
-    written = _where_it_writes(found, typed, made)
-    if every is None and found.every and found.every.value in found.arguments:
-        every = found.arguments[found.every.value]
-    fixed = int(found.every.value) if every is None and found.every and found.every.value.isdigit() else None
-    every_steps = fixed or _said(typed, every) or _positive(every.default if every else None) or 500
-    saved_at = every.where if every else found.every.where if fixed and found.every else ""
-    total = _said(typed, steps) or _positive(steps.default if steps else None)
-    counted = found.counted if steps is None else None
-    total, where = (int(counted.value), counted.where) if counted else (total, steps.where if steps else "")
-    if found.framework == "hf-trainer" and every and not _said(typed, every):
-        written += f" {every.with_value(every_steps)}"
-    elif every and _positive(every.default) is None and not _said(typed, every):
-        written += f" {every.with_value(every_steps)}"
-        made.known.append(f"{every.where}: it saves nothing by default, so the command asks for it ({every.written})")
+    """A definition. `folder`: the code's, relative to the project; `modeline`: for editors, or empty."""
+    writer = _Writer(found)
+    typed = command or found.start.typed
+    if not command and found.joins:
+        typed = re.sub(r"^python ", "torchrun --standalone --nproc-per-node={gpus} ", typed)
+    typed, type_, type_check = writer.processes(typed)
+    written = writer.switched_on(writer.told_where(typed))
     lines = [
         *filter(None, [modeline]),
         f"# {name}: {found.script or typed}, on rented GPUs.",
-        "# Written by `gpufleet new`; lines marked CHECK are yours. All keys: docs/definition.md of gpufleet.",
+        "# Written by `gpufleet new`. Lines marked CHECK are yours. All keys: docs/definition.md of gpufleet.",
         "",
         "run:",
         "  id: r1            # a new id is a new fleet on the same bucket",
         "  owner: you        # tagged on everything, so that a bill can be asked about",
         "",
         "job:",
-        "  # CHECK: any Linux image with sh and what the script needs",
-        f"  image: {IMAGE}",
+        f"  image: {IMAGE}   # CHECK: any Linux image with sh and what the script needs",
         "  code:",
         f"    folder: {_quoted(folder)}",
-        *_setup(found),
+        *writer.setup(),
         f"  command: {_quoted(written)}",
-        *_resume(found, made),
-        *_checkpoint(found, every_steps if total else None, saved_at, made),
-        *_progress(found, made),
-        *_work(total, where, made),
-        *_stop(found, made),
-        *_secrets(found),
+        *filter(None, [writer.place.workdir]),
+        *writer.environment(),
+        *writer.resume(),
+        *writer.checkpoint(),
+        *writer.progress(),
+        *writer.work(),
+        *writer.stop(written),
+        *writer.secrets(),
         "",
         "fleet:",
         "  region: us-east-2",
         "  zones: [us-east-2a, us-east-2b, us-east-2c]",
-        "  instance_types: [g6e.2xlarge]   # CHECK: one L40S with 48 GB; `gpufleet compare` ranks others",
+        f"  instance_types: [{type_}]   # CHECK: {type_check}; `gpufleet compare` ranks others",
         "  capacity: spot",
         f"  ami: unpinned     # gpufleet doctor {name} --pin",
         "",
         "storage:",
-        *_inputs(typed, made),
+        *writer.inputs(typed),
         "  root:",
         "    size_gib: 200",
         "  keep:",
@@ -94,233 +109,579 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         "  max_usd: 20",
         "  max_hours: 24",
         "",
-        *_rehearsal(found, written, fixed, total, made),
+        *writer.rehearsal(written),
     ]
-    made.text = "\n".join(lines) + "\n"
-    made.unknown.append(
-        f"which GPU it needs: fleet.instance_types has one L40S with 48 GB, whatever the script is; `gpufleet compare"
-        f" {name}` prices the others"
+    writer.made.text = "\n".join(lines) + "\n"
+    writer.unknown(
+        f"which GPU it needs: fleet.instance_types has {type_}, whatever the script is; `gpufleet compare {name}`"
+        " prices the others"
     )
-    return made
+    return writer.made
 
 
-def _command(found: ScriptFacts) -> str:
-    start = f"-m {found.script[:-3].replace('/', '.')}" if found.module else found.script
-    if found.launcher:
-        return f"torchrun --standalone --nproc-per-node={{gpus}} {start}"
-    return f"python {start}"
-
-
-def _where_it_writes(found: ScriptFacts, typed: str, made: Draft) -> str:
-    """The command, told to write below {checkpoints} where it can be told."""
-    if "{checkpoints}" in typed or found.framework == "nanochat":
-        return typed
-    out = found.argument(OUT)
-    if out is not None and out.written.rstrip("=") not in typed:
-        made.known.append(f"{out.where}: {out.written.rstrip('=')} says where it writes")
-        return f"{typed} {out.with_value('{checkpoints}')}"
-    if out is None and found.writes_there:
-        made.known.append(f"{found.writes_there.where}: {found.writes_there.value} says where it writes")
-    elif out is None:
-        made.unknown.append(
-            "where the script writes its checkpoints: into $GPUFLEET_CHECKPOINTS ({checkpoints} in the command), or"
-            " into a folder of its own that checkpoint.folder names"
-        )
-    return typed
-
-
-def _setup(found: ScriptFacts) -> Iterator[str]:
-    install = {"requirements.txt": "pip install -r requirements.txt", "pyproject.toml": "pip install -e ."}
-    if found.requirements:
-        yield f"  setup: {install[found.requirements]}   # once per node; a pinned image starts faster"
-
-
-def _resume(found: ScriptFacts, made: Draft) -> Iterator[str]:
-    """What the command gets where a checkpoint was restored."""
-    argument = found.argument(RESUME)
-    if found.bare_resume:
-        made.unknown.append(
-            f"{found.bare_resume.where}: trainer.train() is given no checkpoint, so it begins anew on each node. Write"
-            " trainer.train(resume_from_checkpoint=os.environ.get('GPUFLEET_RESUME_FROM')) there; a rehearsal refuses"
-            " it as it is"
-        )
-        return
-    if argument is None and found.loads:
-        made.known.append(f"{found.loads.where}: {found.loads.value}; a rehearsal shows whether it goes on from there")
-        return
-    if argument is None:
-        made.unknown.append("how it goes on from a checkpoint: job.resume.args, or it looks into {checkpoints} itself")
-        yield "  # resume: {args: --resume}   # CHECK: added only where a checkpoint was restored"
-        return
-    plain = argument.written.strip("-=").replace("-", "_")
-    if plain == "init_from":
-        value = "resume"
-    elif argument.default is True or isinstance(argument.default, bool):
-        value = ""
-    elif "step" in plain:
-        value = "{step}"
-    elif found.framework == "litgpt":
-        value = "auto"
-    else:
-        value = "{checkpoint}"
-    text = argument.with_value(value) if value else argument.written.rstrip("=")
-    made.known.append(f"{argument.where}: {argument.written.rstrip('=')} goes on from a checkpoint")
-    yield f"  resume: {{args: {_quoted(text)}}}   # {argument.where}"
-
-
-def _checkpoint(found: ScriptFacts, every: int | None, where: str, made: Draft) -> Iterator[str]:
-    """`every`: steps between two saves; None where nobody counts steps."""
-    yield "  checkpoint:"
-    if found.framework and found.why:
-        yield f"    format: {found.framework}   # {found.why.value} ({found.why.where})"
-        made.known.append(f"{found.why.where}: {found.why.value}")
-        if found.framework == "nanochat":
-            yield '    folder: "{state}/base_checkpoints/d20"   # CHECK: d and the depth, or the model tag'
-        if found.framework == "dcp" and found.saves and "{step" in found.saves.value:
-            yield f"    each: {_quoted(found.saves.value)}   # {found.saves.where}"
-    elif found.saves:
-        yield f"    each: {_quoted(found.saves.value)}   # {found.saves.where}"
-        if "{step" not in found.saves.value:
-            yield "    rewritten: true   # the same file each time"
-        made.known.append(f"{found.saves.where}: a checkpoint is {found.saves.value}")
-    else:
-        yield '    each: "ckpt.pt"   # CHECK: what one checkpoint is; {step} stands for its step'
-        yield "    rewritten: true"
-        made.unknown.append("what one checkpoint is called: job.checkpoint.each")
-    if every is None:
-        yield "    every: {minutes: 10}   # CHECK: how often it saves, which is what a loss repeats"
-        made.unknown.append("how often it saves, in minutes: job.checkpoint.every")
-    else:
-        yield f"    every: {{steps: {every}}}   # {where or 'CHECK: how often it saves'}"
-    yield "    size_gb: 1.5   # CHECK: of one checkpoint; the rehearsal and the first receipt tell"
-    made.unknown.append("how large a checkpoint is: job.checkpoint.size_gb (the price of storage and of a notice)")
-
-
-def _progress(found: ScriptFacts, made: Draft) -> Iterator[str]:
-    if found.framework and FORMATS[found.framework].progress:
-        return
-    yield "  progress:"
-    if not found.progress:
-        yield "    # CHECK: tqdm's bar, or a line of yours that tells the step"
-        yield "    stdout: '(?P<step>[0-9]+)/(?P<total>[0-9]+) \\['"
-        made.unknown.append("which line tells the step: job.progress.stdout, with the group (?P<step>...)")
-        return
-    best = sorted(found.progress, key=lambda each: ("(?P<val>" in each.value, -each.value.count("(?P<")))
-    chosen = best[:1] + [each for each in best[1:] if "(?P<val>" in each.value][:1]
-    yield "    stdout:"
-    for each in chosen:
-        yield f"      - {_quoted(each.value)}   # {each.where}"
-        made.known.append(f"{each.where}: a line of its output tells the step")
-
-
-def _work(total: int | None, where: str, made: Draft) -> Iterator[str]:
-    if total:
-        made.known.append(f"{where}: {total} steps")
-        made.unknown.append("how long a step takes: `gpufleet calibrate` measures it, job.work.step_ms declares it")
-        yield "  work:"
-        yield f"    steps: {total}   # {where}"
-        yield "    step_ms: {L40S: 500}   # CHECK: a guess until `gpufleet calibrate` has measured it"
-    else:
-        made.unknown.append("how long it is: job.work.steps or hours; until then the bill says what the money buys")
-        yield "  # work: {hours: {low: 2, likely: 4, high: 8}}   # CHECK: without it the bill says what the money buys"
-
-
-def _stop(found: ScriptFacts, made: Draft) -> Iterator[str]:
-    if found.handles_signal:
-        made.known.append(
-            f"{found.handles_signal.where}: it handles {found.handles_signal.value}; a rehearsal shows whether it saves"
-        )
-        signal = found.handles_signal.value.removeprefix("SIG")
-        yield f"  stop: {{signal: {signal}, saves: unknown}}   # {found.handles_signal.where}"
-
-
-def _secrets(found: ScriptFacts) -> Iterator[str]:
-    if found.wandb:
-        yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {found.wandb.where}: {found.wandb.value}"
-
-
-def _inputs(command: str, made: Draft) -> Iterator[str]:
-    """Those that the command names."""
-    if not (names := dict.fromkeys(INPUT.findall(command))):
-        made.unknown.append("what the data is: storage.inputs, or the script fetches it itself (setup)")
-        yield "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # read as {inputs.NAME} in the command"
-        return
-    made.unknown.append(f"where the data is: storage.inputs ({', '.join(names)})")
-    yield "  inputs:   # CHECK: a folder, or s3://bucket/prefix; the rehearsal needs a folder with a little of it"
-    yield from (f"    {name}: data/{name}" for name in names)
-
-
-def _rehearsal(found: ScriptFacts, command: str, fixed: int | None, total: int | None, made: Draft) -> Iterator[str]:
-    """The lines of a rehearsal's section: the command, small enough for a laptop's CPU, as far as its settings are
-    known. `fixed`: the steps between two saves, where no setting says them; `total`: of the whole training.
+def loadable(made: Draft, name: str) -> Draft:
+    """The draft as it loads: a value that the loader refuses becomes a comment marked CHECK, with what is allowed.
+    Raises GpufleetError where that does not mend it.
     """
-    small, every = command, fixed or REHEARSED_EVERY
-    steps, check = max(REHEARSED_STEPS, 3 * every), ""
-    if found.argument(STEP_COUNTS) is None:
-        steps, check = total or steps, "   # CHECK: as many as that command does"
-        made.unknown.append(
-            "how a rehearsal gets fewer steps: the script takes no count from its command line"
-            + (f", and trains all {total} of {found.counted.where} there" if total and found.counted else "")
+    lines = made.text.splitlines()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{name}.yaml")
+        while True:
+            path.write_text("\n".join(lines) + "\n")
+            try:
+                load(path, now=datetime.now(UTC))
+            except DefinitionError as error:
+                bad = next((each for each in error.problems if each.line and _comment_out(lines, each)), None)
+                if bad is None:
+                    problems = "; ".join(map(str, error.problems[:3]))
+                    raise GpufleetError(
+                        f"what the code says makes no definition that loads, so none is written: {problems}"
+                    ) from None
+                made.unknown.append(f"{bad.path}: {bad.value!r} does not load; allowed: {bad.allowed}")
+            else:
+                made.text = "\n".join(lines) + "\n"
+                return made
+
+
+def _comment_out(lines: list[str], problem: Problem) -> bool:
+    """Makes a comment of the line that a problem names, and of what stands below it. False: it is one already."""
+    at = (problem.line or 0) - 1
+    line = lines[at]
+    indent = len(line) - len(line.lstrip())
+    if "# CHECK: allowed:" in line or line.lstrip().startswith("#") or not indent or _REQUIRED.match(line):
+        return False
+    written = line.strip() if not line.lstrip().startswith("each:") else f"format: none   # {line.strip()}"
+    mark = "# " if written == line.strip() else ""  # without any name it is declared to save nothing
+    lines[at] = f"{' ' * indent}{mark}{written}   # CHECK: allowed: {problem.allowed}"
+    for below in range(at + 1, len(lines)):
+        if len(lines[below]) - len(lines[below].lstrip()) <= indent or not lines[below].strip():
+            break
+        lines[below] = f"{' ' * indent}# {lines[below].strip()}"
+    return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """How often it saves. `setting`: that says so, on the command line or in a file; `is_off`: it saves not at all."""
+
+    count: int | None = None
+    unit: str = "step"
+    where: str = ""
+    setting: Setting | None = None
+    is_off: bool = False
+
+    @classmethod
+    def from_setting(cls, setting: Setting, unit: str) -> Interval:
+        """What a setting says; of one that is off what it is switched on to."""
+        is_off = setting.count is None and bool(setting.form) and setting.typed is None
+        count = (500 if unit == "step" else 10) if is_off else setting.count
+        return cls(count=count, unit=unit, where=setting.place, setting=setting, is_off=is_off)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountingPlan:
+    """What the parts of a definition have to agree on. `unit`: what the run counts."""
+
+    unit: str  # step, or epoch
+    word: str  # what {step} and (?P<step>) stand for in it: step, or epoch where the script counts nothing else
+    total: Total | None
+    steps_per_epoch: bool  # the file has to say how long an epoch is
+    every: Interval
+    lines: tuple[PrintedLine, ...]
+
+    def named(self, text: str) -> str:
+        """A name or a pattern of the script's epochs in the run's own unit."""
+        if self.word == "epoch" and self.unit == "step":
+            return text.replace("{epoch", "{step").replace("(?P<epoch>", "(?P<step>")
+        return text
+
+    @property
+    def says_every(self) -> bool:
+        """Whether the file says how often in what the run counts, not in minutes."""
+        if self.every.count is None or self.total is None:
+            return False
+        if "epoch" in (self.unit, self.word):
+            return self.every.unit == "epoch"
+        return self.every.unit == "step" or self.steps_per_epoch
+
+
+def _plan(found: ScriptFacts) -> CountingPlan:
+    """Steps where anything counts them; epochs where names, lines and length count nothing else."""
+    row, total, names = found.framework, found.total, " ".join(found.names)
+    if total is None or total.count is None:
+        total = Total(unit="epoch", count=row.work_epochs, where=row.name) if row and row.work_epochs else None
+    best = found.lines[:1]
+    lines = (*best, *[each for each in found.lines[1:] if "val" in each.groups and each.counts == best[0].counts][:1])
+    patterns = (row.patterns if row else ()) or tuple(each.regex for each in lines)
+    groups = [set(re.findall(r"\(\?P<(\w+)>", each)) for each in patterns]
+    tells_step, tells_batch = any("step" in each for each in groups), any({"batch", "batches"} <= e for e in groups)
+    unit, word, steps_per_epoch = "step", "step", False
+    if total is not None and total.unit == "epoch":
+        steps_per_epoch = "{step" in names or tells_step
+        word = "step" if steps_per_epoch else "epoch"
+        unit = "epoch" if tells_batch and not steps_per_epoch else "step"
+    elif total is None and any("epoch" in each for each in groups) and not tells_step and not tells_batch:
+        unit, word = "epoch" if "{step" in names else "step", "epoch"
+    if total is not None and unit == word == "step" and not steps_per_epoch and lines and lines[0].counts == "epoch":
+        lines = ()  # they cannot tell a step
+    return CountingPlan(
+        unit=unit, word=word, total=total, steps_per_epoch=steps_per_epoch, every=_every(found), lines=lines
+    )
+
+
+def _every(found: ScriptFacts) -> Interval:
+    """What the framework is told, else what stands around the save; a setting that is off is switched on."""
+    row, settings, facts = found.framework, found.settings, found.checkpoint
+    off: Interval | None = None
+    told = [*((each, "step") for each in row.every), *((each, "epoch") for each in row.every_epochs)] if row else []
+    for name, unit in told if facts is None else ():
+        value, where = found.coded.get(name, (None, ""))
+        if isinstance(value, str) and value.isdigit() and int(value) > 0:
+            return Interval(count=int(value), unit=unit, where=where)
+        setting = value if isinstance(value, Setting) else settings.first([name])
+        if setting is not None and (setting.count or setting.typed is not None):
+            return Interval.from_setting(setting, unit)
+        if setting is not None and setting.form and off is None and row is not None and row.every_count is None:
+            off = Interval.from_setting(setting, unit)
+    if off is not None:
+        return off
+    if facts is not None and (cadence := facts.cadence) is not None:
+        unit = "epoch" if cadence.unit == "epoch" else "step"
+        setting = settings.find(cadence.setting) if cadence.setting else None
+        if setting is not None:
+            return Interval.from_setting(setting, unit)
+        return Interval(count=cadence.count, unit=unit, where=cadence.where)
+    if row is not None and row.every_count:
+        return Interval(count=row.every_count, unit="epoch", where=row.name)
+    setting = settings.first(SAVE_INTERVALS)
+    return Interval.from_setting(setting, "step") if setting and setting.count and facts is None else Interval()
+
+
+@dataclass(slots=True)
+class WritePlace:
+    """Where its checkpoints come to lie, in the words of the file."""
+
+    folder: str = ""  # of checkpoint.folder; empty: {checkpoints}
+    below: str = ""  # what comes before the names in it
+    workdir: str = ""  # a line of the file
+    environment: dict[str, str] = field(default_factory=dict)
+    why: str = ""  # beside the folder
+
+
+class _Writer:
+    """Writes the parts of one definition, and collects what its reader has to know."""
+
+    def __init__(self, found: ScriptFacts) -> None:
+        self.found, self.row, self.facts, self.settings = found, found.framework, found.checkpoint, found.settings
+        self.plan, self.made, self.place = _plan(found), Draft(), WritePlace()
+        self.passes_on = found.start.passes_on  # what is added to the command
+        self.through = found.start.through[-1] if found.start.through else "your command"
+        self.starts_trainer = self.row is not None and self.row.format == "hf-trainer"
+
+    def known(self, sentence: str) -> None:
+        self.made.known.append(sentence)
+
+    def unknown(self, sentence: str) -> None:
+        self.made.unknown.append(sentence)
+
+    # The command ------------------------------------------------------------------------------------------------------
+
+    def processes(self, typed: str) -> tuple[str, str, str]:
+        """The command with {gpus} for a number of processes, the instance type, and what to look at beside it."""
+        match = PROCESSES.search(typed)
+        number = match["count"] if match else self.found.start.processes
+        count, changed = int(number) if number.isdigit() else 0, typed
+        if match and "{gpus}" not in number and (count > 1 or not number.isdigit()):
+            changed = f"{typed[: match.start('count')]}{{gpus}}{typed[match.end('count') :]}"
+        elif not match and count > 1:
+            changed = re.sub(rf"(?<=\s){count}(?=\s|$)", "{gpus}", typed, count=1)
+        if count <= 1:
+            return changed, BY_GPUS[1], "one L40S with 48 GB"
+        size = next((each for each in BY_GPUS if each >= count), 8)
+        if changed == typed:
+            self.unknown(
+                f"{self.through} starts {count} processes on a node, whatever its GPUs: fleet.instance_types has one"
+                f" with {size}"
+            )
+            return typed, BY_GPUS[size], f"{size} L40S, as {self.through} starts {count} processes"
+        self.known(
+            f"your command starts {count} processes on a node: it has {{gpus}} for that, as many as the type has GPUs;"
+            f" {BY_GPUS[size]} has {size}"
         )
-    for names, value in (
-        (STEP_COUNTS, steps),
-        (SAVE_INTERVALS, every),
-        (LOG_EVERY, 1),
-        (DEVICE, "cpu"),
-        (BACKEND, "gloo"),
-    ):
-        if (argument := found.argument(names)) is not None and not isinstance(argument.default, bool):
-            small = _with_setting(small, argument.written, argument.with_value(value))
-    if found.runs_alone:  # one process on a CPU needs no launcher, and some scripts take any for GPUs
-        small = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", small)
-    compile_ = found.argument(COMPILE)
-    if compile_ is not None and compile_.written.endswith("="):
-        small = _with_setting(small, compile_.written, compile_.with_value(False))
-    if found.framework == "hf-trainer":
-        small += f" {_HF_ON_CPU}"
-    yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
-    if not any((found.folder / name / "bin").is_dir() for name in ENVIRONMENTS):
-        yield "  # python: path/to/python   # CHECK: which has what the script imports; else this machine's python3"
-        made.unknown.append("which Python has what the script imports: its folder has no .venv, so rehearsal.python")
-    yield "  job:"
-    yield "    # CHECK: small enough for a CPU"
-    yield f"    command: {_quoted(small)}"
-    yield "    device: cpu"
-    yield "    gpus: 1"
-    yield "    work:"
-    yield f"      steps: {steps}{check}"
-    yield "    checkpoint:"
-    yield f"      every: {{steps: {every}}}" if total else f"      every: {{minutes: null, steps: {every}}}"
-    yield "      size_gb: 0.01"
-    yield "      heartbeat_s: 1"
-    yield "  estimate:"
-    yield "    step_ms: [500]"
-    yield "    setup_minutes: 0.1"
-    yield "    restart_minutes: 0.1"
-    yield "    capacity_wait_minutes: 0.05"
-    yield "  interruptions:"
-    yield "    with_notice: 1"
-    yield "    without_notice: 1"
+        check = f"one L40S with 48 GB, where you typed {count} processes ({BY_GPUS[size]} has {size})"
+        return changed, BY_GPUS[1], check
+
+    def told_where(self, typed: str) -> str:
+        """The command, told to write below {checkpoints} where it can be told; `place` gets what the file says else."""
+        row, facts, place = self.row, self.facts, self.place
+        place.below = f"{row.folder}/" if row is not None else ""
+        place.below = place.below.lstrip("/")
+        if row is not None and row.environment:
+            place.environment = dict(row.environment)
+            return typed
+        if facts is None and row is not None and row.format == "nanochat":
+            place.folder, place.why = '"{state}/base_checkpoints/d20"', "CHECK: d and the depth, or the model tag"
+            return typed
+        if facts is not None and facts.place.in_checkpoints:
+            self.known(f"{facts.where}: $GPUFLEET_CHECKPOINTS says where it writes")
+            return typed
+        setting = self.settings.find(facts.place.setting) if facts is not None and facts.place.setting else None
+        folder, where = (facts.place.folder, facts.where) if facts is not None else ("", "")
+        if setting is None and not folder:
+            setting, folder, where = self._named_place()
+        if "{checkpoints}" in typed and (setting is None or "{checkpoints}" in str(setting.value)):
+            return typed
+        if setting is not None and setting.form:
+            return self._told_by(setting, typed)
+        if setting is not None and isinstance(setting.value, str) and setting.value:
+            folder, where = setting.value, setting.where
+        if folder:
+            return self._own_folder(folder, where, typed)
+        if row is not None and row.out and row.form and facts is None and self.passes_on:
+            value = row.form.replace("{name}", row.out[0]).format("{checkpoints}")
+            self.known(f"{row.name}: {value} says where it writes")
+            return f"{typed} {value}"
+        if self.found.names:
+            place.why = (
+                "CHECK: the script has to write below $GPUFLEET_CHECKPOINTS, or checkpoint.folder names its own folder"
+            )
+            self.unknown(
+                "where the script writes its checkpoints: into $GPUFLEET_CHECKPOINTS ({checkpoints} in the command), or"
+                " into a folder of its own that checkpoint.folder names"
+            )
+        return typed
+
+    def _named_place(self) -> tuple[Setting | None, str, str]:
+        """By names that such settings have: the setting, or the folder that the code gives its framework, and where."""
+        own = self.row.out if self.row is not None else ()
+        known = [each for name in (*own, *OUT) if (each := self.settings.first([name])) is not None]
+        is_filed = re.compile(r".*\.(ya?ml|toml|json):\d+")
+        setting = min(
+            known, key=lambda e: (e.value is None, e.typed is None, not is_filed.fullmatch(e.where)), default=None
+        )
+        value, where = next((self.found.coded[name] for name in own if name in self.found.coded), (None, ""))
+        if isinstance(value, Setting):
+            return value, "", ""
+        if value is not None and (setting is None or setting.typed is None):
+            return None, str(value), where
+        return setting, "", ""
+
+    def _told_by(self, setting: Setting, typed: str) -> str:
+        """The command, with {checkpoints} as the value of a setting."""
+        if not self.passes_on:
+            there = setting.with_value('"$GPUFLEET_CHECKPOINTS"')
+            self.unknown(f"{self.through} does not pass on what is added to the command: write {there} in it")
+            self.place.why = f"CHECK: {self.through} has to say {setting.word} $GPUFLEET_CHECKPOINTS"
+            return typed
+        is_path = self.facts is not None and self.facts.place.is_whole_path
+        value = f"{{checkpoints}}/{self.facts.place.name}" if is_path and self.facts is not None else "{checkpoints}"
+        self.known(f"{setting.where}: {setting.word} says where it writes")
+        self.made.out = setting.name
+        return with_setting(typed, setting, value)
+
+    def _own_folder(self, folder: str, where: str, typed: str) -> str:
+        """A folder that the code names itself. A script that saves where it starts is started in {checkpoints}, and
+        finds its code by {code}.
+        """
+        start, place = self.found.start, self.place
+        plain = posixpath.normpath(posixpath.join(start.folder, folder))
+        if plain.startswith(("/", "..", "~")) or "$" in plain or "://" in plain:
+            place.why = f"CHECK: {where} writes to {folder}, which is no folder of the run: write {{checkpoints}} there"
+            self.unknown(
+                f"{where}: it writes to {folder}, which is no folder of the run; it has to be $GPUFLEET_CHECKPOINTS"
+            )
+        elif plain != ".":
+            self.known(f"{where}: it writes below {plain}")
+            place.folder, place.why = _quoted(plain), f"{where}: it writes there"
+        else:
+            self.known(f"{where}: it saves into the folder that it starts in, so it starts in {{checkpoints}}")
+            place.workdir = f"  workdir: '{{checkpoints}}'   # {where}: it saves into the folder that it starts in"
+            if not start.through and not start.is_module:
+                there = {each for each in typed.split() if each[0] not in "-/{" and (self.found.folder / each).exists()}
+                return " ".join(f"{{code}}/{e.removeprefix('./')}" if e in there else e for e in typed.split())
+            place.environment["PYTHONPATH"] = "{code}"
+            place.workdir = (
+                f"  workdir: '{{checkpoints}}'   # CHECK: {where} saves where it starts; other paths are seen from it"
+            )
+        return typed
+
+    def switched_on(self, written: str) -> str:
+        """The command with a setting for saves that are off, or that a framework's default would leave unsaid."""
+        every, row = self.plan.every, self.row
+        if row is not None and row.needs and row.needs not in written and self.passes_on:
+            self.known(f"{row.name}: it saves nothing by default, so the command asks for it ({row.needs})")
+            written = f"{written} {row.needs}"
+        if every.setting is None or not every.setting.form or every.setting.typed is not None or not self.passes_on:
+            return written
+        if every.is_off:
+            word = every.setting.word
+            self.known(f"{every.where}: it saves nothing by default, so the command asks for it ({word})")
+        elif not self.starts_trainer or self.facts is not None:
+            return written
+        return with_setting(written, every.setting, every.count)
+
+    # Its keys ---------------------------------------------------------------------------------------------------------
+
+    def setup(self) -> Iterator[str]:
+        if self.found.requirements:
+            install = "-r requirements.txt" if self.found.requirements == "requirements.txt" else "-e ."
+            yield f"  setup: pip install {install}   # once per node; a pinned image starts faster"
+
+    def environment(self) -> Iterator[str]:
+        if self.place.environment:
+            yield "  env:"
+            yield from (f"    {name}: {_quoted(value)}" for name, value in self.place.environment.items())
+
+    def resume(self) -> Iterator[str]:
+        """What the command gets where a checkpoint was restored."""
+        found, row = self.found, self.row
+        if found.bare_resume:
+            where = found.bare_resume.where
+            self.unknown(
+                f"{where}: trainer.train() is given no checkpoint, so it begins anew on each node. Write trainer.train("
+                "resume_from_checkpoint=os.environ.get('GPUFLEET_RESUME_FROM')) there; a rehearsal refuses it as it is"
+            )
+            yield f"  # resume: {{}}   # CHECK: {where}: train() begins anew by itself"
+        elif found.begins_anew is not None:
+            why = found.begins_anew.value
+            self.unknown(f"how it goes on from a checkpoint: {why}; a rehearsal refuses it as it is")
+            yield f"  # resume: {{args: --resume}}   # CHECK: {why}"
+        elif found.resume is not None and self.passes_on:
+            words, where = found.resume.value, found.resume.where
+            self.known(f"{where}: {re.split('[ =]', words)[0]} goes on from a checkpoint")
+            yield f"  resume: {{args: {_quoted(self.plan.named(words))}}}   # {where}"
+        elif found.resume is not None:
+            yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: {self.through} does not pass it on"
+        elif found.reads_itself:
+            where, what = found.reads_itself.where, found.reads_itself.value
+            self.known(f"{where}: {what}; a rehearsal shows whether it goes on from there")
+        elif row is not None and "by itself" in row.resumes and found.names:
+            self.known(f"{row.name}: goes on {row.resumes}")
+        elif found.names:
+            how = f" ({row.name}: {row.resumes})" if row is not None else ""
+            self.unknown(
+                f"how it goes on from a checkpoint: job.resume.args, or it looks into {{checkpoints}} itself{how}"
+            )
+            yield f"  # resume: {{args: --resume}}   # CHECK: added only where a checkpoint was restored{how}"
+
+    def checkpoint(self) -> Iterator[str]:
+        row, facts, names, place = self.row, self.facts, self.found.names, self.place
+        if not names:
+            other = self.found.saves_else
+            what = f"{other.where} saves {other.value} alone" if other else "nothing that it runs saves a checkpoint"
+            self.unknown(
+                f"whether it saves: {what}, so a loss repeats all. Where it does, job.checkpoint.each says what;"
+                " `gpufleet new --try` watches it"
+            )
+            yield f"  checkpoint: none   # CHECK: {what}, so a loss repeats all; else each: says what one checkpoint is"
+            return
+        yield "  checkpoint:"
+        if place.folder or place.why:
+            yield f"    folder: {place.folder or _CHECKPOINTS}" + (f"   # {place.why}" if place.why else "")
+        if facts is None and row is not None and row.format and not place.below:
+            yield f"    format: {row.format}   # {row.name}"
+            if names != FORMATS[row.format].each:
+                yield f"    each: {_always_quoted(names[0])}   # as its {row.naming} is"
+            self.known(f"{row.name}: {row.resumes}")
+        else:
+            yield from self._names()
+        yield from self._every_lines()
+        size = self.found.size
+        seen = f"; the one that was seen had {size.value} GB, of the command as tried" if size else ""
+        yield f"    size_gb: 1.5   # CHECK: of one checkpoint; the rehearsal and the first receipt tell{seen}"
+        self.unknown("how large a checkpoint is: job.checkpoint.size_gb (the price of storage and of a notice)")
+
+    def _names(self) -> Iterator[str]:
+        """What one checkpoint is, and what completes it."""
+        row, facts = self.row, self.facts
+        shown = [("" if facts else self.place.below) + self.plan.named(each) for each in self.found.names]
+        where = facts.where if facts is not None else f"{row.name}, {row.version}" if row is not None else ""
+        several = f"[{', '.join(map(_always_quoted, shown))}]"
+        yield f"    each: {_quoted(shown[0]) if len(shown) == 1 else several}   # {where}"
+        self.known(f"{where}: a checkpoint is {' and '.join(shown)}")
+        if not re.search(r"\{(step|epoch)", shown[0]):
+            yield "    rewritten: true   # the same file each time"
+        complete, why = self.found.complete, ""
+        last = complete.value if complete is not None else ""
+        if complete is not None:
+            why = complete.where
+        elif row is not None:
+            last = row.complete or (FORMATS[row.format].complete if row.format else "")
+            why = f"{row.name} writes it last"
+        if last and shown[0].endswith("/"):
+            yield f"    complete: {_quoted(last)}   # {why}"
+        if row is not None and row.also and facts is None:
+            yield f"    also: [{', '.join(row.also)}]   # {row.name} resumes by it"
+
+    def _every_lines(self) -> Iterator[str]:
+        every, plan = self.plan.every, self.plan
+        if plan.says_every:
+            is_epochs = (every.unit == "epoch" and plan.word != "epoch") or plan.unit == "epoch"
+            yield f"    every: {{{'epochs' if is_epochs else 'steps'}: {every.count}}}   # {every.where}"
+            return
+        known = f": {every.where} says every {every.count} {every.unit}s" if every.count else ""
+        yield f"    every: {{minutes: 10}}   # CHECK: how often it saves, which is what a loss repeats{known}"
+        self.unknown(f"how often it saves, in minutes: job.checkpoint.every{known}")
+
+    def progress(self) -> Iterator[str]:
+        row, plan = self.row, self.plan
+        is_formats = row is not None and row.format and FORMATS[row.format].progress
+        if row is not None and is_formats and (self.facts is None or row.format != "dcp"):
+            if self.facts is not None or row.folder:  # else the format has it
+                yield from ("  progress:", f"    format: {row.format}   # {row.name}")
+            return
+        yield "  progress:"
+        shown = [(plan.named(each.regex), each.where) for each in plan.lines]
+        if row is not None and row.progress:
+            shown = [(plan.named(each), f"{row.name}, {row.version}") for each in row.progress]
+        if not shown:
+            bar = "^\\s*" + BAR.format(count="step", total="total")
+            yield f"    stdout: {_quoted(bar)}   # CHECK: tqdm's bar, or a line of yours that tells the step"
+            self.unknown("which line tells the step: job.progress.stdout, with the group (?P<step>...)")
+            return
+        yield "    stdout:"
+        yield from (f"      - {_always_quoted(regex)}   # {where}" for regex, where in shown)
+        self.known(f"{shown[0][1]}: a line of its output tells the {plan.word}")
+
+    def work(self) -> Iterator[str]:
+        plan, total = self.plan, self.plan.total
+        if total is None:
+            self.unknown(
+                "how long it is: job.work.steps, epochs or hours; until then the bill says what the money buys"
+            )
+            hours = "{hours: {low: 2, likely: 4, high: 8}}"
+            yield f"  # work: {hours}   # CHECK: without it the bill says what the money buys"
+            return
+        self.known(f"{total.where}: {total.count} {total.unit}s")
+        counts_epochs = total.unit == "epoch" and (plan.unit == "epoch" or plan.steps_per_epoch)
+        is_epoch = plan.word == "epoch" and not counts_epochs
+        key, guess, more = "step_ms", 60_000 if is_epoch else 500, "; a step is one of its epochs here" * is_epoch
+        yield "  work:"
+        yield f"    {'epochs' if counts_epochs else 'steps'}: {total.count}   # {total.where}{more}"
+        if plan.steps_per_epoch:
+            self.unknown("how many steps an epoch has: job.work.steps_per_epoch, rows over the batch of all GPUs")
+            yield "    steps_per_epoch: 1000   # CHECK: rows over the batch of all GPUs"
+        elif counts_epochs:
+            key, guess = "epoch_minutes", 1
+        yield f"    {key}: {{L40S: {guess}}}   # CHECK: a guess until `gpufleet calibrate` has measured it"
+        self.unknown("how long a step takes: `gpufleet calibrate` measures it, job.work declares it")
+
+    def stop(self, command: str) -> Iterator[str]:
+        """The signal that it handles; one that a launcher would die of is none of the file's."""
+        if (seen := self.found.saves_on_signal) is not None:
+            self.known(seen.where)
+            yield f"  stop: {{signal: TERM, saves: {seen.value}}}   # {seen.where}"
+            return
+        taken = min(self.found.signals, key=lambda each: each.value != "SIGTERM", default=None)
+        if taken is None:
+            if self.row is not None:
+                self.known(f"{self.row.name}: on SIGTERM it {self.row.on_signal}")
+            return
+        signal, launcher = taken.value.removeprefix("SIG"), self.found.start.launcher
+        launcher = launcher or ("torchrun" if "torchrun" in command else "")
+        if signal != "TERM" and launcher and "--signals-to-handle" not in command:
+            self.unknown(
+                f"{taken.where}: it handles {taken.value}, as clusters send it; {launcher} would die of that and leave"
+                f" its ranks running. Handle SIGTERM there, or let torchrun pass it on:"
+                f" --signals-to-handle={taken.value}, and job.stop.signal: {signal}"
+            )
+            why = f"{taken.where} handles {taken.value}, of which {launcher} dies"
+            yield f"  # stop: {{signal: {signal}}}   # CHECK: {why}"
+            return
+        self.known(f"{taken.where}: it handles {taken.value}; a rehearsal shows whether it saves")
+        yield f"  stop: {{signal: {signal}, saves: unknown}}   # {taken.where}"
+
+    def secrets(self) -> Iterator[str]:
+        if wandb := self.found.wandb:
+            yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {wandb.where}: {wandb.value}"
+
+    def inputs(self, command: str) -> Iterator[str]:
+        """Those that the command names."""
+        if not (names := dict.fromkeys(INPUT.findall(command))):
+            self.unknown("what the data is: storage.inputs, or the script fetches it itself (setup)")
+            yield "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # read as {inputs.NAME} in the command"
+            return
+        self.unknown(f"where the data is: storage.inputs ({', '.join(names)})")
+        yield "  inputs:   # CHECK: a folder, or s3://bucket/prefix; the rehearsal needs a folder with a little of it"
+        yield from (f"    {name}: data/{name}" for name in names)
+
+    # The rehearsal ----------------------------------------------------------------------------------------------------
+
+    def small(self, command: str, interval: int, total: int | None) -> str:
+        """The command, small enough for a laptop's CPU as far as its settings are known; `total`: None leaves it."""
+        settings, every, plan = self.settings, self.plan.every, self.plan
+        wanted: list[tuple[Setting | None, object]] = [
+            (plan.total.setting if plan.total is not None and total is not None else None, total),
+            (every.setting if self.can_say_every else None, interval),
+            *((settings.first(each), value) for each, value in ((LOG_EVERY, 1), (DEVICE, "cpu"), (BACKEND, "gloo"))),
+        ]
+        for each, value in wanted if self.passes_on else ():
+            if each is not None and each.form and not each.is_flag and not isinstance(each.default, bool):
+                command = with_setting(command, each, value)
+        if self.found.runs_alone:  # one process on a CPU needs no launcher, and some scripts take any for GPUs
+            command = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", command)
+        if (setting := settings.first(COMPILE)) is not None and setting.form.endswith("={}"):
+            command = with_setting(command, setting, False)
+        is_script = self.starts_trainer and self.row is not None and not self.row.form and self.found.script
+        return f"{command} {_HF_ON_CPU}" if is_script else command
+
+    @property
+    def can_say_every(self) -> bool:
+        """Whether the command line says how often it saves, as a number."""
+        setting = self.plan.every.setting
+        is_number = setting is not None and (setting.typed is None or setting.count is not None)
+        return setting is not None and is_number and bool(setting.form) and self.passes_on
+
+    def rehearsal(self, command: str) -> Iterator[str]:
+        """The lines of a rehearsal's section."""
+        plan, total, every = self.plan, self.plan.total, self.plan.every
+        counts_epochs, check = total is not None and total.unit == "epoch", ""
+        interval = every.count or REHEARSED_EVERY
+        if self.can_say_every or every.count is None:
+            interval = 1 if every.unit == "epoch" else REHEARSED_EVERY
+        count = max(REHEARSED_EPOCHS if counts_epochs else REHEARSED_STEPS, 3 * interval)
+        setting = total.setting if total is not None else None
+        can_say_total = setting is not None and bool(setting.form) and self.passes_on
+        small = self.small(command, interval, count if can_say_total else None)
+        tried = with_setting(small, setting, 1000 if counts_epochs else 100_000) if can_say_total and setting else small
+        if not can_say_total:
+            count, check = (
+                (total.count if total is not None else 0) or count,
+                "   # CHECK: as many as that command does",
+            )
+            trains = f", and trains all {total.count} of {total.where} there" if total is not None else ""
+            self.unknown(f"how a rehearsal gets fewer steps: the script takes no count from its command line{trains}")
+        resume = self.found.resume.value if self.found.resume else ""
+        self.made.trial = Trial(
+            command=tried, resume=resume, workdir="{checkpoints}" if self.place.workdir else "",
+            environment={**(self.row.environment if self.row else {}), **self.place.environment},
+        )  # fmt: skip
+        yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
+        if not any((self.found.folder / name / "bin").is_dir() for name in ENVIRONMENTS):
+            yield "  # python: path/to/python   # CHECK: which has what the script imports; else this machine's python3"
+            self.unknown("which Python has what the script imports: its folder has no .venv, so rehearsal.python")
+        yield from ("  job:", f"    command: {_quoted(small)}   # CHECK: small enough for a CPU", "    device: cpu")
+        yield from ("    gpus: 1", "    work:")
+        is_epochs = plan.unit == "epoch" or (counts_epochs and plan.steps_per_epoch)
+        yield f"      {'epochs' if is_epochs else 'steps'}: {count}{check}"
+        if counts_epochs and plan.steps_per_epoch:
+            yield "      steps_per_epoch: 10   # CHECK: of the rehearsal's data"
+        if self.found.names:
+            saves_epochs = plan.unit == "epoch" or (every.unit == "epoch" and plan.steps_per_epoch)
+            minutes = "" if plan.says_every else "minutes: null, "
+            yield from (
+                "    checkpoint:",
+                f"      every: {{{minutes}{'epochs' if saves_epochs else 'steps'}: {interval}}}",
+            )
+            yield from ("      size_gb: 0.01", "      heartbeat_s: 1")
+        yield _REHEARSED
 
 
-def _with_setting(command: str, written: str, wanted: str) -> str:
-    """The command with a setting, in place of the one that it has of that name."""
-    name = re.escape(written.rstrip("="))
-    changed, count = re.subn(rf"{name}(=|\s+)\S+", lambda _: wanted, command)
-    return changed if count else f"{command} {wanted}"
-
-
-def _said(command: str, argument: ScriptArgument | None) -> int | None:
-    """The value that a command gives to a setting; None: it does not."""
-    found = setting(command, [argument.written.strip("-=").replace("-", "_")]) if argument else None
-    return int(found["value"]) if found else None
-
-
-def _positive(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+def _always_quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _quoted(text: str) -> str:
     """A YAML scalar in single quotes where a plain one would mean something else."""
     plain = re.fullmatch(r"[A-Za-z./~][A-Za-z0-9 ./_=-]*", text) and " #" not in text
-    return text if plain else "'" + text.replace("'", "''") + "'"
+    return text if plain else _always_quoted(text)

@@ -52,7 +52,7 @@ class Search:
                 return f"{_shown(path, self._folders.user)} was written, where nobody looks: {self._cure(place)}"
         inside = [path.relative_to(self._folder).as_posix() for path in written if path.is_relative_to(self._folder)]
         if inside:
-            each, is_counted = _pattern(inside)
+            each, is_counted = pattern_of(inside)
             more = "" if is_counted else ", rewritten: true"
             return (
                 f"{', '.join(inside[:SHOWN])} came into {self._config.checkpoint.folder}, and job.checkpoint.each,"
@@ -110,18 +110,23 @@ def _shown(path: Path, user: Path) -> str:
     return "/".join(relative[1:] if relative[0] == "code" else ("{" + relative[0] + "}", *relative[1:]))
 
 
-def _pattern(names: list[str]) -> tuple[str, bool]:
-    """What names the most of them: with {step} where a number differs, and whether there is one."""
-    name = names[-1]
-    alike = [each for each in names if re.sub(r"\d+", "#", each) == re.sub(r"\d+", "#", name)]
-    numbers = list(re.finditer(r"\d+", name))
-    for number in reversed(numbers):
-        index = numbers.index(number)
-        values = {re.findall(r"\d+", each)[index] for each in alike}
-        if len(values) > 1 or len(numbers) == 1:
-            width = len(number[0]) if number[0].startswith("0") and len(number[0]) > 1 else 0
-            word = "epoch" if re.search(r"(?<![a-z])ep(och)?[-_=]?$", name[: number.start()], re.IGNORECASE) else "step"
-            count = f"{{{word}:0{width}d}}" if width else f"{{{word}}}"
-            text = name[: number.start()] + count + name[number.end() :]
-            return text.partition("/")[0] + "/" if "/" in text and count in text.partition("/")[0] else text, True
-    return name, False
+def pattern_of(names: list[str]) -> tuple[str, bool]:
+    """What names the most of them: with {step} or {epoch} where a number differs, best one that is called a step, and
+    `*` where others do; and whether there is one. What lies in a folder that counts is the folder.
+    """
+    kind = re.sub(r"\d+", "#", names[-1])
+    rows = [re.split(r"(\d+)", each) for each in names if re.sub(r"\d+", "#", each) == kind]
+    last, numbers = rows[-1], range(1, len(rows[-1]), 2)
+    differing = [index for index in numbers if len({row[index] for row in rows}) > 1 or len(numbers) == 1]
+    if not differing:
+        return names[-1], False
+    steps = [index for index in differing if re.search(r"step|iter", last[index - 1], re.IGNORECASE)]
+    chosen = (steps or differing)[-1]
+    word = "epoch" if re.search(r"(?<![a-z])ep(och)?[-_=]?$", last[chosen - 1], re.IGNORECASE) else "step"
+    is_padded = any(len(row[chosen]) > 1 and row[chosen].startswith("0") for row in rows)
+    count = f"{{{word}:0{len(last[chosen])}d}}" if is_padded else f"{{{word}}}"
+    parts = "".join(
+        count if index == chosen else "*" if index in differing else text for index, text in enumerate(last)
+    ).split("/")
+    depth = next(index for index, part in enumerate(parts) if count in part) + 1
+    return "/".join(parts[:depth]) + ("/" if depth < len(parts) else ""), True

@@ -1,0 +1,100 @@
+"""The table of training frameworks: what each saves, prints and does on a signal. Its rows are frameworks.yaml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gpufleet.infra.discover.reach import Reach
+from gpufleet.infra.discover.start import StartedProgram
+from gpufleet.job.kind.command import FORMATS, FormatName
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Framework:
+    """A row; frameworks.yaml says what its keys mean."""
+
+    name: str
+    resumes: str
+    on_signal: str
+    source: str
+    version: str
+    imports: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # of the folder's own code, which many repositories have copied
+    programs: tuple[str, ...] = ()
+    form: str = ""
+    format: FormatName | None = None
+    each: tuple[str, ...] = ()
+    complete: str = ""
+    rewritten: bool = False
+    named: bool = False
+    folder: str = ""
+    also: tuple[str, ...] = ()
+    out: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    epochs: tuple[str, ...] = ()
+    every: tuple[str, ...] = ()
+    every_epochs: tuple[str, ...] = ()
+    work_epochs: int | None = None  # without any setting
+    every_count: int | None = None
+    progress: tuple[str, ...] = ()
+    needs: str = ""
+    resume: str = ""
+    naming: str = ""  # the setting or keyword that names a checkpoint
+    resume_setting: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Its lines, by its own regular expressions or its format's."""
+        return self.progress or (FORMATS[self.format].progress if self.format else ())
+
+
+@cache
+def frameworks() -> tuple[Framework, ...]:
+    """All rows, in the order in which they are looked for."""
+    rows: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    found = []
+    for row in rows:
+        typed: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items()}
+        found.append(Framework(**typed))
+    return tuple(found)
+
+
+def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None:
+    """The first row whose program starts, or whose module the reached code imports and uses; None: none does."""
+    for row in frameworks():
+        if start.program in row.programs or (start.words[:1] and start.program.partition(".")[0] in row.programs):
+            return row
+    if reach is None:
+        return None
+    distances = {row: _distance(reach, row) for row in frameworks() if not row.classes}
+    near = sorted((far, index, row) for index, (row, far) in enumerate(distances.items()) if far is not None)
+    if near:
+        return near[0][2]
+    return next((row for row in frameworks() if set(row.classes) & set(reach.by_name)), None)
+
+
+def _distance(reach: Reach, row: Framework) -> int | None:
+    """How far from the start the framework is imported, of which something is used; None: it is not."""
+    if row.uses and not any(_is_used(reach, row, name) for name in row.uses):
+        return None
+    found = [
+        far for module, far in reach.imported.items() for name in row.imports if f"{module}.".startswith(f"{name}.")
+    ]
+    for index, file in enumerate(reach.files):  # the framework's own repository
+        if file.removeprefix("src/").split("/")[0] in row.imports:
+            found.append(index)
+    return min(found, default=None)
+
+
+def _is_used(reach: Reach, row: Framework, name: str) -> bool:
+    """Whether a name of the framework's is called or stood on, and is not another package's of the same name."""
+    owners = [each for each in reach.imported if each.endswith(f".{name}")]
+    is_own = not owners or any(each.startswith(wanted) for each in owners for wanted in row.imports)
+    return is_own and (name in reach.by_name or name in reach.based_on)

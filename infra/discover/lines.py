@@ -1,0 +1,187 @@
+"""The lines that a script prints of its progress, as regular expressions with the groups that job.progress names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+from gpufleet.infra.discover.reach import Reach, Site, called, dotted, walk
+from gpufleet.infra.discover.saves import loop_unit
+from gpufleet.infra.discover.settings import literal
+from gpufleet.infra.discover.values import Piece, Values, braced, percented, pieces, unit
+
+NUMBER = r"(?:[-+]?[\d.]+(?:e[-+]?\d+)?|nan|[-+]?inf)"
+COUNTED = ("step", "epoch", "batch", "total", "batches")
+BAR = r"\d+%\|[^|]*\| *(?P<{count}>\d+)/(?P<{total}>\d+) \["
+_TOTALS = {"step": "total", "batch": "batches"}
+_PRINTS = re.compile(r"\w*print\w*|info|log|echo|warning|debug|log_(string|info|msg)|logging|set_description")
+_PRINTS_ALL = re.compile(r"\w*print\w*")  # each of their arguments, a blank between two
+_BARS = {"tqdm", "trange", "tqdm_notebook", "track"}
+_TRAINS = re.compile(r"backward|loss|train_step|\.step\(|training_step|fit\(")
+_NO_TRAINING = re.compile(r"val|eval|test|sample|infer|generat|load|resume|restore|summary")  # names of functions
+_NO_PROGRESS = re.compile(
+    r"load|resum|restor|sav|checkpoint|best|early|eval|test|skip|start|stop|unable|fail|error|warn|after|retry|merg|profil",
+    re.IGNORECASE,
+)
+_NO_COUNT = re.compile(r"max|total_|\bnum_(?!update|iter)|\bn_|len\(|\blr\b|rate|_per_|/sec|speed|start|loss|time")
+_COUNT_WORDS = re.compile(r"(step|iter|epoch|update|iteration|it)s?\W*$", re.IGNORECASE)  # before a number alone
+# Figures by their own words and those before them: what has to be among them, and what must not.
+_FIGURES = (
+    ("val", re.compile(r"(?=.*(\bval|\btest|eval)).*(loss|perplexity|bpb|ppl)"), re.compile(r"(?!)")),
+    ("loss", re.compile(r"loss"), re.compile(r"val\b|valid|eval|best|test|aux")),
+)
+_TAKES_MS = re.compile(r"dt|time|ms|elapsed|step")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrintedLine:
+    """A line that the script prints."""
+
+    regex: str
+    where: str
+    is_of_training: bool = True  # it stands where the training goes round, not an evaluation
+
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset(re.findall(r"\(\?P<(\w+)>", self.regex))
+
+    @property
+    def counts(self) -> str:
+        """What its number counts: step, epoch, or batch, which counts both."""
+        return "step" if "step" in self.groups else "batch" if {"epoch", "batch"} <= self.groups else "epoch"
+
+
+def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
+    """Those that tell a step, an epoch or both, the best first: of the training, with a loss, of the finest count."""
+    found: dict[str, PrintedLine] = {}
+    for site in reach.sites:
+        regex = ""
+        is_bars_own = site.name == "write" and re.search(r"std(out|err)|tqdm|bar", dotted(site.call.func))
+        if site.call.args and (_PRINTS.fullmatch(site.name) or is_bars_own):
+            regex = _line(_printed(site, values), site, values)
+        elif site.name in _BARS:
+            regex = _bar(site, values)
+        if regex:
+            names = " ".join((site.scope.file, *(each.name for each in site.scope.functions))).lower()
+            line = PrintedLine(regex=regex, where=site.where, is_of_training=not _NO_TRAINING.search(names))
+            found.setdefault(regex, line)
+    return sorted(found.values(), key=_order)
+
+
+def _order(line: PrintedLine) -> tuple[int, ...]:
+    fine, groups = {"step": 0, "batch": 1, "epoch": 2}[line.counts], line.groups
+    return (not line.is_of_training, len(groups) < 2, "loss" not in groups, fine, "val" in groups, -len(groups))
+
+
+def _printed(site: Site, values: Values) -> list[Piece]:
+    """What a call prints, in pieces."""
+    first, *more = site.call.args
+    if chain := dotted(first):
+        bound = (node for node, _ in values.bound(chain, first, site.scope) if pieces(node))
+        first = next((node for node in bound if isinstance(node, ast.expr)), first)
+    if more and _PRINTS_ALL.fullmatch(site.name):
+        return [piece for each in site.call.args for piece in (" ", *(pieces(each) or [(each, "")]))][1:]
+    if more and isinstance(text := literal(first), str):  # logging.info("step %d", step)
+        return percented(text, more) if "%" in text else braced(text, ast.Call(first, more, []))
+    return pieces(first)
+
+
+def _line(several: list[Piece], site: Site, values: Values) -> str:
+    """The regular expression of one printed line, up to the last figure that means something; empty where it tells
+    neither a step nor an epoch with a figure.
+    """
+    text, used, last, says_what = "", list[str](), 0, False
+    for before, piece, after in zip(["", *several], several, [*several[1:], ""], strict=False):
+        if isinstance(piece, str):
+            text += re.sub(r"\s+", r"\\s+", re.sub(r"([.^$*+?{}\[\]|()\\])", r"\\\1", piece))
+            continue
+        words = before if isinstance(before, str) else ""
+        group = _group(piece[0], words, after if isinstance(after, str) else "", used, site, values)
+        if group:
+            used.append(group)
+            says_what = says_what or bool(_COUNT_WORDS.search(words))
+            is_padded = re.match(r"[<>^ ]|-?\d", piece[1]) or text[-1:] not in ("", "+")
+            text += r"\s*" if is_padded and not text.endswith(r"\s+") else ""
+            text += f"(?P<{group}>" + (r"\d+" if group in COUNTED else NUMBER) + ")"
+            text += r"(?:\.\d+)?" if group in COUNTED and re.search(r"\.\d+f", piece[1]) else ""
+            last = len(text)
+        else:
+            text += ".*?"
+    has_figure = {"loss", "val", "step_ms"} & set(used)
+    is_progress = has_figure or ((says_what or len(used) > 1) and not _NO_PROGRESS.search(text))
+    is_counted = "step" in used or ("epoch" in used and ("batch" not in used or "batches" in used))
+    text = re.sub(r"^(\\s\+|\.\*\?)+", "", text[:last])
+    is_plain = re.search(r"[A-Za-z\[/:|]", re.sub(r"\(\?P<\w+>[^)]*\)|\\[sd]", "", text)) and "\\n" not in text
+    return text if is_progress and is_counted and is_plain else ""
+
+
+def _group(value: ast.expr | None, before: str, after: str, used: list[str], site: Site, values: Values) -> str:
+    """What a figure of a line is, by its name and by the words around it; empty: nothing that is asked for."""
+    if re.search(r"(/|\bof)\s*$", before) and used and used[-1] in ("step", "epoch", "batch"):
+        group = _TOTALS.get(used[-1], "")
+        return group if group not in used else ""
+    named = ast.unparse(value).lower() if value is not None else ""
+    near = re.split(r"[,|;]", before.rstrip(" :=|([#").lower())[-1][-24:]
+    counted = _counted(value, named, near, "epoch" in used, site, values)
+    is_part = "epoch" in used and "batch" not in used and re.match(r"\s*(/|of )", after)
+    if is_part and (counted == "step" or (re.search(r"[\[(|] *$", before) and "epoch" not in named)):
+        counted = "batch"  # of so many: rows, or batches of the epoch
+    if counted and counted not in used:
+        return counted
+    words = f"{near} {named}"
+    for group, wanted, unwanted in _FIGURES:
+        if group not in used and wanted.search(words) and not unwanted.search(words):
+            return group
+    is_step_ms = re.match(r"\s*ms\b", after) and _TAKES_MS.search(words) and not re.search("total|training", words)
+    return "step_ms" if is_step_ms and "step_ms" not in used else ""
+
+
+def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site: Site, values: Values) -> str:
+    """What a printed number counts, by its name, else by the loop that counts it; empty: nothing that is known."""
+    plain = re.sub(r"\s*[-+]\s*\d+|\b(int|str)\(|\)", "", named).strip("() ")
+    is_setting = isinstance(value, ast.Attribute) and dotted(value.value) != "self" and values.settings.find(value.attr)
+    counted: str | None = None
+    if re.fullmatch(r"[\w.]+", plain) and not is_setting and not _NO_COUNT.search(named):
+        counted = unit(plain)
+    loops = [node for node in site.around if isinstance(node, ast.For)]
+    if isinstance(value, ast.Name):
+        own = [each for each in loops if value.id in (n.id for n in walk(each.target) if isinstance(n, ast.Name))]
+        kind = values.kinds(value, site.scope) if counted is None and own else None
+        counted = counted or ("epoch" if kind == "step" and near.strip() == "epoch" else kind)
+        if counted == "step" and in_epoch and any(loop_unit(values, each, site.scope) == "batch" for each in own):
+            counted = "batch"
+    return counted or ""
+
+
+def _bar(site: Site, values: Values) -> str:
+    """A progress bar over a range of steps or epochs, or over the batches of an epoch that its words name."""
+    loop = next(
+        (each for each in reversed(site.around) if isinstance(each, ast.For) and site.call in walk(each.iter)), None
+    )
+    body = loop or (site.scope.functions[-1] if site.scope.functions else site.call)
+    ranges = [each for each in walk(site.call) if isinstance(each, ast.Call) and called(each) in ("range", "trange")]
+    total, over = site.keyword("total"), site.argument(0, "iterable")
+    count = loop_unit(values, loop, site.scope) if loop is not None else None
+    if count is None and over is None and total is not None:
+        count = "step" if re.search(r"step|iter", ast.unparse(total).lower()) else None
+    if count is None and ranges and ranges[0].args:
+        count = unit(ast.unparse(ranges[0].args[-1]))
+    prefix, tells_epoch = "", False
+    for piece in pieces(site.keyword("desc")):
+        is_epoch = (
+            not isinstance(piece, str)
+            and not tells_epoch
+            and unit(ast.unparse(piece[0] or ast.Name("", ast.Load()))) == "epoch"
+        )
+        if isinstance(piece, str):
+            prefix += re.sub(r"\s+", r"\\s+", re.escape(piece).replace("\\ ", " "))
+        else:
+            prefix += r"(?P<epoch>\d+)" if is_epoch else ".*?"
+        tells_epoch = tells_epoch or is_epoch
+    count = count or ("batch" if tells_epoch else None)
+    wrong = count is None or (count == "epoch" and tells_epoch) or (count == "batch" and not tells_epoch)
+    if wrong or not _TRAINS.search(ast.unparse(body)):
+        return ""
+    bar = BAR.format(count=count, total=_TOTALS.get(str(count), "x")).replace("(?P<x>", "(?:")
+    return f"{prefix}:?\\s*{bar}" if prefix else rf"^\s*{bar}"

@@ -1,0 +1,307 @@
+"""What a Python file runs of its folder: from its own statements to the functions and classes that these name.
+
+Static, by names: a function counts when something that counts names it, a method when its class and its own name are
+named. More than what is really run, much less than what the folder holds: a converter that nobody imports is not in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from gpufleet.infra.discover.source import CodeFolder
+
+MOST_UNITS = 1_000  # nearest first: a library's depths say nothing of the training
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_DOTTED = re.compile(r"[A-Za-z_]\w{0,60}(\.[A-Za-z_]\w{0,60})+")  # of a text that may name a class
+_PASSIVE = re.compile(  # bases that call nothing of a class but what somebody names
+    r"object|Module|(Iterable)?Dataset|ABC|(Int)?Enum|NamedTuple|Protocol|Exception|Optimizer"
+)
+_ALWAYS = {"__init__", "__call__", "__enter__", "__exit__", "__post_init__", "setup"}
+_AROUND = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Scope:
+    """Where an expression stands: its file, and the functions and the class around it, outermost first."""
+
+    file: str
+    functions: tuple[Function, ...] = ()
+    cls: ast.ClassDef | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Site:
+    """A call, where it stands, and the statements around it, innermost last."""
+
+    call: ast.Call
+    scope: Scope
+    around: tuple[ast.stmt, ...]
+
+    @property
+    def where(self) -> str:
+        return f"{self.scope.file}:{self.call.lineno}"
+
+    @property
+    def name(self) -> str:
+        """The last part of what is called: `save` of torch.save(...)."""
+        return called(self.call)
+
+    def keyword(self, *names: str) -> ast.expr | None:
+        """The first argument that has one of these names."""
+        return next((each.value for each in self.call.keywords if each.arg in names), None)
+
+    def argument(self, position: int, *names: str) -> ast.expr | None:
+        """The argument of one of these names, else the one at the position. None: there is none, or nobody can tell."""
+        if (named := self.keyword(*names)) is not None:
+            return named
+        there = self.call.args[: position + 1]
+        is_there = 0 <= position < len(there) and not any(isinstance(each, ast.Starred) for each in there)
+        return there[position] if is_there else None
+
+
+@dataclass(slots=True)
+class ModuleNames:
+    """What a module's names mean."""
+
+    tree: ast.Module
+    definitions: dict[str, Function | ast.ClassDef] = field(default_factory=dict)
+    imports: dict[str, tuple[str, str]] = field(default_factory=dict)  # a name here: module, name there or empty
+    stars: list[str] = field(default_factory=list)
+    assigned: dict[str, list[ast.expr | ast.For]] = field(default_factory=dict)
+
+
+Symbol = tuple[str, Function | ast.ClassDef | None]  # a file, and what of it; None: the module, or a value of it
+
+
+def called(node: ast.AST | None) -> str:
+    """The last part of what a call calls; empty: it is no call, or of no name."""
+    return dotted(node.func).rpartition(".")[2] or getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
+
+
+def dotted(node: ast.AST | None) -> str:
+    """`a.b.c` of a chain of names; empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        head = dotted(node.value)
+        return f"{head}.{node.attr}" if head else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, in the order in which they are written."""
+    waiting = [node]
+    while waiting:
+        yield (each := waiting.pop())
+        waiting += list(ast.iter_child_nodes(each))[::-1]
+
+
+def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr | ast.For]]:
+    """Names with their dots, and what they are set to, one by one of `a, b = 1, 2`; a loop sets its first name."""
+    for node in nodes:
+        pairs: list[tuple[ast.expr | None, ast.expr | ast.For | None]] = []
+        if isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+            pairs = [(node.target, node.value)]
+        elif isinstance(node, ast.With):
+            pairs = [(each.optional_vars, each.context_expr) for each in node.items]
+        elif isinstance(node, ast.For):
+            pairs = [(node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target, node)]
+        for target, value in pairs:
+            several = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                several = list(zip(target.elts, value.elts, strict=False))
+            yield from ((name, each) for place, each in several if each is not None and (name := dotted(place)))
+
+
+class Reach:
+    """All that one start runs of a folder."""
+
+    def __init__(self, folder: CodeFolder, roots: tuple[str, ...], entry: str, function: str = "") -> None:
+        self.folder, self.roots, self.entry = folder, roots, entry
+        self.units: list[tuple[ast.AST, Scope]] = []
+        self.sites: list[Site] = []  # every call of what counts
+        self.by_name: dict[str, list[Site]] = defaultdict(list)
+        self.based_on: set[str] = set()  # last parts of the names of bases that are not the folder's
+        self.imported: dict[str, int] = {}  # names outside of the folder: how far from the start they are used
+        self._modules: dict[str, ModuleNames] = {}
+        self._symbols: dict[tuple[str, str], Symbol | None] = {}
+        self._seen: set[ast.AST] = set()
+        self._attributes: set[str] = set()
+        self._waiting: dict[str, list[tuple[Function, Scope]]] = defaultdict(list)  # methods that nobody has named yet
+        self._queue: deque[tuple[ast.AST, Scope]] = deque()
+        self._reach((entry, None))
+        for name, node in self.names(entry).definitions.items():
+            if name == function or any(isinstance(each, ast.Call | ast.Attribute) for each in node.decorator_list):
+                self._reach((entry, node))
+        self._follow()
+
+    @property
+    def files(self) -> list[str]:
+        """Those of which something counts, the entry first."""
+        return list(dict.fromkeys((self.entry, *(scope.file for _, scope in self.units))))
+
+    def reach_dotted(self, text: str) -> None:
+        """What a text names, such as `src.models.net.Net` in a configuration."""
+        self._reach_named(text)
+        self._follow()
+
+    def names(self, file: str) -> ModuleNames:
+        """What the names of a file mean; nothing where it is no Python that can be read."""
+        if file not in self._modules:
+            self._modules[file] = _module_names(self.folder.tree(file) or ast.parse(""), file)
+        return self._modules[file]
+
+    def symbol(self, file: str, name: str, depth: int = 0) -> Symbol | None:
+        """What a name of a module's top means, through imports; None: nothing of the folder's."""
+        if (file, name) not in self._symbols:
+            self._symbols[file, name] = self._symbol(file, name, depth)
+        return self._symbols[file, name]
+
+    def _symbol(self, file: str, name: str, depth: int) -> Symbol | None:
+        names = self.names(file)
+        if name in names.definitions or depth > 8:
+            return (file, names.definitions[name]) if depth <= 8 else None
+        is_imported = name in names.imports
+        if name in names.assigned and not is_imported:
+            return file, None
+        for module, there in [names.imports[name]] if is_imported else [(star, name) for star in names.stars]:
+            if there and (inner := self.folder.module(f"{module}.{there}", self.roots)):
+                return inner, None
+            if found := self.folder.module(module, self.roots):
+                deeper = self.symbol(found, there, depth + 1) if there else None
+                if deeper is not None or is_imported:
+                    return deeper or (found, None)
+            else:
+                self.imported.setdefault(f"{module}.{there}" if is_imported and there else module, len(self.units))
+        return None
+
+    def calls_of(self, function: Function, scope: Scope) -> list[Site]:
+        """The calls that may be of this function, none of its own; of a class for its `__init__`."""
+        name = scope.cls.name if scope.cls is not None and function.name == "__init__" else function.name
+        return [each for each in self.by_name.get(name, ()) if function not in each.scope.functions]
+
+    def passed(self, function: Function, scope: Scope, name: str) -> Iterator[tuple[ast.expr, Site]]:
+        """What the calls of a function give for one of its parameters."""
+        names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+        position = names.index(name) - (names[0] in ("self", "cls")) if name in names else 99
+        for site in self.calls_of(function, scope):
+            if (value := site.argument(position, name)) is not None:
+                yield value, site
+
+    def _follow(self) -> None:
+        while self._queue and len(self.units) < MOST_UNITS:
+            self.units.append(unit := self._queue.popleft())
+            self._visit(*unit, ())
+
+    def _visit(self, node: ast.AST, scope: Scope, around: tuple[ast.stmt, ...]) -> None:
+        """All below a function; of a module nothing that is a function's or a class's own."""
+        for child in ast.iter_child_nodes(node):
+            inner, outer = scope, around
+            if isinstance(node, ast.Module) and isinstance(child, Function | ast.ClassDef):
+                for each in child.decorator_list if isinstance(child, Function) else ():
+                    self._visit(each, scope, ())
+                continue
+            if isinstance(child, Function):
+                inner, outer = Scope(scope.file, (*scope.functions, child), scope.cls), ()
+            elif isinstance(child, _AROUND):
+                outer = (*around, child)
+            self._scan(child, scope)
+            if isinstance(child, ast.Call):
+                self.sites.append(Site(child, scope, around))
+                self.by_name[called(child)].append(self.sites[-1])
+            self._visit(child, inner, outer)
+
+    def _scan(self, node: ast.AST, scope: Scope) -> None:
+        if isinstance(node, ast.Name) and (found := self.symbol(scope.file, node.id)):
+            self._reach(found)
+        elif isinstance(node, ast.Attribute):
+            self._attributes.add(node.attr)
+            for method, inner in self._waiting.pop(node.attr, ()):
+                self._reach_function(method, inner)
+            module = self.symbol(scope.file, node.value.id) if isinstance(node.value, ast.Name) else None
+            if module is not None and module[1] is None and (found := self.symbol(module[0], node.attr)):
+                self._reach(found)
+            elif (chain := dotted(node)).partition(".")[0] in self.names(scope.file).imports:
+                self._reach_named(chain)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
+            self._reach_named(node.value)
+
+    def _reach_named(self, chain: str) -> None:
+        """A name of a module, where both are the folder's."""
+        module, _, name = chain.rpartition(".")
+        if (file := self.folder.module(module, self.roots)) and (found := self.symbol(file, name)):
+            self._reach(found)
+
+    def _reach(self, found: Symbol) -> None:
+        file, node = found
+        tree = self.folder.tree(file)
+        if tree is not None and tree not in self._seen:
+            self._seen.add(tree)
+            self._queue.append((tree, Scope(file)))
+        if isinstance(node, ast.ClassDef) and node not in self._seen:
+            self._seen.add(node)
+            self._reach_class(node, file)
+        else:
+            self._reach_function(node, Scope(file))
+
+    def _reach_class(self, cls: ast.ClassDef, file: str) -> None:
+        """Its statements, and of its methods those that are named; all where a base outside of the folder may call
+        them.
+        """
+        named = [base for each in cls.bases if (base := dotted(each))]
+        bases = [(base.rpartition(".")[2], self.symbol(file, base.partition(".")[0])) for base in named]
+        for _, up in bases:
+            if up is not None:
+                self._reach(up)
+        outside = {base for base, up in bases if up is None}
+        self.based_on |= outside
+        scope = Scope(file, (), cls)
+        values = [each for each in cls.body if not isinstance(each, Function)]
+        self._queue.append((ast.Module(body=values, type_ignores=[]), scope))
+        for each in cls.body:
+            if isinstance(each, Function):
+                if each.name in self._attributes | _ALWAYS or not all(map(_PASSIVE.fullmatch, outside)):
+                    self._reach_function(each, scope)
+                else:
+                    self._waiting[each.name].append((each, scope))
+
+    def _reach_function(self, node: ast.AST | None, scope: Scope) -> None:
+        if isinstance(node, Function) and node not in self._seen:
+            self._seen.add(node)
+            self._queue.append((node, Scope(scope.file, (*scope.functions, node), scope.cls)))
+
+
+def _module_names(tree: ast.Module, file: str) -> ModuleNames:
+    names = ModuleNames(tree)
+    for node in walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                head = each.name.partition(".")[0]
+                names.imports.setdefault(each.asname or head, (each.name if each.asname else head, ""))
+        elif isinstance(node, ast.ImportFrom):
+            package = file.split("/")[: -node.level] if node.level else []
+            module = ".".join([*package, *filter(None, [node.module])])
+            names.stars += [module for each in node.names if each.name == "*"]
+            for each in node.names:
+                names.imports.setdefault(each.asname or each.name, (module, each.name))
+    for node in (top := list(_top(tree.body))):
+        if isinstance(node, Function | ast.ClassDef):
+            names.definitions[node.name] = node
+    for name, value in assignments(top):
+        names.assigned.setdefault(name, []).append(value)
+    return names
+
+
+def _top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module's top, in its conditions and loops too."""
+    for node in body:
+        yield node
+        if not isinstance(node, Function | ast.ClassDef):
+            for name in ("body", "orelse", "finalbody"):
+                yield from _top(getattr(node, name, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _top(handler.body)

@@ -1,0 +1,213 @@
+"""A copy of a folder of code in which its command runs and is watched: its lines, and which files become whole.
+
+The user's folder is read alone; caches below the home folder are the only thing of the user's that a command may write.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs.code import ENVIRONMENTS, MIB, files_in
+from gpufleet.job.command import processes
+from gpufleet.job.command.elsewhere import SKIPPED
+from gpufleet.job.command.lines import CONTROL
+from gpufleet.job.command.names import FileState
+from gpufleet.job.command.places import own_environment
+from gpufleet.job.contract.environment import COMMAND
+from gpufleet.job.foreign import ForeignFolder
+from gpufleet.job.kind.command import filled
+
+MOST_MIB = 500  # of a folder that is copied
+LOOK_S = 0.1
+ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # with so many of both there is nothing to wait for
+LEAVES_S = 20.0  # to save and end when it is asked to
+NO_CHECKPOINT = re.compile(
+    r"(^|/)(__pycache__|\.git|wandb|\.cache|mlruns|\.ipynb_checkpoints)/|\.pyc$|tfevents|\.lock$|\.log$|\.csv$|\.txt$|\.md$"
+    r"|\.ya?ml$|\.png$|\.jpg$|\.html$|metrics|history|\.tmp$|~$|\.part$"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """One time that a file became whole: when it had stopped to change, or got its name."""
+
+    name: str
+    at: float
+    began: float
+    bytes: int
+    renamed_from: str = ""
+
+
+@dataclass(slots=True)
+class TrialRun:
+    """One start of the command, and what came of it."""
+
+    lines: list[tuple[float, str]] = field(default_factory=list)
+    writes: list[Written] = field(default_factory=list)
+    code: int | None = None
+    signalled_at: float | None = None
+    catches: bool = False  # one of its processes has a handler for SIGTERM
+
+
+class Sandbox:
+    """The folders of a trial, as a node has them."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self._folder = root, folder.resolve()
+        self.code, self.home = root / "code", root / "home"
+        self.user = {name: root / name for name in ("checkpoints", "outputs", "state")}
+        self._shipped: dict[str, FileState] = {}
+
+    def copy(self) -> None:
+        """What would be shipped. Raises GpufleetError."""
+        files = list(files_in(self._folder))
+        size = sum(path.stat().st_size for _, path in files if not path.is_symlink())
+        if size > MOST_MIB * MIB:
+            raise GpufleetError(
+                f"--try: {self._folder} would be copied, and has {size / 1e6:.0f} MB of at most {MOST_MIB} MiB;"
+                " leave out --try, or let git ignore its data"
+            )
+        for name, path in files:
+            target = self.code / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(
+                path, target, follow_symlinks=not path.is_symlink() or not path.resolve().is_relative_to(self._folder)
+            )
+        for each in (self.code, self.home, self.root / "tmp", *self.user.values()):
+            each.mkdir(parents=True, exist_ok=True)
+        if (cache := Path.home() / ".cache").is_dir():
+            (self.home / ".cache").symlink_to(cache)
+        self._shipped = self._look()
+
+    def values(self) -> dict[str, str | int]:
+        """The placeholders of a command, for one process on one node."""
+        alone: dict[str, str | int] = {"nodes": 1, "node_rank": 0, "master": "127.0.0.1", "port": 29400}
+        folders = {name: str(path) for name, path in self.user.items()}
+        return {**folders, "code": str(self.code), "gpus": 1, "run": "try", **alone}
+
+    def _environment(self, values: dict[str, str | int], more: dict[str, str]) -> dict[str, str]:
+        """As on a node, with the Python of the user's folder first on the PATH, and without GPUs."""
+        own = own_environment(os.environ)
+        places = [self._folder / name / "bin" for name in ENVIRONMENTS]
+        bins = [str(place) for place in places if (place / "python").exists()]
+        own |= {"PATH": os.pathsep.join([*bins, own["PATH"]]), "HOME": str(self.home), "TMPDIR": str(self.root / "tmp")}
+        own |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        own |= {"WANDB_MODE": "offline", "PYTHONPATH": f"{self.code}:{self.code}/src"}
+        own |= {COMMAND[name]: str(value) for name, value in values.items() if name in COMMAND}
+        return own | {name: filled(value, values) for name, value in more.items()}
+
+    def start(
+        self, command: str, workdir: str, environment: dict[str, str], seconds: float, *, ask: bool,
+        until: Callable[[TrialRun], bool] | None = None,
+    ) -> TrialRun:  # fmt: skip
+        """Runs it until it ends, enough was seen, or the time is over; then asks it to leave where `ask` says so."""
+        values, watch = self.values(), TrialRun()
+        where = Path(filled(workdir or "{code}", values))
+        where.mkdir(parents=True, exist_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-I", processes.__file__, str(os.getpid()), "sh", "-ec", filled(command, values)],
+            cwd=where,
+            env=self._environment(values, environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        reader = threading.Thread(target=_read, args=(process.stdout.fileno(), watch), daemon=True)
+        reader.start()
+        files = _Files(self._look, watch, self._look() if not ask else self._shipped)
+        try:
+            deadline = time.monotonic() + seconds
+            while process.poll() is None and time.monotonic() < deadline:
+                files.look()
+                if (until or _is_enough)(watch):
+                    break
+                time.sleep(LOOK_S)
+            if process.poll() is None and ask:
+                asked = processes.addressees(process.pid, signal.SIGTERM)
+                catching = [each for each in asked if processes.catches(each, signal.SIGTERM)]
+                watch.catches = bool(catching)
+                mark = self.root / "asked"  # the clock of files is behind this process's by a tick
+                mark.touch()
+                watch.signalled_at = mark.stat().st_mtime
+                for each in catching or asked:  # a shell that dies first would end its guard
+                    with suppress(ProcessLookupError):
+                        os.kill(each, signal.SIGTERM)
+                deadline = time.monotonic() + LEAVES_S
+                while process.poll() is None and time.monotonic() < deadline:
+                    files.look()
+                    time.sleep(LOOK_S)
+            watch.code = process.poll()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+            reader.join(5)
+            process.stdout.close()
+            files.look(last=True)
+        return watch
+
+    def _look(self) -> dict[str, FileState]:
+        """Files of the command's folders by name, `code/` or `checkpoints/` first."""
+        found = {}
+        for top in (self.code, *self.user.values()):
+            for name, look in ForeignFolder(self.root).files(top, SKIPPED):
+                with suppress(OSError):  # removed meanwhile
+                    found[f"{top.name}/{name}"] = FileState.from_stat(look())
+        return found
+
+
+class _Files:
+    """Tells from look to look which files became whole: still at two looks, or renamed."""
+
+    def __init__(self, look: Callable[[], dict[str, FileState]], watch: TrialRun, before: dict[str, FileState]) -> None:
+        self._look, self._watch = look, watch
+        self._known = dict(before)  # as they were when they were told
+        self._last: dict[str, FileState] = dict(before)
+        self._began: dict[str, float] = {}
+
+    def look(self, *, last: bool = False) -> None:
+        now, there = time.time(), self._look()
+        gone = {file.inode: name for name, file in self._last.items() if name not in there}
+        for name, file in there.items():
+            if self._known.get(name) == file:
+                continue
+            self._began.setdefault(name, now)
+            came_from = gone.get(file.inode, "")
+            if last or came_from or self._last.get(name) == file:
+                self._known[name] = file
+                at = file.written / 1e9
+                self._watch.writes.append(
+                    Written(
+                        name=name, at=at, began=min(self._began.pop(name), at), bytes=file.bytes, renamed_from=came_from
+                    )
+                )
+        self._last = there
+
+
+def _read(pipe: int, watch: TrialRun) -> None:
+    """Lines of the output, as a terminal would show them."""
+    with open(pipe, encoding="utf-8", errors="replace", newline=None, closefd=False) as output:
+        for line in output:  # ended by a line feed or a carriage return
+            if text := CONTROL.sub("", line.rstrip("\r\n")).rstrip():
+                watch.lines.append((time.time(), text[:2000]))
+
+
+def _is_enough(watch: TrialRun) -> bool:
+    saves = Counter(re.sub(r"\d+", "#", each.name) for each in watch.writes if not NO_CHECKPOINT.search(each.name))
+    forms = Counter(re.sub(r"\d+", "#", line)[:40] for _, line in watch.lines)
+    return max(saves.values(), default=0) >= ENOUGH_SAVES and max(forms.values(), default=0) >= ENOUGH_LINES

@@ -1,0 +1,318 @@
+"""What a script saves: under which names, how often, in which of its folders; and what it reads again."""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from gpufleet.infra.discover.reach import Reach, Scope, Site, assignments, called, dotted, walk
+from gpufleet.infra.discover.values import Hole, Kind, Parts, Values, loop_range, unit
+
+OWNER = -1  # in the place of a position: the path, or the file of it, is what the call is a method of
+# Calls that write: what is called, the position and the keywords of the path, whether it is a folder's.
+_SAVES: tuple[tuple[re.Pattern[str], int, tuple[str, ...], bool], ...] = tuple(
+    (re.compile(callee), position, keywords, is_folder)
+    for callee, position, keywords, is_folder in (
+        (r"(torch|t|th|xm|paddle|mx|accelerator|self\.accelerator)\.save", 1, ("f", "path"), False),
+        (r"(.*\.)?(dcp|dist_cp|checkpoint|DCP)\.(async_)?save", 99, ("checkpoint_id",), True),
+        (r"(.*\.)?save_file", 1, ("filename",), False),
+        (r"(json|pickle|joblib|cloudpickle|yaml|dill)\.dump", 1, ("fp", "file", "filename"), False),
+        (r"(np|numpy|jnp)\.save(z|z_compressed)?", 0, ("file",), False),
+        (r"(.*\.)?save_(model|weights)", 0, ("fname", "filename", "filepath", "output_dir"), False),
+        (r"(.*\.)?save_(state|pretrained)", 0, ("output_dir", "save_directory"), True),
+        (r"(.*\.)?((orbax_|async_)?checkpointer|ckptr)\.save|ocp\..*\.save", 0, ("directory", "path"), True),
+        (r".*\.write(_bytes|_text)?", OWNER, (), False),
+        (r".*\.save", 0, ("path", "filepath"), False),  # of a model of Keras, of fabric, or of what else has one
+    )
+)
+_LOADS = re.compile(
+    r"load(_(state(_dict)?|checkpoint|file|model|weights)|s)?|from_pretrained|restore|open|read_(text|bytes)|glob"
+)
+_WRITES = re.compile(r"open\(.*['\"][wax]b?['\"]")
+OTHER = re.compile(  # names of what is no checkpoint, or not the one to go on from
+    r"best|final|ema|export|onnx|config|arg|vocab|token|sample|metric|result|log|history|stat|readme|summary|hparam"
+    r"|split|embed|pred|loss|plot|cache|\.(txt|csv|ya?ml|png|html|md)",
+    re.IGNORECASE,
+)
+_RESUMABLE = re.compile(r"optim|epoch|step|iter|scheduler|\bopt\b", re.IGNORECASE)
+_WEIGHTS = re.compile(
+    r"\.(pth?|ckpt|bin|tar|pkl|pickle|safetensors|np[yz]|msgpack|h5|keras|t7|model|zip|params|json)\b"
+)
+_LIKE_ONE = re.compile(r"ckpt|checkpoint|last|state|latest|resume|snapshot|model", re.IGNORECASE)
+_IRREGULAR = re.compile(r"best|<|>|improv|patience|\bin\b", re.IGNORECASE)  # conditions that may be true at any time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveCadence:
+    """How often: every `count` steps or epochs, which a setting may say."""
+
+    unit: Kind
+    count: int | None
+    setting: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeSave:
+    """One place that saves."""
+
+    parts: Parts  # the whole path
+    is_folder: bool
+    where: str
+    site: Site
+    cadence: SaveCadence | None
+    is_inside_loop: bool
+    holds: str  # what is saved, as written
+    score: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The path, with what is not known in angle brackets."""
+        return "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in self.parts)
+
+    @property
+    def title(self) -> str:
+        """The name of it, in a sentence."""
+        return posixpath.basename(re.sub(r"<\w+>", "*", self.text).rstrip("/")) or "a checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A checkpoint's name below a folder, and what says where that is."""
+
+    name: str  # with {step}, {epoch} and *; a folder ends in /
+    setting: str = ""  # the setting whose value the folder is, or the path itself where `name` is of its default
+    folder: str = ""  # one that the code names itself; "." is its working folder
+    in_checkpoints: bool = False  # it asks for $GPUFLEET_CHECKPOINTS
+    is_whole_path: bool = False  # the setting is the file's own path
+
+
+@dataclass(slots=True)
+class Saves:
+    """All of them, the one that a resume needs first, and what is read."""
+
+    found: list[CodeSave] = field(default_factory=list)
+    loads: list[tuple[Parts, Site]] = field(default_factory=list)
+
+
+def find_saves(reach: Reach, values: Values) -> Saves:
+    """What the reached code saves and loads."""
+    renames, found = dict(reversed(list(_renames(reach, values)))), Saves()
+    for site in (through for each in reach.sites for through in _forwarded_calls(reach, each)):
+        place, is_folder = _written(site)
+        if place is not None:
+            for inner, at in _by_caller(reach, place, site):
+                around = [*((each, site) for each in reversed(site.around) if at is not site), *around_of(reach, at)]
+                for parts in values.resolve(inner, at.scope):
+                    save = CodeSave(
+                        parts=renames.get(parts, parts),
+                        is_folder=is_folder,
+                        where=site.where,
+                        site=at,
+                        cadence=_cadence(values, around),
+                        is_inside_loop=any(isinstance(each, ast.For | ast.While) for each, _ in around),
+                        holds=_contents(values, site),
+                    )
+                    found.found.append(save)
+        elif _LOADS.fullmatch(site.name) and site.call.args and not _WRITES.search(ast.unparse(site.call)):
+            found.loads += [(each, site) for each in values.resolve(site.call.args[0], site.scope)]
+    scored = (replace(each, score=_score(each, found, values)) for each in found.found)
+    found.found = sorted(scored, key=lambda each: -each.score)
+    return found
+
+
+def _forwarded_calls(reach: Reach, site: Site) -> Iterator[Site]:
+    """The call; where it passes on all that its function is given, as the calls of that function."""
+    function = site.scope.functions[-1] if site.scope.functions else None
+    if function is None or function.args.vararg is None or not any(isinstance(e, ast.Starred) for e in site.call.args):
+        yield site
+        return
+    for each in reach.calls_of(function, site.scope):
+        call = ast.Call(func=site.call.func, args=each.call.args, keywords=each.call.keywords, lineno=each.call.lineno)
+        yield Site(call, each.scope, each.around)
+
+
+def _by_caller(reach: Reach, place: ast.expr, site: Site, depth: int = 0) -> Iterator[tuple[ast.expr, Site]]:
+    """The path, and where it is said: by each caller for itself where it is a parameter that nothing sets."""
+    function = site.scope.functions[-1] if site.scope.functions else None
+    name, passed = dotted(place), list[tuple[ast.expr, Site]]()
+    if function is not None and name and depth < 3 and name not in dict(assignments(walk(function))):
+        passed = list(reach.passed(function, site.scope, name))
+    if not passed:
+        yield place, site
+    for inner, at in passed:
+        yield from _by_caller(reach, inner, at, depth + 1)
+
+
+def _written(site: Site) -> tuple[ast.expr | None, bool]:
+    """Where a call writes, and whether that is a folder. None: it writes nothing that is known."""
+    func = site.call.func
+    if site.name == "save_checkpoint" and (tag := site.keyword("tag")) is not None:  # of DeepSpeed's engine
+        folder = site.argument(0, "save_dir") or ast.Constant(value="")
+        return ast.Call(func=ast.Name(id="join", ctx=ast.Load()), args=[folder, tag], keywords=[]), True
+    for callee, position, keywords, is_folder in _SAVES:
+        if callee.fullmatch(dotted(func) or ast.unparse(func)):
+            owner = func.value if isinstance(func, ast.Attribute) else None
+            return (owner if position == OWNER else site.argument(position, *keywords)), is_folder
+    return None, False
+
+
+def _contents(values: Values, site: Site) -> str:
+    """What is saved, as its own words or those that its name stands for."""
+    first = site.call.args[0] if site.call.args else None
+    bound = values.bound(dotted(first), first, site.scope) if first is not None and dotted(first) else []
+    return ast.unparse(bound[0][0] if bound else first)[:500] if first is not None else ""
+
+
+def _renames(reach: Reach, values: Values) -> Iterator[tuple[Parts, Parts]]:
+    """From the name under which something is written to the one that it gets."""
+    for site in reach.sites:
+        pair = site.call.args[:2]
+        if (
+            site.name in ("replace", "rename")
+            and isinstance(site.call.func, ast.Attribute)
+            and len(site.call.args) == 1
+        ):
+            pair = [site.call.func.value, *pair]
+        elif not re.fullmatch(r"(os|shutil|(tf\.io\.)?gfile)\.(replace|renames?|move)", dotted(site.call.func)):
+            continue
+        old, new = (values.resolve(each, site.scope) for each in pair)
+        yield from zip(old, new if len(new) >= len(old) else new[:1] * len(old), strict=False)
+
+
+def around_of(reach: Reach, site: Site, depth: int = 0) -> Iterator[tuple[ast.stmt, Site]]:
+    """The statements around a call, innermost first, then around a call of its function, best in a loop."""
+    for statement in reversed(site.around):
+        yield statement, site
+    callers = reach.calls_of(site.scope.functions[-1], site.scope) if depth < 5 and site.scope.functions else []
+    in_a_loop = [each for each in callers if any(isinstance(s, ast.For | ast.While) for s in each.around)]
+    for each in (in_a_loop or callers)[:1]:
+        yield from around_of(reach, each, depth + 1)
+
+
+def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> SaveCadence | None:
+    """What stands behind % in the nearest condition; a loop over epochs alone saves with each."""
+    irregular = False
+    for statement, site in around:
+        where = f"{site.scope.file}:{statement.lineno}"
+        if isinstance(statement, ast.If):
+            for part in walk(statement.test):
+                if (
+                    isinstance(part, ast.BinOp)
+                    and isinstance(part.op, ast.Mod)
+                    and not isinstance(part.left, ast.Constant)
+                ):
+                    counted = values.kinds(part.left, site.scope)
+                    if counted is not None:  # else of ranks, say
+                        count, setting = values.quantity(part.right, site.scope)
+                        return SaveCadence(
+                            unit=counted, count=count, setting=setting.name if setting else "", where=where
+                        )
+            irregular = irregular or bool(_IRREGULAR.search(ast.unparse(statement.test)))
+        elif (
+            isinstance(statement, ast.For | ast.While)
+            and (kind := loop_unit(values, statement, site.scope)) is not None
+        ):
+            is_each = kind == "epoch" and not irregular
+            return SaveCadence(unit="epoch", count=1, where=where) if is_each else None
+    return None
+
+
+def loop_unit(values: Values, loop: ast.stmt, scope: Scope) -> Kind | None:
+    """What a loop counts: steps, epochs, batches; None: nothing that is known."""
+    if isinstance(loop, ast.While):
+        return next((kind for node in walk(loop.test) if (kind := unit(dotted(node))) is not None), None)
+    if not isinstance(loop, ast.For):
+        return None
+    target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) and loop.target.elts else loop.target
+    is_range, kind = loop_range(loop.iter) is not None, unit(dotted(target))
+    is_of_batches = kind == "step" and called(loop.iter) == "enumerate" and not is_range
+    return "batch" if is_of_batches else kind or ("step" if is_range else None)
+
+
+def _score(save: CodeSave, saves: Saves, values: Values) -> float:
+    """Higher for what a resume needs: named like a checkpoint, inside a loop, with the optimizer, read again."""
+    text, name = save.text, save.text.rstrip("/").rpartition("/")[2]
+    setting = values.settings.find(save.cadence.setting) if save.cadence is not None and save.cadence.setting else None
+    head = save.parts[0] if save.parts else None
+    return sum(
+        weight * bool(holds)
+        for weight, holds in (
+            (2.0, save.is_inside_loop),
+            (1.5, _RESUMABLE.search(save.holds)),
+            (1.0, save.cadence is not None),
+            (1.5, "<step>" in text or "<epoch>" in text),
+            (1.0, _WEIGHTS.search(name) or save.is_folder),
+            (1.0, _LIKE_ONE.search(text)),
+            (-3.0, OTHER.search(name)),
+            (-2.0, save.site.name in ("write", "write_text", "dump", "save_pretrained")),
+            (1.5, any(load == save.parts for load, _ in saves.loads if load)),
+            (-4.0, setting is not None and isinstance(setting.value, int) and setting.value <= 0),  # it is off
+            (0.5, isinstance(head, str) or (head is not None and head.kind in ("setting", "checkpoints"))),
+            (2.5, save.site.scope.file == values.entry),
+            (-4.0, not re.search(r"[A-Za-z<]", re.sub(r"<(any|step|epoch|batch)>", "", text))),
+        )
+    )
+
+
+def pattern(save: CodeSave, values: Values) -> Pattern | None:
+    """The checkpoint's name and its folder; None where too little of the path is known."""
+    head, rest = (save.parts[0], list(save.parts[1:])) if save.parts else ("", [])
+    kind = head.kind if isinstance(head, Hole) else "text"
+    setting = values.settings.find(head.name) if isinstance(head, Hole) and kind == "setting" else None
+    default = setting.value if setting is not None else None
+    is_below = bool(rest) and isinstance(rest[0], str) and rest[0].startswith("/")
+    if setting is not None and not rest and not save.is_folder:
+        name = posixpath.basename(default) if isinstance(default, str) else ""
+        return Pattern(name, setting.name, is_whole_path=True) if name else None
+    if kind == "text" or (setting is not None and rest and not is_below):  # the code names a folder, or a prefix
+        known = default.rstrip("/") if isinstance(default, str) else head if kind == "text" else None
+        return _named(_text([known, *rest], values), save) if known is not None else None
+    if kind not in ("setting", "checkpoints") and not (kind == "any" and is_below):
+        rest = [head, *rest]
+    found = _cut(_text(rest, values).lstrip("/"), save.is_folder)
+    return Pattern(found, setting.name if setting else "", "", kind == "checkpoints") if found else None
+
+
+def _named(path: str, save: CodeSave) -> Pattern | None:
+    """A path that the code names itself: the folders that are plain, and the rest below them."""
+    fixed, rest = list[str](), posixpath.normpath(path).split("/") if path.strip("/*") else [""]
+    while len(rest) > 1 and not re.search(r"[{*]", rest[0]):
+        fixed.append(rest.pop(0))
+    name = _cut("/".join(rest), save.is_folder)
+    return Pattern(name, folder="/".join(fixed) or ".") if name else None
+
+
+def _text(parts: list[str | Hole], values: Values) -> str:
+    """As a pattern of names: {step}, {epoch}, settings in the middle with their value, and * for what is not known."""
+    found = ""
+    for part in parts:
+        setting = values.settings.find(part.name) if isinstance(part, Hole) and part.kind == "setting" else None
+        if isinstance(part, str):
+            found += part
+        elif (
+            setting is not None
+            and isinstance(setting.value, str | int)
+            and str(setting.value) not in ("True", "False", "")
+        ):
+            found += str(setting.value)
+        elif part.kind in ("step", "epoch"):
+            kind = "epoch" if re.search(r"(?<![a-z])ep(och)?[-_=:]?$", found, re.IGNORECASE) else part.kind
+            found += "*" if f"{{{kind}" in found else f"{{{kind}:{part.form}}}" if part.form else f"{{{kind}}}"
+        else:
+            found += "*"
+    return re.sub(r"\*{2,}", "*", found)
+
+
+def _cut(name: str, is_folder: bool) -> str:
+    """A pattern whose folder counts is that folder: all files in it are one checkpoint. Empty: too little is known."""
+    parts = name.strip("/").split("/")
+    for index, part in enumerate(parts[:-1]):
+        if "{step" in part or "{epoch" in part:
+            return "/".join(parts[: index + 1]) + "/"
+    plain = "/".join(parts)
+    is_known = "{" in plain or re.search(r"[A-Za-z]", plain)
+    return plain + ("/" if is_folder else "") if is_known else ""

@@ -1,0 +1,366 @@
+"""What a trial showed: which files are checkpoints, which lines tell the step, what a signal did, if it goes on."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+from gpufleet.infra.discover.lines import BAR, NUMBER, PrintedLine
+from gpufleet.infra.discover.sandbox import LEAVES_S, NO_CHECKPOINT, TrialRun, Written
+from gpufleet.infra.discover.saves import Pattern, SaveCadence
+from gpufleet.infra.discover.script import CheckpointFacts, ScriptFacts
+from gpufleet.infra.discover.source import Finding
+from gpufleet.job.command.elsewhere import pattern_of
+from gpufleet.job.command.lines import Counting, Patterns, Position
+from gpufleet.job.command.names import FoundCheckpoint, Names
+from gpufleet.job.command.output import CauseOfEnd
+from gpufleet.job.command.resumption import ResumeCheck
+from gpufleet.job.contract.commit import Commit
+from gpufleet.job.kind.command import CommandCheckpoint, CommandConfig, Every, Progress, Unit
+
+_INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![\w]|\.\d|,\d)")
+_COUNTS = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeenCheckpoint:
+    """What one checkpoint is, as files showed it. `top`: checkpoints, or code for one below the command's folder."""
+
+    name: str  # with {step} or {epoch}; without one it is written again and again
+    folder: str  # below `top`; empty or a dot for itself
+    top: str
+    unit: Unit
+    every: int | None
+    complete: str
+    bytes: int
+    files: tuple[str, ...]  # below the folder, as they came
+    evidence: str
+
+    @property
+    def rewritten(self) -> bool:
+        return "{" not in self.name
+
+    def config(self, lines: Sequence[str]) -> CommandConfig:
+        """The command as the node would know it."""
+        every = Every(epochs=self.every) if self.unit == "epoch" else Every(steps=self.every)
+        checkpoint = CommandCheckpoint(each=(self.name,), complete=self.complete, every=every)
+        return CommandConfig(checkpoint=checkpoint, progress=Progress(stdout=tuple(lines)))
+
+
+@dataclass(slots=True)
+class TrialFindings:
+    """All that the trial showed. None: it did not come to that; `problems` says why."""
+
+    checkpoint: SeenCheckpoint | None = None
+    line: PrintedLine | None = None  # a form of line that came again and again
+    goes_on: bool | None = None
+    resume_evidence: str = ""
+    saves_on_signal: bool | None = None
+    signal_evidence: str = ""
+    output: list[str] = field(default_factory=list)  # the first start's lines
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def places(self, watch: TrialRun) -> list[tuple[float, Position]]:
+        """What the lines of a start told, and when."""
+        patterns = Patterns([self.line.regex] if self.line is not None else [])
+        read = ((at, patterns.read(line)) for at, line in watch.lines)
+        places = ((at, each.place) for at, each in read if each is not None)
+        return [(at, place) for at, place in places if place is not None and not place.is_beginning]
+
+
+# What is written of it ------------------------------------------------------------------------------------------------
+
+
+def with_seen(found: ScriptFacts, seen: TrialFindings, out: str) -> None:
+    """Puts what was seen in the place of what was read. `out`: the setting that told the command where to save."""
+    row, kept = found.framework, seen.checkpoint
+    if kept is not None:
+        place = Pattern(kept.name, folder=kept.folder)
+        if kept.top == "checkpoints":
+            place = Pattern(kept.name, out, in_checkpoints=not out)
+        cadence = found.checkpoint.cadence if found.checkpoint is not None else None
+        if kept.every and (cadence is None or not cadence.setting):  # else it was asked for more often than it is meant
+            cadence = SaveCadence(unit=kept.unit, count=kept.every, where="seen")
+        names = found.names if found.names and _are_of(found.names, kept) else (kept.name,)
+        found.checkpoint = CheckpointFacts(names=names, place=place, where=kept.evidence, cadence=cadence)
+        found.complete = Finding(kept.complete, "seen: the last of each") if kept.complete else None
+        found.size = Finding(f"{kept.bytes / 1e9:.4f}", "seen")
+        if row is not None:
+            found.framework = replace(row, format=None, each=(), named=True, complete="", progress=row.patterns)
+    _take_lines(found, seen)
+    if seen.goes_on is False:
+        found.begins_anew, found.resume, found.reads_itself = Finding(seen.resume_evidence, "seen"), None, None
+    elif seen.goes_on and found.resume is not None:
+        found.resume = Finding(found.resume.value, seen.resume_evidence)
+    elif seen.goes_on:
+        found.reads_itself = Finding("it goes on by itself", seen.resume_evidence)
+    if seen.saves_on_signal is not None:
+        found.saves_on_signal = Finding(str(seen.saves_on_signal).lower(), seen.signal_evidence)
+
+
+def _are_of(names: tuple[str, ...], kept: SeenCheckpoint) -> bool:
+    """Whether names that were read are those of the files that came."""
+    read = Names(CommandConfig(checkpoint=CommandCheckpoint(each=names)))
+    return kept.rewritten != ("{" in names[0]) and all(read.match(file) for file in kept.files)
+
+
+def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
+    """The patterns that were read, where they match what came; else the form that came."""
+    row = found.framework
+    lines: list[PrintedLine] = []
+    for regex, where in [
+        *((each, row.name) for row in filter(None, [row]) for each in row.patterns),
+        *((each.regex, each.where) for each in found.lines),
+    ]:
+        if matching := [line for line in seen.output if re.search(regex, line)]:
+            shown = f"{where}; seen {len(matching)} times: {matching[-1].strip()[:60]!r}"
+            lines.append(PrintedLine(regex=regex, where=shown))
+    if counts := [each for each in lines if each.groups & {"step", "epoch"}]:
+        found.lines = [*counts[:1], *[each for each in lines if each is not counts[0]][:2]]
+    elif seen.line is not None:
+        found.lines = [seen.line]
+    else:
+        return
+    if row is not None:
+        found.framework = replace(row, progress=(), format=None if found.checkpoint is not None else row.format)
+
+
+# The first start ------------------------------------------------------------------------------------------------------
+
+
+def learn(seen: TrialFindings, first: TrialRun) -> None:
+    """What the first start showed."""
+    if why := failure(first):
+        seen.problems.append(f"the command {why}")
+    counters = _counters(first)
+    seen.output = [line for _, line in first.lines]
+    seen.line = next(filter(None, map(_as_pattern, counters)), None)
+    seen.checkpoint = _checkpoint(seen, first, counters)
+    if seen.checkpoint is None and not seen.problems:
+        seen.problems.append("no checkpoint appeared: nothing was written twice, or under names that count")
+    if first.signalled_at is not None:
+        _take_signal(seen, first, first.signalled_at)
+
+
+def failure(watch: TrialRun) -> str:
+    """That a start ended by itself, and not well, in words; else empty."""
+    if watch.code in (None, 0) or watch.signalled_at is not None:
+        return ""
+    cause = CauseOfEnd()
+    for _, line in watch.lines:
+        cause.take(line, tells_step=False)
+    last = cause.text or (watch.lines[-1][1] if watch.lines else "without a line")
+    return f"ended with exit code {watch.code}: {last[:200]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """A number in a form of line that goes up, with the times at which it was told."""
+
+    place: int
+    told: tuple[tuple[float, int], ...]
+    sample: str
+
+    @property
+    def match(self) -> re.Match[str]:
+        return list(_INTEGER.finditer(self.sample))[self.place]
+
+    @property
+    def is_epoch(self) -> bool:
+        words = re.findall(r"[A-Za-z]+", self.sample[: self.match.start()][-24:])
+        return bool(words) and words[-1].lower().startswith("ep")
+
+    def told_by(self, moment: float) -> int | None:
+        return next((number for at, number in reversed(self.told) if at <= moment + 0.05), None)
+
+
+def _counters(watch: TrialRun) -> list[_Counter]:
+    """The numbers that go up from line to line, the likeliest of the training first."""
+    told: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+    samples: dict[str, str] = {}
+    for at, line in watch.lines:
+        form = re.sub(r"[-+]?[\d.,]+(e[-+]?\d+)?|\bnan\b|\binf\b|[█▏▎▍▌▋▊▉#━╸╺─]+", "#", line)[:200]
+        samples.setdefault(form, line)
+        for place, match in enumerate(_INTEGER.finditer(line)):
+            told[form, place].append((at, int(match[0].replace(",", ""))))
+    found = []
+    for (form, place), pairs in told.items():
+        changes = [after - before for (_, before), (_, after) in pairwise(pairs)]
+        if (
+            sum(each > 0 for each in changes) >= 2
+            and min(changes) >= 0
+            and len(_INTEGER.findall(samples[form])) > place
+        ):
+            found.append(_Counter(place, tuple(pairs), samples[form]))
+    return sorted(
+        found,
+        key=lambda each: (
+            not _COUNTS.search(each.sample), "loss" not in each.sample.lower(), -len(each.told), each.place,
+        ),
+    )  # fmt: skip
+
+
+def _as_pattern(counter: _Counter) -> PrintedLine | None:
+    """A line as a regular expression; None where it does not match what it was made of."""
+    line, match = counter.sample, counter.match
+    if bar := re.search(r"^(.*?)\d+%\|[^|]*\| *\d+/\d+ \[", line):
+        regex = _escaped(bar[1]) + BAR.format(count="step", total="total")
+        return PrintedLine(regex=regex, where=f"seen: {len(counter.told)} states of a bar")
+    before, after = line[: match.start()], line[match.end() :]
+    if len(before) > 40:
+        before = re.sub(r"^.*?(?=\S{0,12}\s*[A-Za-z(\[|]*\W*$)", "", before)
+    regex = f"{_escaped(before)}(?P<{'epoch' if counter.is_epoch else 'step'}>[\\d,]+)"
+    if total := re.match(r"\s*/\s*(\d+)", after):
+        regex += r"\s*/\s*" + (r"\d+" if counter.is_epoch else r"(?P<total>\d+)")
+        after = after[total.end() :]
+    if loss := re.search(r"(?<![A-Za-z_])(?:train[ _])?loss\W{1,4}", after, re.IGNORECASE):
+        regex += f".*?{_escaped(loss[0])}(?P<loss>{NUMBER})"
+    shown = f"seen: {len(counter.told)} lines, such as {line.strip()[:60]!r}"
+    return PrintedLine(regex=regex, where=shown) if re.search(regex, line) else None
+
+
+def _escaped(text: str) -> str:
+    """Literal text of a line; numbers and blanks in it may be others."""
+    found = ""
+    for part in filter(None, re.split(r"(\s+|\d[\d.,:]*)", re.sub(r"[█▏▎▍▌▋▊▉━╸╺─]+", "#", text))):
+        found += (
+            r"\s*"
+            if part.isspace()
+            else r"[\d.,:]+"
+            if part[0].isdigit()
+            else re.sub(r"\\([ #%])", r"\1", re.escape(part))
+        )
+    return found
+
+
+def _checkpoint(seen: TrialFindings, watch: TrialRun, counters: list[_Counter]) -> SeenCheckpoint | None:
+    """The kind of file that came again and again, or was written again, and is no log."""
+    until = (watch.signalled_at or float("inf")) + LEAVES_S
+    kinds: dict[str, list[Written]] = defaultdict(list)
+    for each in watch.writes:
+        if not NO_CHECKPOINT.search(each.name) and each.at <= until:
+            kinds[re.sub(r"\d+", "#", each.name)].append(each)
+    several = (sorted(writes, key=lambda each: each.at) for writes in kinds.values() if len(writes) > 1)
+    options = [found for writes in several if (found := _as_checkpoint(seen, writes, watch, counters)) is not None]
+    likely = re.compile(r"best|ema|sample|optim_only")
+    options.sort(key=lambda each: (bool(likely.search(each.name)), each.rewritten, -each.bytes))
+    return next(iter(options), None)
+
+
+def _as_checkpoint(
+    seen: TrialFindings, writes: list[Written], watch: TrialRun, counters: list[_Counter]
+) -> SeenCheckpoint | None:
+    """What these files are: one that is written again, or those of names that count upwards. None: of neither."""
+    top, files = writes[0].name.partition("/")[0], [each.name.partition("/")[2] for each in writes]
+    name, numbers, unit, complete = files[0], list[int](), "step", ""
+    if len(set(files)) > 1:
+        name = pattern_of(files)[0]
+        matches = [Names(CommandConfig(checkpoint=CommandCheckpoint(each=(name,)))).match(each) for each in files]
+        numbers = [number for each in matches if each is not None for number in each[0].values()]
+        if "{" not in name or numbers != sorted(numbers):
+            return None
+        unit = "epoch" if "{epoch" in name or _are_epochs(writes, numbers, counters) else "step"
+        name = name.replace("{step", f"{{{unit}") if "{epoch" not in name else name
+        complete = _written_last(writes, watch, name)
+    else:
+        places = seen.places(watch)
+        told = ([place for at, place in places if at <= each.began + 0.05][-1:] for each in writes)
+        numbers = [number for each in told for place in each if (number := place.step or place.epoch) is not None]
+    parts = name.rstrip("/").split("/")
+    fixed = next((index for index, part in enumerate(parts) if re.search(r"[{*]", part)), len(parts) - 1)
+    fixed = fixed if top == "code" else 0
+    gaps = {after - before for before, after in pairwise(dict.fromkeys(numbers))}
+    came = ", ".join(list(dict.fromkeys(files))[:3]) if len(set(files)) > 1 else f"written {len(writes)} times"
+    told_at = f", at {unit}s {', '.join(map(str, list(dict.fromkeys(numbers))[:4]))}" if counters and numbers else ""
+    renamed = f"; renamed from {Path(writes[-1].renamed_from).name}" if writes[-1].renamed_from else ""
+    return SeenCheckpoint(
+        name="/".join(parts[fixed:]) + ("/" if name.endswith("/") else ""),
+        folder="/".join(parts[:fixed]) or ("." if top == "code" else ""),
+        top=top,
+        unit="epoch" if unit == "epoch" else "step",
+        every=gaps.pop() if len(gaps) == 1 else None,
+        complete=complete,
+        bytes=_bytes(writes, watch, name),
+        files=tuple("/".join(each.split("/")[fixed:]) for each in files),
+        evidence=f"seen: {came}{told_at}{renamed}",
+    )
+
+
+def _files_of_each(writes: list[Written], watch: TrialRun, name: str) -> dict[str, dict[str, Written]]:
+    """The files of each checkpoint that is a folder, by their names in it."""
+    level, found = name.count("/"), defaultdict[str, dict[str, Written]](dict)
+    kinds = {re.sub(r"\d+", "#", "/".join(each.name.split("/")[: level + 1])) for each in writes}
+    for each in watch.writes:
+        parts = each.name.split("/")
+        if re.sub(r"\d+", "#", folder := "/".join(parts[: level + 1])) in kinds:
+            found[folder]["/".join(parts[level + 1 :])] = each
+    return found
+
+
+def _bytes(writes: list[Written], watch: TrialRun, name: str) -> int:
+    """The bytes of one checkpoint: all files of its folder, or the file."""
+    if not name.endswith("/"):
+        return max(each.bytes for each in writes)
+    return max(sum(each.bytes for each in files.values()) for files in _files_of_each(writes, watch, name).values())
+
+
+def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
+    """The file of a folder that came last in each of them; empty where that differs."""
+    folders = _files_of_each(writes, watch, name).values() if name.endswith("/") else ()
+    names = {max(files, key=lambda each: files[each].at) for files in folders}
+    return names.pop() if len(names) == 1 and len(folders) > 1 else ""
+
+
+def _are_epochs(writes: list[Written], numbers: list[int], counters: list[_Counter]) -> bool:
+    """Whether the numbers of names are the epochs that were told when they were written."""
+    for each in counters:
+        told = [each.told_by(write.began) for write in writes]
+        close = sum(at is not None and abs(at - number) <= 1 for at, number in zip(told, numbers, strict=False))
+        if each.is_epoch and close > len(numbers) / 2:
+            return True
+    return False
+
+
+def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> None:
+    """A save after a signal counts where something catches the signal: else it was under way, and may be cut."""
+    ended = f"was still there {LEAVES_S:.0f} s later" if first.code is None else f"ended with exit code {first.code}"
+    later = [each for each in first.writes if each.began >= signalled_at and not NO_CHECKPOINT.search(each.name)]
+    if first.catches and later:
+        seen.saves_on_signal = True
+        seen.signal_evidence = f"seen: after SIGTERM it wrote {Path(later[0].name).name} and {ended}"
+    elif first.code is not None:
+        seen.saves_on_signal = False
+        why = "wrote nothing" if first.catches else "dies of it, as nothing in it catches it,"
+        seen.signal_evidence = f"seen: on SIGTERM it {why} and {ended}"
+
+
+# The second start -----------------------------------------------------------------------------------------------------
+
+
+def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint) -> ResumeCheck | None:
+    """What judges the second start, as it does on a node. None: nothing that was told or named says where it was."""
+    assert seen.checkpoint is not None
+    places = seen.places(first)
+    by_then = [place for at, place in places if at <= restored.first_written + 0.05]
+    newest, unit = (by_then[-1] if by_then else None), seen.checkpoint.unit
+    told = None if newest is None else newest.epoch if newest.step is None else newest.step
+    number = restored.number if restored.number is not None else told
+    if number is None:
+        return None
+    start = Counting(unit=unit, first=places[0][1] if places else None, newest=newest)
+    config = seen.checkpoint.config([seen.line.regex] if seen.line is not None else [])
+    return ResumeCheck(config, Commit(step=number, config_sha256="", goes_on_from=number), restored, start)
+
+
+def take_verdict(seen: TrialFindings, check: ResumeCheck, second: TrialRun) -> None:
+    """What the second start showed, in words."""
+    if check.verdict == "not shown":
+        seen.problems.append(f"whether it goes on is not shown: a second start {failure(second) or check.why}")
+    else:
+        seen.goes_on = check.verdict == "goes on"
+        seen.resume_evidence = f"seen: {check.why}; it {check.verdict}"

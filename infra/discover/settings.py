@@ -1,0 +1,403 @@
+"""The settings of a script: what its parser, its dataclasses or its configuration files declare, and what was typed.
+
+A setting knows how it is written on the command line, so that a command can be told where to save; one that only a file
+has cannot be.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import posixpath
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import yaml
+
+from gpufleet.infra.discover.reach import Function, Reach, Scope, Site, called, dotted, walk
+from gpufleet.infra.discover.source import CodeFolder
+from gpufleet.infra.discover.start import StartedProgram
+
+CONFIG = re.compile(r".*\.(ya?ml|toml|json|py)")
+# How libraries declare settings: what is called, which of its arguments has them, and how one is typed (a hyphen in
+# {-name} stands for those that write - for _).
+_PARSERS = tuple(
+    (re.compile(callee), what, form)
+    for callee, what, form in (
+        (r"(.*\.)?add_argument|(rich_|async)?(click\.)?option", "option", ""),
+        (r"(.*\.)?DEFINE_\w+", "flag", "--{name}={}"),
+        (r"(.*\.)?((Hf|H4)ArgumentParser|TrlParser|add_arguments)|simple_parsing\.parse", "class", "--{name} {}"),
+        (r"(.*\.)?(draccus|pyrallis|parser)\.(wrap|parse)", "class", "--{name}={}"),
+        (r"(.*\.)?tyro\.cli", "class", "--{-name} {}"),
+        (r"(.*\.)?structured", "class", "{name}={}"),
+        (r"(fire\.)?Fire|(jsonargparse\.)?(CLI|auto_cli)", "function", "--{name}={}"),
+        (r"typer\.run|\w+\.command", "function", "--{-name} {}"),
+        (r"(.*\.)?(HParams|(Simple)?Namespace|EasyDict|AttrDict|CfgNode)", "keywords", ""),
+    )
+)
+# Calls after which the command line sets what configuration files have, by name.
+_OVERRIDES = {"from_cli": "{name}={}", "merge_from_args": "--{name}={}"}
+_ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Pow: operator.pow}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One setting of the script."""
+
+    name: str  # with _ for -, and its dots: trainer.max_steps
+    form: str  # as a command line has it: "--max-steps {}", "trainer.max_steps={}"; empty: a file alone has it
+    default: object = None
+    is_flag: bool = False  # it takes no value
+    where: str = ""
+    others: tuple[str, ...] = ()  # other words for it: -n
+    is_truth: bool = False  # it takes true or false
+    is_positional: bool = False  # it is told by its place
+    typed: str | None = None  # the value that the command gives it
+
+    @property
+    def value(self) -> object:
+        """What it has: what was typed goes before the default."""
+        return self.default if self.typed is None else _plain(self.typed)
+
+    @property
+    def count(self) -> int | None:
+        """Its value as a number of steps or epochs; None: it is none."""
+        value = self.value
+        is_count = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e12
+        return int(value) if is_count and value == int(value) else None  # type: ignore[call-overload]
+
+    @property
+    def word(self) -> str:
+        """How it is called where it is typed: --max-steps."""
+        return self.form.replace("{}", "").rstrip(" =") or self.name
+
+    @property
+    def place(self) -> str:
+        """Where its value stands."""
+        return self.where if self.typed is None else "your command"
+
+    def with_value(self, value: object) -> str:
+        """The words that give it this value."""
+        return self.form.format(value).strip()
+
+
+class ScriptSettings:
+    """All settings by name. What a command typed is in them, also where nothing declares it."""
+
+    def __init__(self, declared: Iterable[Setting], start: StartedProgram) -> None:
+        self._by_name: dict[str, Setting] = {}
+        for each in declared:
+            self._by_name.setdefault(each.name, each)
+        self._take_typed(list(start.words))
+
+    def add(self, name: str, setting: Setting) -> None:
+        """One that another program knows by this name, such as a framework's."""
+        self._by_name.setdefault(name, setting)
+
+    def find(self, name: str) -> Setting | None:
+        """The setting of this name, or the only one whose last part it is; None: there is none."""
+        name = name.replace("-", "_")
+        if name in self._by_name:
+            return self._by_name[name]
+        last = [each for key, each in self._by_name.items() if key.rpartition(".")[2] == name.rpartition(".")[2]]
+        fitting = [each for each in last if each.name.endswith(f".{name}")] or last
+        return fitting[0] if len(fitting) == 1 else next((each for each in fitting if each.typed is not None), None)
+
+    def several(self, names: Iterable[str]) -> list[Setting]:
+        """Those of these names that there are, in any case of letters, what was typed first."""
+        by_lower: dict[str, Setting] = {}
+        for key, each in self._by_name.items():
+            by_lower.setdefault(key.lower(), each)
+            by_lower.setdefault(key.lower().rpartition(".")[2], each)
+        there = [by_lower[name.lower()] for name in names if name.lower() in by_lower]
+        return sorted(there, key=lambda each: each.typed is None)
+
+    def first(self, names: Iterable[str]) -> Setting | None:
+        """The first of them; None: there is none."""
+        return next(iter(self.several(names)), None)
+
+    def _take_typed(self, words: list[str]) -> None:
+        positional = [each for each in self._by_name.values() if each.is_positional]
+        by_word = {word: each for each in self._by_name.values() for word in (each.word, *each.others)}
+        is_value = False
+        for word, following in zip(words, [*words[1:], "-"], strict=False):
+            match = re.fullmatch(r"(\+{0,2}|--?)([A-Za-z][\w.-]*)(?:=(.*))?", word, re.DOTALL)
+            if match is None or not (match[1].startswith("-") or match[3] is not None):
+                if positional and not is_value and word != "--":
+                    first = positional.pop(0)
+                    self._by_name[first.name] = replace(first, typed=word)
+                is_value = False
+                continue
+            name, value = match[2].replace("-", "_"), match[3]
+            there = by_word.get(match[1] + match[2]) or by_word.get(match[2]) or self._by_name.get(name)
+            takes_next = value is None and not (there is not None and there.is_flag)
+            is_value = takes_next and following != "-" and not re.match(r"--?[A-Za-z]", following)
+            value = following if is_value else value
+            if there is None:
+                form = word[: match.start(3)] + "{}" if match[3] is not None else f"{word} {{}}"
+                there = Setting(name=name, form=form, is_flag=value is None, where="your command")
+            self._by_name[there.name] = replace(there, typed="True" if value is None else value)
+
+
+def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterator[Setting]:
+    """The settings that what is reached declares, and those of the files that the command names. `overrides`: how the
+    command line sets what a file has, such as `--{name} {}`; empty: it cannot, as far as this can tell.
+    """
+    style = overrides
+    for site in reach.sites:
+        chain = dotted(site.call.func) or site.name
+        for callee, what, form in _PARSERS:
+            if callee.fullmatch(chain):
+                yield from _of_call(reach, site, what, form)
+        if site.name == "DEFINE_config_file":
+            style = f"--{literal(site.argument(0))}.{{name}}={{}}"
+        style = _OVERRIDES.get(site.name, style)
+        if chain == "hydra.main":
+            style = "{name}={}"
+            yield from _hydra(reach, site, start)
+    text = reach.folder.text(reach.entry)
+    is_globals = "configurator" in text  # a file that is executed, and sets the script's own names
+    style = "--{name}={}" if is_globals else style
+    words = (part for word in start.words for part in (word, *re.split(r"[=:]", word)))
+    files = (posixpath.normpath(posixpath.join(start.folder, word)) for word in words)
+    named = [each for each in files if CONFIG.fullmatch(each) and each in reach.folder.files and each != reach.entry]
+    for file in dict.fromkeys((*named, *([reach.entry] if "merge_from_args" in reach.by_name else []))):
+        yield from of_file(reach.folder, file, style)
+    read_at = text[: text.find("configurator")].count("\n") + 1
+    for name, values in reach.names(reach.entry).assigned.items() if is_globals else ():
+        if (value := literal(values[0])) is not None and values[0].lineno < read_at:
+            yield Setting(name=name, form=f"--{name}={{}}", default=value, where=f"{reach.entry}:{values[0].lineno}")
+
+
+def _of_call(reach: Reach, site: Site, what: str, form: str) -> Iterator[Setting]:
+    """The settings that a call of a library declares."""
+    first, function = site.argument(0), site.scope.functions[-1] if site.scope.functions else None
+    if what == "option":
+        yield from _option(site)
+    elif what == "flag" and isinstance(key := literal(first), str):
+        yield Setting(name=key, form=form.replace("{name}", key), default=literal(site.argument(1)), where=site.where)
+    elif what == "class":
+        arguments = [first] if first is not None else [a.annotation for a in function.args.args[:1]] if function else []
+        for name in _names_in(arguments):
+            yield from _fields(reach, site.scope, name, form)
+    elif what == "function":
+        found = [reach.symbol(site.scope.file, name) for name in _names_in([first])]
+        if site.name == "command" and not site.around:
+            found = [(site.scope.file, function)] if any(m.split(".")[0] == "typer" for m in reach.imported) else []
+        for file, node in filter(None, found):
+            if isinstance(node, Function):
+                yield from _parameters(node, file, form)
+    elif what == "keywords":
+        for each in site.call.keywords:
+            if each.arg and (value := literal(each.value)) is not None:
+                yield Setting(name=each.arg, form="", default=value, where=f"{site.scope.file}:{each.value.lineno}")
+
+
+def _option(site: Site) -> Iterator[Setting]:
+    """An option of argparse or click, or an argument by its place."""
+    words = [str(literal(each)).split("/")[0] for each in site.call.args if isinstance(literal(each), str)]
+    dashed = [each for each in words if each.startswith("-")]
+    long = next((each for each in dashed if each.startswith("--")), dashed[0] if dashed else "")
+    if words and not long:
+        yield Setting(name=words[0], form="", where=site.where, is_positional=True)
+    if not long:
+        return
+    action = ast.unparse(site.keyword("action") or ast.Constant(value=""))
+    is_flag = bool(
+        re.search("store_true|store_false|count|BooleanOptional", action) or literal(site.keyword("is_flag"))
+    )
+    yield Setting(
+        name=str(literal(site.keyword("dest")) or long.lstrip("-")).replace("-", "_"),
+        form=long if is_flag else f"{long} {{}}",
+        default=literal(site.keyword("default")),
+        is_flag=is_flag,
+        where=site.where,
+        others=tuple(each for each in words if each != long),
+        is_truth="bool" in ast.unparse(site.keyword("type") or ast.Constant(value="")).lower(),
+    )
+
+
+def _typed(key: str, annotation: ast.expr | None, default: ast.expr | None, where: str, form: str) -> Setting:
+    """A setting that a field or a parameter declares."""
+    parts = [each for each in (default, annotation) if each is not None]
+    words = [e.value for p in parts for e in walk(p) if isinstance(e, ast.Constant) and str(e.value).startswith("--")]
+    hyphened = "{-name}" in form
+    word = str(words[0]) if words else "--" + key.replace("_", "-")
+    is_truth = annotation is not None and ast.unparse(annotation) == "bool"
+    written = f"{word} {{}}" if hyphened else form.replace("{name}", key)
+    if isinstance(default, ast.Call) and literal(default) is None:
+        named = [each.value for each in default.keywords if each.arg in ("default", "default_factory")]
+        default = next(iter([*named, *default.args]), None)
+    return Setting(
+        name=key,
+        form=word if hyphened and is_truth else written,
+        default=literal(default),
+        is_flag=hyphened and is_truth,
+        where=where,
+        others=(f"--{key}",),
+        is_truth=is_truth,
+    )
+
+
+def _fields(reach: Reach, scope: Scope, name: str, form: str, prefix: str = "", depth: int = 0) -> Iterator[Setting]:
+    """The fields of a dataclass, of its bases, and of dataclasses among them."""
+    file, cls = reach.symbol(scope.file, name) or ("", None)
+    if not isinstance(cls, ast.ClassDef) or depth > 5:
+        return
+    for node in cls.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            key = prefix + node.target.id
+            inner = next((each for each in _names_in([node.annotation]) if _is_dataclass(reach, file, each)), "")
+            if inner:
+                yield from _fields(reach, Scope(file), inner, form, f"{key}.", depth + 1)
+            else:
+                yield _typed(key, node.annotation, node.value, f"{file}:{node.lineno}", form)
+    for base in cls.bases:
+        yield from _fields(reach, Scope(file), dotted(base), form, prefix, depth + 1)
+
+
+def _is_dataclass(reach: Reach, file: str, name: str) -> bool:
+    found = reach.symbol(file, name)
+    decorators = found[1].decorator_list if found is not None and isinstance(found[1], ast.ClassDef) else []
+    return any(re.search("dataclass|config", ast.unparse(each).lower()) for each in decorators)
+
+
+def _parameters(function: Function, file: str, form: str) -> Iterator[Setting]:
+    """The parameters of a function that is a program."""
+    arguments, more = function.args.args, function.args
+    defaults = [*[None] * (len(arguments) - len(more.defaults)), *more.defaults, *more.kw_defaults]
+    for each, default in zip([*arguments, *more.kwonlyargs], defaults, strict=True):
+        yield _typed(each.arg, each.annotation, default, f"{file}:{each.lineno}", form)
+
+
+def _names_in(nodes: Iterable[ast.AST | None]) -> Iterator[str]:
+    for each in (inner for node in nodes if node is not None for inner in walk(node)):
+        if isinstance(each, ast.Name):
+            yield each.id
+        elif isinstance(each, ast.Constant) and isinstance(each.value, str):
+            yield from re.findall(r"[A-Za-z_]\w*", each.value)  # an annotation in quotes
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iterator[Setting]:
+    """What a configuration file sets, by dotted name."""
+    pairs: list[tuple[str, object, int]] = []
+    add = partial(_add_values, pairs)
+    try:
+        if name.endswith(".py"):
+            for node in walk(folder.tree(name) or ast.parse("")):
+                if isinstance(node, ast.Assign) and len(node.targets) == 1 and (key := dotted(node.targets[0])):
+                    add(re.sub(r"^_?(config|cfg|c|C)(\.|$)", "", key), node.value)
+        elif name.endswith(".toml"):
+            add("", tomllib.loads(folder.text(name)))
+        else:
+            add("", yaml.compose(folder.text(name), Loader=yaml.SafeLoader))  # whatever tags it has
+    except (yaml.YAMLError, tomllib.TOMLDecodeError):
+        return
+    for key, value, line in pairs:
+        form = style.replace("{name}", prefix + key)
+        where = f"{name}:{line}" if line else name
+        yield Setting(name=(prefix + key).replace("-", "_"), form=form, default=value, where=where)
+
+
+def _add_values(pairs: list[tuple[str, object, int]], above: str, value: object) -> None:
+    """Adds what a value of a file holds, by dotted name, with its line; 0 where that is not known."""
+    items: Iterable[tuple[object, object]] = ()
+    match value:
+        case yaml.MappingNode():
+            items = [(key.value, each) for key, each in value.value]
+        case yaml.ScalarNode() if above:
+            pairs.append((above, _plain(value.value), value.start_mark.line + 1))
+        case ast.Call() if called(value) in ("dict", "ConfigDict", "DictConfig"):
+            items = [*((each.arg, each.value) for each in value.keywords), *(("", each) for each in value.args)]
+        case ast.Dict():
+            items = [(literal(key), each) for key, each in zip(value.keys, value.values, strict=True)]
+        case ast.Constant() if above:
+            pairs.append((above, value.value, value.lineno))
+        case dict():
+            items = value.items()
+        case str() | int() | float():
+            pairs.append((above, value, 0))
+    for key, each in items:
+        _add_values(pairs, ".".join(filter(None, [above, str(key)])), each)
+
+
+def _hydra(reach: Reach, site: Site, start: StartedProgram) -> Iterator[Setting]:
+    """The configuration that a hydra program composes, with the groups that the command chooses."""
+    folder = posixpath.join(posixpath.dirname(site.scope.file), str(literal(site.keyword("config_path")) or "."))
+    chosen = {key: value for key, _, value in (word.lstrip("+").partition("=") for word in start.words) if value}
+    chosen |= dict(pair for pair in zip(start.words, start.words[1:], strict=False) if pair[0].startswith("-"))
+    name = chosen.get("--config-name") or chosen.get("-cn") or literal(site.keyword("config_name")) or "config"
+    folder = posixpath.normpath(chosen.get("--config-path") or chosen.get("-cp") or folder)
+    yield from _hydra_file(reach, folder, f"{folder}/{str(name).removesuffix('.yaml')}.yaml", "", chosen, 0)
+
+
+def _hydra_file(
+    reach: Reach, folder: str, name: str, prefix: str, chosen: dict[str, str], depth: int
+) -> Iterator[Setting]:
+    """What a file sets goes before what its defaults do."""
+    if name not in reach.folder.files or depth > 6:
+        return
+    for setting in of_file(reach.folder, name, "{name}={}", prefix):
+        yield setting
+        if setting.name.endswith("_target_"):
+            reach.reach_dotted(str(setting.default))
+    try:
+        tree = yaml.safe_load(reach.folder.text(name))
+    except yaml.YAMLError:
+        return
+    for entry in (tree or {}).get("defaults", []) if isinstance(tree, dict) else []:
+        group, option = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
+        group = re.sub(r"^(override |optional )*/?", "", str(group))
+        option = chosen.get(group, option)
+        if option and option != "_self_":
+            base = f"{folder}/{group}" if group else posixpath.dirname(name)
+            inside = f"{group.replace('/', '.')}." if group else prefix
+            yield from _hydra_file(reach, folder, f"{base}/{option}.yaml", inside, chosen, depth + 1)
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def literal(value: ast.AST | None) -> object:
+    """The value of a plain expression, simple arithmetic too; None where it is none."""
+    match value:
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            one, two = literal(left), literal(right)
+            is_small = isinstance(one, int | float) and isinstance(two, int | float) and two < 1e12
+            is_small = is_small and not (isinstance(op, ast.Pow) and two > 20)  # type: ignore[operator]
+            return _ARITHMETIC[type(op)](one, two) if is_small else None
+        case ast.Call(func=ast.Name(id="int" | "float"), args=[only]):
+            inner = literal(only)
+            return int(inner) if called(value) == "int" and isinstance(inner, int | float) else inner
+        case ast.expr():
+            try:
+                return ast.literal_eval(value)
+            except (ValueError, TypeError):
+                return None
+    return None
+
+
+def _plain(text: str) -> object:
+    """A typed value as the number or truth that it is, else as text."""
+    if re.fullmatch(r"[-+]?\d[\d_]*", text):
+        return int(text)
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE):
+        return float(text)
+    return {"true": True, "false": False, "null": None, "none": None, "~": None}.get(text.lower(), text)
+
+
+def with_setting(command: str, setting: Setting, value: object) -> str:
+    """The command with this value of a setting, in the place of the one that it has."""
+    wanted = setting.with_value(value)
+    for word in (setting.word, *setting.others, f"--{setting.name}", f"--{setting.name.replace('_', '-')}"):
+        taken = r"" if setting.is_flag else r"(?:=|\s+)(?:\"[^\"]*\"|'[^']*'|\{[^}]*\}\S*|\S+)"
+        changed, count = re.subn(rf"(?<!\S){re.escape(word)}{taken}(?=\s|$)", lambda _: wanted, command)
+        if count:
+            return changed
+    return f"{command} {wanted}"

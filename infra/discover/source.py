@@ -1,0 +1,73 @@
+"""A folder of training code as it would be shipped: its files, their syntax trees, which file a module's name means.
+
+Nothing is run or imported. A file is parsed when it is asked for, so that a large repository costs what is read of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs.code import files_in
+
+MOST_BYTES = 1_000_000  # larger files are data or generated
+_SKIPPED = {"node_modules", "site-packages", "build", "dist", ".tox"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that the code says, and where."""
+
+    value: str
+    where: str  # train.py:42
+
+
+class CodeFolder:
+    """The files of a folder by name, without those of installed packages. Raises GpufleetError where it is none."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise GpufleetError(f"--code: {path} is no folder; name the one that holds your training script")
+        self.path = path
+        self._trees: dict[str, ast.Module | None] = {}
+
+    @cached_property
+    def files(self) -> frozenset[str]:
+        listed = (name for name, _ in files_in(self.path))
+        return frozenset(name for name in listed if not _SKIPPED & set(name.split("/")[:-1]))
+
+    @cached_property
+    def python(self) -> list[str]:
+        return sorted(name for name in self.files if name.endswith(".py"))
+
+    def text(self, name: str) -> str:
+        """What the file holds; empty where it cannot be read, or is too large to be code."""
+        path = self.path / name
+        try:
+            return path.read_text(errors="replace") if path.stat().st_size <= MOST_BYTES else ""
+        except OSError:
+            return ""
+
+    def tree(self, name: str) -> ast.Module | None:
+        """The syntax tree of a Python file of the folder; None: it is none, or cannot be parsed."""
+        if name not in self._trees:
+            self._trees[name] = None
+            if name in self.files:
+                with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+                    self._trees[name] = ast.parse((self.path / name).read_bytes()) if self.text(name) else ast.parse("")
+        return self._trees[name]
+
+    def module(self, dotted: str, roots: tuple[str, ...]) -> str:
+        """The file of a module that is imported by this name; empty: it is none of the folder's. `roots`: folders that
+        Python looks into, in order, relative to this one, empty for the folder itself.
+        """
+        place = dotted.replace(".", "/")
+        for root in roots:
+            for name in (f"{place}.py", f"{place}/__init__.py"):
+                if (joined := f"{root}/{name}" if root else name) in self.files:
+                    return joined
+        return ""

@@ -1,0 +1,263 @@
+"""What a command starts: through shell scripts, make, a Dockerfile, console scripts, launchers to one Python file."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gpufleet.infra.discover.marks import PROCESSES
+from gpufleet.infra.discover.source import CodeFolder
+from gpufleet.infra.errors import GpufleetError
+
+PYTHON = re.compile(
+    r"python(\d(\.\d+)?)?|pypy3?|ipython|torchrun|deepspeed|composer|accelerate|accelerate-launch|horovodrun"
+)
+_SHELL = ("sh", "bash", "zsh", "dash", "source", ".")
+_DEEP = 6  # scripts that start scripts
+_BEFORE = {  # words that start what follows them
+    "env", "nohup", "time", "nice", "exec", "sudo", "uv", "run", "poetry", "pipenv", "pdm", "rye", "hatch", "conda",
+    "micromamba", "mamba", "pixi", "xvfb-run", "srun", "numactl", "stdbuf", "mpirun", "mpiexec", "do", "then", "else",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartedProgram:
+    """One program that a command starts."""
+
+    script: str = ""  # the file of the folder that Python runs; empty: none of the folder's
+    function: str = ""  # of it, where a console script names one
+    program: str = ""  # a program that is not the folder's: yolo
+    launcher: str = ""  # torchrun, accelerate, ...
+    is_module: bool = False
+    folder: str = ""  # below the code's, where it runs
+    roots: tuple[str, ...] = ("", "src")  # where its imports are looked for
+    words: tuple[str, ...] = ()  # what follows the script, or the program
+    typed: str = ""  # the command in whose words it stands
+    through: tuple[str, ...] = ()  # run.sh:2: files that lead to it
+    passes_on: bool = True  # whether what is added to the typed command reaches it
+    processes: str = ""  # how many on a node, as the launcher is asked: 8, gpu, {gpus}
+
+
+def starts(folder: CodeFolder, command: str) -> list[StartedProgram]:
+    """Every program that the command starts, those of the folder first. Raises GpufleetError for a script that is not
+    there, and for quotes that do not close.
+    """
+    found = list(_of_text(folder, command, StartedProgram(typed=command), 0))
+    for each in found:
+        if each.script and each.script not in folder.files:
+            some = ", ".join([*(name for name in folder.python if "/" not in name), *folder.python][:8])
+            raise GpufleetError(f"--command: {each.script} is not in the folder; it has {some or 'no Python file'}")
+    return sorted(found, key=lambda each: not each.script)
+
+
+def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> Iterator[StartedProgram]:
+    """What a shell's text starts, a command after the other."""
+    text = re.sub(r"\\\n", " ", text)
+    for line in _lines(text):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            if depth:
+                continue  # somebody's script may do what only a shell understands
+            raise GpufleetError(f"--command: {error}") from None
+        if words[:1] == ["cd"] and len(words) > 1:
+            at = replace(at, folder=_joined_path(at.folder, words[1]))
+        elif words:
+            yield from _of_words(folder, words, at, depth)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Commands of a shell's text, split where no quote holds the separator."""
+    quote, begin = "", 0
+    for index, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in ";&|\n" and text[index - 1 : index] != ">":
+            yield text[begin:index].strip()
+            begin = index + 1
+    yield text[begin:].strip()
+
+
+def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: int) -> Iterator[StartedProgram]:
+    if depth > _DEEP:
+        return
+    wrapped = False
+    for index, word in enumerate(words):
+        base, rest = posixpath.basename(word), words[index + 1 :]
+        if match := re.fullmatch(r"PYTHONPATH=(.*)", word):
+            paths = [_joined_path(at.folder, each) for each in match[1].split(":") if each and "$" not in each]
+            at = replace(at, roots=(*paths, *at.roots))
+        elif PYTHON.fullmatch(base):
+            yield from _of_python(folder, base, rest, at)
+            return
+        elif base in _SHELL and rest:
+            if rest[0].startswith("-") and "c" in rest[0] and len(rest) > 1:
+                yield from _of_text(folder, rest[1], at, depth + 1)
+                return
+            if (name := _joined_path(at.folder, rest[0])) in folder.files:
+                yield from _of_script(folder, name, rest[1:], at, depth)
+                return
+        elif base == "make":
+            goal = next((each for each in rest if not each.startswith("-") and "=" not in each), "")
+            yield from _of_makefile(folder, goal, [each for each in rest if "=" in each], at, depth)
+            return
+        elif (name := _joined_path(at.folder, word)) in folder.files and not word.startswith("-"):
+            if name.endswith(".py") or re.match(r"#!.*python", folder.text(name)[:80]):
+                yield _script(folder, name, rest, at)
+            elif folder.text(name).startswith("#!") or name.endswith(".sh"):
+                yield from _of_script(folder, name, rest, at, depth)
+            return
+        elif target := _console_scripts(folder).get(word):
+            module, _, function = target.partition(":")
+            at = replace(at, function=function.split(".")[0], program=word)
+            yield _script(folder, folder.module(module, at.roots), rest, at)
+            return
+        elif not depth and word.endswith(".py"):
+            raise GpufleetError(f"--command: {word} is not in the folder; it has {', '.join(folder.python[:8])}")
+        elif base in _BEFORE:
+            wrapped = True
+            at = replace(at, processes=_processes(words[index + 1 :]) or at.processes)
+        elif not wrapped and not re.match(r"[-\w]*=|-", word):
+            yield replace(at, program=base, words=tuple(rest))
+            return
+
+
+def _of_python(folder: CodeFolder, launcher: str, words: list[str], at: StartedProgram) -> Iterator[StartedProgram]:
+    """The script behind a Python or a launcher: the first of its words that is a file, or what follows -m."""
+    launcher = "" if launcher.startswith(("python", "pypy", "ipython")) else launcher.removesuffix("-launch")
+    for index, word in enumerate(words):
+        rest = words[index + 1 :]
+        if word in ("-m", "--module") and rest:
+            if rest[0] in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
+                return (yield from _of_python(folder, "torchrun", rest[1:], replace(at, processes=_processes(rest))))
+            name = folder.module(rest[0], at.roots) or folder.module(f"{rest[0]}.__main__", at.roots)
+            name = name.replace("__init__.py", "__main__.py") if name.endswith("__init__.py") else name
+            at = replace(at, is_module=True, launcher=launcher, processes=_processes(words[:index]) or at.processes)
+            yield _script(folder, name, rest[1:], at) if name else replace(at, program=rest[0], words=tuple(rest[1:]))
+            return
+        if word == "-c":
+            return
+        if word.endswith(".py") or (not word.startswith("-") and _joined_path(at.folder, word) in folder.files):
+            at = replace(at, launcher=launcher, processes=_processes(words[:index]) or at.processes)
+            yield _script(folder, _joined_path(at.folder, word), rest, at)
+            return
+        if not word.startswith("-") and (target := _console_scripts(folder).get(word)):
+            module, _, function = target.partition(":")
+            at = replace(at, launcher=launcher, function=function, processes=_processes(words[:index]) or at.processes)
+            yield _script(folder, folder.module(module, at.roots), rest, at)
+            return
+
+
+def _script(folder: CodeFolder, name: str, words: list[str], at: StartedProgram) -> StartedProgram:
+    """A file of the folder with its words; Python looks for imports beside it first."""
+    beside = () if at.is_module else (posixpath.dirname(name),)
+    return replace(at, script=name, words=tuple(words), roots=tuple(dict.fromkeys((*beside, *at.roots, at.folder))))
+
+
+def _processes(words: list[str]) -> str:
+    match = PROCESSES.search(shlex.join(words).replace("'", ""))
+    return match["count"] if match else ""
+
+
+def _joined_path(folder: str, name: str) -> str:
+    """A path as typed, relative to the code's folder."""
+    return posixpath.normpath(posixpath.join(folder, name)).removeprefix("./") if name not in ("", ".") else folder
+
+
+def _of_script(
+    folder: CodeFolder, name: str, words: list[str], at: StartedProgram, depth: int
+) -> Iterator[StartedProgram]:
+    """What a shell script starts, with its own words in the place of $1 and "$@"."""
+    text = folder.text(name)
+    values = {str(number): word for number, word in enumerate(words, 1)}
+    here = re.sub(r"(?m)^\s*#.*$", "", text)
+    for match in re.finditer(
+        r"(?m)^\s*(?:export\s+|local\s+|readonly\s+)?(\w+)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s;]*)", here
+    ):
+        values.setdefault(match[1], _expanded(match[2].strip("\"'"), values, words))
+    for number, line in _numbered(text):
+        passes_on = bool(re.search(r"\$[@*]|\$\{[@*]", line))
+        inner = replace(at, through=(*at.through, f"{name}:{number}"), passes_on=at.passes_on and passes_on)
+        for found in _of_text(folder, _expanded(line, values, words), inner, depth + 1):
+            at = replace(at, folder=found.folder)
+            yield found
+        if moved := re.match(r"\s*cd\s+(\S+)", line):
+            at = replace(at, folder=_joined_path(at.folder, _expanded(moved[1].strip("\"'"), values, words)))
+
+
+def _numbered(text: str) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, a continued one as one."""
+    number, held = 0, ""
+    for index, line in enumerate(text.splitlines(), 1):
+        number = number or index
+        if line.endswith("\\"):
+            held += line[:-1] + " "
+            continue
+        if not (held + line).lstrip().startswith("#"):
+            yield number, held + line
+        number, held = 0, ""
+
+
+def _expanded(text: str, values: dict[str, str], words: list[str]) -> str:
+    """The text with the shell's variables that are known, and its arguments, in their places."""
+
+    def several(match: re.Match[str]) -> str:
+        return shlex.join(words[int(match[1] or 1) - 1 :])
+
+    text = re.sub(r'"?\$\{[@*]:(\d+)\}"?', several, text)
+    text = re.sub(r'"?\$(?:[@*]|\{[@*]\})()"?', several, text)
+
+    def one(match: re.Match[str]) -> str:
+        return values.get(match[1] or match[3] or "", match[2] if match[2] is not None else match[0])
+
+    for _ in range(3):  # a variable of variables
+        text = re.sub(r"\$\{(\w+)(?::?[-=]([^}]*))?\}|\$(\w+)", one, text)
+    return text
+
+
+def _of_makefile(
+    folder: CodeFolder, target: str, given: list[str], at: StartedProgram, depth: int
+) -> Iterator[StartedProgram]:
+    name = next(
+        (each for each in ("Makefile", "makefile", "GNUmakefile") if _joined_path(at.folder, each) in folder.files), ""
+    )
+    text = folder.text(_joined_path(at.folder, name)) if name else ""
+    values = {key: value for key, _, value in (each.partition("=") for each in given)}
+    for match in re.finditer(r"(?m)^(\w+)\s*[:?]?=[ \t]*(.*)$", text):
+        values.setdefault(match[1], match[2].strip())
+    target = target or next(iter(re.findall(r"(?m)^([\w.-]+)\s*:(?!=)", text)), "")
+    inside = False
+    for number, line in _numbered(text):
+        if not line.startswith("\t") and line.strip():
+            inside = bool(re.match(rf"{re.escape(target)}\s*:(?!=)", line)) if target else False
+        elif inside and line.strip():
+            line = re.sub(r"\$\((\w+)\)", r"${\1}", line.strip().lstrip("@-")).replace("$$", "$")
+            uses = bool(re.search(r"\$\{?ARGS", line))
+            inner = replace(at, through=(*at.through, f"{name}:{number}"), passes_on=at.passes_on and uses)
+            yield from _of_text(folder, _expanded(line, values, []), inner, depth + 1)
+
+
+def dockerfile_command(folder: CodeFolder) -> str:
+    """What the image of the folder's Dockerfile starts, as a shell has it; empty: there is none."""
+    said = {}
+    for _, line in _numbered(folder.text("Dockerfile")):
+        if match := re.match(r"\s*(CMD|ENTRYPOINT)\s+(.*)", line):
+            try:
+                said[match[1]] = shlex.join(json.loads(match[2])) if match[2].startswith("[") else match[2]
+            except (ValueError, TypeError):
+                said[match[1]] = match[2]
+    return " ".join(said[key] for key in ("ENTRYPOINT", "CMD") if key in said).strip()
+
+
+def _console_scripts(folder: CodeFolder) -> dict[str, str]:
+    """Programs that installing the folder makes, with `module:function`."""
+    texts = [folder.text(name) for name in ("pyproject.toml", "setup.cfg", "setup.py")]
+    lines = (line.strip(" \t,'\"") for text in texts for line in re.split(r"[\n\[\]]", text))
+    matches = (re.fullmatch(r"(?:scripts\.)?([\w.-]+)[\"']?\s*=\s*[\"']?([\w.]+:[\w.]+)", line) for line in lines)
+    return {match[1]: match[2] for match in matches if match}

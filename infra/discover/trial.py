@@ -1,0 +1,83 @@
+"""`gpufleet new --try`: the command runs on this machine's CPU for a minute, in a copy of the folder, and is watched.
+
+Which files appear, grow and are renamed, which lines come, what it does when it is asked to leave, and whether a second
+start with what was saved goes on. Every finding carries what was seen.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gpufleet.infra.discover.sandbox import Sandbox, TrialRun
+from gpufleet.infra.discover.seen import SeenCheckpoint, TrialFindings, learn, resume_check, take_verdict
+from gpufleet.infra.discover.template import Trial
+from gpufleet.job.command.names import FoundCheckpoint, Names, place
+from gpufleet.job.kind.command import filled
+
+AGAIN_S = 40.0  # for a second start, at most
+FIRST_LINES = 3  # of the second start: files that come with them may still show that it begins anew
+
+
+def trial(
+    folder: Path, trying: Trial, seconds: float = 60.0, say: Callable[[str], None] = lambda text: None
+) -> TrialFindings:
+    """Runs the command, at most `seconds` for each of two starts. Raises GpufleetError for a folder that is too large
+    to copy.
+    """
+    began = time.monotonic()
+    seen = TrialFindings()
+    with tempfile.TemporaryDirectory(prefix="gpufleet-try-") as scratch:
+        sandbox = Sandbox(Path(scratch).resolve(), folder)
+        sandbox.copy()
+        first = sandbox.start(trying.command, trying.workdir, trying.environment, seconds, ask=True)
+        learn(seen, first)
+        if seen.checkpoint is not None:
+            _start_again(sandbox, trying, seen, seen.checkpoint, first, min(seconds, AGAIN_S), say)
+    seen.seconds = round(time.monotonic() - began, 1)
+    return seen
+
+
+def _start_again(
+    sandbox: Sandbox, trying: Trial, seen: TrialFindings, kept: SeenCheckpoint, first: TrialRun, seconds: float,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Whether a second start goes on: from the checkpoint before the last, so that it has one to write again."""
+    folder = (sandbox.user["checkpoints"] if kept.top == "checkpoints" else sandbox.code) / kept.folder
+    names = Names(kept.config(()))
+    there = [each for each in names.find(folder, sandbox.root) if not names.lacks(each)]
+    restored = there[-2:][0] if there else None
+    if restored is None or (check := resume_check(seen, first, restored)) is None:
+        return
+    for later in there[there.index(restored) + 1 :]:
+        for each in later.places:
+            _remove(folder / each)
+    before = {each.key: each for each in names.find(folder, sandbox.root)}
+
+    def is_clear(watch: TrialRun) -> bool:
+        anew = [each for each in names.find(folder, sandbox.root) if _is_new(each, before.get(each.key))]
+        places = [told for _, told in seen.places(watch)]
+        verdict = check.look(anew, next(iter(places), None))
+        return verdict == "begins anew" or (verdict == "goes on" and len(places) >= FIRST_LINES)
+
+    say(f"starting again with {place(restored)}")
+    checkpoint, number = folder / place(restored), restored.number or 0
+    values = sandbox.values() | {"checkpoint": str(checkpoint), "step": number, "epoch": number, **restored.counts}
+    command = f"{trying.command} {filled(trying.resume, values)}".strip()
+    second = sandbox.start(command, trying.workdir, trying.environment, seconds, ask=False, until=is_clear)
+    is_clear(second)
+    take_verdict(seen, check, second)
+
+
+def _is_new(found: FoundCheckpoint, before: FoundCheckpoint | None) -> bool:
+    return before is None or found.is_anew(before)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,451 @@
+"""What a text of the code is made of, without running it: `os.path.join(args.out, f"step{i:05d}.pt")` is the setting
+`out`, then `/step`, then a step of five digits, then `.pt`.
+
+Names are followed to what they are set to, parameters to the calls, attributes of self to their class. What cannot be
+followed stays a hole.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from gpufleet.infra.discover.reach import Function, Reach, Scope, assignments, called, dotted, walk
+from gpufleet.infra.discover.settings import ScriptSettings, Setting, literal
+
+Kind = Literal["step", "epoch", "batch", "setting", "checkpoints", "any"]
+Piece = str | tuple[ast.expr | None, str]  # a text, or a value with its format
+Bound = tuple[ast.expr | ast.For, Scope]  # what a name is set to, or the loop that counts it, and where that stands
+MOST = 4  # values of one name that are looked at
+DEEP = 9
+
+_UNITS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    (
+        "step",
+        re.compile(
+            r"(?:^|_)(?:step|iter|iteration|update|timestep)s?(?:$|_(?:num|idx|id|count|i|no|number|str|name|done))"
+            r"|(?:^|_)(?:niter|itr|it|(?:iter_|cur_)?n(?:um|img)|num_updates?|num_timesteps|kimg)$"
+        ),
+    ),
+    ("epoch", re.compile(r"(?:^|_)(?:epochs?|ep)(?:$|_)")),
+    ("batch", re.compile(r"(?:^|_)(?:batch|bi)(?:$|_(?:idx|id|i|num))|n_batch")),
+)
+_JOIN = {"join", "joinpath", "Path", "PurePath", "PosixPath"}
+# Calls that leave a path or a number what it is: of their first argument, or of what they are methods of.
+_OF_FIRST = {"str", "int", "abspath", "realpath", "expanduser", "fspath", "normpath", "expandvars", "to_absolute_path"}
+_OF_OWNER = {"resolve", "absolute", "as_posix", "expanduser", "strip", "rstrip", "lstrip", "lower", "item"}
+_OPENS = {"open", "GFile", "xopen", "BlobFile"}
+_COUNTS_UP = re.compile(r"increment|unique|outdir")  # what makes a folder of a number that no other has
+_PERCENT = re.compile(r"(%(?:\(\w+\))?[-+ 0#]*\d*(?:\.\d+)?[a-zA-Z])")
+_BRACES = re.compile(r"(\{[\w.\[\]]*(?:![rsa])?(?::[^{}]*)?\})")
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A part of a text that only a run knows. `name`: the setting's, or the expression."""
+
+    kind: Kind
+    name: str
+    form: str = ""  # 05d
+
+
+Parts = tuple[str | Hole, ...]
+
+
+def unit(name: str) -> Kind | None:
+    """What a name counts by its own words: steps, epochs, batches; None: nothing that is known."""
+    plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2]).lower()
+    return next((kind for kind, pattern in _UNITS if pattern.search(plain)), None)
+
+
+def pieces(expr: ast.AST | None) -> list[Piece]:
+    """The texts and values of which a text is put together; nothing where an expression puts none together."""
+    match expr:
+        case ast.Constant(value=str() as text):
+            return [text]
+        case ast.JoinedStr():
+            return [piece for each in expr.values for piece in pieces(each)]
+        case ast.FormattedValue(value=value, format_spec=form):
+            return [(value, "".join(each for each in pieces(form) if isinstance(each, str)))]
+        case ast.BinOp(left=ast.Constant(value=str() as text), op=ast.Mod(), right=right):
+            return _filled(_PERCENT, text, right.elts if isinstance(right, ast.Tuple) else [right])
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            both = [*(pieces(left) or [(left, "")]), *(pieces(right) or [(right, "")])]
+            return both if any(isinstance(each, str) for each in both) else []
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str() as text), attr="format")):
+            return braced(text, expr)
+        case ast.Call(func=ast.Name(id="str"), args=[only]):
+            return pieces(only) or [(only, "")]
+    return []
+
+
+def percented(text: str, values: list[ast.expr]) -> list[Piece]:
+    """`"%04d: %s" % values`, as logging does it too."""
+    return _filled(_PERCENT, text, values)
+
+
+def braced(text: str, call: ast.Call) -> list[Piece]:
+    """`"{}-{:04d}".format(a, b)`."""
+    return _filled(_BRACES, text, call.args, {str(each.arg): each.value for each in call.keywords})
+
+
+def _filled(
+    holes: re.Pattern[str], text: str, values: list[ast.expr], named: dict[str, ast.expr] | None = None
+) -> list[Piece]:
+    following, found = iter(values), list[Piece]()
+    for index, part in enumerate(holes.split(text)):
+        if index % 2 and part[0] == "%":
+            found.append((next(following, None), part[1:]))
+        elif index % 2:
+            key, _, form = part[1:-1].partition(":")
+            plain = re.split(r"[.\[!]", key)[0]
+            value = values[int(plain)] if plain.isdigit() and int(plain) < len(values) else (named or {}).get(plain)
+            found.append((value if plain else next(following, None), form))
+        elif part:
+            found.append(part.replace("%%", "%") if holes is _PERCENT else part.replace("{{", "{").replace("}}", "}"))
+    return found
+
+
+def opened(call: ast.Call) -> ast.expr | None:
+    """The path of a file that a call opens; None: it opens none."""
+    if called(call) not in _OPENS:
+        return None
+    if isinstance(call.func, ast.Attribute) and (not call.args or re.fullmatch("[wrax]b?", str(literal(call.args[0])))):
+        return call.func.value  # Path(...).open("w")
+    return call.args[0] if call.args else None
+
+
+class Values:
+    """Follows expressions of what is reached to their parts."""
+
+    def __init__(self, reach: Reach, settings: ScriptSettings) -> None:
+        self._reach, self.settings, self.entry = reach, settings, reach.entry
+        self._locals: dict[ast.AST, dict[str, list[ast.expr | ast.For]]] = {}
+        self._attributes: dict[ast.ClassDef, dict[str, list[Bound]]] = {}
+        self._following: set[str] = set()
+
+    def resolve(self, expr: ast.AST | None, scope: Scope, depth: int = 0) -> list[Parts]:
+        """The texts that an expression may be, at least one, the likeliest first."""
+        if expr is None or depth > DEEP:
+            return [(Hole("any", ""),)]
+        return list(dict.fromkeys(itertools.islice(map(_joined, self._resolve(expr, scope, depth)), 3 * MOST)))[:MOST]
+
+    def quantity(self, expr: ast.AST | None, scope: Scope, depth: int = 0) -> tuple[int | None, Setting | None]:
+        """The whole number that an expression is, or the setting that says it. None: it is none."""
+        if not isinstance(expr, ast.expr) or depth > DEEP:
+            return None, None
+        value = literal(expr)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return (int(value) if value == int(value) else None), None
+        if called(expr) in _OF_FIRST and expr.args:  # type: ignore[attr-defined]
+            return self.quantity(expr.args[0], scope, depth + 1)  # type: ignore[attr-defined]
+        chain = dotted(expr)
+        if (own := self._own_setting(chain, scope)) is not None:
+            return own.count, own
+        for node, there in self.bound(chain, expr, scope) if chain else ():
+            if (found := self.quantity(node, there, depth + 1)) != (None, None):
+                return found
+        setting = self.settings.find(_key(expr) or chain) if _key(expr) or chain else None
+        return (setting.count if setting is not None else None), setting
+
+    def kinds(self, expr: ast.AST | None, scope: Scope) -> Kind | None:
+        """What an expression counts; None: nothing that is known."""
+        holes = (part for each in self.resolve(expr, scope) for part in each if isinstance(part, Hole))
+        return next((each.kind for each in holes if each.kind in ("step", "epoch", "batch")), None)
+
+    def _resolve(self, expr: ast.AST, scope: Scope, depth: int) -> Iterator[Parts]:
+        hole: Parts = (Hole("any", ast.unparse(expr)[:80]) if not isinstance(expr, ast.For) else Hole("any", ""),)
+        if several := pieces(expr):
+            yield from self._put_together(several, scope, depth)
+            return
+        match expr:
+            case ast.Constant(value=int() | float() as value):
+                yield (str(value),)
+            case ast.For():
+                yield from self._counted_by(expr, scope, depth)
+            case ast.Name() | ast.Attribute() if chain := dotted(expr):
+                yield from self._named(chain, expr, scope, depth)
+            case ast.Attribute(attr="name" | "parent" | "stem", value=inner) | ast.NamedExpr(value=inner):
+                yield from self.resolve(inner, scope, depth + 1)
+            case ast.BinOp():
+                yield from self._operation(expr, scope, depth)
+            case ast.Call():
+                yield from self._call(expr, hole, scope, depth)
+            case ast.Attribute() | ast.Subscript() if key := _key(expr):
+                yield from self._setting_or(key, hole)
+            case ast.IfExp(body=one, orelse=two):
+                yield from (*self.resolve(one, scope, depth + 1), *self.resolve(two, scope, depth + 1))
+            case ast.BoolOp(values=several_values):
+                yield from (parts for each in several_values for parts in self.resolve(each, scope, depth + 1))
+            case _:
+                yield hole
+
+    def _put_together(self, several: Iterable[Piece | Hole], scope: Scope, depth: int) -> Iterator[Parts]:
+        """Each way to join them, the first ones."""
+        options: list[list[Parts]] = []
+        for each in several:
+            if isinstance(each, str | Hole):
+                options.append([(each.replace("\\", "/") if isinstance(each, str) else each,)])
+            else:
+                options.append([_formatted(parts, each[1]) for parts in self.resolve(each[0], scope, depth + 1)])
+        for ways in itertools.islice(itertools.product(*options), MOST):
+            yield tuple(part for parts in ways for part in parts)
+
+    def _operation(self, expr: ast.BinOp, scope: Scope, depth: int) -> Iterator[Parts]:
+        left, right = (self.resolve(each, scope, depth + 1) for each in (expr.left, expr.right))
+        parts = [part for each in (*left, *right) for part in each]
+        counted = next((p for p in parts if isinstance(p, Hole) and p.kind in ("step", "epoch", "batch")), None)
+        is_path = any(called(each) in _JOIN | _OF_FIRST for each in (expr.left, expr.right))
+        is_path = is_path or any(
+            re.search(r"[A-Za-z.]", p) if isinstance(p, str) else p.kind == "checkpoints" for p in parts
+        )
+        if isinstance(expr.op, ast.Div) and is_path:
+            yield from ((*one, "/", *two) for one in left for two in right)
+        elif counted is not None:
+            yield (counted,)  # epoch + 1
+        elif isinstance(expr.op, ast.Add):
+            yield from ((*one, *two) for one in left for two in right)
+        else:
+            yield (Hole("any", ast.unparse(expr)[:80]),)
+
+    def _call(self, expr: ast.Call, hole: Parts, scope: Scope, depth: int) -> Iterator[Parts]:
+        name, of = called(expr), expr.func.value if isinstance(expr.func, ast.Attribute) else None
+        first = expr.args[0] if expr.args else None
+        if (path := opened(expr)) is not None:
+            yield from self.resolve(path, scope, depth + 1)
+        elif name == "format" and of is not None and (first is not None or expr.keywords):
+            for text in self.resolve(of, scope, depth + 1):
+                parts = [piece for part in text for piece in ([part] if isinstance(part, Hole) else braced(part, expr))]
+                yield from self._put_together(parts, scope, depth)
+        elif name in ("getenv", "get") and re.search("environ|getenv", ast.unparse(expr.func)) and first is not None:
+            is_ours = literal(first) == "GPUFLEET_CHECKPOINTS"
+            yield from (
+                [(Hole("checkpoints", ""),)] if is_ours else self.resolve([*expr.args, first][1], scope, depth + 1)
+            )
+        elif name in _JOIN:
+            joined = [of] if of is not None and name == "joinpath" else []
+            several = [(None, "") if isinstance(each, ast.Starred) else (each, "") for each in (*joined, *expr.args)]
+            yield from self._put_together([p for each in several for p in ("/", each)][1:], scope, depth)
+        elif (name in _OF_FIRST and first is not None) or (name in _OF_OWNER | {"zfill"} and of is not None):
+            form = f"0{literal(first)}d" if name == "zfill" else ""
+            inner = first if name in _OF_FIRST and first is not None else of
+            yield from (_formatted(each, form) for each in self.resolve(inner, scope, depth + 1))
+        elif name == "get" and isinstance(key := literal(first), str):
+            yield from self._setting_or(f"{_key(of)}.{key}".strip("."), hole)
+        elif name == "with_suffix" and of is not None:
+            yield from ((*each, str(literal(first) or "")) for each in self.resolve(of, scope, depth + 1))
+        elif _COUNTS_UP.search(name) and first is not None:
+            below = ("/",) if len(expr.args) > 1 else ()  # what follows is joined to it
+            yield from ((*each, *below, Hole("any", "*")) for each in self.resolve(first, scope, depth + 1))
+        else:
+            results = [
+                parts
+                for function, inner in self._functions(expr, scope)
+                for node in walk(function)
+                if isinstance(node, ast.Return)
+                and not isinstance(node.value, ast.Constant | ast.Tuple | ast.Dict | None)
+                for parts in self.resolve(node.value, inner, depth + 2)
+            ]
+            yield from results or [(Hole(unit(dotted(expr.func)) or "any", ast.unparse(expr)[:80]),)]
+
+    def _functions(self, expr: ast.Call, scope: Scope) -> Iterator[tuple[Function, Scope]]:
+        """The function of the folder that a call is of, where that is plain."""
+        owner, _, name = dotted(expr.func).rpartition(".")
+        if owner == "self" and scope.cls is not None:
+            for node in scope.cls.body:
+                if isinstance(node, Function) and node.name == name:
+                    yield node, Scope(scope.file, (node,), scope.cls)
+            return
+        found = self._reach.symbol(scope.file, owner or name)
+        if owner and found is not None:
+            found = self._reach.symbol(found[0], name) if found[1] is None else None
+        if found is not None and isinstance(found[1], Function):
+            yield found[1], Scope(found[0], (found[1],))
+
+    def _named(self, chain: str, expr: ast.expr, scope: Scope, depth: int) -> Iterator[Parts]:
+        counted, bound = unit(chain), self.bound(chain, expr, scope)
+        if counted and not any(pieces(node) for node, _ in bound):
+            yield (Hole(counted, chain),)
+        elif bound:
+            for node, there in bound[:MOST]:
+                yield from self.resolve(node, there, depth + 1)
+        elif (own := self._own_setting(chain, scope)) is not None:
+            yield (Hole("setting", own.name),)
+        else:
+            yield from self._setting_or(_key(expr), (Hole("any", chain),))
+
+    def bound(self, chain: str, at: ast.AST, scope: Scope) -> list[Bound]:
+        """What a name is set to where it is used, the likeliest first. Nothing: nobody knows, or a setting says it."""
+        for count in range(len(scope.functions), 0, -1):
+            function, inner = scope.functions[count - 1], Scope(scope.file, scope.functions[:count], scope.cls)
+            more = function.args
+            is_parameter = chain in (each.arg for each in (*more.posonlyargs, *more.args, *more.kwonlyargs))
+            if values := _set_before(self._local(function).get(chain, []), at, chain, or_after=not is_parameter):
+                return [(node, scope) for node in values]
+            if is_parameter:
+                return self._of_parameter(function, chain, inner)
+        head, _, rest = chain.partition(".")
+        if head in ("self", "cls"):
+            return self._of_class(scope.cls, scope.file, rest)
+        found = self._reach.symbol(scope.file, head)
+        if found is None or found[1] is not None or self._own_setting(chain, scope) is not None:
+            return []
+        file, own = found[0], self._reach.names(found[0]).assigned
+        there = self._reach.names(scope.file).imports.get(head, ("", ""))[1] or head
+        values = own.get(there if not rest else "" if there in own else rest, [])  # of a value's attribute: nothing
+        is_here = file == scope.file and not scope.functions
+        return [(node, Scope(file)) for node in (_set_before(values, at, chain) if is_here else values[:-MOST:-1])]
+
+    def _own_setting(self, name: str, scope: Scope) -> Setting | None:
+        """The setting that a name is by itself: a global or a parameter that the command line sets."""
+        setting = self.settings.find(name) if name and "." not in name else None
+        is_here = setting is not None and (scope.file == self.entry or setting.where.startswith(f"{scope.file}:"))
+        return setting if is_here and setting is not None and setting.form else None
+
+    def _of_parameter(self, function: Function, name: str, scope: Scope) -> list[Bound]:
+        """What the calls give for it, else its default."""
+        outer = Scope(scope.file, scope.functions[:-1], scope.cls)
+        cls = scope.cls if function in getattr(scope.cls, "body", ()) else None
+        if passed := [
+            (value, site.scope) for value, site in self._reach.passed(function, Scope(scope.file, (), cls), name)
+        ]:
+            return list(passed)
+        if self._own_setting(name, scope) is not None:
+            return []
+        calls = self._reach.calls_of(function, Scope(scope.file, (), cls))
+        if any(each.arg is None for site in calls for each in site.call.keywords) and name in self._set_anywhere:
+            return self._set_anywhere[name]  # in what is given to it by **
+        more, arguments = function.args, [*function.args.posonlyargs, *function.args.args]
+        pairs = [
+            *zip(arguments[::-1], more.defaults[::-1], strict=False),
+            *zip(more.kwonlyargs, more.kw_defaults, strict=True),
+        ]
+        return [(value, outer) for each, value in pairs if each.arg == name and not _is_none(value)]  # type: ignore[misc]
+
+    def _of_class(self, cls: ast.ClassDef | None, file: str, name: str) -> list[Bound]:
+        """What an attribute of self is set to, in the class or one that it stands on."""
+        for _ in range(5):
+            if cls is None:
+                break
+            if cls not in self._attributes:
+                table = self._attributes[cls] = {}
+                for method in cls.body:
+                    inner = Scope(file, (method,) if isinstance(method, Function) else (), cls)
+                    for key, value in assignments(walk(method)):
+                        if not _is_none(value):
+                            table.setdefault(key.removeprefix("self."), []).append((value, inner))
+                    if isinstance(method, Function) and "property" in map(dotted, method.decorator_list):
+                        results = [each.value for each in walk(method) if isinstance(each, ast.Return) and each.value]
+                        table.setdefault(method.name, []).extend((each, inner) for each in results)
+            if found := self._attributes[cls].get(name):
+                return found
+            ups = (self._reach.symbol(file, dotted(base).partition(".")[0]) for base in cls.bases)
+            file, up = next((each for each in ups if each is not None), (file, None))
+            cls = up if isinstance(up, ast.ClassDef) else None
+        return []
+
+    def _setting_or(self, name: str, hole: Parts) -> Iterator[Parts]:
+        """The setting of this name; else what somebody sets it to: `args.folder = str(...)`."""
+        setting = self.settings.find(name) if name else None
+        for shorter in (name.partition(".")[2], name.rpartition(".")[2]):
+            setting = setting or (self.settings.find(shorter) if shorter else None)
+        last = name.rpartition(".")[2]
+        values = self._set_anywhere.get(last, []) if setting is None else []
+        if 0 < len(values) <= MOST and last not in self._following:
+            self._following.add(last)
+            yield from [parts for value, there in values for parts in self.resolve(value, there, 3)]
+            self._following.discard(last)
+        else:
+            yield (Hole("setting", setting.name),) if setting is not None else hole
+
+    @cached_property
+    def _set_anywhere(self) -> dict[str, list[Bound]]:
+        found: dict[str, list[Bound]] = {}
+        for node, scope in self._reach.units:
+            for name, value in assignments(walk(node)):
+                if "." in name and not name.startswith("self.") and not isinstance(value, ast.Constant):
+                    found.setdefault(name.rpartition(".")[2], []).append((value, scope))
+        return found
+
+    def _counted_by(self, loop: ast.For, scope: Scope, depth: int) -> Iterator[Parts]:
+        """What the first name of a loop is: an element of a list, a step of a range, a batch of what is enumerated."""
+        listed = [loop.iter, *(node for node, _ in self.bound(dotted(loop.iter), loop.iter, scope))]
+        elements = [each for node in listed if isinstance(node, ast.List | ast.Tuple) for each in node.elts]
+        yield from (parts for each in elements[:MOST] for parts in self.resolve(each, scope, depth + 1))
+        if not elements:
+            is_batches = called(loop.iter) in ("enumerate", "tqdm", "log_every")
+            yield (Hole("step" if loop_range(loop.iter) else "batch" if is_batches else "any", ""),)
+
+    def _local(self, function: Function) -> dict[str, list[ast.expr | ast.For]]:
+        if function not in self._locals:
+            table = self._locals[function] = {}
+            for name, value in assignments(walk(function)):
+                if not _is_none(value):
+                    table.setdefault(name, []).append(value)
+        return self._locals[function]
+
+
+def _key(expr: ast.AST | None) -> str:
+    """`train.out` of config["train"]["out"] or args.train.out: the name of a setting, without what holds it."""
+    match expr:
+        case ast.Attribute(value=ast.Name(id="self" | "cls")):
+            return ""
+        case (
+            ast.Attribute(value=value, attr=str() as name)
+            | ast.Subscript(value=value, slice=ast.Constant(value=str() as name))
+        ):
+            return f"{_key(value)}.{name}".strip(".")
+    return ""
+
+
+def loop_range(node: ast.expr) -> ast.Call | None:
+    """The `range` that a loop goes through, inside of a bar too; None: it goes through something else."""
+    calls = (each for each in walk(node) if isinstance(each, ast.Call) and each.args)
+    return next((each for each in calls if called(each) in ("range", "trange", "count", "prange")), None)
+
+
+def _set_before(
+    values: list[ast.expr | ast.For], at: ast.AST, chain: str, *, or_after: bool = True
+) -> list[ast.expr | ast.For]:
+    """What was set before a place, the last first, as far as that does not go on from what it was; else what is set
+    after it, as in a loop.
+    """
+    here = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))
+    ends = [(each.target if isinstance(each, ast.For) else each, each) for each in values]
+    earlier = [each for place, each in ends if (place.end_lineno or 0, place.end_col_offset or 0) <= here]
+    if not earlier and or_after:
+        earlier = [each for place, each in ends if (place.lineno, place.col_offset) > here]
+    found = list[ast.expr | ast.For]()
+    for each in earlier[: -MOST - 1 : -1]:
+        found.append(each)
+        if isinstance(each, ast.expr) and any(dotted(node) == chain for node in walk(each)):
+            break
+    return found
+
+
+def _is_none(value: ast.AST | None) -> bool:
+    return value is None or (isinstance(value, ast.Constant) and value.value is None)
+
+
+def _joined(parts: Iterable[str | Hole]) -> Parts:
+    """Neighbouring texts as one."""
+    found: list[str | Hole] = []
+    for each in parts:
+        if isinstance(each, str) and found and isinstance(found[-1], str):
+            found[-1] += each
+        elif each != "":
+            found.append(each)
+    return tuple(found)
+
+
+def _formatted(parts: Parts, form: str) -> Parts:
+    """What is formatted as a number of digits has them."""
+    match = re.fullmatch(r"0(\d+)[di]?", form)
+    if match and len(parts) == 1 and isinstance(parts[0], Hole):
+        return (Hole(parts[0].kind, parts[0].name, f"0{match[1]}d"),)
+    return parts

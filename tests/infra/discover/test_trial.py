@@ -1,0 +1,131 @@
+"""`gpufleet new --try`: a command runs in a copy of its folder, and what it does is what is written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpufleet.infra import cli
+from gpufleet.infra.discover.seen import TrialFindings
+from gpufleet.infra.discover.template import Trial
+from gpufleet.infra.discover.trial import trial
+from gpufleet.infra.errors import GpufleetError
+
+# It trains by counting. What it saves, prints and does on a signal is said by its words.
+SCRIPT = """
+import json, os, signal, sys, time
+said = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+where, step, stopped = said.get("out", "kept"), 0, []
+os.makedirs(where, exist_ok=True)
+if "from" in said and said.get("resumes", "yes") == "yes":
+    step = json.load(open(said["from"]))["step"]
+if said.get("handles") == "yes":
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+def save():
+    name = f"{where}/" + said.get("name", "state-{step:05d}.json").format(step=step, epoch=step // 4)
+    with open(name + ".unfinished", "w") as file:
+        json.dump({"step": step, "text": "x" * 5000}, file)
+    os.replace(name + ".unfinished", name)
+while step < 100_000:
+    step += 1
+    time.sleep(0.02)
+    print(said.get("line", "step {step} of 100000, loss {loss:.3f}").format(step=step, loss=9 / step), flush=True)
+    if step % 8 == 0:
+        save()
+    if stopped:
+        time.sleep(0.2)  # it takes its time
+        save()
+        sys.exit(0)
+"""
+PYTHON = sys.executable
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "t.py").write_text(SCRIPT)
+    (tmp_path / "code" / "data.txt").write_text("mine")
+    return tmp_path / "code"
+
+
+def tried(code: Path, words: str, resume: str = "from={checkpoint}") -> TrialFindings:
+    return trial(code, Trial(command=f"{PYTHON} t.py {words}", resume=resume))
+
+
+def test_names_lines_interval_signal_and_resume_are_seen(code: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in code.rglob("*")}
+    seen = tried(code, "out={checkpoints}")
+    assert seen.problems == []
+    assert seen.checkpoint is not None
+    assert (seen.checkpoint.name, seen.checkpoint.top) == ("state-{step:05d}.json", "checkpoints")
+    assert (seen.checkpoint.every, seen.checkpoint.unit, seen.checkpoint.rewritten) == (8, "step", False)
+    assert "state-00008.json" in seen.checkpoint.evidence
+    assert seen.line is not None
+    assert {"step", "loss"} <= seen.line.groups
+    assert (seen.goes_on, seen.saves_on_signal) == (True, False)
+    assert "it goes on" in seen.resume_evidence
+    assert "exit code 143" in seen.signal_evidence
+    assert {path: path.stat().st_mtime_ns for path in code.rglob("*")} == before
+
+
+def test_a_save_on_a_signal_and_a_start_that_begins_anew_are_seen(code: Path) -> None:
+    seen = tried(code, "out={checkpoints} handles=yes resumes=no")
+    assert seen.saves_on_signal is True
+    assert seen.goes_on is False
+    assert "it begins anew" in seen.resume_evidence
+
+
+def test_a_start_that_writes_an_older_file_again_begins_anew_whatever_it_tells(code: Path) -> None:
+    seen = tried(code, "out={checkpoints} resumes=no line=working")
+    assert seen.line is None
+    assert seen.goes_on is False
+    assert "the command wrote state-00008.json: it does not resume" in seen.resume_evidence
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "folder", "rewritten"),
+    [
+        ("name=last.json", "last.json", "kept", True),
+        ("out=runs/a name=ep{{epoch}}.json", "ep{epoch}.json", "runs/a", False),
+    ],
+)
+def test_what_lies_below_the_code_is_seen_there(
+    code: Path, words: str, name: str, folder: str, rewritten: bool
+) -> None:
+    seen = tried(code, f"'{words}'" if " " not in words else " ".join(f"'{each}'" for each in words.split()))
+    assert seen.checkpoint is not None
+    assert (seen.checkpoint.name, seen.checkpoint.folder, seen.checkpoint.rewritten) == (name, folder, rewritten)
+
+
+def test_a_command_that_fails_says_why(code: Path) -> None:
+    seen = trial(code, Trial(command=f"{PYTHON} -c \"raise ValueError('no data')\""))
+    assert seen.checkpoint is None
+    assert "exit code 1: ValueError: no data" in seen.problems[0]
+
+
+def test_a_folder_too_large_to_copy_is_refused(code: Path) -> None:
+    with (code / "huge.bin").open("wb") as file:
+        os.truncate(file.fileno(), 600 * 1024 * 1024)
+    with pytest.raises(GpufleetError, match="MB of at most 500 MiB"):
+        trial(code, Trial(command="true"))
+
+
+def test_the_file_that_is_written_has_what_was_seen_beside_each_key(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "project" / "stacks").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project")
+    command = f"{PYTHON} t.py out={{checkpoints}}"
+    assert cli.main(["new", "mine", "--code", "../code", "--command", command, "--try"]) == 0
+    assert "Trying, in a copy of the folder" in capsys.readouterr().out
+    text = (tmp_path / "project" / "stacks" / "mine.yaml").read_text()
+    job = yaml.safe_load(text)["job"]
+    assert job["checkpoint"]["each"] == "state-{step:05d}.json"
+    assert job["stop"] == {"signal": "TERM", "saves": False}
+    for key in ("each", "saves", "P<step>"):
+        (line,) = [each for each in text.splitlines() if f"{key}:" in each or (key == "P<step>" and key in each)][:1]
+        assert "seen" in line

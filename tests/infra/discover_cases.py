@@ -1,0 +1,521 @@
+"""Small folders of training code, each with a command, and what `gpufleet new` must write of it.
+
+`expects`: paths of the written file with a regular expression that the value must match; None: the key is not there.
+`says`, `silent`: regular expressions of the sentences and comments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+LOOP = "loss.backward(); optimizer.step(); print(f'step {step} loss {loss.item():.3f}')"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeCase:
+    """One folder."""
+
+    files: dict[str, str]
+    command: str = ""
+    expects: dict[str, str | None] = field(default_factory=dict)
+    says: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+
+
+def script(save: str, *, head: str = "", arguments: str = "", before: str = "", bound: str = "args.steps") -> str:
+    """A script of argparse that saves in a loop of steps."""
+    return f"""
+import argparse, json, os, pickle, shutil, numpy as np, torch
+from pathlib import Path
+{head}
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--dest", default="kept")
+    {arguments}
+    args = parser.parse_args()
+    {before}
+    for step in range({bound}):
+        {LOOP}
+        if step % 50 == 0:
+            {save}
+if __name__ == "__main__":
+    main()
+"""
+
+
+WRITER = """
+import os, torch
+class Writer:
+    def __init__(self, net, place):
+        self.net, self.place = net, place
+    def save(self, epoch):
+        torch.save({"net": self.net, "epoch": epoch}, os.path.join(self.place, "net-%03d.tar" % epoch))
+"""
+EPOCHS = """
+import argparse, torch
+from kit.writer import Writer
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--place", default="x"); parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--resume", default="")
+    args = parser.parse_args()
+    writer = Writer(None, args.place)
+    begin = torch.load(args.resume)["epoch"] if args.resume else 0
+    for epoch in range(begin, args.epochs):
+        for batch in loader:
+            loss.backward(); optimizer.step()
+        print(f"epoch {epoch} loss {loss.item():.3f}")
+        writer.save(epoch)
+main()
+"""
+LIBRARY = """
+import os, torch
+def fit(options):
+    name = os.path.join(options.where, "state.bin")
+    begin = torch.load(name)["step"] if os.path.exists(name) else 0
+    for step in range(begin, options.rounds):
+        loss.backward(); optimizer.step()
+        if step % 25 == 0:
+            print("round step", step, "loss", loss.item())
+            torch.save({"step": step, "optimizer": optimizer.state_dict()}, name)
+"""
+STARTS_LIBRARY = """
+import argparse
+from inner import work
+if __name__ == "__main__":
+    p = argparse.ArgumentParser()
+    p.add_argument("--where", required=True); p.add_argument("--rounds", type=int, default=700)
+    work.fit(p.parse_args())
+"""
+SAVES = 'torch.save({"step": step}, f"{args.dest}/at-{step}.pt")'
+PLAIN = script(SAVES)
+UNCALLED = """
+def old(args):
+    for step in range(args.steps):
+        if step % args.keep_every == 0:
+            torch.save({"optimizer": 1, "step": step}, f"{args.dest}/checkpoint-{step}.pt")
+"""
+AT_STEP = r"^at-\{step\}\.pt$"
+GROUPS = {"job.checkpoint.each": AT_STEP, "job.command": r"--dest \{checkpoints\}"}
+FIRE = f"""
+import fire, torch
+def train(folder: str = "kept", steps: int = 800, save_every: int = 40):
+    for step in range(steps):
+        {LOOP}
+        if step % save_every == 0:
+            torch.save({{"step": step}}, f"{{folder}}/at-{{step}}.pt")
+if __name__ == "__main__":
+    fire.Fire(train)
+"""
+CLICK = f"""
+import click, torch
+@click.command()
+@click.option("--folder", default="kept")
+@click.option("--steps", default=800)
+def main(folder, steps):
+    for step in range(steps):
+        {LOOP}
+        if step % 40 == 0:
+            torch.save({{"step": step}}, f"{{folder}}/at-{{step}}.pt")
+if __name__ == "__main__":
+    main()
+"""
+TYPER = f"""
+import typer, torch
+def main(folder: str = "kept", steps: int = 800):
+    for step in range(steps):
+        {LOOP}
+        if step % 40 == 0:
+            torch.save({{"step": step}}, f"{{folder}}/at-{{step}}.pt")
+if __name__ == "__main__":
+    typer.run(main)
+"""
+DATACLASS = f"""
+import torch, tyro, draccus
+from dataclasses import dataclass, field
+from transformers import HfArgumentParser
+@dataclass
+class Saving:
+    folder: str = "kept"
+@dataclass
+class Options:
+    steps: int = 800
+    saving: Saving = field(default_factory=Saving)
+def train(options: Options):
+    for step in range(options.steps):
+        {LOOP}
+        if step % 40 == 0:
+            torch.save({{"step": step}}, f"{{options.saving.folder}}/at-{{step}}.pt")
+if __name__ == "__main__":
+    START
+"""
+ABSL = f"""
+import torch
+from absl import app, flags
+FLAGS = flags.FLAGS
+flags.DEFINE_string("folder", "kept", "")
+flags.DEFINE_integer("steps", 800, "")
+def main(argv):
+    for step in range(FLAGS.steps):
+        {LOOP}
+        if step % 40 == 0:
+            torch.save({{"step": step}}, f"{{FLAGS.folder}}/at-{{step}}.pt")
+app.run(main)
+"""
+COLLECTIONS = f"""
+import torch
+from absl import app, flags
+from ml_collections import config_flags
+FLAGS = flags.FLAGS
+config_flags.DEFINE_config_file("config")
+flags.DEFINE_string("workdir", None, "")
+def train(config, workdir):
+    for step in range(config.num_train_steps):
+        {LOOP}
+        if step % config.keep_every == 0:
+            torch.save({{"step": step}}, f"{{workdir}}/at-{{step}}.pt")
+def main(argv):
+    train(FLAGS.config, FLAGS.workdir)
+app.run(main)
+"""
+HYDRA = f"""
+import hydra, torch
+@hydra.main(config_path="conf", config_name="main")
+def main(cfg):
+    for step in range(cfg.run.steps):
+        {LOOP}
+        if step % 40 == 0:
+            torch.save({{"step": step}}, f"{{cfg.run.folder}}/at-{{step}}.pt")
+main()
+"""
+FILE = f"""
+import sys, torch, yaml
+config = yaml.safe_load(open(sys.argv[1]))
+for step in range(config["train"]["steps"]):
+    {LOOP}
+    if step % config["train"]["keep_every"] == 0:
+        torch.save({{"step": step}}, f"{{config['train']['folder']}}/at-{{step}}.pt")
+"""
+METERS = """
+import argparse, shutil, torch
+def keep(state, is_best, name="newest.pth.tar"):
+    torch.save(state, name)
+    if is_best:
+        shutil.copyfile(name, "best.pth.tar")
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data"); parser.add_argument("--epochs", default=30, type=int)
+    parser.add_argument("--resume", default="", type=str)
+    args = parser.parse_args()
+    begin = 0
+    if args.resume:
+        begin = torch.load(args.resume)["epoch"]
+    for epoch in range(begin, args.epochs):
+        for i, (images, target) in enumerate(loader):
+            loss.backward(); optimizer.step()
+            print("Epoch: [{}][{}/{}] Loss {:.4e}".format(epoch, i, len(loader), loss.item()))
+        keep({"epoch": epoch + 1, "optimizer": optimizer.state_dict()}, False)
+if __name__ == "__main__":
+    main()
+"""
+AT_THE_END = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=5); parser.add_argument("--keep", default="model.pt")
+args = parser.parse_args()
+best = None
+for epoch in range(1, args.epochs + 1):
+    loss.backward(); optimizer.step()
+    print("| end of epoch {:3d} | valid loss {:5.2f}".format(epoch, val_loss))
+    if not best or val_loss < best:
+        with open(args.keep, "wb") as f:
+            torch.save(model, f)
+        best = val_loss
+with open(args.keep, "rb") as f:
+    model = torch.load(f)
+"""
+COUNTED = """
+import torch
+for i in range(500):
+    loss.backward(); print(f"i {i}/500 loss {loss}")
+    torch.save({"step": i}, f"kept/step{i:05d}.pt")
+"""
+PAIR = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--epoch", type=int, default=0, help="to begin from")
+parser.add_argument("--n_epochs", type=int, default=20)
+opt = parser.parse_args()
+if opt.epoch != 0:
+    g.load_state_dict(torch.load("kept/%s/g_%d.pth" % ("a", opt.epoch)))
+for epoch in range(opt.epoch, opt.n_epochs):
+    loss.backward(); optimizer.step()
+    print(f"[Epoch {epoch}] loss: {loss}")
+    torch.save(g.state_dict(), "kept/%s/g_%d.pth" % ("a", epoch))
+    torch.save(d.state_dict(), "kept/%s/d_%d.pth" % ("a", epoch))
+"""
+SIGNAL = script(
+    SAVES, head="import signal\nimport torch.distributed as dist\nsignal.signal(signal.SIGUSR2, lambda *_: None)"
+)
+ACCELERATE = script(
+    'accelerator.save_state(os.path.join(args.dest, f"checkpoint-{step}"))',
+    head="from accelerate import Accelerator",
+    arguments='parser.add_argument("--go_on_from", default=None); parser.add_argument("--max_train_steps", type=int)',
+    before="accelerator = Accelerator(); args.go_on_from and accelerator.load_state(args.go_on_from)",
+    bound="args.max_train_steps",
+)
+
+CASES: dict[str, CodeCase] = {
+    # What starts
+    "the file with a main that imports a library": CodeCase(
+        files={"start.py": STARTS_LIBRARY, "inner/__init__.py": "", "inner/work.py": LIBRARY},
+        expects={
+            "job.command": r"^python start\.py --where \{checkpoints\}$",
+            "job.checkpoint.each": r"^state\.bin$",
+            "job.work.steps": "^700$",
+            "job.checkpoint.every.steps": "^25$",
+            "job.resume": None,
+        },
+        says=(r"inner/work\.py:5: it reads state\.bin by itself",),
+        silent=("how it goes on from a checkpoint",),
+    ),
+    "a saver that is imported, a converter that is not": CodeCase(
+        files={
+            "go.py": EPOCHS,
+            "kit/__init__.py": "",
+            "kit/writer.py": WRITER,
+            "kit/convert.py": "import torch\ndef f(n): torch.save(torch.load(n), f'old_{n}_new.pth')",
+        },
+        command="python go.py --epochs 60",
+        expects={
+            "job.checkpoint.each": r"^net-\{step:03d\}\.tar$",
+            "job.checkpoint.rewritten": None,
+            "job.work.steps": "^60$",
+            "job.resume.args": r"^--resume \{checkpoint\}$",
+            "job.progress.stdout": r"epoch.*\(\?P<step>",
+        },
+        silent=("convert",),
+    ),
+    "a function that nothing calls is not read": CodeCase(
+        files={"t.py": PLAIN.replace("def main", UNCALLED + "def main").replace("at-{step}.pt", "last.npz")},
+        expects={"job.checkpoint.each": r"^last\.npz$"},
+    ),
+    "a shell script that passes its words on": CodeCase(
+        files={
+            "go.sh": '#!/bin/sh\nN=${1:-2}\nshift\nexec torchrun --nproc_per_node="$1" t.py "$@"\n',
+            "t.py": PLAIN,
+            "a.py": "x = 1",
+        },
+        command="bash go.sh --steps 300",
+        expects={"job.command": r"--dest \{checkpoints\}$", "job.work.steps": "^300$", "job.checkpoint.each": AT_STEP},
+    ),
+    "a shell script that passes nothing on": CodeCase(
+        files={"go.sh": "#!/bin/sh\npython t.py --steps 300\n", "t.py": PLAIN},
+        command="./go.sh",
+        expects={"job.command": r"^\./go\.sh$", "job.work.steps": "^300$"},
+        says=(r"go\.sh:2 does not pass on what is added",),
+    ),
+    "a target of a Makefile": CodeCase(
+        files={"Makefile": "S ?= 100\nall: x\n\ntrain:\n\tpython t.py --steps $(S)\n", "t.py": PLAIN},
+        command="make train S=400",
+        expects={"job.work.steps": "^400$", "job.checkpoint.each": AT_STEP},
+    ),
+    "a console script of pyproject.toml": CodeCase(
+        files={
+            "pyproject.toml": '[project]\nname = "a"\n[project.scripts]\nteach = "pack.cli:main"\n',
+            "src/pack/__init__.py": "",
+            "src/pack/cli.py": PLAIN,
+        },
+        command="teach --steps=200",
+        expects={**GROUPS, "job.work.steps": "^200$"},
+    ),
+    "a module, by a launcher": CodeCase(
+        files={"pack/__init__.py": "", "pack/run.py": PLAIN},
+        command="torchrun --nproc_per_node=gpu -m pack.run --steps 60",
+        expects={**GROUPS, "job.work.steps": "^60$"},
+    ),
+    "what the image of a Dockerfile starts": CodeCase(
+        files={"Dockerfile": 'FROM x\nCMD ["python", "b.py", "--steps", "70"]\n', "a.py": PLAIN, "b.py": PLAIN},
+        expects={"job.command": r"^python b\.py", "job.work.steps": "^70$"},
+    ),
+    "a program that is not the folder's": CodeCase(
+        files={"data.yaml": "train: images\n"},
+        command="yolo train data=data.yaml epochs=12",
+        expects={
+            "job.command": r"project=\{checkpoints\}",
+            "job.checkpoint.each": r"weights/last\.pt",
+            "job.work.epochs": "^12$",
+        },
+    ),
+    "a program that nobody knows": CodeCase(
+        files={"data.yaml": "train: images\n"},
+        command="teachify data.yaml",
+        expects={"job.command": "^teachify", "job.checkpoint.format": "^none$"},
+        says=("whether it saves",),
+    ),
+    # What was typed
+    "values that were typed, and accelerate's own save": CodeCase(
+        files={"t.py": ACCELERATE},
+        command="accelerate launch t.py --max_train_steps=1200 --dest=elsewhere",
+        expects={
+            "job.command": r"--dest \{checkpoints\}",
+            "job.work.steps": "^1200$",
+            "job.checkpoint.each": r"^checkpoint-\{step\}/$",
+            "job.checkpoint.complete": "random_states_0",
+            "job.resume.args": r"^--go_on_from \{checkpoint\}$",
+        },
+        silent=("elsewhere",),
+    ),
+    "processes that were typed": CodeCase(
+        files={"t.py": PLAIN},
+        command="torchrun --standalone --nproc-per-node 4 t.py",
+        expects={"job.command": r"--nproc-per-node \{gpus\}"},
+        says=("4 processes", r"g6e\.12xlarge has 4"),
+    ),
+    "processes that a script fixes": CodeCase(
+        files={"go.sh": '#!/bin/sh\ntorchrun --nproc_per_node=8 t.py "$@"\n', "t.py": PLAIN},
+        command="./go.sh",
+        expects={"fleet.instance_types": r"g6e\.48xlarge"},
+        says=(r"go\.sh:2 starts 8 processes",),
+    ),
+    "a signal of clusters": CodeCase(
+        files={"t.py": SIGNAL},
+        command="accelerate launch t.py",
+        expects={"job.stop": None},
+        says=("SIGUSR2", "signals-to-handle"),
+    ),
+    # Settings
+    "fire": CodeCase(
+        files={"t.py": FIRE},
+        expects={
+            "job.command": r"--folder=\{checkpoints\}",
+            "job.work.steps": "^800$",
+            "job.checkpoint.every.steps": "^40$",
+        },
+    ),
+    "click": CodeCase(
+        files={"t.py": CLICK}, expects={"job.command": r"--folder \{checkpoints\}", "job.work.steps": "^800$"}
+    ),
+    "typer": CodeCase(
+        files={"t.py": TYPER}, expects={"job.command": r"--folder \{checkpoints\}", "job.work.steps": "^800$"}
+    ),
+    "tyro": CodeCase(
+        files={"t.py": DATACLASS.replace("START", "train(tyro.cli(Options))")},
+        command="python t.py --steps 90",
+        expects={"job.command": r"--saving\.folder \{checkpoints\}", "job.work.steps": "^90$"},
+    ),
+    "draccus": CodeCase(
+        files={"t.py": DATACLASS.replace("START", "train()").replace("def train", "@draccus.wrap()\ndef train")},
+        expects={"job.command": r"--saving\.folder=\{checkpoints\}", "job.work.steps": "^800$"},
+    ),
+    "absl": CodeCase(
+        files={"t.py": ABSL}, expects={"job.command": r"--folder=\{checkpoints\}", "job.work.steps": "^800$"}
+    ),
+    "ml_collections": CodeCase(
+        files={
+            "t.py": COLLECTIONS,
+            "conf/a.py": "def get_config():\n  config = D()\n  config.num_train_steps = 77\n  config.keep_every = 11\n",
+        },
+        command="python t.py --workdir=w --config=conf/a.py",
+        expects={
+            "job.command": r"--workdir=\{checkpoints\}",
+            "job.work.steps": "^77$",
+            "job.checkpoint.every.steps": "^11$",
+        },
+    ),
+    "hydra": CodeCase(
+        files={
+            "t.py": HYDRA,
+            "conf/main.yaml": "defaults:\n  - run: short\n",
+            "conf/run/short.yaml": "steps: 66\nfolder: kept\n",
+            "conf/run/long.yaml": "steps: 660\nfolder: kept\n",
+        },
+        command="python t.py run=long",
+        expects={"job.command": r"run\.folder=\{checkpoints\}", "job.work.steps": "^660$"},
+    ),
+    "a configuration file that the command names": CodeCase(
+        files={"t.py": FILE, "a.yaml": "train:\n  steps: 55\n  keep_every: 5\n  folder: kept/here\n"},
+        command="python t.py a.yaml",
+        expects={"job.checkpoint.folder": "^kept/here$", "job.work.steps": "^55$", "job.checkpoint.every.steps": "^5$"},
+    ),
+    # Saves
+    "a rename leads to its target": CodeCase(
+        files={
+            "t.py": script(
+                'torch.save({}, args.dest + "/part"); os.replace(args.dest + "/part", args.dest + "/last.pt")'
+            )
+        },
+        expects={"job.checkpoint.each": r"^last\.pt$", "job.checkpoint.rewritten": "true|True"},
+    ),
+    "numpy": CodeCase(
+        files={"t.py": script('np.savez(os.path.join(args.dest, "w_{:04d}.npz".format(step)), a=1)')},
+        expects={"job.checkpoint.each": r"^w_\{step:04d\}\.npz$"},
+    ),
+    "json, into a file that is opened": CodeCase(
+        files={
+            "t.py": script(
+                'with open(f"{args.dest}/state-{step}.json", "w") as f: json.dump({"step": step, "optimizer": 1}, f)'
+            )
+        },
+        expects={"job.checkpoint.each": r"^state-\{step\}\.json$"},
+    ),
+    "pickle, by a path object": CodeCase(
+        files={"t.py": script('pickle.dump({"step": step}, (Path(args.dest) / f"s{step}.pkl").open("wb"))')},
+        expects={"job.checkpoint.each": r"^s\{step\}\.pkl$"},
+    ),
+    "safetensors in a folder of each step": CodeCase(
+        files={"t.py": script('save_file(state, os.path.join(args.dest, f"step-{step}", "model.safetensors"))')},
+        expects={"job.checkpoint.each": r"^step-\{step\}/$"},
+    ),
+    "a name that a loop counts": CodeCase(
+        files={"t.py": COUNTED},
+        expects={
+            "job.checkpoint.each": r"^step\{step:05d\}\.pt$",
+            "job.checkpoint.folder": "^kept$",
+            "job.work.steps": "^500$",
+        },
+    ),
+    "two files of one checkpoint, and an epoch to begin from": CodeCase(
+        files={"t.py": PAIR},
+        expects={
+            "job.checkpoint.each": r"g_\{step\}\.pth', 'd_\{step\}\.pth|g_\{step\}\.pth.*d_\{step\}\.pth",
+            "job.checkpoint.folder": "^kept/a$",
+            "job.resume.args": r"^--epoch \{(step|epoch)\}$",
+        },
+    ),
+    "a script that saves where it starts, in epochs and batches": CodeCase(
+        files={"t.py": METERS},
+        command="python t.py data",
+        expects={
+            "job.workdir": r"\{checkpoints\}",
+            "job.command": r"^python \{code\}/t\.py",
+            "job.checkpoint.each": r"^newest\.pth\.tar$",
+            "job.work.epochs": "^30$",
+            "job.checkpoint.every.epochs": "^1$",
+            "job.resume.args": r"--resume \{checkpoint\}",
+            "job.progress.stdout": r"P<epoch>.*P<batch>.*P<batches>.*P<loss>",
+        },
+    ),
+    "what is read at the end is no resume": CodeCase(
+        files={"t.py": AT_THE_END},
+        expects={
+            "job.checkpoint.each": r"^model\.pt$",
+            "job.command": r"--keep \{checkpoints\}/model\.pt",
+            "job.resume": None,
+        },
+        says=("how it goes on from a checkpoint",),
+        silent=("by itself;",),
+    ),
+    "a script that saves at its end alone": CodeCase(
+        files={"t.py": "for step in range(300):\n    loss.backward()\ntorch.save(model, 'model.pt')\n"},
+        expects={"job.checkpoint.format": "^none$"},
+        says=(r"t\.py:3 saves model\.pt alone",),
+    ),
+    "a script that saves nothing": CodeCase(
+        files={"t.py": "for step in range(300):\n    loss.backward()\n    print('step', step, 'loss', loss.item())\n"},
+        expects={"job.checkpoint.format": "^none$", "job.work.steps": "^300$"},
+        says=("nothing that it runs saves",),
+        silent=("CHECK: allowed",),
+    ),
+}
