@@ -19,10 +19,8 @@ PINNED = set(re.findall(r"(?m)^([\w.-]+)==", (ROOT / "constraints.txt").read_tex
 
 def test_it_says_what_gpufleet_init_writes_into_other_repositories() -> None:
     own = {key: value for key, value in PROJECT.items() if key != "template"}
-    assert yaml.safe_load(pulumi_yaml("gpufleet", PROJECT["runtime"]["options"], main="gpufleet/infra")) == own
-    assert (ROOT / "gpufleet" / "infra" / "__main__.py").read_text().partition("\n")[2] == PROGRAM_TEXT.partition("\n")[
-        2
-    ]
+    assert yaml.safe_load(pulumi_yaml("gpufleet", PROJECT["runtime"]["options"], main="infra")) == own
+    assert (ROOT / "infra" / "__main__.py").read_text().partition("\n")[2] == PROGRAM_TEXT.partition("\n")[2]
 
 
 def test_the_schema_names_the_settings_that_are_read_and_needs_none_of_them() -> None:
@@ -35,7 +33,7 @@ def test_pulumi_install_finds_the_program_s_requirements_pinned_and_without_pyto
     lines = (ROOT / PROJECT["main"] / "requirements.txt").read_text().splitlines()
     options = [line for line in lines if line.startswith("-")]
     names = {line for line in lines if line and not line.startswith(("#", "-"))}
-    assert options == ["-c ../../constraints.txt", "-e ../.."]
+    assert options == ["-c ../constraints.txt", "-e .."]
     assert names <= PINNED
     assert "torch" not in names
 

@@ -193,9 +193,7 @@ def test_every_file_and_command_a_page_names_exists(page: Path) -> None:
     for code in CODE.findall(page.read_text()):
         path = code.partition("::")[0]
         if re.fullmatch(r"(infra|job|rehearsal|stacks|tests|bench|policy|docs)/(?:[\w-][\w.-]*/?)*", path):
-            assert (ROOT / path).exists() or (ROOT / "gpufleet" / path).exists() or path in OF_OTHERS, (
-                f"{page.name}: `{code}`"
-            )
+            assert (ROOT / path).exists() or path in OF_OTHERS, f"{page.name}: `{code}`"
         if match := re.match(r"make ([a-z-]+)", code):
             assert match[1] in targets, f"{page.name}: `{code}`"
         if match := re.match(r"gpufleet ([a-z]+)", code):

@@ -54,8 +54,12 @@ ALONE = {"gpufleet.infra.__main__"}  # the Pulumi program, which is a user's: it
 def modules() -> dict[str, str]:
     """The text of every module by its name."""
     found = {}
-    for path in sorted((ROOT / "gpufleet").rglob("*.py")):
-        found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path.read_text()
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(("gpufleet", *parts)).removesuffix(".__init__")] = path.read_text()
+    for path in (ROOT / "gpufleet").glob("*.py"):
+        found[f"gpufleet.{path.stem}".removesuffix(".__init__")] = path.read_text()
     return found
 
 

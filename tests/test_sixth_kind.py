@@ -17,8 +17,8 @@ import pytest
 from repository import ROOT
 
 NEW = {
-    "spec.py": "gpufleet/job/experiments/toy/spec.py",
-    "trainer.py": "gpufleet/job/experiments/toy/run.py",
+    "spec.py": "job/experiments/toy/spec.py",
+    "trainer.py": "job/experiments/toy/run.py",
     "toy.yaml": "stacks/toy.yaml",
 }
 ENTRY = '    "toy": "gpufleet.job.experiments.toy.spec:ToyConfig",\n'
@@ -28,14 +28,16 @@ REGISTRY = "CONFIGS = {  # by name: the module and the class of its parameters\n
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sixth") / "project"
-    shutil.copytree(ROOT / "gpufleet", folder / "gpufleet")  # with what is compiled already
+    for name in ("infra", "job", "rehearsal"):
+        shutil.copytree(ROOT / name, folder / name)  # with what is compiled already
+    shutil.copytree(ROOT / "gpufleet", folder / "gpufleet", symlinks=True)
     (folder / "stacks").mkdir()
     for name in ("Pulumi.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     for name, place in NEW.items():
         (folder / place).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / "tests" / "sixth" / name, folder / place)
-    registry = folder / "gpufleet" / "job" / "experiments" / "__init__.py"
+    registry = folder / "job" / "experiments" / "__init__.py"
     text = registry.read_text()
     assert text.count(REGISTRY) == 1
     registry.write_text(text.replace(REGISTRY, REGISTRY + ENTRY))

@@ -58,7 +58,9 @@ assert not [name for name in sys.modules if name.startswith("gpufleet.job.experi
 def test_an_own_script_is_priced_previewed_and_rehearsed_without_them(tmp_path: Path) -> None:
     project = tmp_path / "project"
     without = shutil.ignore_patterns("experiments")  # with what is compiled already
-    shutil.copytree(ROOT / "gpufleet", project / "gpufleet", ignore=without)
+    for name in ("infra", "job", "rehearsal"):
+        shutil.copytree(ROOT / name, project / name, ignore=without)
+    shutil.copytree(ROOT / "gpufleet", project / "gpufleet", symlinks=True)
     for name, text in (("code/train.py", TRAIN), ("stacks/mine.yaml", FILE)):
         (project / name).parent.mkdir()
         (project / name).write_text(text)

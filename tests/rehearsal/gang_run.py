@@ -50,7 +50,7 @@ class GangRun:
         cloud.client("logs").create_log_group(logGroupName=GROUP)
         self.s3 = cloud.client("s3")
         self.s3.create_bucket(Bucket=BUCKET, CreateBucketConfiguration={"LocationConstraint": cloud.region})
-        packed, config = archive.build(ROOT / "gpufleet" / "job"), run.encode(tree)
+        packed, config = archive.build(ROOT / "job"), run.encode(tree)
         self.put(bucket.input_key(packed.sha256, bucket.ARCHIVE), packed.content)
         self.put(f"{RUN}/run.json", config)
         script = user_data.render(

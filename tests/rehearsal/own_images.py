@@ -98,7 +98,7 @@ def required(listed: Path) -> list[str]:
     return re.findall(r"^([A-Za-z0-9._-]+)==", listed.read_text(), flags=re.M)
 
 
-SUPERVISOR = ROOT / "gpufleet" / "job" / "command" / "requirements.txt"
+SUPERVISOR = ROOT / "job" / "command" / "requirements.txt"
 
 
 def _fill(tar: tarfile.TarFile, packages: Sequence[str] | None) -> None:

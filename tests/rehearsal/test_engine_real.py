@@ -63,8 +63,8 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     # to the user, too.
     move(cloud, facts["moved_to"])
     ec2.modify_fleet(FleetId=fleet_id(), TargetCapacitySpecification={"TotalTargetCapacity": 0})
-    (code / "gpufleet" / "job" / "new_module.py").write_text("# newer code\n")
-    prices = code / "gpufleet" / "infra" / "catalog" / "on_demand.csv"
+    (code / "job" / "new_module.py").write_text("# newer code\n")
+    prices = code / "infra" / "catalog" / "on_demand.csv"
     prices.write_text(re.sub(r"(?m)^(g5\.2xlarge,us-east-2[^,]*,)[0-9.]+", r"\g<1>1.3000", prices.read_text()))
     asked = cloud.calls("ModifyFleet")
     cloud.deny("ModifyFleet")
@@ -160,7 +160,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> RealStory:
     folder = tmp_path_factory.mktemp("real")
     file = project(folder / "project")
     code = folder / "code"  # the program and the job, for this test to change
-    shutil.copytree(ROOT / "gpufleet", code / "gpufleet")  # with what is compiled already
+    for package in ("gpufleet", "infra", "job"):
+        shutil.copytree(ROOT / package, code / package, symlinks=True)  # with what is compiled already
     clock = ManualClock(datetime.now(UTC).replace(microsecond=0) - timedelta(minutes=5))
     told = RealStory(facts={"moved_to": f"at({clock.now() + timedelta(hours=1):%Y-%m-%dT%H:%M:%S})"})
     with Cloud(folder / "cloud", clock=clock) as cloud:

@@ -49,8 +49,9 @@ def test_a_destroy_that_hears_nothing_of_its_fleet_s_deletion_leaves_nothing(acc
 def test_the_node_of_an_up_killed_after_its_fleet_ends_both_with_the_rights_it_has(tmp_path: Path) -> None:
     """The real script in the embedded AWS; ten minutes are ten seconds."""
     root, code = pinned(project(tmp_path / "project")).parents[1], tmp_path / "code"
-    shutil.copytree(ROOT / "gpufleet", code / "gpufleet")
-    main = code / "gpufleet/job/node/__main__.py"
+    for package in ("gpufleet", "infra", "job"):
+        shutil.copytree(ROOT / package, code / package, symlinks=True)
+    main = code / "job/node/__main__.py"
     edit(main, f"= {node_main.UNKNOWN_S}, {node_main.KNOWN_LOOK_S}", "= 10, 1")
     with Cloud(tmp_path / "cloud") as cloud:
         runner = NodeRunner(cloud, tmp_path / "nodes")

@@ -88,7 +88,7 @@ def test_an_option_that_means_nothing_is_refused_and_not_left_out(
 def test_a_wrong_stack_is_a_sentence_on_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT / "gpufleet" / "infra")
+    monkeypatch.chdir(ROOT / "infra")
     assert cli.main(["status", "tinystories-grow"]) == 2
     said = capsys.readouterr()
     assert said.out == ""

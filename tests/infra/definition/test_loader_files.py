@@ -209,7 +209,7 @@ def test_a_folder_called_like_a_stack_is_not_offered_as_the_nearest_one(tmp_path
 
 
 def test_the_project_is_found_from_a_folder_inside_it() -> None:
-    assert project_root(ROOT / "gpufleet" / "infra" / "cost") == ROOT
+    assert project_root(ROOT / "infra" / "cost") == ROOT
     assert project_root(Path("/")) == Path("/")
 
 

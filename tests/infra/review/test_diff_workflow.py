@@ -164,10 +164,8 @@ def test_every_step_is_run_here_or_named_as_not_run() -> None:
 
 def test_in_a_clone_of_gpufleet_the_code_is_reviewed_with_the_stacks() -> None:
     own = yaml.safe_load(workflow.workflow(".", "-c constraints.txt -e ."))
-    assert {"stacks/**", "gpufleet/infra/**", "gpufleet/job/**"} <= set(own[True]["pull_request"]["paths"])
-    assert (
-        "gpufleet/infra/**" not in yaml.safe_load(workflow.workflow(".", "gpufleet==1"))[True]["pull_request"]["paths"]
-    )
+    assert {"stacks/**", "infra/**", "job/**"} <= set(own[True]["pull_request"]["paths"])
+    assert "infra/**" not in yaml.safe_load(workflow.workflow(".", "gpufleet==1"))[True]["pull_request"]["paths"]
 
 
 def test_it_asks_for_no_more_rights_than_reading_and_commenting() -> None:

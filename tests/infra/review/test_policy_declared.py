@@ -66,7 +66,7 @@ def test_run_json_states_the_same_facts_as_definition_and_bill() -> None:
 
 
 def test_the_name_is_the_one_under_which_the_program_declares_it() -> None:
-    source = (ROOT / "gpufleet" / "infra" / "program" / "resources" / "declare.py").read_text()
+    source = (ROOT / "infra" / "program" / "resources" / "declare.py").read_text()
     assert f'name="{policy.RUN_CONFIG}"' in source
 
 

@@ -14,7 +14,7 @@ from repository import ROOT
 from gpufleet.job.contract import attempt, bucket, codes, commit, done, environment, inputs, receipt, workdir
 
 OWNERS = (bucket, codes, commit, environment, inputs, workdir)
-SOURCES = sorted((ROOT / "gpufleet").rglob("*.py"))
+SOURCES = [path for folder in ("job", "infra", "rehearsal") for path in sorted((ROOT / folder).rglob("*.py"))]
 NAMES = {text for owner in OWNERS for name, text in vars(owner).items() if name.isupper() and isinstance(text, str)}
 FILES = {name for name in NAMES if "." in name or name.startswith("GPUFLEET_")}
 FOLDERS = {name.rstrip("/") for name in NAMES if name.endswith("/")}

@@ -1,5 +1,5 @@
 """The Pulumi project in which runs are declared, a user's or a rehearsal's: its Pulumi.yaml, and its program of two
-lines. The repository's own Pulumi.yaml says the same of `gpufleet/infra`, and adds what `pulumi new` asks.
+lines. The repository's own Pulumi.yaml says the same of `infra/`, and adds what `pulumi new` asks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 TEMPLATE = Path(__file__).with_name("gpufleet-review.yml")
 # What a review stands on; of gpufleet's own repository its code too, with which both sides are priced.
 READ = ("stacks/**", "prices/**", "calibrations/**", "receipts/**", "traces/**", "policy.yaml")
-CODE = ("gpufleet/infra/**", "gpufleet/job/**")
+CODE = ("infra/**", "job/**")
 CHECK = "  # CHECK: gpufleet came from a file here; name where CI can get it"
 
 

@@ -86,7 +86,7 @@ def modeline(folder: Path, project: Path) -> str:
     """The line that leads an editor from a file in `folder` to the `project`'s copy of the schema; empty where it has
     none, since the way to the installed one would be this machine's.
     """
-    for file in (project.resolve() / SCHEMA, project.resolve() / "gpufleet" / "infra" / "definition" / FILE.name):
+    for file in (project.resolve() / SCHEMA, project.resolve() / "infra" / "definition" / FILE.name):
         if file.is_file():
             return MODELINE + os.path.relpath(file, folder.resolve())
     return ""

@@ -24,8 +24,6 @@ from gpufleet.infra.review import policy
 from gpufleet.infra.review.compare import Known, Review, compare
 from gpufleet.infra.risk.hazard import learn
 
-CATALOGS = ("gpufleet/infra/catalog", "infra/catalog")  # of a checkout, and of one until 2026-11-27
-
 
 def review_commits(project: Path, base: str, head: str, rules: Path | None = None) -> Review:
     """The review of two commits of a project. Raises GpufleetError: unknown commit, broken policy or prices."""
@@ -174,8 +172,8 @@ def _catalog_of(folder: Path, day: date) -> tuple[Catalog, str]:
     A commit's own shipped catalog counts where this version can read it, else this version's. A broken prices/ folder
     is an error: GpufleetError.
     """
-    own = next((folder / place for place in CATALOGS if (folder / place).is_dir()), None)
-    if own is None:
+    own = folder / "infra" / "catalog"
+    if not own.is_dir():
         return load_catalog(folder, day=day), ""
     try:
         files.read(own)
