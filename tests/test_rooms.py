@@ -155,8 +155,3 @@ def test_the_public_api_imports_no_command() -> None:
     above = ("gpufleet.infra.commands", "gpufleet.infra.cli", "gpufleet.infra.__main__")
     own = {name for module, names in imported().items() if room(module)[0] == "gpufleet" for name in names}
     assert {name for name in own if name.startswith(above)} == set()
-
-
-def test_nothing_lies_where_the_packages_lay_before() -> None:
-    """A merge puts a new file there, where nobody imports it."""
-    assert [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")] == []
