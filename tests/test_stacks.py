@@ -202,7 +202,7 @@ def fields_of(config: Any, prefix: str = "") -> dict[str, tuple[dataclasses.Fiel
         if dataclasses.is_dataclass(value):
             found |= fields_of(value, f"{prefix}{field.name}.")
         else:
-            found[prefix + field.name] = field, value
+            found[prefix + field.name.rstrip("_")] = field, value  # `from` is a word of Python's own
     return found
 
 

@@ -73,9 +73,6 @@ class TrialFindings:
         return [(at, place) for at, place in places if place is not None and not place.is_beginning]
 
 
-# What is written of it ------------------------------------------------------------------------------------------------
-
-
 def with_seen(found: ScriptFacts, seen: TrialFindings, out: str) -> None:
     """Puts what was seen in the place of what was read. `out`: the setting that told the command where to save."""
     row, kept = found.framework, seen.checkpoint
@@ -128,9 +125,6 @@ def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
         return
     if row is not None:
         found.framework = replace(row, progress=(), format=None if found.checkpoint is not None else row.format)
-
-
-# The first start ------------------------------------------------------------------------------------------------------
 
 
 def learn(seen: TrialFindings, first: TrialRun) -> None:
@@ -337,9 +331,6 @@ def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> N
         seen.saves_on_signal = False
         why = "wrote nothing" if first.catches else "dies of it, as nothing in it catches it,"
         seen.signal_evidence = f"seen: on SIGTERM it {why} and {ended}"
-
-
-# The second start -----------------------------------------------------------------------------------------------------
 
 
 def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint) -> ResumeCheck | None:

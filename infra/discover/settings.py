@@ -281,9 +281,6 @@ def _names_in(nodes: Iterable[ast.AST | None]) -> Iterator[str]:
             yield from re.findall(r"[A-Za-z_]\w*", each.value)  # an annotation in quotes
 
 
-# Files ----------------------------------------------------------------------------------------------------------------
-
-
 def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iterator[Setting]:
     """What a configuration file sets, by dotted name."""
     pairs: list[tuple[str, object, int]] = []
@@ -359,9 +356,6 @@ def _hydra_file(
             base = f"{folder}/{group}" if group else posixpath.dirname(name)
             inside = f"{group.replace('/', '.')}." if group else prefix
             yield from _hydra_file(reach, folder, f"{base}/{option}.yaml", inside, chosen, depth + 1)
-
-
-# Values ---------------------------------------------------------------------------------------------------------------
 
 
 def literal(value: ast.AST | None) -> object:

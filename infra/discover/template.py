@@ -284,8 +284,6 @@ class _Writer:
     def unknown(self, sentence: str) -> None:
         self.made.unknown.append(sentence)
 
-    # The command ------------------------------------------------------------------------------------------------------
-
     def processes(self, typed: str) -> tuple[str, str, str]:
         """The command with {gpus} for a number of processes, the instance type, and what to look at beside it."""
         match = PROCESSES.search(typed)
@@ -419,8 +417,6 @@ class _Writer:
         elif not self.starts_trainer or self.facts is not None:
             return written
         return with_setting(written, every.setting, every.count)
-
-    # Its keys ---------------------------------------------------------------------------------------------------------
 
     def setup(self) -> Iterator[str]:
         if self.found.requirements:
@@ -604,8 +600,6 @@ class _Writer:
         self.unknown(f"where the data is: storage.inputs ({', '.join(names)})")
         yield "  inputs:   # CHECK: a folder, or s3://bucket/prefix; the rehearsal needs a folder with a little of it"
         yield from (f"    {name}: data/{name}" for name in names)
-
-    # The rehearsal ----------------------------------------------------------------------------------------------------
 
     def small(self, command: str, interval: int, total: int | None) -> str:
         """The command, small enough for a laptop's CPU as far as its settings are known; `total`: None leaves it."""
