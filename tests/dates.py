@@ -105,12 +105,13 @@ def main() -> int:
     now = datetime.now(UTC)
     parser = argparse.ArgumentParser(prog="make test-dates", description=__doc__)
     parser.add_argument("--day", choices=[*days(now)], action="append", help="this one; all by default")
+    parser.add_argument("--or-skip", action="store_true", help="where libfaketime is missing, say so and end with 0")
     parser.add_argument("tests", nargs="*", help="files or folders; all by default")
     args = parser.parse_args()
     file = library()
     if file is None:
-        sys.stderr.write(f"{MISSING}\n")
-        return 2
+        sys.stderr.write(f"{'skipped: ' if args.or_skip else ''}{MISSING}\n")
+        return 0 if args.or_skip else 2
     failed = list(run(now, args.day or [*days(now)], args.tests, file))
     sys.stdout.write(f"\nfailed: {', '.join(failed)}\n" if failed else "\nall days passed\n")
     return int(bool(failed))
