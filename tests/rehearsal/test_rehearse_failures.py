@@ -375,7 +375,7 @@ def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(
     moments = {each.what: datetime.fromisoformat(each.at).timestamp() for each in watching.timeline.moments}
     noticed, seen = moments["notice"], moments["seen"]
     steps = [float(json.loads(line)["ts"]) for line in node.logged()]
-    assert node.last_step > 2
+    assert node.last_step >= 2  # it was let go, and found the stop at that step or a later one
     assert [each for each in steps if noticed + 0.05 < each < seen] == []
 
 
