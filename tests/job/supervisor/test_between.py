@@ -14,6 +14,7 @@ from supervisor_world import Bench, FakeTrainer, FaultyStore, NodeDeath
 from waiting import HANG_S, wait_for
 
 from gpufleet.job.contract.attempt import Exit, Node
+from gpufleet.job.contract.reading import iso
 from gpufleet.job.supervisor import attempts, staging
 from gpufleet.job.supervisor.store import ANY, FolderStore, GivenUpError, StoreError, open_store
 
@@ -58,8 +59,8 @@ def test_a_node_lost_while_it_stages_is_billed_until_then(tmp_path: Path, monkey
 
     def downloading(cancelled: threading.Event) -> None:
         bench.clock.now += 600
-        beats = bench.store.get_bytes("heartbeat/i-1.jsonl")
-        wait_for("a heartbeat", lambda: bench.store.get_bytes("heartbeat/i-1.jsonl") != beats)
+        then = iso(bench.clock.now).encode()
+        wait_for("a heartbeat of then", lambda: then in (bench.store.get_bytes("heartbeat/i-1.jsonl") or b""))
         raise NodeDeath
 
     monkeypatch.setattr(staging, "inputs", partial(staging.inputs, opened=partial(SlowInputs, act=downloading)))
