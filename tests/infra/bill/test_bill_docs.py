@@ -54,5 +54,5 @@ def test_each_key_of_the_metrics_is_in_the_page_about_what_a_run_leaves() -> Non
 
 def test_each_option_of_the_comparison_is_in_its_page() -> None:
     page = (ROOT / "docs" / "compare.md").read_text()
-    for option in ("--scenario", "--within", "--matrix", "--all", "--plot", "--json"):
+    for option in ("--scenario", "--within", "--all", "--plot", "--json"):
         assert f"`{option}" in page
