@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
-from typing import TYPE_CHECKING
 
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.lines import Line
@@ -18,9 +17,6 @@ from gpufleet.infra.catalog.reclaim import Reclaimed
 from gpufleet.infra.definition.model import Capacity, Deadline
 from gpufleet.infra.risk.cadence import BestInterval
 from gpufleet.infra.risk.hazard import Hazard
-
-if TYPE_CHECKING:
-    from gpufleet.infra.bill.against_one import AgainstOne
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +79,6 @@ class Bill:
     max_price_age_days: int  # the definition's: with a date of today, older prices get a sentence
     calibrated: bool
     buys: Quantiles | None  # hours of training that the limits buy, where nobody says how long the run is
-    against_one: AgainstOne | None  # what several nodes buy; None for one
     hourly_usd: Mapping[str, Decimal]  # per node-hour, by line: what a node costs beside compute
 
     @property

@@ -92,7 +92,6 @@ def to_json(bill: Bill) -> dict[str, Any]:
             for notice in bill.notice
         ],
         "phases": predicted(bill),
-        **({"nodes": bill.against_one.to_json()} if bill.against_one else {}),
         "basis": bill.chosen.runtime.basis,
         "calibrated": bill.calibrated,
         "cap": bill.cap and _cap(bill.cap),

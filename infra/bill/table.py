@@ -130,8 +130,8 @@ def _parts(bill: Bill) -> Iterator[tuple[str, ...]]:
     """What the range is made of, each part as if all else were as the lines say; and what would narrow it."""
     if bill.capacity == "spot":
         yield figures("  interruptions alone", bill.chosen.alone_usd)
-    if bill.against_one is not None and bill.against_one.idle_usd.mean:
-        yield figures("  waiting for the others, of it", bill.against_one.idle_usd)
+    if bill.chosen.idle_usd.mean:
+        yield figures("  waiting for the others, of it", bill.chosen.idle_usd)
     middle = bill.chosen.total
     names = {"price": "  price alone", "speed": f"  speed alone, {_SPEED[bill.chosen.runtime.speed]}"}
     for part, name in names.items():
@@ -249,8 +249,6 @@ def _setup_and_idle(bill: Bill) -> str:
 
 
 def _rest(bill: Bill, today: date | None, accuracy: object, fallback: Fallback | None) -> Iterator[str]:
-    if bill.against_one is not None:
-        yield from wrap(bill.against_one.sentence())
     yield from wrap(_interruptions(bill))
     if bill.cadence is not None:
         said = bill.cadence.sentence()
