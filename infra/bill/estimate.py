@@ -30,7 +30,6 @@ from gpufleet.infra.bill.side import (
     supposed,
 )
 from gpufleet.infra.catalog import Catalog
-from gpufleet.infra.catalog.reclaim import reclaimed
 from gpufleet.infra.definition.model import MARKETS, StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.evidence.speeds import Speeds
@@ -99,7 +98,6 @@ def price(
         block=sides.get("block"),
         hazard=definition.estimate.hazard_per_hour,
         chance=chosen.exposure.chance if capacity == "spot" else None,
-        reclaimed=reclaimed(chosen.type, definition.fleet.region) if capacity == "spot" else None,
         cadence=cadence(chosen) if capacity == "spot" else None,
         usd_at_hazard=at_hazards,
         span_usd=span_usd(chosen),

@@ -309,13 +309,9 @@ def _interruptions(bill: Bill) -> str:
         against = "spot is cheaper than on demand up to 10 per node-hour"
     else:
         against = f"on demand is cheaper above {bill.break_even_hazard:.2g} per node-hour"
-    aws = ""
-    if bill.reclaimed is not None:
-        when = f"{bill.reclaimed.as_of:%Y-%m}"
-        aws = f" AWS reclaimed {bill.reclaimed} of such instances a month ({when}); never converted."
     usual, most = bill.chosen.interruptions.p50, bill.chosen.interruptions.p90
     many = f"{f'at most {usual:.0f}' if usual else 'none'} in half of the runs, at most {most:.0f} in nine of ten"
-    return f"Interruptions: {many}, {_hazard(bill)}; {against}.{_negative(bill)}{aws}"
+    return f"Interruptions: {many}, {_hazard(bill)}; {against}.{_negative(bill)}"
 
 
 def _negative(bill: Bill) -> str:
