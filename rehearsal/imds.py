@@ -62,10 +62,6 @@ class Imds:
         """From now on: a rebalance recommendation made at `at`."""
         self.instance.rebalance_at = at
 
-    def withdraw(self) -> None:
-        """No notice and no recommendation any more."""
-        self.instance.notice_at = self.instance.terminate_at = self.instance.rebalance_at = None
-
     def close(self) -> None:
         """Nobody answers from now on. Safe to call twice."""
         if not self._closed.is_set():

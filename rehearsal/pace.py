@@ -1,21 +1,19 @@
-"""How many steps a command's rehearsal needs: nobody knows how fast a script is on this machine before it has run, and
-one that is over in a second cannot be interrupted.
+"""Why a rehearsal's run ended before all of its interruptions, and how many steps of its script would be enough: one
+that is over in a second cannot be interrupted.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import cast
 
-from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
+from gpufleet.infra.definition.yaml_tree import Mapping
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import measured
 from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract.done import FAILURES, Done
-from gpufleet.job.kind.command import EPOCH_COUNTS, SAVE_INTERVALS, STEP_COUNTS, CommandConfig, setting
+from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal.evidence import Rehearsal
 from gpufleet.rehearsal.watch import Watch
 
@@ -24,14 +22,6 @@ SAVES = 6
 LEAST_MS = 0.5  # of a step: lines of faster ones come together, and tell no time
 
 Change = Callable[[Mapping], Mapping]
-
-
-class TooFastError(GpufleetError):
-    """The run was over before all of its interruptions. Carries the milliseconds of a step."""
-
-    def __init__(self, why: str, step_ms: float) -> None:
-        self.step_ms = step_ms
-        super().__init__(why)
 
 
 def failed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
@@ -60,11 +50,10 @@ def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
     seconds = (ended - began).total_seconds() if began and ended else 0.0
     took_ms = step_ms(view.logged(), seconds * 1000 / max(1, view.last_step))
     count = steps(took_ms)
-    return TooFastError(
+    return GpufleetError(
         f"the run ended before it could be interrupted as planned ({left}): its {view.last_step:,} steps took"
         f" {took_ms:.3g} ms each. {count:,} of them with a save every {max(1, count // SAVES):,} are enough: write that"
-        " in job.command, job.work and job.checkpoint.every of the file's `rehearsal` section",
-        took_ms,
+        " in job.command, job.work and job.checkpoint.every of the file's `rehearsal` section"
     )
 
 
@@ -77,27 +66,3 @@ def step_ms(lines: list[bytes], otherwise: float) -> float:
 def steps(step_ms: float) -> int:
     """How many take long enough, to two digits."""
     return max(1, int(float(f"{TRAINS_S * 1000 / step_ms:.2g}")))
-
-
-def longer(definition: StackDefinition, step_ms: float) -> Change | None:
-    """Lays enough steps over a definition's tree: as work.steps, and in its command. None where the command does not
-    say plainly how many it does.
-    """
-    if not definition.job.parameters.is_users_own:
-        return None
-    config, count = cast(CommandConfig, definition.job.parameters), steps(step_ms)
-    key, names = ("steps", STEP_COUNTS) if config.unit == "step" else ("epochs", EPOCH_COUNTS)
-    said = setting(config.command, names)
-    if said is None or config.total is None or int(said["value"]) != config.total or count <= config.total:
-        return None
-    job: dict[str, object] = {"command": _with_setting(said, count), "work": {key: count}}
-    if (saves := setting(str(job["command"]), SAVE_INTERVALS)) and int(saves["value"]) == config.checkpoint.every.steps:
-        job |= {"command": _with_setting(saves, count // SAVES), "checkpoint": {"every": {"steps": count // SAVES}}}
-    overlay = read(json.dumps({"job": job, "estimate": {"step_ms": [round(step_ms, 3)]}}))
-    return lambda tree: cast(Mapping, merge(tree, overlay))
-
-
-def _with_setting(said: re.Match[str], value: int) -> str:
-    """The command with another value of a setting."""
-    start, end = said.span("value")
-    return f"{said.string[:start]}{value}{said.string[end:]}"

@@ -116,13 +116,7 @@ def rehearse(
         shutil.rmtree(folder, ignore_errors=True)
         changed: pace.Change | None = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
         attempt = partial(_attempt, path, definition, root=root, out=out, way=way, docker=docker)
-        try:
-            code = attempt(folder, changed=changed, stand_in=stand_in)
-        except pace.TooFastError as error:
-            way(f"\n{error}\nOnce more, with {pace.steps(error.step_ms):,} steps.")
-            shutil.rmtree(folder)
-            changed = pace.longer(definition, error.step_ms)
-            code = attempt(folder, changed=changed)
+        code = attempt(folder, changed=changed, stand_in=stand_in)
         if code in (0, NOT_SHOWN):
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
@@ -167,9 +161,7 @@ def _attempt(
     stand_in: bool = False,
     until: Until | None = None,
 ) -> int:
-    """The rehearsal, in a new `folder`, of the definition with `changed` laid over it. Raises TooFastError where it can
-    be made longer.
-    """
+    """The rehearsal, in a new `folder`, of the definition with `changed` laid over it."""
     trains = "your script on this machine's CPU" if definition.job.parameters.is_users_own else "job"
     laid = changed
     if definition.fleet.block is not None:
@@ -238,9 +230,6 @@ def _attempt(
                     out(f"The bucket's objects could not be kept: {error}")
                 raise
     except GpufleetError as error:
-        fast = error.__cause__
-        if changed is None and isinstance(fast, pace.TooFastError) and pace.longer(definition, fast.step_ms):
-            raise fast from None
         for line in _end(error, timeline.seconds, project, root):
             out(line)
         return 1

@@ -8,19 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
-from typing import TYPE_CHECKING
 
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.options import TypeCost
 from gpufleet.infra.bill.side import Quantiles, Side
-from gpufleet.infra.catalog.reclaim import Reclaimed
 from gpufleet.infra.definition.model import Capacity, Deadline
 from gpufleet.infra.risk.cadence import BestInterval
 from gpufleet.infra.risk.hazard import Hazard
-
-if TYPE_CHECKING:
-    from gpufleet.infra.bill.against_one import AgainstOne
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +60,6 @@ class Bill:
     block: Side | None  # in the definition's block; None where it is paid by the hour
     hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
     chance: Hazard | None  # per node-hour, what it is drawn from and where that comes from; spot only
-    reclaimed: Reclaimed | None  # AWS's own words on the chosen type; in no calculation. Spot only; None: not known
     cadence: BestInterval | None  # the checkpoint interval that costs least; spot only
     usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); spot only
     span_usd: Mapping[str, tuple[Decimal, Decimal]]  # p10, p90 to finish, with `speed` or `price` alone unknown
@@ -83,7 +77,6 @@ class Bill:
     max_price_age_days: int  # the definition's: with a date of today, older prices get a sentence
     calibrated: bool
     buys: Quantiles | None  # hours of training that the limits buy, where nobody says how long the run is
-    against_one: AgainstOne | None  # what several nodes buy; None for one
     hourly_usd: Mapping[str, Decimal]  # per node-hour, by line: what a node costs beside compute
 
     @property

@@ -42,8 +42,9 @@ def warnings(
     for type_, calibration in calibrations.items():
         if isinstance(calibration, RefusedCalibration) and type_ in definition.fleet.instance_types:
             yield f"{type_}: {calibration.why}"
-    if bill.against_one is not None:
-        yield from bill.against_one.warnings()
+    if definition.nodes > 1 and not config.is_endless:
+        if not bill.chosen.option.instance.has_efa(definition.fleet.cards):
+            yield "nodes of this type have no EFA on these cards: they talk over TCP, whose speed nobody has measured"
         if bill.capacity == "spot":
             more = gang(definition.nodes)
             yield f"that {definition.nodes} nodes are interrupted {more:.1f} times as often as one is an assumption"

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
-from typing import TYPE_CHECKING
 
 from gpufleet.infra.bill import doubts, limits, lines, options
 from gpufleet.infra.bill.bill import Bill, Cap, KeptStorage
 from gpufleet.infra.bill.lines import Line
-from gpufleet.infra.bill.own_steps import StepTime, known_steps
+from gpufleet.infra.bill.own_steps import known_steps
 from gpufleet.infra.bill.side import (
     FEW,
     UNBOUND,
@@ -31,14 +30,10 @@ from gpufleet.infra.bill.side import (
     supposed,
 )
 from gpufleet.infra.catalog import Catalog
-from gpufleet.infra.catalog.reclaim import reclaimed
 from gpufleet.infra.definition.model import MARKETS, StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.evidence.speeds import Speeds
 from gpufleet.infra.risk import closed_form, simulation
-
-if TYPE_CHECKING:
-    from gpufleet.infra.bill.against_one import AgainstOne
 
 
 def price(
@@ -103,7 +98,6 @@ def price(
         block=sides.get("block"),
         hazard=definition.estimate.hazard_per_hour,
         chance=chosen.exposure.chance if capacity == "spot" else None,
-        reclaimed=reclaimed(chosen.type, definition.fleet.region) if capacity == "spot" else None,
         cadence=cadence(chosen) if capacity == "spot" else None,
         usd_at_hazard=at_hazards,
         span_usd=span_usd(chosen),
@@ -119,40 +113,9 @@ def price(
         max_price_age_days=definition.estimate.max_price_age_days,
         calibrated=chosen.runtime.calibrated,
         buys=chosen.trained_hours if endless else None,
-        against_one=_against_one(definition, chosen, catalog, dataset_bytes, hazards, speeds, known, today),
         hourly_usd={each.name: each.usd_per_hour for each in lines.hourly_charges(definition, catalog)},
     )
     return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes, calibrations or {}), *not_ready))
-
-
-def _against_one(
-    definition: StackDefinition,
-    chosen: Side,
-    catalog: Catalog,
-    dataset_bytes: int | None,
-    hazards: Hazards | None,
-    speeds: Speeds | None,
-    known: Sequence[StepTime],
-    today: date | None,
-) -> AgainstOne | None:
-    if definition.nodes == 1 or definition.job.parameters.is_endless:
-        return None
-    from gpufleet.infra.bill.against_one import against_one  # here: most bills are of one node
-
-    alone = definition.on_nodes(1)
-    types = options.type_costs(alone, catalog, None, speeds, known)
-    one = price_side(
-        alone,
-        catalog,
-        types,
-        definition.fleet.capacity,
-        dataset_bytes=dataset_bytes,
-        runs=FEW,
-        hazards=hazards,
-        today=today,
-    )
-    assert one is not None  # the same types, prices and speeds
-    return against_one(definition, chosen, one)
 
 
 def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:

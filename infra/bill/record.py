@@ -63,7 +63,6 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "interruptions_expected": round(float(bill.chosen.interruptions.mean), 3),
         "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
         "hazard": bill.chance and _hazard(bill.chance),
-        "reclaimed_a_month": bill.reclaimed and asdict(bill.reclaimed) | {"as_of": bill.reclaimed.as_of.isoformat()},
         "cadence": bill.cadence and _cadence(bill.cadence),
         "usd_at_hazard": {str(hazard): str(usd) for _, hazard, usd in bill.usd_at_hazard},
         "unknown": _unknown(bill),
@@ -92,7 +91,6 @@ def to_json(bill: Bill) -> dict[str, Any]:
             for notice in bill.notice
         ],
         "phases": predicted(bill),
-        **({"nodes": bill.against_one.to_json()} if bill.against_one else {}),
         "basis": bill.chosen.runtime.basis,
         "calibrated": bill.calibrated,
         "cap": bill.cap and _cap(bill.cap),

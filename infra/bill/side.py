@@ -94,6 +94,11 @@ class Side(Prepared):
         return quantiles_of(self.within.done_h)
 
     @property
+    def idle_usd(self) -> Quantiles:
+        """Dollars of the nodes' hours in which they wait for the others, to finish; zero on one node."""
+        return quantiles_of(self.needed.idle_hours * self.exposure.usd_h)
+
+    @property
     def reserve(self) -> tuple[Decimal, Decimal]:
         """USD and hours of each node that a limit has to leave, for the job to stop in."""
         hours, of = self.exposure.reserve_h, self.exposure

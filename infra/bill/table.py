@@ -130,8 +130,8 @@ def _parts(bill: Bill) -> Iterator[tuple[str, ...]]:
     """What the range is made of, each part as if all else were as the lines say; and what would narrow it."""
     if bill.capacity == "spot":
         yield figures("  interruptions alone", bill.chosen.alone_usd)
-    if bill.against_one is not None and bill.against_one.idle_usd.mean:
-        yield figures("  waiting for the others, of it", bill.against_one.idle_usd)
+    if bill.chosen.idle_usd.mean:
+        yield figures("  waiting for the others, of it", bill.chosen.idle_usd)
     middle = bill.chosen.total
     names = {"price": "  price alone", "speed": f"  speed alone, {_SPEED[bill.chosen.runtime.speed]}"}
     for part, name in names.items():
@@ -249,8 +249,6 @@ def _setup_and_idle(bill: Bill) -> str:
 
 
 def _rest(bill: Bill, today: date | None, accuracy: object, fallback: Fallback | None) -> Iterator[str]:
-    if bill.against_one is not None:
-        yield from wrap(bill.against_one.sentence())
     yield from wrap(_interruptions(bill))
     if bill.cadence is not None:
         said = bill.cadence.sentence()
@@ -311,13 +309,9 @@ def _interruptions(bill: Bill) -> str:
         against = "spot is cheaper than on demand up to 10 per node-hour"
     else:
         against = f"on demand is cheaper above {bill.break_even_hazard:.2g} per node-hour"
-    aws = ""
-    if bill.reclaimed is not None:
-        when = f"{bill.reclaimed.as_of:%Y-%m}"
-        aws = f" AWS reclaimed {bill.reclaimed} of such instances a month ({when}); never converted."
     usual, most = bill.chosen.interruptions.p50, bill.chosen.interruptions.p90
     many = f"{f'at most {usual:.0f}' if usual else 'none'} in half of the runs, at most {most:.0f} in nine of ten"
-    return f"Interruptions: {many}, {_hazard(bill)}; {against}.{_negative(bill)}{aws}"
+    return f"Interruptions: {many}, {_hazard(bill)}; {against}.{_negative(bill)}"
 
 
 def _negative(bill: Bill) -> str:

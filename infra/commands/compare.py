@@ -29,7 +29,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--within", metavar="HOURS", type=_hours, help="hours from now by which it must end; default: limits.deadline"
     )
     view = parser.add_mutually_exclusive_group()
-    view.add_argument("--matrix", action="store_true", help="the scenarios by measured criteria")
     view.add_argument("--all", action="store_true", help="every option on a line of its own")
     view.add_argument("--json", action="store_true", help="the same for programs; keys in docs/compare.md")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cost against time: .png or .svg")
@@ -38,8 +37,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 when nothing could be run in time."""
-    if args.matrix and args.scenario is not None:
-        raise GpufleetError("--matrix shows every scenario, --scenario ranks the options of one: give one of the two")
     for name, file in (("--plot", args.plot), ("--html", args.html)):
         if file and not file.parent.is_dir():
             raise GpufleetError(f"{name} {file}: there is no folder {file.parent}; make it, or draw elsewhere")
@@ -61,18 +58,14 @@ def run(args: argparse.Namespace) -> int:
         tree["batches"] = [compare_table.record_row(row) for row in found.batches]
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
         return 0 if found.runnable else 1
-    if args.matrix:
-        parts = [compare_table.matrix(found.listed, found.default)]
-    else:
-        ranked = compare_table.ranked(found.rows, shown=None if args.all else SHOWN, frontier=found.frontier)
-        parts = [
-            compare_table.scenarios(found.listed),
-            ranked,
-            compare_table.regions(found.regions),
-            compare_table.batches(found.batches),
-            compare_table.ages(found.rows, now.date(), found.definition.estimate.max_price_age_days),
-            compare_table.policy(*found.policy) if found.policy else "",
-        ]
+    parts = [
+        compare_table.scenarios(found.listed),
+        compare_table.ranked(found.rows, shown=None if args.all else SHOWN, frontier=found.frontier),
+        compare_table.regions(found.regions),
+        compare_table.batches(found.batches),
+        compare_table.ages(found.rows, now.date(), found.definition.estimate.max_price_age_days),
+        compare_table.policy(*found.policy) if found.policy else "",
+    ]
     sys.stdout.write("\n".join(filter(None, parts)))
     for file in filter(None, (args.plot, args.html)):
         sys.stdout.write(f"\ndrawn: {file}\n")

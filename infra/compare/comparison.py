@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition, deadline_text
 from gpufleet.infra.definition.scenarios import chosen, scenarios
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.evidence import outcomes
 from gpufleet.infra.evidence.observations import observations
 from gpufleet.infra.review import policy
 from gpufleet.infra.risk import deadline
@@ -30,7 +29,6 @@ class Comparison:
     definition: StackDefinition  # whose region all are compared in: the file's, or the chosen scenario's
     scenario: str  # the chosen one, else the one that is the file as it is
     listed: list[Row]  # its scenarios, in order
-    default: Row  # of these, the file as it is
     rows: list[Row]  # options, ranked
     frontier: list[Row]  # of these
     regions: list[Row]  # its work in each region, the cheapest first
@@ -77,19 +75,15 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     listed = ranking.scenarios(
         definition, variants, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
     )
-    ended = outcomes.read(root, definition.name)
-    listed = [replace(row, outcome=outcomes.newest(ended, row.settings, row.type)) for row in listed]
     rows = ranking.every_option(
         whose, asked, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
     )
     rows = ranking.refined(rows, hours_left=left)
-    default = ranking.default_row(definition, variants, listed)
-    name = scenario or default.scenario
+    name = scenario or ranking.default_scenario(definition, variants)
     return Comparison(
         definition=whose,
         scenario=name,
         listed=listed,
-        default=default,
         rows=rows,
         frontier=ranking.frontier(rows),
         regions=ranking.every_region(

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpufleet.infra import text
 from gpufleet.infra.bill import fit, options
@@ -86,7 +86,7 @@ def scenarios(
         option = options.type_cost(bill_inputs.definition, catalog, first, **measured)  # type: ignore[arg-type]
         drafted = draft(bill_inputs, name, option, fleet.capacity, catalog, hazards or {}, today)
         rates = tuple(rate(drafted, option, region, catalog) for region in regions)
-        drafts.append(replace(drafted, rates=rates, settings=settings(variant)))
+        drafts.append(replace(drafted, rates=rates))
     return filled(drafts, hours_left, runs=runs)
 
 
@@ -322,18 +322,6 @@ def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row
     return _ranked([better.get(id(row), row) for row in rows], hours_left)
 
 
-def settings(definition: StackDefinition) -> dict[str, Any]:
-    """Every setting of job parameters, fleet and estimate by its path."""
-    from gpufleet.infra.evidence.outcomes import dotted  # here: no bill has them
-
-    trees = {
-        "job.parameters": asdict(definition.job.parameters),
-        "fleet": asdict(definition.fleet),
-        "estimate": asdict(definition.estimate),
-    }
-    return {path: value for name, tree in trees.items() for path, value in dotted(tree, name)}
-
-
 def frontier(rows: Sequence[Row]) -> list[Row]:
     """The rows that could be run and that no other row of the same work beats in both mean dollars and median
     wall-clock hours: dearer ones are faster by more than the simulation's noise.
@@ -445,15 +433,13 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
     return ", ".join(words)
 
 
-def default_row(definition: StackDefinition, variants: tuple[StackDefinition, ...], listed: list[Row]) -> Row:
-    """The scenario that is the file as it is, not one that only holds its node longer; else the first that is priced,
-    with the file's settings.
+def default_scenario(definition: StackDefinition, variants: Sequence[StackDefinition]) -> str:
+    """The name of the scenario that is the file as it is, not of one that only holds its node longer; else of the first
+    that is priced.
     """
-    for variant, row in zip(variants or (definition,), listed, strict=True):
-        if not variant.variant.only_priced and _work(variant) == _work(definition):
-            return row
-    first = next((row for row in listed if not row.reference), listed[0])
-    return replace(first, settings=settings(definition))
+    own = [each for each in variants if not each.variant.only_priced and _work(each) == _work(definition)]
+    priced = [each for each in variants if not each.variant.reference]
+    return next((each.scenario for each in (*own, *priced, *variants)), "") or definition.name
 
 
 def _work(definition: StackDefinition) -> tuple[object, ...]:

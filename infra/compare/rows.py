@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from decimal import Decimal
 from statistics import median
-from typing import TYPE_CHECKING, Any
 
 from gpufleet.infra.bill import side
 from gpufleet.infra.bill.lines import CENT_100
@@ -24,9 +23,6 @@ from gpufleet.infra.risk import simulation
 from gpufleet.infra.text import hours
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.text import counted
-
-if TYPE_CHECKING:
-    from gpufleet.infra.evidence.outcomes import FinishedRun
 
 BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}  # of a row
 
@@ -69,8 +65,6 @@ class Row:
     inputs_usd: Decimal = Decimal(0)  # of usd: what brings inputs from another region
     free_usd: Decimal | None = None  # mean of what AWS does not charge: interrupted first hours; part of usd
     interruptions: Quantiles | None = None
-    interrupted: float | None = None  # probability of at least one
-    lost_minutes: float | None = None  # mean work done twice and restarts
     rates: tuple[Rate, ...] = ()
     fits: bool = False
     launchable: bool = False
@@ -82,9 +76,6 @@ class Row:
     cheaper: float | None = None  # probability that it costs less than the work's own fleet; None: that has no figures
     late: float = 0.0  # probability of missing the deadline, before which the job stops as before any limit
     basis: str = ""  # claim, target (roofline and an efficiency), measured, declared, guessed (of other GPUs)
-    sharded: bool = False  # trained state cut over the GPUs
-    settings: dict[str, Any] = field(default_factory=dict, repr=False)  # path -> value, of job, fleet and estimate
-    outcome: FinishedRun | None = None  # of a finished run of it
     lost: str = ""  # why it is not the first
     prepared: Prepared | None = field(default=None, repr=False)  # None: without figures, `why` says so
     side: Side | None = field(default=None, repr=False)
@@ -150,7 +141,6 @@ def draft(
         nearest=unfit.nearest if unfit else "",
         untried=option.untried,
         basis=BASIS[runtime.speed] if runtime else "target",
-        sharded=any(phase.sharded for phase in config.phases()),
         limits=definition.limits,
         prepared=prepared,
     )
@@ -211,8 +201,6 @@ def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
         dearest_usd=side.exact(float(found.usd.p50 + more * found.hours.p50)),
         free_usd=side.exact(float((outcome.metered_usd - outcome.usd).mean())),
         interruptions=found.interruptions,
-        interrupted=float((outcome.interruptions > 0).mean()),
-        lost_minutes=60 * max(0.0, float(outcome.hours.mean()) - found.exposure.uninterrupted_h),
         late=0.0 if hours_left is None else float((outcome.wall_hours + found.exposure.reserve_h > hours_left).mean()),
         side=found,
     )

@@ -20,7 +20,7 @@ from gpufleet.infra.inputs.code import ENVIRONMENTS
 from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
-REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # of slow ones; a fast script is given more (rehearsal/pace.py)
+REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # a fast script needs more, and its rehearsal says how many
 REHEARSED_EPOCHS = 6
 BY_GPUS = {1: "g6e.2xlarge", 4: "g6e.12xlarge", 8: "g6e.48xlarge"}  # L40S with 48 GB each
 _HF_ON_CPU = "--use_cpu true --report_to none"

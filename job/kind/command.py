@@ -350,7 +350,6 @@ class CommandConfig(JobConfig):
                 params_trained=0,
                 flops_per_token=0,
                 attention=None,
-                state_bytes_per_param=0,
                 optimizer_traffic_bytes_per_param=0,
                 steps=steps,
                 tokens_per_step=1,

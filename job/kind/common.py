@@ -99,7 +99,6 @@ class PhaseSize:
     params_active: int
     params_trained: int  # with gradients and moments
     flops_per_token: int
-    state_bytes_per_param: int  # weights + gradients + two moments of a trained parameter
     optimizer_traffic_bytes_per_param: int  # read and written by one optimizer step, per trained parameter
     steps: int
     tokens_per_step: int  # over all ranks

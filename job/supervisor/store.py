@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 from gpufleet.job.kind.common import PART_BYTES
 
-MIB = 1024 * 1024
 METADATA_TIMEOUT_S = 5  # of each request; botocore's own is 1
 CONNECTIONS = 32  # one TCP flow is capped at 5 Gbit/s: uploads need many
 ANY, ABSENT = "*", ""  # conditions of a put: whatever is there is replaced; nothing may be there

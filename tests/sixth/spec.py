@@ -66,7 +66,6 @@ class ToyConfig(ExperimentConfig):
                 params_trained=self.parameters(),
                 flops_per_token=6 * self.vocab * self.width,
                 attention=None,
-                state_bytes_per_param=16,
                 optimizer_traffic_bytes_per_param=28,
                 steps=self.steps,
                 tokens_per_step=self.windows * self.data.sequence,

@@ -174,7 +174,6 @@ class GrowthConfig(ExperimentConfig):
                     params_active=active,
                     params_trained=total,
                     flops_per_token=flops_per_token(s, self.data.sequence),
-                    state_bytes_per_param=8 if narrow else 16,
                     optimizer_traffic_bytes_per_param=14 if narrow else 28,
                     steps=self.steps_per_phase,
                     tokens_per_step=self.batch.sequences * self.data.sequence,

@@ -135,7 +135,6 @@ class KernelConfig(TuningConfig):
             "params_active": total,
             "params_trained": total,
             "flops_per_token": 6 * tuning.matmul_parameters(m) + tuning.attention_flops(m, context),
-            "state_bytes_per_param": 16,
             "optimizer_traffic_bytes_per_param": 28,
             "tokens_per_step": self.batch.tokens,
             "launch_ms": tuning.LAUNCH_MS,

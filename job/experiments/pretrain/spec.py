@@ -172,7 +172,6 @@ class PretrainConfig(ExperimentConfig):
                 params_trained=total,
                 flops_per_token=flops_per_token(self),
                 attention="full",
-                state_bytes_per_param=16,
                 optimizer_traffic_bytes_per_param=28,
                 steps=self.steps,
                 tokens_per_step=self.batch.rows * self.data.sequence,

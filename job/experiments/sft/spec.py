@@ -129,7 +129,6 @@ class SftConfig(TuningConfig):
             "params_active": total + adapters,
             "params_trained": trained(self),
             "flops_per_token": flops_per_token(self),
-            "state_bytes_per_param": 16,
             "optimizer_traffic_bytes_per_param": 28,
             "tokens_per_step": self.batch.tokens,
             "forward_share": forward_share(self),

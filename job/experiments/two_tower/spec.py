@@ -339,7 +339,6 @@ def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> PhaseSiz
         params_trained=total,
         flops_per_token=flops_per_step(config, q) // q,
         attention=None,
-        state_bytes_per_param=16,
         optimizer_traffic_bytes_per_param=28,
         steps=steps,
         tokens_per_step=count * q,

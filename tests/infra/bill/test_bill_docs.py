@@ -28,7 +28,7 @@ def documented(page: str) -> set[str]:
 def test_each_key_of_the_bill_is_in_its_page() -> None:
     tree = record.to_json(price(definition(), CATALOG, runs=100))
     keys = set(tree)
-    for name in ("cadence", "hazard", "reclaimed_a_month", "cap", "kept", "spot"):
+    for name in ("cadence", "hazard", "cap", "kept", "spot"):
         keys |= set(tree[name])
     for name in ("lines", "types", "fits", "notice", "phases"):
         keys |= set(tree[name][0])
@@ -54,5 +54,5 @@ def test_each_key_of_the_metrics_is_in_the_page_about_what_a_run_leaves() -> Non
 
 def test_each_option_of_the_comparison_is_in_its_page() -> None:
     page = (ROOT / "docs" / "compare.md").read_text()
-    for option in ("--scenario", "--within", "--matrix", "--all", "--plot", "--json"):
+    for option in ("--scenario", "--within", "--all", "--plot", "--json"):
         assert f"`{option}" in page

@@ -21,7 +21,6 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.catalog.reclaim import Reclaimed, reclaimed
 from gpufleet.infra.definition.model import StackDefinition, Variant
 from gpufleet.infra.evidence.observation import Observation
 from gpufleet.infra.evidence.observations import observations
@@ -108,11 +107,11 @@ def test_history_of_another_type_changes_no_byte() -> None:
     assert json.dumps(record.to_json(bill(hazards=other))) == json.dumps(record.to_json(bill()))
 
 
-def test_on_demand_has_no_hazard_no_band_and_no_checkpoint_interval_to_choose() -> None:
+def test_on_demand_has_no_hazard_and_no_checkpoint_interval_to_choose() -> None:
     found = bill(definition(capacity="on-demand"), hazards=CALM)
-    assert (found.chance, found.reclaimed, found.cadence) == (None, None, None)
+    assert (found.chance, found.cadence) == (None, None)
     tree = record.to_json(found)
-    assert (tree["hazard"], tree["reclaimed_a_month"], tree["cadence"]) == (None, None, None)
+    assert (tree["hazard"], tree["cadence"]) == (None, None)
     assert "Interruptions: none on demand." in flat(found)
 
 
@@ -158,48 +157,6 @@ def test_a_slow_job_on_a_held_node_costs_no_more_until_it_outlasts_it() -> None:
 
 def test_two_nodes_are_said_to_be_priced_only() -> None:
     assert "2 spot nodes in us-east-2" in flat(bill(nodes(2)))
-
-
-@pytest.mark.parametrize(
-    ("type_", "region", "words"),
-    [
-        ("g5.2xlarge", "us-east-2", "15-20 %"),
-        ("g4dn.16xlarge", "us-east-1", "more than 20 %"),
-    ],
-)
-def test_a_band_of_the_spot_advisor_reads_as_aws_states_it(type_: str, region: str, words: str) -> None:
-    band = reclaimed(type_, region)
-    assert band is not None
-    assert str(band) == words
-    assert band.as_of == date(2025, 6, 28)
-
-
-def test_the_lowest_band_has_no_lower_end() -> None:
-    band = Reclaimed(low_percent=0, high_percent=5, as_of=date(2025, 6, 28), source="")
-    assert str(band) == "less than 5 %"
-
-
-def test_every_band_is_of_a_type_and_a_region_of_the_catalog() -> None:
-    bands = [(t, r) for t in CATALOG.instances for r in CATALOG.regions() if reclaimed(t, r)]
-    assert len(bands) == 141
-    assert reclaimed("g5.2xlarge", "ap-south-1") is None
-
-
-def test_awss_band_is_shown_and_changes_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = bill()
-    assert "AWS reclaimed 15-20 % of such instances a month (2025-06); never converted." in flat(shown)
-    monkeypatch.setattr("gpufleet.infra.bill.estimate.reclaimed", lambda *_: None)
-    without = bill()
-    trees = [record.to_json(found) for found in (shown, without)]
-    assert trees[0].pop("reclaimed_a_month") == {
-        "low_percent": 15,
-        "high_percent": 20,
-        "as_of": "2025-06-28",
-        "source": "AWS Spot Instance Advisor, feed in alexei-led/spotinfo",
-    }
-    assert trees[1].pop("reclaimed_a_month") is None
-    assert trees[0] == trees[1]
-    assert "AWS reclaimed" not in flat(without)
 
 
 def test_the_cheapest_checkpoint_interval_is_one_sentence_and_in_the_json() -> None:

@@ -67,8 +67,7 @@ def test_a_word_too_many_shows_the_usage_of_its_own_command(capsys: pytest.Captu
         (["logs", "two-tower", "--follow", "--boot"], "--boot: not allowed with argument --follow"),
         (["wait", "two-tower", "--timeout", "nan"], "--timeout nan: allowed are seconds, 0 or more"),
         (["wait", "two-tower", "--timeout", "-5"], "--timeout -5: allowed are seconds, 0 or more"),
-        (["compare", "two-tower", "--matrix", "--json"], "--json: not allowed with argument --matrix"),
-        (["compare", "two-tower", "--matrix", "--scenario", "o"], "ranks the options of one: give one of the two"),
+        (["compare", "two-tower", "--all", "--json"], "--json: not allowed with argument --all"),
         (["cost", "two-tower", "--scenario", ""], "two-tower.yaml has no scenario ''"),
     ],
 )

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from receipt_tree import node, receipt
 from repository import ROOT
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import compare as compare_command
 from gpufleet.infra.compare import ranking
-from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.definition.loader import load
-from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenarios
 
 EXAMPLES = 60_000  # a tenth of what sft-h100 expects
@@ -90,23 +86,6 @@ def test_that_prices_are_old_is_told_of_a_comparison_and_of_a_sum(
     for words in (["compare", "two-tower"], ["cost", "two-tower", "--times", "2"]):
         assert main(words) == 0
         assert "`gpufleet prices refresh`" in " ".join(capsys.readouterr().out.split())
-
-
-def test_the_matrix_shows_the_loss_of_a_finished_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    definition = load(project / "stacks" / "sft-h100.yaml", now=datetime.now(UTC), past_deadline=True)
-    folder = project / "results" / "sft-h100" / "r7"
-    folder.mkdir(parents=True)
-    job = {"experiment": "sft-h100", "parameters": asdict(definition.job.parameters)}
-    run = {"run": {"id": "r7"}, "job": job, "inputs": {"dataset": {"sha256": "d"}}}
-    cost = receipt(attempts=[{**node("i-1", seconds="9"), "type": "p5.4xlarge"}])
-    (folder / "run.json").write_text(json.dumps(run))
-    (folder / "receipt.json").write_text(json.dumps(cost))
-    (folder / "metrics.jsonl").write_text(
-        json.dumps({"ts": 1.0, "phase": "train", "step": 1, "tokens": 9, "val_loss": 1.25}) + "\n"
-    )
-    main(["compare", "sft-h100", "--matrix"])
-    _, line = (line for line in capsys.readouterr().out.split("\n") if line.startswith("h100-optimized "))
-    assert " 1.2500 (r7) " in line
 
 
 def test_the_options_of_a_work_are_counted_alike(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,18 +219,10 @@ def test_the_file_as_it_is_is_not_the_scenario_that_holds_its_node_longer(
 ) -> None:
     path, now = ROOT / "stacks" / f"{stack}.yaml", datetime.now(UTC)
     definition, variants = load(path, now=now), scenarios(path, now=now)
-    listed = [_row(each) for each in variants]
-    names = [row.scenario for row in listed]
+    names = [each.scenario for each in variants]
     assert names.index(first_held) < names.index(as_it_is)
-    assert ranking.default_row(definition, variants, listed).scenario == as_it_is
+    assert ranking.default_scenario(definition, variants) == as_it_is
 
     others = tuple(each for each in variants if each.scenario != as_it_is)
-    default = ranking.default_row(definition, others, [_row(each) for each in others])
-    assert not default.reference
-    assert default.settings == ranking.settings(definition)  # what the matrix counts the settings of the others from
-
-
-def _row(variant: StackDefinition) -> Row:
-    own = ranking.settings(variant)
-    reference = variant.variant.reference
-    return Row(scenario=variant.scenario, type="", capacity="spot", region="", reference=reference, settings=own)
+    first = next(each for each in others if not each.variant.reference)
+    assert ranking.default_scenario(definition, others) == first.scenario

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,8 @@ from receipt_tree import receipt
 from gpufleet.infra.account import results
 from gpufleet.infra.commands.receipts import table
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.evidence import calibration, observations, outcomes, receipts, traces
+from gpufleet.infra.evidence import calibration, observations, receipts, traces
 from gpufleet.infra.risk import hazard
-from gpufleet.job.contract import metrics
-
-RUN = {
-    "run": {"id": "r1"},
-    "job": {
-        "experiment": "tinystories-growth",
-        "parameters": {"seed": 1, "model": {"width": 8}, "optim": {"lr": [0.1]}},
-    },
-    "inputs": {"dataset": {"sha256": "d"}},
-}
-LINE = metrics.write({"ts": 1.0, "phase": "dense", "step": 1, "tokens": 5, "val_loss": 0.5})
 
 
 def a_receipt(content: bytes, root: Path) -> None:
@@ -48,17 +36,6 @@ def a_trace(content: bytes, root: Path) -> None:
     traces.read(root / "traces" / "a.json").observation()
 
 
-def an_outcome(name: str) -> Any:
-    def read(content: bytes, root: Path) -> None:
-        for file, tree in (("run.json", RUN), ("receipt.json", receipt())):
-            place(root, f"results/s/r1/{file}", json.dumps(tree).encode())
-        place(root, "results/s/r1/metrics.jsonl", LINE)
-        place(root, f"results/s/r1/{name}", content)
-        outcomes.read(root, "s")
-
-    return read
-
-
 def an_earlier_receipt(content: bytes, root: Path) -> None:
     place(root, "receipt.json", content)
     results.earlier_receipt(root / "receipt.json")
@@ -76,8 +53,6 @@ FILES: dict[str, tuple[Any, Any]] = {
     "measurement": (measurement(), a_measurement),
     "trace": (TRACE, a_trace),
     "public trace": (PUBLIC, a_trace),
-    "run.json of a result": (RUN, an_outcome("run.json")),
-    "receipt.json of a result": (receipt(), an_outcome("receipt.json")),
     "receipt made before": (receipt(), an_earlier_receipt),
 }
 
