@@ -56,6 +56,7 @@ class Trial:
     resume: str = ""  # what the second start gets beside it, with {checkpoint}, {step} and {epoch}
     workdir: str = ""  # in the words of job.workdir
     environment: dict[str, str] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()  # patterns of lines that tell where it is, as the code and its framework say them
 
 
 def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
@@ -649,6 +650,7 @@ class _Writer:
         self.made.trial = Trial(
             command=tried, resume=resume, workdir="{checkpoints}" if self.place.workdir else "",
             environment={**(self.row.environment if self.row else {}), **self.place.environment},
+            lines=(*(self.row.patterns if self.row else ()), *(each.regex for each in self.found.lines)),
         )  # fmt: skip
         yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
         if not any((self.found.folder / name / "bin").is_dir() for name in ENVIRONMENTS):
