@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -85,14 +86,12 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, *, started_ther
     """
     row, kept = found.framework, seen.checkpoint
     if kept is not None:
-        place = Pattern(kept.name, folder=kept.folder)
+        place = Pattern(kept.name, folder=posixpath.relpath(kept.folder or ".", found.start.folder or "."))
         if kept.top == "checkpoints":
             read = found.checkpoint.place if found.checkpoint is not None else None
             is_path = read is not None and read.is_whole_path and read.setting == out and read.name == kept.name
             folder = "" if out or not started_there else read.folder if read is not None and read.folder else "."
-            place = Pattern(
-                kept.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path
-            )
+            place = Pattern(kept.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path)
         cadence = found.checkpoint.cadence if found.checkpoint is not None else None
         if kept.every and (cadence is None or not cadence.setting):  # else it was asked for more often than it is meant
             cadence = SaveCadence(unit=kept.unit, count=kept.every, where="seen")
@@ -287,7 +286,9 @@ def _as_checkpoint(
     fixed = fixed if top == "code" else 0
     every = _interval(list(dict.fromkeys(numbers)))
     if "{" not in name:  # it may be written where it is better than before, at no interval
-        last = max((number for _, place in seen.places(watch) if (number := _count(place, unit)) is not None), default=0)
+        last = max(
+            (number for _, place in seen.places(watch) if (number := _count(place, unit)) is not None), default=0
+        )
         every = every if every and len(numbers) > 2 and last < numbers[-1] + 2 * every else None
     came = ", ".join(list(dict.fromkeys(files))[:3]) if len(set(files)) > 1 else f"written {len(writes)} times"
     told_at = f", at {unit}s {', '.join(map(str, list(dict.fromkeys(numbers))[:4]))}" if counters and numbers else ""

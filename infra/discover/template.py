@@ -395,6 +395,12 @@ class _Writer:
         else:
             self.known(f"{where}: it saves into the folder that it starts in, so it starts in {{checkpoints}}")
             place.workdir = f"  workdir: '{{checkpoints}}'   # {where}: it saves into the folder that it starts in"
+            if (own := self.found.names_own) is not None:
+                place.workdir = (
+                    f"  workdir: '{{checkpoints}}'   # CHECK: {where} saves where it starts, and {own.where}"
+                )
+                place.workdir += f" looks for {own.value} there"
+                self.unknown(f"{own.where}: it looks for {own.value} in the folder that it starts in: job.workdir")
             if not start.through and not start.is_module:
                 there = {each for each in typed.split() if each[0] not in "-/{" and (self.found.folder / each).exists()}
                 return " ".join(f"{{code}}/{e.removeprefix('./')}" if e in there else e for e in typed.split())
@@ -604,9 +610,9 @@ class _Writer:
 
     def small(self, command: str, interval: int, total: int | None) -> str:
         """The command, small enough for a laptop's CPU as far as its settings are known; `total`: None leaves it."""
-        settings, every, plan = self.settings, self.plan.every, self.plan
+        settings, every = self.settings, self.plan.every
         wanted: list[tuple[Setting | None, object]] = [
-            (plan.total.setting if plan.total is not None and total is not None else None, total),
+            (self.asked.setting if self.asked is not None and total is not None else None, total),
             (every.setting if self.can_say_every else None, interval),
             *((settings.first(each), value) for each, value in ((LOG_EVERY, 1), (DEVICE, "cpu"), (BACKEND, "gloo"))),
         ]
@@ -621,6 +627,11 @@ class _Writer:
         return f"{command} {_HF_ON_CPU}" if is_script else command
 
     @property
+    def asked(self) -> Total | None:
+        """How long it trains, or what would say so where the training has no end of its own."""
+        return self.plan.total or self.found.total
+
+    @property
     def can_say_every(self) -> bool:
         """Whether the command line says how often it saves, as a number."""
         setting = self.plan.every.setting
@@ -629,7 +640,7 @@ class _Writer:
 
     def rehearsal(self, command: str) -> Iterator[str]:
         """The lines of a rehearsal's section."""
-        plan, total, every = self.plan, self.plan.total, self.plan.every
+        plan, total, every = self.plan, self.asked, self.plan.every
         counts_epochs, check = total is not None and total.unit == "epoch", ""
         interval = every.count or REHEARSED_EVERY
         if self.can_say_every or every.count is None:
@@ -644,7 +655,7 @@ class _Writer:
                 (total.count if total is not None else 0) or count,
                 "   # CHECK: as many as that command does",
             )
-            trains = f", and trains all {total.count} of {total.where} there" if total is not None else ""
+            trains = f", and trains all {total.count} of {total.where} there" if total and total.count else ""
             self.unknown(f"how a rehearsal gets fewer steps: the script takes no count from its command line{trains}")
         resume = self.found.resume.value if self.found.resume else ""
         self.made.trial = Trial(
