@@ -15,6 +15,7 @@ from gpufleet.infra.discover.sandbox import LEAVES_S, TrialRun, Written
 from gpufleet.infra.discover.saves import Pattern, SaveCadence
 from gpufleet.infra.discover.script import CheckpointFacts, ScriptFacts
 from gpufleet.infra.discover.source import Finding
+from gpufleet.infra.discover.template import Trial
 from gpufleet.job.command.elsewhere import NO_CHECKPOINT, pattern_of
 from gpufleet.job.command.lines import Counting, Patterns, Position
 from gpufleet.job.command.names import FoundCheckpoint, Names
@@ -24,6 +25,9 @@ from gpufleet.job.contract.commit import Commit
 from gpufleet.job.kind.command import CommandCheckpoint, CommandConfig, Every, Progress, Unit
 
 _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![\w]|\.\d|,\d)")
+_OF_ONE_START = re.compile(  # in the name of a folder that each start makes anew: a moment, a count of starts
+    r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
+)
 _COUNTS = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
 
 
@@ -80,20 +84,20 @@ class TrialFindings:
         return [(at, place) for at, place in places if place is not None and not place.is_beginning]
 
 
-def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, *, started_there: bool = False) -> None:
-    """Puts what was seen in the place of what was read. `out`: the setting that told the command where to save;
-    `started_there`: it saves where it is started, which was {checkpoints}.
-    """
+def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) -> None:
+    """Puts what was seen in the place of what was read. `out`: the setting that told the command where to save."""
     row, kept = found.framework, seen.checkpoint
     if kept is not None:
         place = Pattern(kept.name, folder=posixpath.relpath(kept.folder or ".", found.start.folder or "."))
         if kept.top == "checkpoints":
             read = found.checkpoint.place if found.checkpoint is not None else None
             is_path = read is not None and read.is_whole_path and read.setting == out and read.name == kept.name
-            folder = "" if out or not started_there else read.folder if read is not None and read.folder else "."
+            folder = "" if out or not trying.workdir else read.folder if read is not None and read.folder else "."
             place = Pattern(kept.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path)
         cadence = found.checkpoint.cadence if found.checkpoint is not None else None
-        if kept.every and (cadence is None or not cadence.setting):  # else it was asked for more often than it is meant
+        if trying.every:  # it was asked for more often than it is meant
+            cadence = cadence or SaveCadence(unit=kept.unit, setting=trying.every)
+        elif kept.every:
             cadence = SaveCadence(unit=kept.unit, count=kept.every, where="seen")
         names = found.names if found.names and _are_of(found.names, kept) else (kept.name,)
         found.checkpoint = CheckpointFacts(names=names, place=place, where=kept.evidence, cadence=cadence)
@@ -183,9 +187,6 @@ class _Counter:
         words = re.findall(r"[A-Za-z]+", self.sample[: self.match.start()][-24:])
         return bool(words) and words[-1].lower().startswith("ep")
 
-    def told_by(self, moment: float) -> int | None:
-        return next((number for at, number in reversed(self.told) if at <= moment + 0.05), None)
-
 
 def _counters(watch: TrialRun) -> list[_Counter]:
     """The numbers that go up from line to line, the likeliest of the training first."""
@@ -273,7 +274,7 @@ def _as_checkpoint(
         numbers = [number for each in matches if each is not None for number in each[0].values()]
         if "{" not in name or numbers != sorted(numbers):
             return None
-        unit = "epoch" if "{epoch" in name or _are_epochs(writes, numbers, counters) else "step"
+        unit = "epoch" if "{epoch" in name or _are_epochs(seen, watch, writes, numbers, counters) else "step"
         name = name.replace("{step", f"{{{unit}") if "{epoch" not in name else name
         complete = _written_last(writes, watch, name)
     else:
@@ -281,15 +282,14 @@ def _as_checkpoint(
         told = [place for each in writes for place in [p for at, p in places if at <= each.began + 0.05][-1:]]
         unit = "epoch" if any(place.step is None for place in told) else "step"
         numbers = [number for place in told if (number := _count(place, unit)) is not None]
-    parts = name.rstrip("/").split("/")
+    *above, last = name.rstrip("/").split("/")
+    parts = [*(_OF_ONE_START.sub("*", each) for each in above), last]
     fixed = next((index for index, part in enumerate(parts) if re.search(r"[{*]", part)), len(parts) - 1)
     fixed = fixed if top == "code" else 0
     every = _interval(list(dict.fromkeys(numbers)))
     if "{" not in name:  # it may be written where it is better than before, at no interval
-        last = max(
-            (number for _, place in seen.places(watch) if (number := _count(place, unit)) is not None), default=0
-        )
-        every = every if every and len(numbers) > 2 and last < numbers[-1] + 2 * every else None
+        reached = max((_count(place, unit) or 0 for _, place in seen.places(watch)), default=0)
+        every = every if every and len(numbers) > 2 and reached < numbers[-1] + 2 * every else None
     came = ", ".join(list(dict.fromkeys(files))[:3]) if len(set(files)) > 1 else f"written {len(writes)} times"
     told_at = f", at {unit}s {', '.join(map(str, list(dict.fromkeys(numbers))[:4]))}" if counters and numbers else ""
     renamed = f"; renamed from {Path(writes[-1].renamed_from).name}" if writes[-1].renamed_from else ""
@@ -341,12 +341,17 @@ def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
     return names.pop() if len(names) == 1 and len(folders) > 1 else ""
 
 
-def _are_epochs(writes: list[Written], numbers: list[int], counters: list[_Counter]) -> bool:
+def _are_epochs(
+    seen: TrialFindings, watch: TrialRun, writes: list[Written], numbers: list[int], counters: list[_Counter]
+) -> bool:
     """Whether the numbers of names are the epochs that were told when they were written."""
-    for each in counters:
-        told = [each.told_by(write.began) for write in writes]
-        close = sum(at is not None and abs(at - number) <= 1 for at, number in zip(told, numbers, strict=False))
-        if each.is_epoch and close > len(numbers) / 2:
+    read = tuple(
+        (at, place.epoch) for at, place in seen.places(watch) if place.step is None and place.epoch is not None
+    )
+    for told in (read, *(each.told for each in counters if each.is_epoch)):
+        by_then = ([number for at, number in told if at <= write.began + 0.05][-1:] for write in writes)
+        close = sum(abs(at[0] - number) <= 1 for at, number in zip(by_then, numbers, strict=False) if at)
+        if close > len(numbers) / 2:
             return True
     return False
 

@@ -57,6 +57,7 @@ class Trial:
     workdir: str = ""  # in the words of job.workdir
     environment: dict[str, str] = field(default_factory=dict)
     lines: tuple[str, ...] = ()  # patterns of lines that tell where it is, as the code and its framework say them
+    every: str = ""  # the setting by which the command saves more often than it is meant to
 
 
 def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
@@ -661,6 +662,7 @@ class _Writer:
         self.made.trial = Trial(
             command=tried, resume=resume, workdir="{checkpoints}" if self.place.workdir else "",
             environment={**(self.row.environment if self.row else {}), **self.place.environment},
+            every=every.setting.name if every.setting is not None and self.can_say_every else "",
             lines=(*(self.row.patterns if self.row else ()), *(each.regex for each in self.found.lines)),
         )  # fmt: skip
         yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
