@@ -96,7 +96,7 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
             place = Pattern(kept.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path)
         cadence = found.checkpoint.cadence if found.checkpoint is not None else None
         if trying.every:  # it was asked for more often than it is meant
-            cadence = cadence or SaveCadence(unit=kept.unit, setting=trying.every)
+            cadence = cadence or SaveCadence(unit=kept.unit, count=None, setting=trying.every)
         elif kept.every:
             cadence = SaveCadence(unit=kept.unit, count=kept.every, where="seen")
         names = found.names if found.names and _are_of(found.names, kept) else (kept.name,)
