@@ -28,6 +28,7 @@ _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![
 _OF_ONE_START = re.compile(  # in the name of a folder that each start makes anew: a moment, a count of starts
     r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
 )
+_BURST_S = 0.5  # numbered lines that come within it are a table or a list
 _COUNTS = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
 
 
@@ -204,6 +205,7 @@ def _counters(watch: TrialRun) -> list[_Counter]:
         if (
             sum(each > 0 for each in changes) >= 2
             and min(changes) >= 0
+            and pairs[-1][0] - pairs[0][0] >= _BURST_S
             and len(_INTEGER.findall(samples[form])) > place
         ):
             found.append(_Counter(place, tuple(pairs), samples[form]))

@@ -168,6 +168,12 @@ def test_patterns_that_were_read_tell_which_epoch_a_file_is_of(
     assert kept is None or kept.unit == "epoch"
 
 
+def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
+    seen = TrialFindings()
+    learn(seen, TrialRun(lines=[(row / 100, f"| {row} | net.{row} | 12 K |") for row in range(9)]), [])
+    assert seen.line is None
+
+
 @pytest.mark.parametrize(
     ("files", "command", "written", "expected"),
     [
