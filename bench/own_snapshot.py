@@ -60,7 +60,7 @@ def main() -> None:
         job = CommandJob(Path(folder) / "w", told, code)
         process = job.start()
         try:
-            job.wait_for("a checkpoint", job.commits, process)
+            job.wait_for(job.commits, process, "a checkpoint")
             committed = time.time()
             time.sleep(4)
         finally:
@@ -83,7 +83,7 @@ def main() -> None:
         began = time.time()
         process = job.start()
         try:
-            job.wait_for("its second start", lambda: len(re.findall(r"began ([\d.]+)", job.log)) > 1, process)
+            job.wait_for(lambda: len(re.findall(r"began ([\d.]+)", job.log)) > 1, process, "its second start")
         finally:
             kill(process)
         again = float(re.findall(r"began ([\d.]+)", job.log)[1])

@@ -86,7 +86,8 @@ def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
 
     def doubt(observed: Observed, step: int) -> str:
         found = []
-        if observed.elsewhere and not observed.checkpoints:
+        is_due = every is None or not observed.told or step > every
+        if observed.elsewhere and not observed.checkpoints and is_due:
             found.append(f"nothing was saved where it is looked for: {observed.elsewhere}")
         elif config.saves and every is not None and not observed.begun and step > LATE * every:
             found.append(

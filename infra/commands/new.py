@@ -69,7 +69,7 @@ def _tried(found: ScriptFacts, made: Draft, code: Path) -> list[str]:
     assert trying is not None
     print(f"Trying, in a copy of the folder, a minute at most for each of two starts: {trying.command}", flush=True)
     seen = trial(code, trying, say=print)
-    with_seen(found, seen, made.out)
+    with_seen(found, seen, made.out, trying)
     return [*seen.problems, f"it took {seen.seconds:.0f} s; what was seen stands beside each key"]
 
 

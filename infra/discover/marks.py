@@ -11,8 +11,8 @@ from gpufleet.job.text import counted
 CHECK = re.compile(r"# CHECK\b")
 # How a launcher is asked for a number of processes on a node, and frameworks that start them by themselves.
 PROCESSES = re.compile(
-    r"(?<!\S)(?P<flag>--nproc[-_]per[-_]node|--num[-_]processes|--num[-_]gpus|--nproc|-n|--(?:trainer\.)?devices|--n?gpus"
-    r"|-np|trainer\.devices)(?P<between>[= ]\s*)(?P<count>[^\s]+)"
+    r"(?<!\S)(?P<flag>--nproc[-_]per[-_]node|--num[-_]processes|--num[-_]gpus|--nproc|--(?:trainer\.)?devices|--n?gpus"
+    r"|(?:mpirun|mpiexec|horovodrun|srun)\b[^;&|]*?\s-np?|trainer\.devices)(?P<between>[= ]\s*)(?P<count>[^\s]+)"
 )
 _SHOWN = 6  # numbers of lines in a sentence
 

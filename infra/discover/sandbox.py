@@ -22,7 +22,7 @@ from pathlib import Path
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import ENVIRONMENTS, MIB, files_in
 from gpufleet.job.command import processes
-from gpufleet.job.command.elsewhere import SKIPPED
+from gpufleet.job.command.elsewhere import NO_CHECKPOINT, SKIPPED
 from gpufleet.job.command.lines import CONTROL
 from gpufleet.job.command.names import FileState
 from gpufleet.job.command.places import own_environment
@@ -34,10 +34,6 @@ MOST_MIB = 500  # of a folder that is copied
 LOOK_S = 0.1
 ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # with so many of both there is nothing to wait for
 LEAVES_S = 20.0  # to save and end when it is asked to
-NO_CHECKPOINT = re.compile(
-    r"(^|/)(__pycache__|\.git|wandb|\.cache|mlruns|\.ipynb_checkpoints)/|\.pyc$|tfevents|\.lock$|\.log$|\.csv$|\.txt$|\.md$"
-    r"|\.ya?ml$|\.png$|\.jpg$|\.html$|metrics|history|\.tmp$|~$|\.part$"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,8 +42,8 @@ OUT = (
 )  # fmt: skip
 EPOCHS = (*EPOCH_COUNTS, "training_epochs", "total_epochs", "nepochs", "epoch")
 STEPS = (
-    *STEP_COUNTS, "max_train_steps", "max_iter", "num_iters", "total_timesteps", "timesteps", "num_train_steps",
-    "train_iters", "niter",
+    *STEP_COUNTS, "max_train_steps", "max_iter", "num_iters", "total_timesteps", "timesteps", "n_timesteps",
+    "num_train_steps", "train_iters", "niter",
 )  # fmt: skip
 DEVICE, BACKEND = ("device", "device_type"), ("backend", "dist_backend", "ddp_backend")
 COMPILE = ("compile", "torch_compile")
@@ -95,6 +95,7 @@ class ScriptFacts:
     runs_alone: bool = False  # it does without a launcher, which it looks for
     wandb: Finding | None = None
     requirements: str = ""
+    names_own: Finding | None = None  # a file or folder of its own that the code names as seen from where it starts
     saves_else: Finding | None = None  # what it saves that is no checkpoint
     begins_anew: Finding | None = None  # a trial saw that it does not go on
     saves_on_signal: Finding | None = None  # a trial saw it: true or false
@@ -154,7 +155,28 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     found.resume, found.reads_itself = find_resume(reach, values, saves, chosen, row)
     found.saves_else = next((Finding(shown(each), each.where) for each in saves.found if each.score > -1), None)
     _read_calls(found, reach)
+    found.names_own = next(_names_own(found, reach, code), None)
     return found
+
+
+def _names_own(found: ScriptFacts, reach: Reach, code: CodeFolder) -> Iterator[Finding]:
+    """Texts of the reached code that are there where it starts: what it reads by a path of no other folder."""
+    there = {name.removeprefix(f"{found.start.folder}/").partition("/")[0] for name in code.files}
+    given = [
+        (each, f"{site.scope.file}:{site.call.lineno}")
+        for site in reach.sites
+        if site.name != "add_argument"
+        for each in [*site.call.args, *(word.value for word in site.call.keywords)]
+    ]
+    given += [
+        (each, f"{scope.file}:{each.lineno}")
+        for unit, scope in reach.units
+        if isinstance(unit, ast.FunctionDef)
+        for each in unit.args.defaults
+    ]
+    for each, where in given:
+        if isinstance(text := literal(each), str) and text.partition("/")[0] in there:
+            yield Finding(text, where)
 
 
 def _named_by_user(text: str, coded: dict[str, tuple[object, str]], settings: ScriptSettings) -> str:

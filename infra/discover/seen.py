@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,11 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from gpufleet.infra.discover.lines import BAR, NUMBER, PrintedLine
-from gpufleet.infra.discover.sandbox import LEAVES_S, NO_CHECKPOINT, TrialRun, Written
+from gpufleet.infra.discover.sandbox import LEAVES_S, TrialRun, Written
 from gpufleet.infra.discover.saves import Pattern, SaveCadence
 from gpufleet.infra.discover.script import CheckpointFacts, ScriptFacts
 from gpufleet.infra.discover.source import Finding
-from gpufleet.job.command.elsewhere import pattern_of
+from gpufleet.infra.discover.template import Trial
+from gpufleet.job.command.elsewhere import NO_CHECKPOINT, pattern_of
 from gpufleet.job.command.lines import Counting, Patterns, Position
 from gpufleet.job.command.names import FoundCheckpoint, Names
 from gpufleet.job.command.output import CauseOfEnd
@@ -23,6 +25,10 @@ from gpufleet.job.contract.commit import Commit
 from gpufleet.job.kind.command import CommandCheckpoint, CommandConfig, Every, Progress, Unit
 
 _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![\w]|\.\d|,\d)")
+_OF_ONE_START = re.compile(  # in the name of a folder that each start makes anew: a moment, a count of starts
+    r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
+)
+_BURST_S = 0.5  # numbered lines that come within it are a table or a list
 _COUNTS = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
 
 
@@ -57,6 +63,7 @@ class TrialFindings:
 
     checkpoint: SeenCheckpoint | None = None
     line: PrintedLine | None = None  # a form of line that came again and again
+    read: tuple[str, ...] = ()  # patterns that the code or its framework says, and that lines matched
     goes_on: bool | None = None
     resume_evidence: str = ""
     saves_on_signal: bool | None = None
@@ -65,23 +72,33 @@ class TrialFindings:
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """What tells where the training is: what was read counts before a form that merely came again."""
+        return self.read or ((self.line.regex,) if self.line is not None else ())
+
     def places(self, watch: TrialRun) -> list[tuple[float, Position]]:
         """What the lines of a start told, and when."""
-        patterns = Patterns([self.line.regex] if self.line is not None else [])
+        patterns = Patterns(self.patterns)
         read = ((at, patterns.read(line)) for at, line in watch.lines)
         places = ((at, each.place) for at, each in read if each is not None)
         return [(at, place) for at, place in places if place is not None and not place.is_beginning]
 
 
-def with_seen(found: ScriptFacts, seen: TrialFindings, out: str) -> None:
+def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) -> None:
     """Puts what was seen in the place of what was read. `out`: the setting that told the command where to save."""
     row, kept = found.framework, seen.checkpoint
     if kept is not None:
-        place = Pattern(kept.name, folder=kept.folder)
+        place = Pattern(kept.name, folder=posixpath.relpath(kept.folder or ".", found.start.folder or "."))
         if kept.top == "checkpoints":
-            place = Pattern(kept.name, out, in_checkpoints=not out)
+            read = found.checkpoint.place if found.checkpoint is not None else None
+            is_path = read is not None and read.is_whole_path and read.setting == out and read.name == kept.name
+            folder = "" if out or not trying.workdir else read.folder if read is not None and read.folder else "."
+            place = Pattern(kept.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path)
         cadence = found.checkpoint.cadence if found.checkpoint is not None else None
-        if kept.every and (cadence is None or not cadence.setting):  # else it was asked for more often than it is meant
+        if trying.every:  # it was asked for more often than it is meant
+            cadence = cadence or SaveCadence(unit=kept.unit, count=None, setting=trying.every)
+        elif kept.every:
             cadence = SaveCadence(unit=kept.unit, count=kept.every, where="seen")
         names = found.names if found.names and _are_of(found.names, kept) else (kept.name,)
         found.checkpoint = CheckpointFacts(names=names, place=place, where=kept.evidence, cadence=cadence)
@@ -127,13 +144,15 @@ def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
         found.framework = replace(row, progress=(), format=None if found.checkpoint is not None else row.format)
 
 
-def learn(seen: TrialFindings, first: TrialRun) -> None:
-    """What the first start showed."""
+def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None:
+    """What the first start showed. `patterns`: of lines, as the code or its framework says them."""
     if why := failure(first):
         seen.problems.append(f"the command {why}")
     counters = _counters(first)
     seen.output = [line for _, line in first.lines]
     seen.line = next(filter(None, map(_as_pattern, counters)), None)
+    told = [each for each in patterns if re.search(r"\(\?P<(step|epoch)>", each)]
+    seen.read = tuple(each for each in told if any(re.search(each, line) for line in seen.output))[:1]
     seen.checkpoint = _checkpoint(seen, first, counters)
     if seen.checkpoint is None and not seen.problems:
         seen.problems.append("no checkpoint appeared: nothing was written twice, or under names that count")
@@ -169,16 +188,14 @@ class _Counter:
         words = re.findall(r"[A-Za-z]+", self.sample[: self.match.start()][-24:])
         return bool(words) and words[-1].lower().startswith("ep")
 
-    def told_by(self, moment: float) -> int | None:
-        return next((number for at, number in reversed(self.told) if at <= moment + 0.05), None)
-
 
 def _counters(watch: TrialRun) -> list[_Counter]:
     """The numbers that go up from line to line, the likeliest of the training first."""
     told: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
     samples: dict[str, str] = {}
     for at, line in watch.lines:
-        form = re.sub(r"[-+]?[\d.,]+(e[-+]?\d+)?|\bnan\b|\binf\b|[█▏▎▍▌▋▊▉#━╸╺─]+", "#", line)[:200]
+        form = re.sub(r"[-+]?[\d.,]+(e[-+]?\d+)?|\bnan\b|\binf\b|[█▏▎▍▌▋▊▉#━╸╺─]+", "#", line)
+        form = re.sub(r"\s+", "", form)[:200]  # figures are set in columns
         samples.setdefault(form, line)
         for place, match in enumerate(_INTEGER.finditer(line)):
             told[form, place].append((at, int(match[0].replace(",", ""))))
@@ -188,6 +205,7 @@ def _counters(watch: TrialRun) -> list[_Counter]:
         if (
             sum(each > 0 for each in changes) >= 2
             and min(changes) >= 0
+            and pairs[-1][0] - pairs[0][0] >= _BURST_S
             and len(_INTEGER.findall(samples[form])) > place
         ):
             found.append(_Counter(place, tuple(pairs), samples[form]))
@@ -258,17 +276,22 @@ def _as_checkpoint(
         numbers = [number for each in matches if each is not None for number in each[0].values()]
         if "{" not in name or numbers != sorted(numbers):
             return None
-        unit = "epoch" if "{epoch" in name or _are_epochs(writes, numbers, counters) else "step"
+        unit = "epoch" if "{epoch" in name or _are_epochs(seen, watch, writes, numbers, counters) else "step"
         name = name.replace("{step", f"{{{unit}") if "{epoch" not in name else name
         complete = _written_last(writes, watch, name)
     else:
         places = seen.places(watch)
-        told = ([place for at, place in places if at <= each.began + 0.05][-1:] for each in writes)
-        numbers = [number for each in told for place in each if (number := place.step or place.epoch) is not None]
-    parts = name.rstrip("/").split("/")
+        told = [place for each in writes for place in [p for at, p in places if at <= each.began + 0.05][-1:]]
+        unit = "epoch" if any(place.step is None for place in told) else "step"
+        numbers = [number for place in told if (number := _count(place, unit)) is not None]
+    *above, last = name.rstrip("/").split("/")
+    parts = [*(_OF_ONE_START.sub("*", each) for each in above), last]
     fixed = next((index for index, part in enumerate(parts) if re.search(r"[{*]", part)), len(parts) - 1)
     fixed = fixed if top == "code" else 0
-    gaps = {after - before for before, after in pairwise(dict.fromkeys(numbers))}
+    every = _interval(list(dict.fromkeys(numbers)))
+    if "{" not in name:  # it may be written where it is better than before, at no interval
+        reached = max((_count(place, unit) or 0 for _, place in seen.places(watch)), default=0)
+        every = every if every and len(numbers) > 2 and reached < numbers[-1] + 2 * every else None
     came = ", ".join(list(dict.fromkeys(files))[:3]) if len(set(files)) > 1 else f"written {len(writes)} times"
     told_at = f", at {unit}s {', '.join(map(str, list(dict.fromkeys(numbers))[:4]))}" if counters and numbers else ""
     renamed = f"; renamed from {Path(writes[-1].renamed_from).name}" if writes[-1].renamed_from else ""
@@ -277,12 +300,22 @@ def _as_checkpoint(
         folder="/".join(parts[:fixed]) or ("." if top == "code" else ""),
         top=top,
         unit="epoch" if unit == "epoch" else "step",
-        every=gaps.pop() if len(gaps) == 1 else None,
+        every=every,
         complete=complete,
         bytes=_bytes(writes, watch, name),
         files=tuple("/".join(each.split("/")[fixed:]) for each in files),
         evidence=f"seen: {came}{told_at}{renamed}",
     )
+
+
+def _count(place: Position, unit: str) -> int | None:
+    return place.epoch if unit == "epoch" else place.step
+
+
+def _interval(numbers: list[int]) -> int | None:
+    """What lies between any two that follow each other; None where that differs."""
+    gaps = {after - before for before, after in pairwise(numbers)}
+    return gaps.pop() if len(gaps) == 1 else None
 
 
 def _files_of_each(writes: list[Written], watch: TrialRun, name: str) -> dict[str, dict[str, Written]]:
@@ -310,12 +343,17 @@ def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
     return names.pop() if len(names) == 1 and len(folders) > 1 else ""
 
 
-def _are_epochs(writes: list[Written], numbers: list[int], counters: list[_Counter]) -> bool:
+def _are_epochs(
+    seen: TrialFindings, watch: TrialRun, writes: list[Written], numbers: list[int], counters: list[_Counter]
+) -> bool:
     """Whether the numbers of names are the epochs that were told when they were written."""
-    for each in counters:
-        told = [each.told_by(write.began) for write in writes]
-        close = sum(at is not None and abs(at - number) <= 1 for at, number in zip(told, numbers, strict=False))
-        if each.is_epoch and close > len(numbers) / 2:
+    read = tuple(
+        (at, place.epoch) for at, place in seen.places(watch) if place.step is None and place.epoch is not None
+    )
+    for told in (read, *(each.told for each in counters if each.is_epoch)):
+        by_then = ([number for at, number in told if at <= write.began + 0.05][-1:] for write in writes)
+        close = sum(abs(at[0] - number) <= 1 for at, number in zip(by_then, numbers, strict=False) if at)
+        if close > len(numbers) / 2:
             return True
     return False
 
@@ -344,7 +382,7 @@ def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint
     if number is None:
         return None
     start = Counting(unit=unit, first=places[0][1] if places else None, newest=newest)
-    config = seen.checkpoint.config([seen.line.regex] if seen.line is not None else [])
+    config = seen.checkpoint.config(seen.patterns)
     return ResumeCheck(config, Commit(step=number, config_sha256="", goes_on_from=number), restored, start)
 
 

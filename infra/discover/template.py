@@ -56,6 +56,8 @@ class Trial:
     resume: str = ""  # what the second start gets beside it, with {checkpoint}, {step} and {epoch}
     workdir: str = ""  # in the words of job.workdir
     environment: dict[str, str] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()  # patterns of lines that tell where it is, as the code and its framework say them
+    every: str = ""  # the setting by which the command saves more often than it is meant to
 
 
 def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
@@ -394,6 +396,12 @@ class _Writer:
         else:
             self.known(f"{where}: it saves into the folder that it starts in, so it starts in {{checkpoints}}")
             place.workdir = f"  workdir: '{{checkpoints}}'   # {where}: it saves into the folder that it starts in"
+            if (own := self.found.names_own) is not None:
+                place.workdir = (
+                    f"  workdir: '{{checkpoints}}'   # CHECK: {where} saves where it starts, and {own.where}"
+                )
+                place.workdir += f" looks for {own.value} there"
+                self.unknown(f"{own.where}: it looks for {own.value} in the folder that it starts in: job.workdir")
             if not start.through and not start.is_module:
                 there = {each for each in typed.split() if each[0] not in "-/{" and (self.found.folder / each).exists()}
                 return " ".join(f"{{code}}/{e.removeprefix('./')}" if e in there else e for e in typed.split())
@@ -603,9 +611,9 @@ class _Writer:
 
     def small(self, command: str, interval: int, total: int | None) -> str:
         """The command, small enough for a laptop's CPU as far as its settings are known; `total`: None leaves it."""
-        settings, every, plan = self.settings, self.plan.every, self.plan
+        settings, every = self.settings, self.plan.every
         wanted: list[tuple[Setting | None, object]] = [
-            (plan.total.setting if plan.total is not None and total is not None else None, total),
+            (self.asked.setting if self.asked is not None and total is not None else None, total),
             (every.setting if self.can_say_every else None, interval),
             *((settings.first(each), value) for each, value in ((LOG_EVERY, 1), (DEVICE, "cpu"), (BACKEND, "gloo"))),
         ]
@@ -620,6 +628,11 @@ class _Writer:
         return f"{command} {_HF_ON_CPU}" if is_script else command
 
     @property
+    def asked(self) -> Total | None:
+        """How long it trains, or what would say so where the training has no end of its own."""
+        return self.plan.total or self.found.total
+
+    @property
     def can_say_every(self) -> bool:
         """Whether the command line says how often it saves, as a number."""
         setting = self.plan.every.setting
@@ -628,7 +641,7 @@ class _Writer:
 
     def rehearsal(self, command: str) -> Iterator[str]:
         """The lines of a rehearsal's section."""
-        plan, total, every = self.plan, self.plan.total, self.plan.every
+        plan, total, every = self.plan, self.asked, self.plan.every
         counts_epochs, check = total is not None and total.unit == "epoch", ""
         interval = every.count or REHEARSED_EVERY
         if self.can_say_every or every.count is None:
@@ -643,12 +656,14 @@ class _Writer:
                 (total.count if total is not None else 0) or count,
                 "   # CHECK: as many as that command does",
             )
-            trains = f", and trains all {total.count} of {total.where} there" if total is not None else ""
+            trains = f", and trains all {total.count} of {total.where} there" if total and total.count else ""
             self.unknown(f"how a rehearsal gets fewer steps: the script takes no count from its command line{trains}")
         resume = self.found.resume.value if self.found.resume else ""
         self.made.trial = Trial(
             command=tried, resume=resume, workdir="{checkpoints}" if self.place.workdir else "",
             environment={**(self.row.environment if self.row else {}), **self.place.environment},
+            every=every.setting.name if every.setting is not None and self.can_say_every else "",
+            lines=(*(self.row.patterns if self.row else ()), *(each.regex for each in self.found.lines)),
         )  # fmt: skip
         yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
         if not any((self.found.folder / name / "bin").is_dir() for name in ENVIRONMENTS):

@@ -34,7 +34,7 @@ def trial(
         sandbox = Sandbox(Path(scratch).resolve(), folder)
         sandbox.copy()
         first = sandbox.start(trying.command, trying.workdir, trying.environment, seconds, ask=True)
-        learn(seen, first)
+        learn(seen, first, trying.lines)
         if seen.checkpoint is not None:
             _start_again(sandbox, trying, seen, seen.checkpoint, first, min(seconds, AGAIN_S), say)
     seen.seconds = round(time.monotonic() - began, 1)

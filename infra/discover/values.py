@@ -32,7 +32,7 @@ _UNITS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
             r"|(?:^|_)(?:niter|itr|it|(?:iter_|cur_)?n(?:um|img)|num_updates?|num_timesteps|kimg)$"
         ),
     ),
-    ("epoch", re.compile(r"(?:^|_)(?:epochs?|ep)(?:$|_)")),
+    ("epoch", re.compile(r"(?:^|_)epochs?(?:$|_)|(?:^|_)ep(?:$|_(?:num|idx|id|i|no))")),
     ("batch", re.compile(r"(?:^|_)(?:batch|bi)(?:$|_(?:idx|id|i|num))|n_batch")),
 )
 _JOIN = {"join", "joinpath", "Path", "PurePath", "PosixPath"}

@@ -18,6 +18,10 @@ KEPT_AS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".npy", ".pkl
 SHOWN = 3
 MOST = 10_000  # new files of a folder that are looked at
 TEMPORARY = re.compile(r"tmp|temp|part|lock|^\.", re.IGNORECASE)
+NO_CHECKPOINT = re.compile(  # what trainings write beside their checkpoints, by its path
+    r"(^|/)(__pycache__|\.git|wandb|\.cache|mlruns|\.ipynb_checkpoints)/|\.pyc$|tfevents|\.lock$|\.log$|\.csv$|\.txt$|\.md$"
+    r"|\.(ya?ml|html|png|jpe?g|gif|svg|pdf|mp4|wav)$|metrics|history|\.tmp$|~$|\.part$"
+)
 
 
 class Search:
@@ -51,7 +55,7 @@ class Search:
             if (place := self._matching(path)) is not None:
                 return f"{_shown(path, self._folders.user)} was written, where nobody looks: {self._cure(place)}"
         inside = [path.relative_to(self._folder).as_posix() for path in written if path.is_relative_to(self._folder)]
-        if inside:
+        if inside := [name for name in inside if not NO_CHECKPOINT.search(name)]:
             each, is_counted = pattern_of(inside)
             more = "" if is_counted else ", rewritten: true"
             return (

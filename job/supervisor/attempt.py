@@ -241,6 +241,7 @@ class Supervisor:
 
     def _go_on_from(self, manifest: Manifest | None) -> None:
         self.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
+        self._seen_save = (self.resumed_step, self.clock())
         # Before anything may end this attempt: it prunes what it does not know of.
         self._patiently(lambda: self.publisher.resumed(manifest), BEST)
         if manifest is not None:

@@ -69,6 +69,21 @@ def main():
         writer.save(epoch)
 main()
 """
+ENDLESS = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--max_steps", type=int, default=-1)
+args = parser.parse_args()
+step, table = 0, torch.load("table.bin")
+while True:
+    loss.backward(); optimizer.step()
+    step += 1
+    print(f"step {step} last {ep_reward:.2f}")
+    if step % 500 == 0:
+        torch.save({"step": step}, "newest.pt")
+    if args.max_steps >= 0 and step >= args.max_steps:
+        break
+"""
 LIBRARY = """
 import os, torch
 def fit(options):
@@ -517,5 +532,33 @@ CASES: dict[str, CodeCase] = {
         expects={"job.checkpoint.format": "^none$", "job.work.steps": "^300$"},
         says=("nothing that it runs saves",),
         silent=("CHECK: allowed",),
+    ),
+    "an option -n of a script is no number of processes, and no rounds are asked for by default": CodeCase(
+        files={
+            "t.py": script(
+                "torch.save({'step': step}, f'{args.dest}/{step}.pt')",
+                arguments='parser.add_argument("-n", "--n-timesteps", type=int, default=-1)',
+                before="step = args.n_timesteps",
+                bound="args.n_timesteps",
+            )
+        },
+        command="python t.py -n 20000",
+        expects={
+            "job.command": "-n 20000",
+            "job.work.steps": "^20000$",
+            "rehearsal.job.command": "--n-timesteps 150",
+            "fleet.instance_types": "g6e.2xlarge",
+        },
+    ),
+    "a training that ends only where it is asked to is rehearsed by that": CodeCase(
+        files={"t.py": ENDLESS, "table.bin": "1"},
+        expects={
+            "job.work": None,
+            "job.checkpoint.each": r"^newest\.pt$",
+            "job.workdir": r"^\{checkpoints\}$",
+            "job.progress.stdout": r"^(?!.*P<epoch>).*P<step>",
+            "rehearsal.job.command": "--max_steps 1500",
+        },
+        says=(r"workdir: '\{checkpoints\}'   # CHECK: .*t\.py:\d+ looks for table\.bin there",),
     ),
 }

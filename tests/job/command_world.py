@@ -127,11 +127,11 @@ class CommandJob:
         finally:
             kill(process)
 
-    def wait_for(self, what: str, seen: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    def wait_for(self, seen: Callable[[], object], process: subprocess.Popen[bytes], what: str = "its turn") -> None:
         wait_for(what, seen, process=process, log=lambda: self.log)
 
     def wait_for_line(self, text: str, process: subprocess.Popen[bytes]) -> None:
-        self.wait_for(f"{text!r} in its log", lambda: text in self.log, process)
+        self.wait_for(lambda: text in self.log, process, f"{text!r} in its log")
 
     def tell(self, message: Message) -> None:
         message.write(self.workdir)

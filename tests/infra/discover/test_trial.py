@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from discover_cases import script
 
 from gpufleet.infra import cli
-from gpufleet.infra.discover.seen import TrialFindings
-from gpufleet.infra.discover.template import Trial
+from gpufleet.infra.discover.sandbox import TrialRun, Written
+from gpufleet.infra.discover.script import look
+from gpufleet.infra.discover.seen import TrialFindings, learn, with_seen
+from gpufleet.infra.discover.template import Trial, draft
 from gpufleet.infra.discover.trial import trial
 from gpufleet.infra.errors import GpufleetError
 
@@ -129,3 +132,72 @@ def test_the_file_that_is_written_has_what_was_seen_beside_each_key(
     for key in ("each", "saves", "P<step>"):
         (line,) = [each for each in text.splitlines() if f"{key}:" in each or (key == "P<step>" and key in each)][:1]
         assert "seen" in line
+
+
+EPOCH_LINE = r"Train: (?P<epoch>\d+) \[ *(?P<batch>\d+)/(?P<batches>\d+)\]"
+KEEP = 'parser.add_argument("--keep", default="model.pt")'
+EVERY = 'parser.add_argument("--save_every", type=int, default=50)'
+SAVES_EVERY = script("torch.save({}, f'{args.dest}/{step}.pt')", arguments=EVERY).replace("% 50", "% args.save_every")
+
+
+def watched(names: list[str], *, epochs: int = 3) -> TrialRun:
+    """A start that tells its epoch and batch in columns, and writes one of the names after each epoch."""
+    lines = [(10.0 * e + b, f"Train: {e} [{b:>4}/9]  Loss {e + 9.5:6.2f}") for e in range(epochs) for b in range(1, 10)]
+    writes = [Written(name=name, at=10.0 * e + 9.5, began=10.0 * e + 9.5, bytes=9) for e, name in enumerate(names)]
+    return TrialRun(lines=lines, writes=writes)
+
+
+@pytest.mark.parametrize(
+    ("names", "epochs", "name", "every"),
+    [
+        ([f"checkpoints/20261128-0101-net/at-{e}.pt" for e in range(3)], 3, "*/at-{epoch}.pt", 1),
+        ([f"checkpoints/ppo/net_1/at-{e}.pt" for e in range(3)], 3, "ppo/net_*/at-{epoch}.pt", 1),
+        (["checkpoints/last.pt"] * 3, 3, "last.pt", 1),
+        (["checkpoints/best.pt"] * 3, 30, "best.pt", None),  # not since it was best
+        (["checkpoints/best.pt"] * 2, 2, "best.pt", None),
+        ([f"checkpoints/plot-{e}.pdf" for e in range(3)], 3, None, None),
+    ],
+)
+def test_patterns_that_were_read_tell_which_epoch_a_file_is_of(
+    names: list[str], epochs: int, name: str | None, every: int | None
+) -> None:
+    seen = TrialFindings()
+    learn(seen, watched(names, epochs=epochs), [EPOCH_LINE])
+    kept = seen.checkpoint
+    assert (kept and kept.name, kept and kept.every) == (name, every)
+    assert kept is None or kept.unit == "epoch"
+
+
+def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
+    seen = TrialFindings()
+    learn(seen, TrialRun(lines=[(row / 100, f"| {row} | net.{row} | 12 K |") for row in range(9)]), [])
+    assert seen.line is None
+
+
+@pytest.mark.parametrize(
+    ("files", "command", "written", "expected"),
+    [
+        ({"t.py": script("torch.save({'step': step}, 'last.pt')")}, "python t.py",
+         "checkpoints/last.pt", ("workdir: '{checkpoints}'", "command: 'python {code}/t.py'")),
+        ({"t.py": script("torch.save({'step': step}, args.keep)", arguments=KEEP)}, "python t.py",
+         "checkpoints/model.pt", ("--keep {checkpoints}/model.pt'",)),
+        ({"sub/t.py": script("torch.save({'step': step}, 'saved/last.pt')")}, "cd sub && python t.py",
+         "code/sub/saved/last.pt", ("folder: sub/saved ",)),
+        ({"t.py": SAVES_EVERY},
+         "python t.py --save_every 200", "checkpoints/{}.pt", ("every: {steps: 200}",)),
+    ],
+)  # fmt: skip
+def test_what_was_tried_keeps_the_place_and_the_interval_that_were_typed(
+    tmp_path: Path, files: dict[str, str], command: str, written: str, expected: tuple[str, ...]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found, seen = look(tmp_path, command), TrialFindings()
+    made = draft("mine", found, folder="../mine", command=command)
+    assert made.trial is not None
+    learn(seen, watched([written.format(10 * e) for e in (1, 2, 3)]), made.trial.lines)
+    assert seen.checkpoint is not None
+    with_seen(found, seen, made.out, made.trial)
+    text = draft("mine", found, folder="../mine", command=command).text
+    assert [each for each in expected if each not in text] == []

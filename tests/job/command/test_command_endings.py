@@ -181,7 +181,7 @@ def test_a_command_that_does_not_resume_ends_the_run_within_a_logging_interval(t
     deaf = {**told, "resume": {"args": "", "env": None, "check": "step"}}
     job = CommandJob(tmp_path / "w", deaf)
     process = job.start()
-    job.wait_for("a checkpoint", job.steps, process)
+    job.wait_for(job.steps, process, "a checkpoint")
     kill(process)
     (restored,) = job.steps()
     began = len(job.log)
@@ -228,7 +228,7 @@ def test_a_command_deaf_to_a_limit_is_gone_after_its_grace(tmp_path: Path, comma
     process = job.start()
 
     def stop() -> None:
-        job.wait_for(f"{count} processes", lambda: job.log.count("begun") == count, process)
+        job.wait_for(lambda: job.log.count("begun") == count, process, f"{count} processes")
         job.tell(Stop(reason="max_usd", save=True, ends=True))
 
     assert job.finish(process, stop) == 75, job.log
@@ -250,7 +250,7 @@ def test_a_notice_is_passed_on_only_where_that_can_save(
         job.tell(Stop(reason="notice", save=fits, deadline=time.time() + 3600))
         if not signalled:  # it trains on: its own save may still become whole
             plan = "host: stop (notice): no signal"
-            job.wait_for("more steps", lambda: job.log.partition(plan)[2].count("\nstep ") > 20, process)
+            job.wait_for(lambda: job.log.partition(plan)[2].count("\nstep ") > 20, process, "more steps")
             kill(process)
 
     assert job.finish(process, stop) == (75 if signalled else -signal.SIGKILL), job.log

@@ -24,7 +24,7 @@ def test_a_clock_that_is_set_ends_no_command_and_changes_no_checkpoint(tmp_path:
     process = job.start()
 
     def set_clock() -> None:
-        job.wait_for("step 5", lambda: job.metrics() and job.metrics()[-1]["step"] >= 5, process)
+        job.wait_for(lambda: job.metrics() and job.metrics()[-1]["step"] >= 5, process, "step 5")
         (tmp_path / "ahead").write_text(str(by_s))
 
     assert job.finish(process, set_clock) == 0, job.log
@@ -72,7 +72,7 @@ def test_a_node_that_has_failed_is_held_until_somebody_ends_it(tmp_path: Path) -
     process = job.start()
 
     def end() -> None:
-        job.wait_for("the alarm", lambda: Alarm.read(job.workdir), process)
+        job.wait_for(lambda: Alarm.read(job.workdir), process, "the alarm")
         job.tell(Stop(reason="stopped", ends=True))
 
     assert job.finish(process, end) == 65, job.log

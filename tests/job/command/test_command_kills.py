@@ -35,14 +35,14 @@ def killed(tmp_path: Path, name: str, kills: int) -> CommandJob:
     while done < kills:
         began, process = time.time(), job.start()
         try:
-            job.wait_for("a step", partial(has_stepped, job, began), process)
+            job.wait_for(partial(has_stepped, job, began), process, "a step")
             for _ in range(min(10, kills - done)):
                 time.sleep(draw.uniform(0.3, longest_s))
                 left = [each for each in processes.descendants(process.pid) if is_script(each)]
                 if draw.random() < 0.8:
                     end(left)
                     done += 1
-                    job.wait_for("the end of the script", partial(none_is_script, left), process)
+                    job.wait_for(partial(none_is_script, left), process, "the end of the script")
                     check(job)
                 else:
                     break
@@ -88,7 +88,7 @@ def put_back_is_whole(job: CommandJob) -> None:
     commits, began, started = job.commits(), len(job.log), time.time()
     process = job.start()
     try:
-        job.wait_for("a step", partial(has_stepped, job, started), process)
+        job.wait_for(partial(has_stepped, job, started), process, "a step")
     finally:
         kill(process)
     restored = re.findall(r"restored step ([0-9,]+)", job.log[began:])

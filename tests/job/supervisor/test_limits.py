@@ -50,6 +50,16 @@ def test_a_job_that_saves_only_by_itself_ends_with_its_last_checkpoint_before_a_
     assert bench.json("done.json")["reason"] == "max_hours"
 
 
+def test_a_checkpoint_that_a_node_is_given_is_no_save_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies between it and the node's start is no interval that a limit could come into."""
+    bench = interrupted(tmp_path)
+    monkeypatch.setattr(GrowthConfig, "saves_on_signal", False)
+    assert bench.attempt("i-2").run() == 0
+    assert bench.json("done.json")["reason"] == "finished"
+
+
 def test_an_untold_spot_price_is_counted_at_its_ceiling_and_said_in_log_heartbeat_and_receipt(tmp_path: Path) -> None:
     bench = Bench(tmp_path, limits={"max_usd": "0.0900", "max_hours": "2", "deadline": None})
     bench.spot_price = None  # at 0.36 an hour the cap would not be met
