@@ -122,6 +122,8 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     views = list(rehearsal.watch.views.values())
     told = sum(view.observed.told for view in views)
     yield Promise(name=f"lines that tell its {_unit(config)}", figure=f"from {told} of {len(views)} nodes", held=True)
+    if definition.nodes > 1 and not rehearsal.stand_in:
+        yield trains_together([view.observed for view in views])
     nodes = [each.observed for each in evidence.resumptions() if each.observed.resumes]
     if nodes and not rehearsal.stand_in:
         yield resumes(nodes)
@@ -143,6 +145,18 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     if notices and not rehearsal.stand_in:
         figure = advice(notices, config.steps_between_saves(), config.saves_on_signal)
         yield Promise(name="saves on the signal of a notice", figure=figure, held=True)
+
+
+def trains_together(nodes: Sequence[Observed]) -> Promise:
+    """Whether the ranks of several nodes met. Nodes that train alone have ended the run, where that shows."""
+    name, figure = "nodes train together", next((each.met for each in nodes if each.met), "")
+    if figure:
+        return Promise(name=name, figure=figure, held=True)
+    figure = (
+        "not shown: no process of the command was started with WORLD_SIZE, from which the number of ranks is read; a"
+        " launcher such as torchrun sets it, or job.env: {WORLD_SIZE: '{ranks}'}, where your script reads it"
+    )
+    return Promise(name=name, figure=figure, held=False, shown=False)
 
 
 def resumes(nodes: Sequence[Observed]) -> Promise:

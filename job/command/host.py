@@ -225,6 +225,8 @@ class Host:
             if code is not None or now >= calm_at + CALM_S:
                 calm_at = now
                 self._prune()
+                if what != SETUP and self.is_there and self.place is not None and start.meeting.is_open:
+                    start.meeting.look(self.place.world())
                 left_at = self._leftover(start, code, now, left_at)
                 if code is not None and left_at is None:
                     break

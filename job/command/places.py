@@ -45,13 +45,14 @@ exec sh -ec {command}
 class Place(Protocol):
     """Where the first process is. `poll`: whether it is there yet; from then on `alive` gives the ids of the processes
     below it, `send` a signal by its name to those that it is for, and how many these are, `kill` whether all of them
-    could be ended. Each raises GoneError.
+    could be ended, `world` what processes.world gives. Each raises GoneError.
     """
 
     def poll(self) -> bool: ...
     def alive(self) -> list[int]: ...
     def send(self, signal: str) -> int: ...
     def kill(self) -> bool: ...
+    def world(self) -> tuple[int, int] | None: ...
     def close(self) -> None: ...
 
 
@@ -180,6 +181,10 @@ class WatchedContainer(NodeContainer):
     def kill(self) -> bool:
         return bool(self._ask("kill"))
 
+    def world(self) -> tuple[int, int] | None:
+        seen: list[int] | None = self._ask("world")
+        return None if seen is None else (seen[0], seen[1])
+
     def close(self) -> None:
         if self._watcher is not None:
             self._watcher.close()
@@ -229,6 +234,9 @@ class GuardedProcesses:
 
     def kill(self) -> bool:
         return processes.kill(self._first)
+
+    def world(self) -> tuple[int, int] | None:
+        return processes.world(self._first)
 
     def close(self) -> None:
         self._guard.terminate()

@@ -29,6 +29,13 @@ KILLED = 137
 SOCKET = "socket"  # in the folder at which questions are answered
 ANSWER_S = 60.0
 FIRST_PROCESS = "GPUFLEET_FIRST_PROCESS"  # its id, in a rehearsal, whose containers share the machine's
+# By these variables torchrun, accelerate, DeepSpeed and Lightning, then Open MPI, MVAPICH, MPICH and Intel MPI tell a
+# rank how many there are, which one it is, and the same of its node; the first that is set counts.
+SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+BY_ACCELERATE = {"ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_MODE"}  # of the one that `accelerate launch` starts by itself
 
 
 def descendants(first: int) -> list[int]:
@@ -113,6 +120,42 @@ def _rank(pid: int) -> bytes | None:
     return b" ".join(sorted(found)) or None
 
 
+def world(first: int) -> tuple[int, int] | None:
+    """The number of ranks that the processes below `first` were told of when they were started, and how many of these
+    are here. None: no environment tells, as where a script sets its own once it runs.
+
+    A shell or a launcher may have numbers of its own, which it replaces for the ranks that it starts; they do not
+    count.
+    """
+    parents, replaced = _parents(), set[int]()
+    numbers = {pid: found for pid in descendants(first) if (found := _numbers(pid)) is not None}
+    for pid in reversed(numbers):
+        parent = parents.get(pid, 0)
+        if pid in replaced or numbers.get(parent) != numbers[pid]:
+            replaced.add(parent)
+    ranks = {found for pid, found in numbers.items() if pid not in replaced}
+    size = max((each[0] for each in ranks), default=0)
+    if not size:
+        return None
+    ranks = {each for each in ranks if each[0] == size}
+    by_rank = len({rank for _, rank, _, _ in ranks})
+    return size, max(by_rank, *(max(local_size or 0, (local or 0) + 1) for _, _, local_size, local in ranks))
+
+
+def _numbers(pid: int) -> tuple[int, int | None, int | None, int | None] | None:
+    """Number of ranks, rank, and of the node number of ranks and rank, as the process was started with them."""
+    lines = _read(pid, "environ").decode("utf-8", "replace").split("\0")
+    variables = dict(line.split("=", 1) for line in lines if "=" in line)
+
+    def number(names: tuple[str, ...]) -> int | None:
+        return next((int(variables[name]) for name in names if variables.get(name, "").isdecimal()), None)
+
+    size = number(SIZE)
+    if size is None and variables.keys() >= BY_ACCELERATE and "ACCELERATE_USE_DEEPSPEED" not in variables:
+        return 1, 0, 1, 0
+    return None if not size else (size, number(RANK), number(LOCAL_SIZE), number(LOCAL_RANK))
+
+
 def _read(pid: int, name: str) -> bytes:
     with suppress(OSError):
         return (PROC / str(pid) / name).read_bytes()
@@ -175,7 +218,7 @@ def guard(parent: int, argv: list[str], die: Callable[[int], None] = os._exit) -
 
 def watch(folder: Path, first: int) -> NoReturn:
     """Answers questions about the processes below `first`, a line each, until it is ended."""
-    answers: dict[str, Callable[..., object]] = {"alive": descendants, "send": send, "kill": kill}
+    answers: dict[str, Callable[..., object]] = {"alive": descendants, "send": send, "kill": kill, "world": world}
     with suppress(FileNotFoundError):
         (folder / SOCKET).unlink()
     with socket.socket(socket.AF_UNIX) as listening:

@@ -12,6 +12,7 @@ from gpufleet.job.command.elsewhere import Search
 from gpufleet.job.command.endings import End, Verdict, judge
 from gpufleet.job.command.given import Folders, progress_file
 from gpufleet.job.command.lines import Counting
+from gpufleet.job.command.meeting import Meeting
 from gpufleet.job.command.output import Output
 from gpufleet.job.command.progress import StepReader
 from gpufleet.job.command.resumption import ResumeCheck
@@ -46,6 +47,7 @@ class CommandStart:
         progress.begin(self.restored, self._progress_file)
         self.begin()
         self._resumption: ResumeCheck | None = None
+        self.meeting = Meeting(nodes=int(values["nodes"]), gpus=int(values["gpus"]), clock=clock)
         self._follows = str(values["node_rank"]) != "0"
         if self.restored is not None and not self._follows:
             kept = Counting.from_json(self.restored.lines, config.unit, config.work.steps_per_epoch)
@@ -60,9 +62,11 @@ class CommandStart:
 
     @property
     def refusal(self) -> str:
-        """How it does not go on from what was restored; empty: it does, or nothing shows."""
+        """Why no start of it can be right: it does not go on from what was restored, or each node trains alone. Empty:
+        it may be, or nothing shows.
+        """
         found = self._resumption
-        return found.why if found is not None and found.verdict == "begins anew" else ""
+        return self.meeting.why or (found.why if found is not None and found.verdict == "begins anew" else "")
 
     def look(self, *, commit: bool = True) -> str:
         """Looks at its files and lines. Why it must not go on; empty: it may. `commit`: what it saves may be taken."""
@@ -89,6 +93,8 @@ class CommandStart:
         self._progress.poll()
         self._progress.flush()
         is_own = code == 0 and not why
+        if is_own and self.leaving is None:
+            self.meeting.settle()
         anew = self._checkpoints.written_anew(self._checkpoints.find())
         if self._resumption is not None:
             self._resumption.look(anew, self._progress.first, is_over=is_own)
@@ -154,6 +160,7 @@ class CommandStart:
             restored=None if self.restored is None else self.restored.step,
             resumes="" if self._resumption is None else self._resumption.verdict,
             why="" if self._resumption is None else self._resumption.why,
+            met=self.meeting.figure,
             elsewhere="" if there else self._search.look(now, at_once=is_over),
         )
         if seen == self._observed and not is_over:

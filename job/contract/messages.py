@@ -272,6 +272,7 @@ class Observed(Message):
     resumes: str = ""  # goes on, begins anew, not shown; empty: it was given none
     why: str = ""
     elsewhere: str = ""  # what it has written where nobody looks, and the line to add
+    met: str = ""  # the ranks of several nodes that train together; empty: they were not seen
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
@@ -285,6 +286,7 @@ class Observed(Message):
             resumes=fields.take("resumes", reading.text, ""),
             why=fields.take("why", reading.text, ""),
             elsewhere=fields.take("elsewhere", reading.text, ""),
+            met=fields.take("met", reading.text, ""),
         )
 
 

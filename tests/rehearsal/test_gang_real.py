@@ -22,6 +22,7 @@ from gang_run import IMAGE, GangRun, cloud_of_two, dataset_of, tree_of
 from safetensors.torch import load
 
 from gpufleet.job.contract import bucket
+from gpufleet.job.contract.messages import Observed
 from gpufleet.job.experiments.engine import __main__ as trainer
 from gpufleet.job.experiments.engine import parallel
 
@@ -153,10 +154,13 @@ def test_a_script_of_one_s_own_trains_on_two_nodes_of_which_one_is_noticed(saves
         done = run.json(bucket.DONE)
         content = run.store.get_bytes("final/weights.pt")
         made = run.generations()
+        seen = Observed.read(run.workdir(first[0]))
         places = bucket.published(entry.key for entry in run.store.entries(bucket.CHECKPOINTS))
         manifest = run.json(places[-1].manifest)
     assert done["reason"] == "finished", done
     assert [each["members"][0] for each in made] == [first[0]] * 2
+    assert seen is not None
+    assert seen.met == "2 ranks, 1 of them on one node"
     assert [place.generation for place in places] == [2] * len(places)
     assert (manifest["nodes"], manifest["world_size"]) == (2, 2)
     assert [len(part["files"]) for part in manifest["parts"]] == [0 if saves == "rank 0" else 1]

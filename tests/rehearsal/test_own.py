@@ -263,6 +263,18 @@ def test_what_is_not_shown_is_never_all_that_held() -> None:
     )
 
 
+def test_nodes_whose_ranks_nobody_saw_are_not_said_to_train_together() -> None:
+    met, unseen = (
+        own.trains_together([Observed(), Observed(met="2 ranks")]),
+        own.trains_together([Observed(), Observed(lines=9)]),
+    )
+    assert (met.figure, met.held) == ("2 ranks", True)
+    assert not unseen.is_broken
+    assert report.closing([unseen], 80.0).startswith(
+        "NOT SHOWN, after 80 s: nodes train together: not shown: no process"
+    )
+
+
 UNREAD = ("ep 3 of 9", "ep 4 of 9")
 
 

@@ -1,0 +1,60 @@
+"""Whether the ranks that a command starts on several nodes meet, by the numbers that its launcher has given them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpufleet.job.kind.command import STATIC
+from gpufleet.job.text import counted
+
+STABLE_S = 10.0  # for which the numbers stay the same, so that all ranks of a node are there
+FLAGS = (
+    f"With torchrun write {STATIC}; with accelerate, --num_machines {{nodes}} --machine_rank {{node_rank}}"
+    " --main_process_ip {master} --main_process_port {port} --num_processes {ranks} (it starts none on a CPU: rehearse"
+    " with torchrun in its place); a script without a launcher reads RANK, WORLD_SIZE, MASTER_ADDR and"
+    " MASTER_PORT, which job.env sets from {node_rank}, {ranks}, {master} and {port}. What only prepares a node belongs"
+    " in job.setup, which is not looked at"
+)
+
+
+class Meeting:
+    """One start of a command on one of `nodes` nodes with `gpus` GPUs each. With one node nothing is asked."""
+
+    def __init__(self, *, nodes: int, gpus: int, clock: Callable[[], float]) -> None:
+        self._nodes, self._gpus, self._clock = nodes, gpus, clock
+        self._size, self._here, self._since = 0, 0, 0.0
+        self.is_open = nodes > 1
+        self.why = ""  # why the command is refused
+
+    def look(self, seen: tuple[int, int] | None) -> None:
+        """Takes the number of all ranks and of those of this node (processes.world), once they stay the same."""
+        if seen is not None:
+            size, here = seen
+            if size == self._size:  # ranks of a node start, and end, one after the other
+                here = max(here, self._here)
+            if (size, here) != (self._size, self._here):
+                self._size, self._here, self._since = size, here, self._clock()
+        if self._size and self._clock() >= self._since + STABLE_S:
+            self.settle()
+
+    def settle(self) -> None:
+        """What was seen last is what there is."""
+        if self.is_open and self._size:
+            self.is_open = False
+            if not self._meets:
+                here = self._here if self._size < self._nodes * self._here else self._gpus
+                self.why = (
+                    f"{counted(self._size, 'rank')} met where {self._nodes * here} are expected, {here} on each of"
+                    f" {self._nodes} nodes: each node trains alone. {FLAGS}"
+                )
+
+    @property
+    def figure(self) -> str:
+        """The ranks that train together; empty: none were seen that do."""
+        return f"{self._size} ranks, {self._here} of them on one node" if self._size and self._meets else ""
+
+    @property
+    def _meets(self) -> bool:
+        """Whether there are as many ranks elsewhere as other nodes have; a node may have more or fewer than GPUs."""
+        least = self._nodes * self._here
+        return self._size == least or self._size >= max(least, self._nodes * self._gpus)

@@ -1,0 +1,149 @@
+"""Whether the ranks of several nodes meet, by what their processes were started with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_world import CommandJob, parameters
+from waiting import wait_for
+
+from gpufleet.job.command import processes
+from gpufleet.job.command.meeting import STABLE_S, Meeting
+from gpufleet.job.contract.messages import Fatal, Observed
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the environment of other processes is /proc's")
+
+ACCELERATE = "ACCELERATE_USE_CPU=True ACCELERATE_DYNAMO_MODE=default"
+RANK = "LOCAL_RANK={0} RANK={0} WORLD_SIZE=2 sleep 600"
+
+
+@pytest.mark.parametrize(
+    ("started", "seen"),
+    [
+        ("sleep 600", None),
+        ("env WORLD_SIZE=1 sleep 600", (1, 1)),
+        ("env WORLD_SIZE=4 RANK=2 sleep 600", (4, 1)),
+        ("env WORLD_SIZE=4 LOCAL_WORLD_SIZE=4 sleep 600", (4, 4)),
+        ("env WORLD_SIZE=2 LOCAL_RANK=1 sleep 600", (2, 2)),  # Lightning's first rank has no variables
+        (f"{{ env {RANK.format(0)} & env {RANK.format(1)} & wait; }}", (2, 2)),
+        ("env OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_SIZE=4 sleep 600", (8, 4)),
+        # What a launcher has replaced, below a shell in between, does not count.
+        ("env WORLD_SIZE=8 sh -c 'sh -c \"env WORLD_SIZE=1 sleep 600; true\"; true'", (1, 1)),
+        (f"env {ACCELERATE} sleep 600", (1, 1)),
+        (f"env {ACCELERATE} sh -c 'env WORLD_SIZE=4 RANK=0 sleep 600; true'", (4, 1)),
+        (f"env {ACCELERATE} ACCELERATE_USE_DEEPSPEED=true sleep 600", None),
+        ("env ACCELERATE_USE_CPU=1 sleep 600", None),  # anybody's, before torchrun has started a rank
+    ],
+)
+def test_a_world_is_what_the_innermost_processes_were_started_with(started: str, seen: tuple[int, int] | None) -> None:
+    process = subprocess.Popen(["sh", "-c", f"{started} & wait"])
+    count = started.count("sleep")
+    try:
+        wait_for("all of it to be there", lambda: _sleepers(process.pid) == count, process=process)
+        assert processes.world(process.pid) == seen
+    finally:
+        processes.kill(process.pid)
+        process.kill()
+        process.wait()
+
+
+def _sleepers(first: int) -> int:
+    return sum(processes._read(pid, "comm") == b"sleep\n" for pid in processes.descendants(first))
+
+
+class Looked:
+    """A meeting on a clock of its own."""
+
+    def __init__(self, nodes: int, gpus: int) -> None:
+        self.now = 100.0
+        self.meeting = Meeting(nodes=nodes, gpus=gpus, clock=lambda: self.now)
+
+    def look_after(self, seconds: float, seen: tuple[int, int] | None) -> str:
+        self.now += seconds
+        self.meeting.look(seen)
+        return self.meeting.why
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "seen", "why"),
+    [
+        (2, 1, (1, 1), "1 rank met where 2 are expected, 1 on each of 2 nodes: each node trains alone. With torchrun"),
+        (2, 8, (1, 1), "1 rank met where 2 are expected"),
+        (2, 8, (8, 8), "8 ranks met where 16 are expected, 8 on each of 2 nodes"),
+        (2, 8, (8, 1), "8 ranks met where 16 are expected"),  # the others of this node are not seen
+        (2, 1, (2, 2), "2 ranks met where 4 are expected"),  # a rehearsal starts more than one a node
+        (4, 8, (16, 8), "16 ranks met where 32 are expected"),  # two by two
+        (2, 1, (2, 1), ""),
+        (2, 8, (16, 8), ""),
+        (2, 8, (16, 3), ""),
+        (2, 8, (8, 4), ""),  # on half of its GPUs
+        (2, 8, (2, 1), ""),  # one process for all GPUs of its node
+        (1, 8, (4, 1), ""),
+    ],
+)
+def test_ranks_that_are_all_on_one_node_train_alone(nodes: int, gpus: int, seen: tuple[int, int], why: str) -> None:
+    looked = Looked(nodes, gpus)
+    assert looked.look_after(0, seen) == ""
+    assert looked.look_after(STABLE_S - 1, seen) == ""
+    assert looked.look_after(1, seen).startswith(why)
+    assert bool(looked.meeting.why) is bool(why)
+    assert bool(looked.meeting.figure) is (not why and nodes > 1)
+
+
+def test_ranks_that_start_one_after_the_other_have_time_and_those_that_met_are_not_looked_at_again() -> None:
+    looked = Looked(2, 8)
+    assert [looked.look_after(STABLE_S - 1, (8, here)) for here in (1, 2, 3)] == [""] * 3
+    assert looked.look_after(STABLE_S - 1, (8, 4)) == looked.look_after(1, None) == ""
+    assert looked.look_after(STABLE_S, (8, 1)) == ""  # three of them have ended
+    assert not looked.meeting.is_open
+    assert (
+        looked.look_after(STABLE_S, (1, 1)) == looked.look_after(STABLE_S, (1, 1)) == ""
+    )  # a rank starts a program of its own
+
+
+AT_ONCE = "from gpufleet.job.command import meeting\nmeeting.STABLE_S = 0.0\n"
+SEEN = """
+from gpufleet.job.command.meeting import Meeting
+look = Meeting.look
+def looked(self, seen):
+    look(self, seen)
+    if seen is not None:
+        open({path!r}, "w").close()
+Meeting.look = looked
+"""
+
+
+def on_two_nodes(folder: Path, command: str, *, changed: str = "", nodes: int = 2) -> CommandJob:
+    told = parameters(f"echo step 1 loss 1; {command}", checkpoint={"format": "none"}, work={"steps": 1}, gpus=1)
+    job = CommandJob(folder / "w", told, changed=changed)
+    job.environment = {"GPUFLEET_NODES": str(nodes), "GPUFLEET_NODE_RANK": "0"}
+    return job
+
+
+def test_a_command_whose_nodes_train_alone_is_ended_and_the_run_with_it(tmp_path: Path) -> None:
+    job = on_two_nodes(tmp_path, "exec env WORLD_SIZE=1 sleep 600", changed=AT_ONCE)
+    assert job.run() == 65, job.log
+    fatal = Fatal.read(job.workdir)
+    assert fatal is not None
+    assert "1 rank met where 2 are expected, 1 on each of 2 nodes: each node trains alone" in fatal.detail
+    assert "--nnodes {nodes} --node-rank {node_rank}" in fatal.detail
+    assert "--machine_rank {node_rank}" in fatal.detail
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "code", "met"),
+    [(2, 1, 65, ""), (2, 2, 0, "2 ranks, 1 of them on one node"), (1, 1, 0, "")],
+)
+def test_one_that_ends_before_it_is_sure_is_judged_by_what_was_seen(
+    tmp_path: Path, nodes: int, size: int, code: int, met: str
+) -> None:
+    seen = tmp_path / "seen"
+    wait = f"env WORLD_SIZE={size} sh -c 'until [ -e {seen} ]; do sleep 0.1; done'"
+    job = on_two_nodes(tmp_path, wait, changed=SEEN.format(path=str(seen)), nodes=nodes)
+    if nodes == 1:  # nobody looks
+        seen.touch()
+    assert job.run() == code, job.log
+    assert (Observed.read(job.workdir) or Observed(met="nothing")).met == met
