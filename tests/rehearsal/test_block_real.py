@@ -33,6 +33,7 @@ job:
   command: python train.py 5000 {{checkpoints}} {{node_rank}} {{master}} {{port}}
   image: public.ecr.aws/docker/library/python:3.13-slim
   code: {{folder: ../code}}
+  env: {{WORLD_SIZE: "{{ranks}}", RANK: "{{node_rank}}"}}
   gpus: 8
   checkpoint: {{each: "{{step}}.pt", every: {{steps: 20}}, size_gb: 0.001}}
   progress: {{stdout: 'step (?P<step>\\d+) loss (?P<loss>[\\d.]+)'}}
