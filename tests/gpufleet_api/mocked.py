@@ -21,9 +21,10 @@ class RememberingMonitor(mocks.MockMonitor):
 
     def RegisterResource(self, request: Any) -> Any:  # noqa: N802 - the protocol's name
         parent, provider = request.parent.rpartition("::")[2], request.provider.split("::")[-2:-1]
-        DECLARED.append({"type": request.type, "name": request.name, "parent": parent, "provider": provider})
-        DECLARED[-1]["tags"] = dict(request.object["tags"]) if "tags" in request.object else {}
-        DECLARED[-1]["boundary"] = dict(request.object).get("permissionsBoundary")
+        declared = {"type": request.type, "name": request.name, "parent": parent, "provider": provider}
+        declared["tags"] = dict(request.object["tags"]) if "tags" in request.object else {}
+        declared["boundary"] = dict(request.object).get("permissionsBoundary")
+        DECLARED.append(declared)  # whole: several threads are here at once
         return super().RegisterResource(request)  # type: ignore[no-untyped-call]
 
 
