@@ -18,6 +18,7 @@ from gpufleet.job.contract.aws import ENDED, FLEET_TAG, LAUNCHED, THERE
 from gpufleet.job.contract.bucket import FLEETS
 from gpufleet.job.contract.reading import epoch, iso
 
+LOOK_S = 1.0  # between two looks at a program that runs
 NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no network: minutes, not an hour
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
@@ -81,15 +82,29 @@ class Said:
 
 
 def ask(*command: str) -> Said:
-    """Its errors go to the boot log too, its standard output may be a secret."""
+    """Its errors go to the boot log too, its standard output may be a secret. A signal that comes as the program begins
+    is handled within LOOK_S; in one long wait Python would handle it only at the program's end, an image's say.
+    """
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        program = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as error:
         say(f"{command[0]}: {error.strerror}")
         return Said(127, "", f"{command[0]}: {error.strerror}")
-    out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    try:
+        printed = _printed(program)
+    except BaseException:
+        program.kill()
+        raise
+    out, err = (each.decode(errors="replace") for each in printed)
     log(err)
-    return Said(done.returncode, out.strip(), last_line(f"{out}\n{err}") if done.returncode else "")
+    return Said(program.returncode, out.strip(), last_line(f"{out}\n{err}") if program.returncode else "")
+
+
+def _printed(program: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Its output and its errors, once it has ended."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return program.communicate(timeout=LOOK_S)
 
 
 def answer(*command: str) -> str | None:
