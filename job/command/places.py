@@ -37,7 +37,7 @@ done
 """
 STEP_TEXT = """\
 . {folder}/{name}.env
-mkdir -p {start} && cd {start} || exit
+cd {start} 2>/dev/null || {{ mkdir -p {start} && cd {start}; }} || exit
 exec sh -ec {command}
 """
 

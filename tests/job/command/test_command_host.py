@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from command_world import FORMATS, PYTHON, CommandJob, of_format, parameters, wrong
+from command_world import FORMATS, PYTHON, CommandJob, kill, of_format, parameters, wrong
 
 from gpufleet.job.contract.messages import Alarm, Stop
 
@@ -54,6 +55,36 @@ def test_a_command_starts_in_the_folder_that_it_asks_for_and_may_save_there(tmp_
     job = CommandJob(tmp_path / "w", told)
     assert job.run() == 0, job.log
     assert job.steps()[-1] == 20
+
+
+SAVES_AT_ONCE = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1], "step-1")
+folder.mkdir()
+for name in ("w.bin", "done"):
+    (folder / name).write_text(name)
+print("step 1 loss 1", flush=True)
+time.sleep(5000)
+"""
+
+
+def test_what_a_command_saves_at_once_counts(tmp_path: Path) -> None:
+    """A process that has ended may have left cut what was written meanwhile; of ours none may seem to be such a one."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mkdir").write_text('#!/bin/sh\nsleep 1.5\nexec /bin/mkdir "$@"\n')
+    (tmp_path / "bin" / "mkdir").chmod(0o755)
+    checkpoint = {"each": ["step-{step}/"], "complete": "done"}
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "save.py").write_text(SAVES_AT_ONCE)
+    told = parameters(f"exec {PYTHON} save.py {{checkpoints}}", checkpoint=checkpoint)
+    job = CommandJob(tmp_path / "w", told, tmp_path / "code")
+    job.environment["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    process = job.start()
+    try:
+        job.wait_for(lambda: job.steps() or "does not count" in job.log, process, "a save")
+    finally:
+        kill(process)
+    assert job.steps() == [1], job.log
 
 
 def test_a_command_that_saves_nothing_begins_anew_after_a_crash_and_finishes(tmp_path: Path) -> None:
