@@ -112,7 +112,7 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
     elif seen.goes_on and found.resume is not None:
         found.resume = Finding(found.resume.value, seen.resume_evidence)
     elif seen.goes_on:
-        found.reads_itself = Finding("it goes on by itself", seen.resume_evidence)
+        found.reads_itself = Finding("it finds its checkpoint by itself", seen.resume_evidence)
     if seen.saves_on_signal is not None:
         found.saves_on_signal = Finding(str(seen.saves_on_signal).lower(), seen.signal_evidence)
 

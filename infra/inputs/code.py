@@ -89,9 +89,9 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
     for name, path in files.items():
         if path.is_symlink() and not _target_inside(path, folder):
             hint = (
-                f"{name} leads to {path.resolve()}: put a copy in its place, or name it under job.code.exclude. Data is"
+                f"{name} leads to {path.resolve()}: put a copy in its place, or name it under job.code.exclude."
+                " Data belongs under storage.inputs."
             )
-            hint += " storage.inputs."
             raise _refused(definition, code.folder, "a folder that holds all of its code", hint)
     return tree
 
