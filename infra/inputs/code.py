@@ -191,7 +191,9 @@ def _target_inside(link: Path, folder: Path) -> Path | None:
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Files and links by name: what git tracks or would, where it knows the folder, else all of it."""
+    """Files and links by name: what git tracks or would, where it knows the folder, else all of it; of virtual
+    environments nothing.
+    """
     return _named(_repositories(folder))
 
 
@@ -199,6 +201,8 @@ def _repositories(folder: Path, above: str = "") -> Iterator[tuple[str, Path, se
     """The folder and each repository of its own in it: how names in it begin, where it is, and the names."""
     listed = git.ask(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = {os.fsdecode(name) for name in listed.split(b"\0") if name} if listed else set(_walk(folder))
+    environments = tuple(name.removesuffix(_ENVIRONMENT) for name in names if name.endswith(f"/{_ENVIRONMENT}"))
+    names = {name for name in names if not name.startswith(environments)}
     yield above, folder, names
     for name in names:
         if (folder / name).is_dir() and not (folder / name).is_symlink():

@@ -95,6 +95,15 @@ def test_without_a_repository_all_is_shipped_but_caches_and_virtual_environments
     assert shipped(tmp_path) == {"train.py", "a/b.py"}
 
 
+def test_of_a_repository_a_virtual_environment_that_git_does_not_ignore_is_left_out(tmp_path: Path) -> None:
+    folder = mine(tmp_path, {"train.py": "1", ".venv/pyvenv.cfg": "", "a/venv/pyvenv.cfg": "", "a/venv.py": ""})
+    (folder / ".venv" / "bin").mkdir()
+    (folder / ".venv" / "bin" / "python").symlink_to("/usr/bin/env")  # which leads out of the folder
+    git(folder, "init", "-q")
+
+    assert shipped(tmp_path) == {"train.py", "a/venv.py"}
+
+
 @pytest.mark.parametrize("pattern", ["data", "data/", "data/*", "*.bin", "data/deep"])
 def test_a_pattern_leaves_out_a_file_or_a_folder_with_all_below_it(pattern: str, tmp_path: Path) -> None:
     mine(tmp_path, {"train.py": "1", "data/deep/x.bin": "2"})
