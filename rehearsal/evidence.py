@@ -199,7 +199,8 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
         figure=f"{counted[0]} with notice, {counted[1]} without",
         held=counted == (planned.with_notice, planned.without_notice),
     )
-    nodes = planned.with_notice + planned.without_notice + definition.nodes
+    lost = planned.with_notice + planned.without_notice
+    nodes = lost + definition.nodes
     yield Promise(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)
     for moment in rehearsal.timeline.select("seen"):
         seconds = float(moment.facts["seconds"])
@@ -227,7 +228,7 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
     silent = [view.name for view in views if f"{definition.run.id}/{view.node.instance.id}" not in logged]
     if definition.notify.email:
         yield _messages(rehearsal)
-    if definition.fleet.falls_back and nodes > 1:
+    if definition.fleet.market.stands_by and lost:
         yield _fallback(evidence)
     yield Promise(
         name="container logs in CloudWatch", figure=f"{len(views) - len(silent)} of {len(views)} nodes", held=not silent

@@ -36,7 +36,19 @@ ROOMS = {
         *("experiments.kernel", "experiments.two_tower", "experiments"),
     ),
     "infra": (
-        *("text", "errors", "progress", "catalog", "prices", "definition", "inputs", "discover", "evidence", "risk"),
+        *(
+            "text",
+            "errors",
+            "progress",
+            "catalog",
+            "prices",
+            "market",
+            "definition",
+            "inputs",
+            "discover",
+            "evidence",
+            "risk",
+        ),
         *("bill", "review", "compare", "report", "program", "account", "commands", "cli", "__main__"),
     ),
     "rehearsal": (

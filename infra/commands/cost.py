@@ -65,14 +65,15 @@ def run(args: argparse.Namespace) -> int:
     left = checks_warning(definition.source.read_text(), definition.source.name)
     bill = replace(bill, warnings=(*bill.warnings, *limits.deadline_warnings(definition, bill, now), *left))
     fallback, without = None, list[Problem]()
-    if definition.fleet.falls_back:
+    if definition.fleet.market.stands_by:
         from gpufleet.infra.bill.fallback import fallback_problems, price_fallback  # here: most bills have none
 
         fallback = price_fallback(definition, bill, now)
         without = [*fallback_problems(definition, bill, fallback)]
     if args.json:
         tree = record.to_json(bill) | {"cheaper": options and options.to_json()}
-        tree |= {"fallback": fallback.to_json()} if fallback else {}
+        for each in filter(None, [fallback]):
+            tree["fallback"] = each.to_json()
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
     else:
         sys.stdout.write(
@@ -85,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
             )
         )
     sys.stdout.flush()
-    broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill, fallback))
+    facts = policy.facts(definition, bill, fallback)
+    broken = () if definition.variant.only_priced else policy.broken(rules, facts)
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
     late = [*limits.deadline_problems(definition, bill, now), *without]

@@ -23,6 +23,7 @@ from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare.rows import Row, filled
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.observations import observations
+from gpufleet.infra.market import WAYS
 from gpufleet.infra.review import policy
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import learn
@@ -70,7 +71,7 @@ class Cheaper:
         for row in self.rows:
             assert row.usd is not None
             assert row.hours is not None
-            place = "on spot" if row.capacity == "spot" else "on demand"
+            place = WAYS[row.capacity].place
             usd = figures(f"{row.type} {place}{' *' if row.type in self.assumed else ''}", row.usd)
             sure = "-" if row.cheaper is None else f"{row.cheaper:.0%}"
             rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}", sure))
@@ -152,7 +153,7 @@ def cheaper(
     """`allowed`: whether the project's rules let the row be. None for what cannot be taken to another type: several
     nodes, a block that is paid for, or a run that was elsewhere.
     """
-    if definition.nodes > 1 or definition.fleet.block or definition.variant.reference:
+    if not definition.fleet.market.moves_elsewhere or definition.variant.reference:
         return None
     if definition.variant.only_priced:  # no limit is held against its bill either
         definition, hours_left = replace(definition, limits=UNBOUND), None
@@ -218,7 +219,7 @@ def _half_setup(
 
 def _listed(row: Row, definition: StackDefinition) -> bool:
     """The fleet may pick it as it is."""
-    return row.type in definition.fleet.instance_types and row.capacity == definition.fleet.capacity
+    return row.type in definition.fleet.instance_types and definition.fleet.market.name == row.capacity
 
 
 def _mean(row: Row) -> Decimal:

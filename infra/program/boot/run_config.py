@@ -25,8 +25,8 @@ def run_config(
     """The object of run.json; `inputs` and `expires` as job.contract.run.document has them. The fleet ends at the
     deadline, where there is one.
     """
-    limits, block = definition.limits, definition.fleet.block
-    by_block = block is not None and expires == stamp(block.last)
+    limits, market = definition.limits, definition.fleet.market
+    by_market = market.last is not None and expires == stamp(market.last)
     return run.document(
         run=definition.run.id,
         stack=definition.name,
@@ -36,9 +36,9 @@ def run_config(
         parameters=asdict(definition.job.parameters),
         max_usd=limits.max_usd,
         max_hours=limits.max_hours,
-        deadline=None if limits.deadline is None or by_block else expires,
+        deadline=None if limits.deadline is None or by_market else expires,
         expires=expires,
-        capacity=definition.fleet.capacity,
+        capacity=market.metered_as,
         fallback=None if fallback is None else fallback.run_json(),
         rates=_rates(definition, bill),
         extras=record.extras(bill),

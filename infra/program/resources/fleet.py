@@ -9,8 +9,7 @@ Nothing updates a fleet in place: the provider's update resends capacity and tem
 run. A new run id replaces it, old one first. `on_demand_options` is left out on purpose: for a maintain fleet the
 provider turns the block into settings that only instant fleets take (docs/decisions/2026-11-21-provider-arguments.md).
 
-Into a Capacity Block only an `instant` fleet launches. It asks once, replaces no node, and has no expiry: AWS's own end
-is the schedule's (stop.py), and half an hour before the block's.
+What differs between markets, infra/market says.
 """
 
 from __future__ import annotations
@@ -23,23 +22,20 @@ import pulumi_aws as aws
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Capacity, Disk, StackDefinition
+from gpufleet.infra.market import WAYS
+from gpufleet.infra.market.market import Market
 from gpufleet.infra.program.boot.user_data import DATA_DEVICE, ROOT_DEVICE
 from gpufleet.infra.program.resources.tags import named, tags
 from gpufleet.job.contract.bucket import fleet_key
 
-# An instant fleet may stay in `deleted_terminating` for hours after its nodes have gone
-# (docs/decisions/2026-11-26-capacity-block.md): waited for in vain, and the next destroy finds it gone.
-BLOCK_DELETE_TIMEOUT = "10m"
-DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted`; its default of 10 is too short
-
 
 class FleetComponent(pulumi.ComponentResource):
-    """The launch template, and the fleet at 0 of a run with a fallback that is not over. `declare_fleet` adds the one
+    """The launch template, and the fleet at 0 that stands by for a run that is not over. `declare_fleet` adds the one
     that keeps a node, or several, alive until the run is over, `declare_known` what tells its nodes that it is known.
     """
 
     template: aws.ec2.LaunchTemplate
-    fallback: aws.ec2.Fleet | None
+    standing_by: list[aws.ec2.Fleet]
 
     def __init__(
         self,
@@ -69,9 +65,7 @@ class FleetComponent(pulumi.ComponentResource):
             user_data=user_data_base64,
             update_default_version=True,
             iam_instance_profile=aws.ec2.LaunchTemplateIamInstanceProfileArgs(arn=profile_arn),
-            # One or the other: they exclude each other.
-            vpc_security_group_ids=[security_group_id] if definition.nodes == 1 else None,
-            network_interfaces=interfaces(definition, security_group_id) if definition.nodes > 1 else None,
+            **_attached(definition, security_group_id),
             instance_initiated_shutdown_behavior="terminate",  # `stop` would leave the disks billed
             metadata_options=aws.ec2.LaunchTemplateMetadataOptionsArgs(
                 http_endpoint="enabled",
@@ -85,7 +79,7 @@ class FleetComponent(pulumi.ComponentResource):
             # launch fail, and volumes of spot nodes in a maintain fleet cannot be tagged from a template.
             tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
-            **_into_block(definition),
+            **definition.fleet.market.template_arguments(),
             # A run that goes on keeps its code, and the hops that this code needs.
             opts=pulumi.ResourceOptions(
                 parent=self,
@@ -96,33 +90,34 @@ class FleetComponent(pulumi.ComponentResource):
         self._name, self._frozen, self._bucket = name, frozen, bucket
         places = {capacity: [(kind, subnets[zone]) for kind, zone in some] for capacity, some in pools.items()}
         self._spec = (definition, self.template, places, valid_until, label)
-        self.fallback = None
-        if definition.fleet.falls_back and not over:
-            self.fallback = _fleet(f"{name}-fallback-fleet", *self._spec, "on-demand", 0, [], parent=self)
+        self.standing_by = [
+            _fleet(f"{name}-fallback-fleet", *self._spec, WAYS[each](), 0, [], parent=self)
+            for each in ([] if over else definition.fleet.market.stands_by)
+        ]
         self.register_outputs({})
 
     def declare_fleet(self, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
         """The fleet that launches nodes."""
         definition, *_ = self._spec
         # Ignored on a fleet that exists. One that has to be made again for a run that has begun already (the run
-        # deleted it, and a refresh has just found out) starts nothing; but into a block, which replaces no node.
-        target = 0 if self._frozen and definition.fleet.block is None else definition.nodes
-        capacity = definition.fleet.capacity
-        return _fleet(f"{self._name}-fleet", *self._spec, capacity, target, depends_on, parent=self)
+        # deleted it, and a refresh has just found out) starts nothing; but where fleets replace no node.
+        market = definition.fleet.market
+        target = 0 if self._frozen and market.replaces else definition.nodes
+        return _fleet(f"{self._name}-fleet", *self._spec, market, target, depends_on, parent=self)
 
     def declare_known(self, fleet: aws.ec2.Fleet, depends_on: Sequence[pulumi.Resource]) -> None:
         """The fleets' names in the bucket, once all is there on which they depend."""
         definition, *_ = self._spec
-        for part, each in ((self._name, fleet), (f"{self._name}-fallback", self.fallback)):
-            if each:
-                aws.s3.BucketObjectv2(
-                    f"{part}-known",
-                    bucket=self._bucket,
-                    key=each.id.apply(lambda id: f"{definition.run.id}/{fleet_key(id)}"),
-                    content="The stack's state knows of this fleet.\n",
-                    tags=tags(definition),
-                    opts=pulumi.ResourceOptions(parent=self, depends_on=list(depends_on)),
-                )
+        others = [(f"{self._name}-fallback", each) for each in self.standing_by]
+        for part, each in ((self._name, fleet), *others):
+            aws.s3.BucketObjectv2(
+                f"{part}-known",
+                bucket=self._bucket,
+                key=each.id.apply(lambda id: f"{definition.run.id}/{fleet_key(id)}"),
+                content="The stack's state knows of this fleet.\n",
+                tags=tags(definition),
+                opts=pulumi.ResourceOptions(parent=self, depends_on=list(depends_on)),
+            )
 
 
 def _fleet(
@@ -132,16 +127,14 @@ def _fleet(
     places: Mapping[Capacity, Sequence[tuple[str, pulumi.Input[str]]]],
     valid_until: str,
     label: Mapping[str, str],
-    capacity: Capacity,
+    market: Market,
     target: int,
     depends_on: Sequence[pulumi.Resource],
     *,
     parent: pulumi.Resource,
 ) -> aws.ec2.Fleet:
-    block = definition.fleet.block is not None
     return aws.ec2.Fleet(
         name,
-        type="instant" if block else "maintain",
         launch_template_configs=[
             aws.ec2.FleetLaunchTemplateConfigArgs(
                 launch_template_specification=aws.ec2.FleetLaunchTemplateConfigLaunchTemplateSpecificationArgs(
@@ -150,19 +143,17 @@ def _fleet(
                 ),
                 overrides=[
                     aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnet)
-                    for kind, subnet in places[capacity]
+                    for kind, subnet in places[market.name]
                 ],
             )
         ],
         target_capacity_specification=aws.ec2.FleetTargetCapacitySpecificationArgs(
-            default_target_capacity_type="capacity-block" if block else capacity, total_target_capacity=target
+            default_target_capacity_type=market.asks_for, total_target_capacity=target
         ),
-        spot_options=spot_options(capacity),
+        **market.fleet_arguments(valid_until),
         excess_capacity_termination_policy="termination",
         terminate_instances=True,  # the default leaves GPUs running after a destroy
-        terminate_instances_with_expiration=None if block else True,
         replace_unhealthy_instances=False,
-        valid_until=None if block else valid_until,
         tags=label,
         opts=pulumi.ResourceOptions(
             parent=parent,
@@ -181,9 +172,16 @@ def _fleet(
                 "excessCapacityTerminationPolicy",
                 "validFrom",  # as onDemandOptions: not declared, but the provider takes it from AWS's answer
             ],
-            custom_timeouts=pulumi.CustomTimeouts(delete=BLOCK_DELETE_TIMEOUT if block else DELETE_TIMEOUT),
+            custom_timeouts=pulumi.CustomTimeouts(delete=market.delete_timeout),
         ),
     )
+
+
+def _attached(definition: StackDefinition, group: pulumi.Input[str]) -> dict[str, Any]:
+    """How nodes are on the network: a group or interfaces, which exclude each other."""
+    if definition.nodes == 1:
+        return {"vpc_security_group_ids": [group]}
+    return {"network_interfaces": interfaces(definition, group)}
 
 
 def interfaces(
@@ -216,31 +214,6 @@ def disks(definition: StackDefinition) -> list[aws.ec2.LaunchTemplateBlockDevice
     if definition.storage.data:
         mappings.append(_mapping(DATA_DEVICE, definition.storage.data, definition.account.kms_key))
     return mappings
-
-
-def _into_block(definition: StackDefinition) -> dict[str, Any]:
-    """What a template says of the block that its nodes are launched into; nothing without one."""
-    block = definition.fleet.block
-    if block is None:
-        return {}
-    target = aws.ec2.LaunchTemplateCapacityReservationSpecificationCapacityReservationTargetArgs(
-        capacity_reservation_id=block.reservation
-    )
-    return {
-        "instance_market_options": aws.ec2.LaunchTemplateInstanceMarketOptionsArgs(market_type="capacity-block"),
-        "capacity_reservation_specification": aws.ec2.LaunchTemplateCapacityReservationSpecificationArgs(
-            capacity_reservation_target=target
-        ),
-    }
-
-
-def spot_options(capacity: Capacity) -> aws.ec2.FleetSpotOptionsArgs | None:
-    """Stated: the provider's default strategy is lowestPrice. No maintenance strategy: rebalancing runs two nodes."""
-    if capacity != "spot":
-        return None
-    return aws.ec2.FleetSpotOptionsArgs(
-        allocation_strategy="price-capacity-optimized", instance_interruption_behavior="terminate"
-    )
 
 
 def _mapping(device: str, disk: Disk, key: str | None) -> aws.ec2.LaunchTemplateBlockDeviceMappingArgs:

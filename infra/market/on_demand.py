@@ -1,0 +1,16 @@
+"""On demand: one price in all zones, and nodes that AWS leaves to the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from gpufleet.infra.market.market import Market
+
+
+class OnDemand(Market):
+    """A fleet that keeps its nodes on demand."""
+
+    name, place = "on-demand", "on demand"
+    quotas = ("on-demand",)
+    never: ClassVar[Mapping[str, int]] = {"with_notice": 0}  # nor does AWS credit a first hour
