@@ -18,7 +18,8 @@ NOT_BOUGHT = "cr-00000000000000000"  # stands for a block that the file only pri
 
 def begun(definition: StackDefinition, changed: Change | None, now: datetime) -> Change | None:
     """Lays a block that is as long and began a minute ago over the tree, after `changed`; without one that alone."""
-    if not (block := definition.fleet.block):
+    block = definition.fleet.block
+    if not block:
         return changed
     start = now - timedelta(minutes=1)
     told = {
@@ -33,7 +34,8 @@ def begun(definition: StackDefinition, changed: Change | None, now: datetime) ->
 def bought(definition: StackDefinition) -> Reservation | None:
     """What the account has of it: room for the run's nodes. None without a block."""
     fleet = definition.fleet
-    if not (block := fleet.block):
+    block = fleet.block
+    if not block:
         return None
     return Reservation(
         id=block.reservation or NOT_BOUGHT,

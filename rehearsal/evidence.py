@@ -143,7 +143,7 @@ class Evidence:
         """One per interruption, in order."""
         watch = self.rehearsal.watch
         assert watch is not None
-        if self.rehearsal.definition.nodes > 1:
+        if self.rehearsal.definition.fleet.is_gang:
             return [
                 self._of_several(view, watch.generations[before + 1])
                 for view, before in watch.taken
@@ -214,7 +214,7 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
         yield Promise(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
     for resumption in evidence.resumptions():
         yield from _resumed(evidence, resumption)
-    if definition.nodes > 1:
+    if definition.fleet.is_gang:
         for view, generation in rehearsal.watch.taken:
             if generation + 1 not in rehearsal.watch.generations:
                 yield Promise(name="went on together", figure=f"nobody did after {view.name} was gone", held=False)

@@ -169,9 +169,8 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
     quota, used = _granted(service_quotas, "ec2", need.code), sum(others.values())
     free = int(quota["Value"]) - used
     kinds = ", ".join(need.types)
-    nodes, takes, worth = "one node", "takes ", "two"
-    if definition.nodes > 1:
-        nodes, takes, worth = f"{definition.nodes} nodes", "take ", str(definition.nodes + 1)
+    market = definition.fleet.market
+    nodes, takes = market.about("{number} node{s}"), market.about("take{es} ")
     takes += f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"
     users = ", ".join(list(others)[:USERS_SHOWN]) + (" and others" if len(others) > USERS_SHOWN else "")
     in_use = f", {used} of them in use by {users}" if used else ""
@@ -185,6 +184,7 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
     if free < need.vcpu:
         return Check(name="quota", state="warning", found=f"{found}: the larger types cannot launch", fix=fix)
     if free < need.recommended:
+        worth = {2: "two"}.get(definition.nodes + 1, definition.nodes + 1)
         why = f"; {worth} nodes' worth lets a replacement start while the old node still counts"
         return Check(name="quota", state="warning", found=found + why, fix=fix)
     return Check(name="quota", found=found)

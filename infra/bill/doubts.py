@@ -42,7 +42,7 @@ def warnings(
     for type_, calibration in calibrations.items():
         if isinstance(calibration, RefusedCalibration) and type_ in definition.fleet.instance_types:
             yield f"{type_}: {calibration.why}"
-    if definition.nodes > 1:
+    if definition.fleet.is_gang:
         yield from _several(definition, bill)
     yield from schedule(definition.job.parameters, bill.chosen.runtime)
     if not config.is_endless:
@@ -131,7 +131,7 @@ def _leave_out(definition: StackDefinition, zones: Sequence[SpotPrice], prefix: 
     *others, high = zones
     if not others or high.price.amount < _SPOILS * others[-1].price.amount:
         return ""
-    kept = others if definition.nodes == 1 else others[:1]  # several nodes are in one zone
+    kept = others[:1] if definition.fleet.is_gang else others  # a gang is in one zone
     named = ", ".join(sorted(prefix + zone.zone for zone in kept))
     subnets = ", and account.vpc.subnets by these" if definition.account.vpc else ""
     return f". Without {prefix}{high.zone} that is {kept[-1].price.amount}: fleet.zones: [{named}]{subnets}"
@@ -161,7 +161,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
         instance, nodes = option.instance, definition.nodes
         used, paid = config.ranks(instance.gpu_count, nodes), instance.gpu_count * nodes
         if used < paid and config.device == "cuda":
-            has = f"{option.type} has" if nodes == 1 else f"{nodes} nodes of {option.type} have"
+            has = f"{nodes} nodes of {option.type} have" if definition.fleet.is_gang else f"{option.type} has"
             yield f"{has} {paid} GPUs, this job uses {'one' if used == 1 else used}"
         asked = processes_asked(getattr(config, "command", ""))
         if asked is not None and asked != instance.gpu_count and config.device == "cuda":

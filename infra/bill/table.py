@@ -53,7 +53,8 @@ def _head(bill: Bill) -> Iterator[str]:
     if side.zone:
         price += " (dearest zone)" if len(side.option.offers[bill.capacity].zones) > 1 else ""
     name = f"{bill.stack}, scenario {bill.scenario}" if bill.scenario else bill.stack
-    yield from wrap(f"{name}, run {bill.run}: {bill.market.counted} in {bill.region}, {dearest}{side.type} {price}")
+    nodes = bill.market.about(bill.market.counts)
+    yield from wrap(f"{name}, run {bill.run}: {nodes} in {bill.region}, {dearest}{side.type} {price}")
 
 
 def _lines(bill: Bill) -> Iterator[str]:

@@ -78,6 +78,11 @@ class Fleet:
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
 
     @property
+    def is_gang(self) -> bool:
+        """Whether several nodes train as one."""
+        return self.nodes > 1
+
+    @property
     def market(self) -> Market:
         """How these nodes are bought."""
         return market.of(self.capacity, self.fallback, nodes=self.nodes, block=self.block)

@@ -118,7 +118,7 @@ def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Cat
 
 def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """Adds what keeps `fleet.nodes` of them from training together, all of it."""
-    if fleet.nodes == 1:
+    if not fleet.is_gang:
         if fleet.cards == "all":
             findings.add("fleet.cards", "one, where fleet.nodes is 1", "A single node has nobody to talk to.")
         return

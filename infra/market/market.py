@@ -249,11 +249,10 @@ class Market:
 
     # Words
 
-    @property
-    def counted(self) -> str:
-        """`one spot node`, `2 spot nodes`."""
-        number, s = ("one", "") if self.nodes == 1 else (self.nodes, "s")
-        return self.counts.format(number=number, name=self.name, s=s)
+    def about(self, text: str) -> str:
+        """The words filled in for so many nodes: `{number} {name} node{s} take{es}` is `one spot node takes`."""
+        number, s, es = ("one", "", "s") if self.nodes == 1 else (self.nodes, "s", "")
+        return text.format(number=number, name=self.name, s=s, es=es)
 
     @property
     def hours_of(self) -> str:

@@ -37,7 +37,12 @@ class Rates:
     @property
     def ceiling(self) -> Decimal:
         """Compute at the most: a fleet that sets no maximum pays no spot price above the on-demand price."""
-        return max(self.on_demand, self.spot or self.on_demand) if self.capacity == "spot" else self.on_demand
+        return max(self.on_demand, self.spot or self.on_demand) if self.moves else self.on_demand
+
+    @property
+    def moves(self) -> bool:
+        """Whether the price of an hour is that of its start, which AWS tells."""
+        return self.capacity == "spot"
 
     @property
     def extras(self) -> Decimal:
@@ -80,6 +85,15 @@ class Terms:
     fixed_usd: Decimal
     nodes: int = 1  # that train together
     fallback: FallbackTerms | None = None
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the fleet launches another node where one has gone; one into a block does not."""
+        return self.capacity != "block"
+
+    def gives_way(self, capacity: str) -> bool:
+        """Whether a node of that market ends where another market's takes the run over."""
+        return self.fallback is not None and capacity == "spot"
 
     def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
         """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed.

@@ -53,7 +53,7 @@ def run_config(
 def _rates(definition: StackDefinition, bill: Bill) -> dict[str, Any]:
     """With what several nodes find out by whether EFA is in use."""
     rates, fleet = record.rates(bill), definition.fleet
-    for option in bill.types if fleet.nodes > 1 else ():
+    for option in bill.types if fleet.is_gang else ():
         if option.type in rates and option.instance.has_efa(fleet.cards):
             rates[option.type]["gbps"] = option.instance.between_nodes_gbps(fleet.cards)
     return rates

@@ -179,9 +179,9 @@ def _fleet(
 
 def _attached(definition: StackDefinition, group: pulumi.Input[str]) -> dict[str, Any]:
     """How nodes are on the network: a group or interfaces, which exclude each other."""
-    if definition.nodes == 1:
-        return {"vpc_security_group_ids": [group]}
-    return {"network_interfaces": interfaces(definition, group)}
+    if definition.fleet.is_gang:
+        return {"network_interfaces": interfaces(definition, group)}
+    return {"vpc_security_group_ids": [group]}
 
 
 def interfaces(

@@ -239,7 +239,7 @@ class Loop:
         result = step.update(self.experiment, module, opt, work, self.step)
         self._finite &= result.loss.isfinite() & result.grad_norm.isfinite()
         self.step += 1
-        if self.world.nodes > 1 and self.world.first_here:
+        if self.world.spans_nodes and self.world.first_here:
             with suppress(OSError):
                 (self.session.workdir / STEPPED).write_text(str(self.step))
         evaluated = self.experiment.evaluated(phase, self.step)
