@@ -91,7 +91,7 @@ def untold(launched: Mapping[str, float]) -> list[AttemptRecord]:
     return [AttemptRecord(instance=name, launched_at=iso(at)) for name, at in launched.items()]
 
 
-def next_launch(launched: float, launches: Iterable[float], nodes: int) -> float | None:
+def next_launch(launched: float, launches: Iterable[float], nodes: int = 1) -> float | None:
     """The first of the launches that came after this one. Several nodes live at once: the launch of one says nothing of
     another's end.
     """
