@@ -14,11 +14,12 @@ from gpufleet.job.text import stamp
 from gpufleet.rehearsal.handlers.network import retag, tag_specification
 from gpufleet.rehearsal.handlers.table import (
     Aws,
+    Calls,
     Properties,
-    ResourceHandler,
     UnsupportedError,
     absent,
     api,
+    deleted,
     fields,
     from_api,
     tagged,
@@ -157,54 +158,12 @@ def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-HANDLERS = {
-    "aws:ec2/launchTemplate:LaunchTemplate": ResourceHandler(
-        source="ec2/ec2_launch_template",
-        optional=fields("name updateDefaultVersion tags") | _DATA,
-        replaces=fields("name"),
-        computed=fields("arn latestVersion defaultVersion tagsAll"),
-        volatile=fields("latestVersion defaultVersion tagsAll"),
-        only_ours=fields("updateDefaultVersion"),
-        allowed={
-            "instanceInitiatedShutdownBehavior": fields("stop terminate"),
-            "metadataOptions.httpTokens": fields("optional required"),
-            "metadataOptions.httpEndpoint": fields("enabled disabled"),
-            "metadataOptions.instanceMetadataTags": fields("enabled disabled"),
-            "instanceMarketOptions.marketType": fields("spot capacity-block"),
-        },
-        name="name",
-        create=_create_template,
-        read=_read_template,
-        update=_update_template,
-        delete=lambda aws, resource_id, state: aws.ec2.delete_launch_template(LaunchTemplateId=resource_id),
+CALLS = {
+    "aws:ec2/launchTemplate:LaunchTemplate": Calls(
+        _create_template,
+        _read_template,
+        deleted("ec2", "delete_launch_template", "LaunchTemplateId"),
+        _update_template,
     ),
-    "aws:ec2/fleet:Fleet": ResourceHandler(
-        source="ec2/ec2_fleet",
-        required=fields("launchTemplateConfigs targetCapacitySpecification"),
-        optional=fields(
-            "type spotOptions excessCapacityTerminationPolicy terminateInstances terminateInstancesWithExpiration "
-            "replaceUnhealthyInstances validUntil tags"
-        ),
-        replaces=fields(
-            "type validFrom validUntil terminateInstancesWithExpiration replaceUnhealthyInstances spotOptions "
-            "targetCapacitySpecification.defaultTargetCapacityType"
-        ),
-        computed=fields("arn fleetState fulfilledCapacity tagsAll"),
-        volatile=fields("fulfilledCapacity tagsAll"),
-        only_ours=fields("terminateInstances"),
-        answered=fields("validFrom"),
-        allowed={
-            "type": fields("maintain instant"),
-            "excessCapacityTerminationPolicy": fields("termination no-termination"),
-            "spotOptions.allocationStrategy": fields(
-                "diversified lowestPrice capacity-optimized capacity-optimized-prioritized price-capacity-optimized"
-            ),
-            "spotOptions.instanceInterruptionBehavior": fields("hibernate stop terminate"),
-            "targetCapacitySpecification.defaultTargetCapacityType": fields("spot on-demand capacity-block"),
-        },
-        create=_create_fleet,
-        read=_read_fleet,
-        update=_update_fleet,
-        delete=_delete_fleet,
-    ),
+    "aws:ec2/fleet:Fleet": Calls(_create_fleet, _read_fleet, _delete_fleet, _update_fleet),
 }

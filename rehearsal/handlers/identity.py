@@ -6,10 +6,10 @@ import json
 
 from gpufleet.rehearsal.handlers.table import (
     Aws,
+    Calls,
     Properties,
-    ResourceHandler,
     absent,
-    fields,
+    deleted,
     retag_by,
     tag_diff,
     tag_list,
@@ -60,10 +60,6 @@ def _read_role(aws: Aws, resource_id: str, like: Properties) -> Properties | Non
 def _put_policy(aws: Aws, inputs: Properties) -> str:
     aws.iam.put_role_policy(RoleName=inputs["role"], PolicyName=inputs["name"], PolicyDocument=inputs["policy"])
     return f"{inputs['role']}:{inputs['name']}"
-
-
-def _update_policy(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    _put_policy(aws, new)
 
 
 def _read_policy(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -156,51 +152,13 @@ def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | No
     }
 
 
-HANDLERS = {
-    "aws:iam/role:Role": ResourceHandler(
-        source="iam/role",
-        required=fields("assumeRolePolicy"),
-        optional=fields("name description permissionsBoundary tags"),
-        replaces=fields("name"),
-        computed=fields("arn uniqueId tagsAll"),
-        name="name",
-        create=_create_role,
-        read=_read_role,
-        update=_update_role,
-        delete=lambda aws, resource_id, state: aws.iam.delete_role(RoleName=resource_id),
+CALLS = {
+    "aws:iam/role:Role": Calls(_create_role, _read_role, deleted("iam", "delete_role", "RoleName"), _update_role),
+    "aws:iam/rolePolicy:RolePolicy": Calls(
+        _put_policy, _read_policy, _delete_policy, lambda aws, resource_id, old, new: _put_policy(aws, new)
     ),
-    "aws:iam/rolePolicy:RolePolicy": ResourceHandler(
-        source="iam/role_policy",
-        required=fields("role policy"),
-        optional=fields("name"),
-        replaces=fields("role name"),
-        name="name",
-        create=_put_policy,
-        read=_read_policy,
-        update=_update_policy,
-        delete=_delete_policy,
-    ),
-    "aws:iam/instanceProfile:InstanceProfile": ResourceHandler(
-        source="iam/instance_profile",
-        required=fields("role"),
-        optional=fields("name tags"),
-        replaces=fields("name"),
-        computed=fields("arn tagsAll"),
-        name="name",
-        create=_create_profile,
-        read=_read_profile,
-        update=_update_profile,
-        delete=_delete_profile,
-    ),
-    "aws:cloudwatch/logGroup:LogGroup": ResourceHandler(
-        source="logs/group",
-        optional=fields("name retentionInDays tags"),
-        replaces=fields("name"),
-        computed=fields("arn tagsAll"),
-        name="name",
-        create=_create_group,
-        read=_read_group,
-        update=_update_group,
-        delete=lambda aws, resource_id, state: aws.client("logs").delete_log_group(logGroupName=resource_id),
+    "aws:iam/instanceProfile:InstanceProfile": Calls(_create_profile, _read_profile, _delete_profile, _update_profile),
+    "aws:cloudwatch/logGroup:LogGroup": Calls(
+        _create_group, _read_group, deleted("logs", "delete_log_group", "logGroupName"), _update_group
     ),
 }

@@ -6,10 +6,10 @@ import json
 
 from gpufleet.rehearsal.handlers.table import (
     Aws,
+    Calls,
     Properties,
-    ResourceHandler,
     absent,
-    fields,
+    deleted,
     retag_by,
     tag_list,
     tagged,
@@ -41,10 +41,6 @@ def _put_policy(aws: Aws, inputs: Properties) -> str:
     arn, policy = str(inputs["arn"]), inputs["policy"]
     aws.client("sns").set_topic_attributes(TopicArn=arn, AttributeName="Policy", AttributeValue=policy)
     return arn
-
-
-def _update_policy(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    _put_policy(aws, new)
 
 
 def _read_policy(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -110,10 +106,6 @@ def _put_target(aws: Aws, inputs: Properties) -> str:
     return f"{inputs['rule']}-{inputs['targetId']}"
 
 
-def _update_target(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    _put_target(aws, new)
-
-
 def _read_target(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     events, rule = aws.client("events"), like["rule"]
     found = absent(lambda: events.list_targets_by_rule(Rule=rule)["Targets"], _NO_RULE) or []
@@ -133,57 +125,18 @@ def _delete_target(aws: Aws, resource_id: str, state: Properties) -> None:
     absent(lambda: aws.client("events").remove_targets(Rule=state["rule"], Ids=[state["targetId"]]), _NO_RULE)
 
 
-HANDLERS = {
-    "aws:sns/topic:Topic": ResourceHandler(
-        source="sns/topic",
-        optional=fields("name tags"),
-        replaces=fields("name"),
-        computed=fields("arn tagsAll"),
-        name="name",
-        create=_create_topic,
-        read=_read_topic,
-        update=_update_topic,
-        delete=lambda aws, resource_id, state: aws.client("sns").delete_topic(TopicArn=resource_id),
+CALLS = {
+    "aws:sns/topic:Topic": Calls(_create_topic, _read_topic, deleted("sns", "delete_topic", "TopicArn"), _update_topic),
+    "aws:sns/topicPolicy:TopicPolicy": Calls(
+        _put_policy, _read_policy, _delete_policy, lambda aws, resource_id, old, new: _put_policy(aws, new)
     ),
-    "aws:sns/topicPolicy:TopicPolicy": ResourceHandler(
-        source="sns/topic_policy",
-        required=fields("arn policy"),
-        replaces=fields("arn"),
-        create=_put_policy,
-        read=_read_policy,
-        update=_update_policy,
-        delete=_delete_policy,
+    "aws:sns/topicSubscription:TopicSubscription": Calls(
+        _subscribe, _read_subscription, deleted("sns", "unsubscribe", "SubscriptionArn")
     ),
-    "aws:sns/topicSubscription:TopicSubscription": ResourceHandler(
-        source="sns/topic_subscription",
-        required=fields("topic protocol endpoint"),
-        replaces=fields("topic protocol endpoint"),
-        computed=fields("arn"),
-        create=_subscribe,
-        read=_read_subscription,
-        delete=lambda aws, resource_id, state: aws.client("sns").unsubscribe(SubscriptionArn=resource_id),
+    "aws:cloudwatch/eventRule:EventRule": Calls(
+        _put_rule, _read_rule, deleted("events", "delete_rule", "Name"), _update_rule
     ),
-    "aws:cloudwatch/eventRule:EventRule": ResourceHandler(
-        source="events/rule",
-        required=fields("eventPattern"),
-        optional=fields("name description tags"),
-        replaces=fields("name"),
-        computed=fields("arn tagsAll"),
-        name="name",
-        create=_put_rule,
-        read=_read_rule,
-        update=_update_rule,
-        delete=lambda aws, resource_id, state: aws.client("events").delete_rule(Name=resource_id),
-    ),
-    "aws:cloudwatch/eventTarget:EventTarget": ResourceHandler(
-        source="events/target",
-        required=fields("rule arn"),
-        optional=fields("targetId inputTransformer"),
-        replaces=fields("rule targetId"),
-        name="targetId",
-        create=_put_target,
-        read=_read_target,
-        update=_update_target,
-        delete=_delete_target,
+    "aws:cloudwatch/eventTarget:EventTarget": Calls(
+        _put_target, _read_target, _delete_target, lambda aws, resource_id, old, new: _put_target(aws, new)
     ),
 }

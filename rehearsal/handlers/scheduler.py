@@ -6,9 +6,10 @@ from typing import Any
 
 from gpufleet.rehearsal.handlers.table import (
     Aws,
+    Calls,
     Properties,
-    ResourceHandler,
     absent,
+    deleted,
     fields,
     from_api,
     retag_by,
@@ -64,29 +65,14 @@ def _delete_schedule(aws: Aws, resource_id: str, state: Properties) -> None:
     absent(lambda: aws.client("scheduler").delete_schedule(GroupName=group, Name=name), _GONE)
 
 
-HANDLERS = {
-    "aws:scheduler/scheduleGroup:ScheduleGroup": ResourceHandler(
-        source="scheduler/schedule_group",
-        optional=fields("name tags"),
-        replaces=fields("name"),
-        computed=fields("arn state tagsAll"),
-        name="name",
-        create=_create_group,
-        read=_read_group,
-        update=_update_group,
-        delete=lambda aws, resource_id, state: aws.client("scheduler").delete_schedule_group(Name=resource_id),
+CALLS = {
+    "aws:scheduler/scheduleGroup:ScheduleGroup": Calls(
+        _create_group, _read_group, deleted("scheduler", "delete_schedule_group", "Name"), _update_group
     ),
-    "aws:scheduler/schedule:Schedule": ResourceHandler(
-        source="scheduler/schedule",
-        required=fields("flexibleTimeWindow scheduleExpression target groupName name"),
-        optional=_SCHEDULE - fields("flexibleTimeWindow scheduleExpression target groupName name"),
-        replaces=fields("name groupName"),
-        computed=fields("arn"),
-        volatile=fields(""),
-        allowed={"state": fields("ENABLED DISABLED"), "flexibleTimeWindow.mode": fields("OFF FLEXIBLE")},
-        create=_create_schedule,
-        read=_read_schedule,
-        update=lambda aws, resource_id, old, new: aws.client("scheduler").update_schedule(**_request(new)),
-        delete=_delete_schedule,
+    "aws:scheduler/schedule:Schedule": Calls(
+        _create_schedule,
+        _read_schedule,
+        _delete_schedule,
+        lambda aws, resource_id, old, new: aws.client("scheduler").update_schedule(**_request(new)),
     ),
 }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from gpufleet.rehearsal.handlers.table import (
     Aws,
+    Calls,
     Properties,
-    ResourceHandler,
     UnsupportedError,
     absent,
-    fields,
+    deleted,
     tag_diff,
     tagged,
 )
@@ -61,19 +61,8 @@ def _update(aws: Aws, resource_id: str, old: Properties, new: Properties) -> Non
         states.tag_resource(resourceArn=resource_id, tags=_tags(changed))
 
 
-HANDLERS = {
-    "aws:sfn/stateMachine:StateMachine": ResourceHandler(
-        source="sfn/state_machine",
-        required=fields("definition roleArn"),
-        optional=fields("name tags"),
-        replaces=fields("name"),
-        computed=fields("arn status tagsAll"),
-        name="name",
-        create=_create,
-        read=_read,
-        update=_update,
-        delete=lambda aws, resource_id, state: aws.client("stepfunctions").delete_state_machine(
-            stateMachineArn=resource_id
-        ),
+CALLS = {
+    "aws:sfn/stateMachine:StateMachine": Calls(
+        _create, _read, deleted("stepfunctions", "delete_state_machine", "stateMachineArn"), _update
     ),
 }

@@ -11,12 +11,11 @@ from botocore.exceptions import ClientError
 
 from gpufleet.rehearsal.handlers.table import (
     Aws,
+    Calls,
     Properties,
-    ResourceHandler,
     UnsupportedError,
     absent,
     api,
-    fields,
     from_api,
     tag_list,
     tagged,
@@ -74,15 +73,13 @@ def _delete_bucket(aws: Aws, resource_id: str, state: Properties) -> None:
 
 
 def _setting(
-    kind: str,
     put: Callable[[Aws, Properties], Any],
     get: str,
     absent_code: str,
     remove: str,
     *,
     answer: str = "",
-    **more: Any,
-) -> ResourceHandler:
+) -> Calls:
     """A setting of a bucket: its id is the bucket's name, and it moves to no other. `get`: the operation that reads it,
     which answers under the key `answer`.
     """
@@ -95,17 +92,10 @@ def _setting(
         found = absent(lambda: getattr(aws.s3, get)(Bucket=resource_id), absent_code, *_GONE)
         return found and {**from_api(found[answer] if answer else found), "bucket": resource_id}
 
-    return ResourceHandler(
-        source=f"s3/{kind}",
-        replaces=fields("bucket"),
-        create=create,
-        read=read,
-        update=lambda aws, resource_id, old, new: put(aws, new),
-        delete=lambda aws, resource_id, state: absent(
-            lambda: getattr(aws.s3, remove)(Bucket=resource_id), absent_code, *_GONE
-        ),
-        **more,
-    )
+    def delete(aws: Aws, resource_id: str, state: Properties) -> None:
+        absent(lambda: getattr(aws.s3, remove)(Bucket=resource_id), absent_code, *_GONE)
+
+    return Calls(create, read, delete, lambda aws, resource_id, old, new: put(aws, new))
 
 
 _FLAGS = ("blockPublicAcls", "blockPublicPolicy", "ignorePublicAcls", "restrictPublicBuckets")
@@ -164,65 +154,32 @@ def _read_object(aws: Aws, resource_id: str, like: Properties) -> Properties | N
     }
 
 
-HANDLERS = {
-    "aws:s3/bucket:Bucket": ResourceHandler(
-        source="s3/bucket",
-        optional=fields("bucket forceDestroy tags"),
-        replaces=fields("bucket"),
-        computed=fields("arn bucketDomainName bucketRegionalDomainName tagsAll"),
-        only_ours=fields("forceDestroy"),
-        name="bucket",
-        create=_create_bucket,
-        read=_read_bucket,
-        update=_update_bucket,
-        delete=_delete_bucket,
-    ),
+CALLS = {
+    "aws:s3/bucket:Bucket": Calls(_create_bucket, _read_bucket, _delete_bucket, _update_bucket),
     "aws:s3/bucketPublicAccessBlock:BucketPublicAccessBlock": _setting(
-        "bucket_public_access_block",
         _put_closed,
         "get_public_access_block",
         "NoSuchPublicAccessBlockConfiguration",
         "delete_public_access_block",
         answer="PublicAccessBlockConfiguration",
-        required=fields("bucket"),
-        optional=frozenset(_FLAGS),
     ),
     "aws:s3/bucketServerSideEncryptionConfiguration:BucketServerSideEncryptionConfiguration": _setting(
-        "bucket_server_side_encryption_configuration",
         _put_encryption,
         "get_bucket_encryption",
         "ServerSideEncryptionConfigurationNotFoundError",
         "delete_bucket_encryption",
         answer="ServerSideEncryptionConfiguration",
-        required=fields("bucket rules"),
     ),
     "aws:s3/bucketPolicy:BucketPolicy": _setting(
-        "bucket_policy",
-        _put_policy,
-        "get_bucket_policy",
-        "NoSuchBucketPolicy",
-        "delete_bucket_policy",
-        required=fields("bucket policy"),
+        _put_policy, "get_bucket_policy", "NoSuchBucketPolicy", "delete_bucket_policy"
     ),
     "aws:s3/bucketLifecycleConfiguration:BucketLifecycleConfiguration": _setting(
-        "bucket_lifecycle_configuration",
-        _put_lifecycle,
-        "get_bucket_lifecycle_configuration",
-        "NoSuchLifecycleConfiguration",
-        "delete_bucket_lifecycle",
-        required=fields("bucket rules"),
+        _put_lifecycle, "get_bucket_lifecycle_configuration", "NoSuchLifecycleConfiguration", "delete_bucket_lifecycle"
     ),
-    "aws:s3/bucketObjectv2:BucketObjectv2": ResourceHandler(
-        source="s3/object",
-        required=fields("bucket key"),
-        optional=fields("source content tags"),
-        replaces=fields("bucket key"),
-        computed=fields("arn etag tagsAll"),
-        volatile=fields("etag tagsAll"),
-        only_ours=fields("source content"),
-        create=_put_object,
-        read=_read_object,
-        update=_update_object,
-        delete=lambda aws, resource_id, state: aws.s3.delete_object(Bucket=state["bucket"], Key=state["key"]),
+    "aws:s3/bucketObjectv2:BucketObjectv2": Calls(
+        _put_object,
+        _read_object,
+        lambda aws, resource_id, state: aws.s3.delete_object(Bucket=state["bucket"], Key=state["key"]),
+        _update_object,
     ),
 }
