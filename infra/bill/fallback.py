@@ -78,12 +78,10 @@ class Fallback:
 
     def run_json(self) -> dict[str, Any]:
         """run.json's `fallback`: what a node has to know to push the hour, in seconds, and what a policy asks."""
+        parts = {"work": self.work_h, "train": self.train_h, "start": self.start_h, "margin": self.margin_h}
         return {
             "usd_p90": str(self.usd.p90),
-            "work_s": round(3600 * self.work_h, 1),
-            "train_s": round(3600 * self.train_h, 1),
-            "start_s": round(3600 * self.start_h, 1),
-            "margin_s": round(3600 * self.margin_h, 1),
+            **{f"{part}_s": round(3600 * each, 1) for part, each in parts.items()},
         }
 
 

@@ -128,7 +128,8 @@ def prepare(
         return None
     node = lines.node_lines(definition, catalog, option.runtime.total_s / 3600, hourly)
     bucket = lines.bucket_lines(definition, catalog, option.runtime, dataset_bytes)
-    offer, chance = option.offers[capacity], WAYS[capacity]().hazard(_chance(definition, option, hazards or {}))
+    offer, way = option.offers[capacity], WAYS[capacity]
+    chance = _chance(definition, option, hazards or {}) if way.is_interrupted else 0.0
     age = ((today or catalog.as_of) - hourly.as_of).days if offer.zones else 0  # prices that differ by zone move
     return Prepared(
         option=option,

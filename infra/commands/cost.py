@@ -72,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
         without = [*fallback_problems(definition, bill, fallback)]
     if args.json:
         tree = record.to_json(bill) | {"cheaper": options and options.to_json()}
-        for each in filter(None, [fallback]):
-            tree["fallback"] = each.to_json()
+        tree |= {"fallback": fallback.to_json()} if fallback else {}
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
     else:
         sys.stdout.write(

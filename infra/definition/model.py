@@ -94,7 +94,7 @@ class Fleet:
 
     def bought_as(self, capacity: Capacity) -> Fleet:
         """These nodes, paid in another way."""
-        return replace(self, capacity=capacity, block=market.WAYS[capacity]().keep(self.block))
+        return replace(self, capacity=capacity, block=self.block if market.WAYS[capacity].has_block else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from gpufleet.infra.catalog import Catalog, Price
 from gpufleet.infra.market.market import Beside, Findings, Fleet, Market, Offer
-from gpufleet.infra.market.reservation import END, START, CapacityBlock
+from gpufleet.infra.market.reservation import END, START
 from gpufleet.job.text import stamp
 
 LONGEST = timedelta(days=182)  # EC2 User Guide, Capacity Blocks for ML, read 2026-11-26
@@ -21,8 +21,10 @@ class Block(Market):
     end is the schedule's (program/resources/stop.py), and half an hour before the block's.
     """
 
-    name, place, counts = "block", "in a block", "{number} node{s} of a capacity block"
+    name = metered_as = "block"
     asks_for, by_the_hour = "capacity-block", "on-demand"
+    place, counts = "in a block", "{number} node{s} of a capacity block"
+    has_block = True
     is_sold_to_all = replaces = moves_elsewhere = False
     roles: ClassVar[Mapping[str, str]] = {}  # whoever runs `up` launches
     never: ClassVar[Mapping[str, int]] = {"with_notice": 0, "without_notice": 0}  # what is lost there nothing replaces
@@ -30,9 +32,6 @@ class Block(Market):
     # It may stay in `deleted_terminating` for hours after its nodes have gone: waited for in vain, and the next destroy
     # finds it gone (docs/decisions/2026-11-26-capacity-block.md).
     delete_timeout = "10m"
-
-    def keep(self, block: CapacityBlock | None) -> CapacityBlock | None:
-        return block
 
     def check(self, findings: Findings, fleet: Fleet, beside: Beside) -> None:
         block = self.block

@@ -9,7 +9,7 @@ from collections.abc import Iterator, KeysView, Mapping
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from gpufleet.infra.catalog import Catalog, Price, SpotPrice
 from gpufleet.infra.market.reservation import END, CapacityBlock
@@ -19,7 +19,6 @@ from gpufleet.job.text import stamp
 DEADLINE, MAX_HOURS = "limits.deadline", "limits.max_hours"
 # Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
 WAITING_TIME = timedelta(hours=24)
-Hazard = TypeVar("Hazard")
 
 
 class Fleet(Protocol):
@@ -87,8 +86,12 @@ class Market:
     block: CapacityBlock | None = None
 
     name: ClassVar[str]  # as fleet.capacity has it
+    asks_for: ClassVar[str]  # the fleet's `default_target_capacity_type`
+    metered_as: ClassVar[str]  # the market whose habits the run's nodes know, one of those in job/contract/terms.py
+    by_the_hour: ClassVar[str]  # the market in which the same nodes are had without what is paid in advance
     place: ClassVar[str]  # in a sentence: on demand
     counts: ClassVar[str] = "{number} {name} node{s}"  # in a sentence
+    has_block: ClassVar[bool] = False  # the section `fleet.block` counts
     is_sold_to_all: ClassVar[bool] = True  # a comparison ranks every type in it
     is_interrupted: ClassVar[bool] = False  # AWS takes nodes back
     replaces: ClassVar[bool] = True  # where a node has gone, its fleet launches another
@@ -106,23 +109,9 @@ class Market:
         return (self.name, *self.stands_by)
 
     @property
-    def metered_as(self) -> str:
-        """The market whose habits the run's nodes know, one of those in job/contract/terms.py."""
-        return self.name
-
-    @property
-    def by_the_hour(self) -> str:
-        """The market in which the same nodes are had without what is paid in advance."""
-        return self.name
-
-    @property
     def moves_elsewhere(self) -> bool:
         """Whether another type could do the work in its place."""
         return self.nodes == 1
-
-    def keep(self, block: CapacityBlock | None) -> CapacityBlock | None:
-        """What counts of the section `fleet.block`."""
-        return None
 
     def check(self, findings: Findings, fleet: Fleet, beside: Beside) -> None:
         """Adds what contradicts it in a definition."""
@@ -159,10 +148,6 @@ class Market:
     def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
         """Name, item and price of what is paid whatever the run does; `day`: of the catalog."""
         return ()
-
-    def hazard(self, on_spot: Hazard) -> Hazard | float:
-        """Interruptions per node-hour of a type that has so many on spot."""
-        return 0.0
 
     # When it ends, and which limit binds
 
@@ -234,11 +219,6 @@ class Market:
 
     # How it is declared, in the names of the provider's arguments
 
-    @property
-    def asks_for(self) -> str:
-        """The fleet's `default_target_capacity_type`."""
-        return self.name
-
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
         """Of the fleet, beside what all have."""
         return {"type": "maintain", "terminate_instances_with_expiration": True, "valid_until": valid_until}
@@ -258,11 +238,6 @@ class Market:
     def hours_of(self) -> str:
         """What the bill's hours are of."""
         return "node-hours" if self.nodes == 1 else "hours of each node"
-
-    @property
-    def share(self) -> str:
-        """What is behind the key of a limit, where each node has a part of it."""
-        return "" if self.nodes == 1 else f" / {self.nodes}"
 
     def at_price(self, usd: Decimal) -> str:
         """What a node costs, in the bill's first line."""

@@ -11,6 +11,7 @@ from gpufleet.infra.market.market import Market
 class OnDemand(Market):
     """A fleet that keeps its nodes on demand."""
 
-    name, place = "on-demand", "on demand"
+    name = asks_for = metered_as = by_the_hour = "on-demand"
+    place = "on demand"
     quotas = ("on-demand",)
     never: ClassVar[Mapping[str, int]] = {"with_notice": 0}  # nor does AWS credit a first hour

@@ -7,13 +7,14 @@ from decimal import Decimal
 from typing import Any, ClassVar
 
 from gpufleet.infra.catalog import Catalog
-from gpufleet.infra.market.market import Fleet, Hazard, Market, Offer
+from gpufleet.infra.market.market import Fleet, Market, Offer
 
 
 class Spot(Market):
     """A fleet that finds another node on spot where one has gone."""
 
-    name, place = "spot", "on spot"
+    name = asks_for = metered_as = by_the_hour = "spot"
+    place = "on spot"
     is_interrupted = True
     # The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or
     # fewer, is a half.
@@ -42,9 +43,6 @@ class Spot(Market):
         if fleet.zone_ids:
             return tuple(zone for zone, own in zip(fleet.zones, fleet.zone_ids, strict=True) if own in below)
         return fleet.zones if below and len(below) == len(known) else ()
-
-    def hazard(self, on_spot: Hazard) -> Hazard | float:
-        return on_spot
 
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
         """Stated: the provider's default strategy is lowestPrice. No maintenance strategy: rebalancing runs two."""

@@ -74,7 +74,7 @@ RULES = {  # rule -> what it demands, for people; the policy pack shows it
 
 def facts(definition: StackDefinition, bill: Bill | None, fallback: Fallback | None = None) -> Facts:
     """What the rules of a policy look at: the facts of a definition file, its bill, what its fallback costs."""
-    priced = filter(None, (bill, fallback))
+    priced: tuple[Bill | Fallback | None, ...] = (bill, fallback)
     markets = definition.fleet.market.fleets
     hourly = [each for option in (bill.types if bill else ()) for name in markets if (each := option.hourly(name))]
     return Facts(
@@ -82,7 +82,7 @@ def facts(definition: StackDefinition, bill: Bill | None, fallback: Fallback | N
         instance_types=definition.fleet.instance_types,
         capacity=_in_words(markets),
         owner=definition.run.owner,
-        usd_p90=max((each.usd.p90 for each in priced), default=None),
+        usd_p90=max((each.usd.p90 for each in priced if each), default=None),
         usd_per_hour=max((each.amount for each in hourly), default=None),
     )
 

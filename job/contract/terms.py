@@ -6,7 +6,7 @@ The node's own Python reads this: no newer than 3.9 here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 
 from gpufleet.job.contract import reading
@@ -112,7 +112,6 @@ class Terms:
 def read(run: Fields) -> Terms:
     """Those of run.json. Raises DoubtError."""
     limits, extras = run.section("limits"), run.section("extras")
-    fallback = run.section("fallback") if "fallback" in run.tree else None
     return Terms(
         limits=RunLimits(
             max_usd=limits.need("max_usd", reading.unsigned),
@@ -125,15 +124,12 @@ def read(run: Fields) -> Terms:
         hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
         nodes=run.take("nodes", reading.choice(*range(1, MOST_NODES + 1)), 1),
-        fallback=None
-        if fallback is None
-        else FallbackTerms(
-            work_s=fallback.need("work_s", reading.seconds),
-            train_s=fallback.need("train_s", reading.seconds),
-            start_s=fallback.need("start_s", reading.seconds),
-            margin_s=fallback.need("margin_s", reading.seconds),
-        ),
+        fallback=_fallback(run.section("fallback")) if "fallback" in run.tree else None,
     )
+
+
+def _fallback(section: Fields) -> FallbackTerms:
+    return FallbackTerms(**{each.name: section.need(each.name, reading.seconds) for each in fields(FallbackTerms)})
 
 
 def _prices(table: Mapping[str, Fields]) -> dict[str, TypePrices]:

@@ -11,20 +11,9 @@ from datetime import datetime
 from typing import Any
 
 from gpufleet.job.text import stamp
-from gpufleet.rehearsal.handlers.network import retag, tag_specification
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Calls,
-    Properties,
-    UnsupportedError,
-    absent,
-    api,
-    deleted,
-    fields,
-    from_api,
-    tagged,
-    to_api,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.network import retag
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, UnsupportedError, absent, deleted, tagged
 
 _POLL_S = 0.05
 # How long the provider waits for `deleted`; no instant fleet comes there soon (docs/decisions, capacity block).
@@ -32,23 +21,20 @@ _DELETE_S = {"maintain": 1800.0, "instant": 600.0}
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
 _NOT_FOUND = ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound")
 # Inputs that are part of the template's data.
-_DATA = fields(
+_DATA = table.fields(
     "imageId userData iamInstanceProfile vpcSecurityGroupIds networkInterfaces instanceInitiatedShutdownBehavior "
     "metadataOptions blockDeviceMappings tagSpecifications instanceMarketOptions capacityReservationSpecification"
 )
 
 
 def _template_data(inputs: Properties) -> dict[str, Any]:
-    return dict(to_api({key: value for key, value in inputs.items() if key in _DATA}))
+    return dict(table.to_api({key: value for key, value in inputs.items() if key in _DATA}))
 
 
 def _create_template(aws: Aws, inputs: Properties) -> str:
-    template = aws.ec2.create_launch_template(
-        LaunchTemplateName=inputs["name"],
-        LaunchTemplateData=_template_data(inputs),
-        TagSpecifications=tag_specification("launch-template", inputs),
-    )["LaunchTemplate"]
-    return str(template["LaunchTemplateId"])
+    said = {**inputs, "launchTemplateName": inputs["name"], "launchTemplateData": _template_data(inputs)}
+    keys, made = "launchTemplateName launchTemplateData", "LaunchTemplate.LaunchTemplateId"
+    return table.created("create_launch_template", "launch-template", made, keys)(aws, said)
 
 
 def _update_template(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -73,7 +59,7 @@ def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties |
     newest = aws.ec2.describe_launch_template_versions(LaunchTemplateId=resource_id, Versions=["$Latest"])
     data = newest["LaunchTemplateVersions"][0]["LaunchTemplateData"]
     return {
-        **from_api(data),
+        **table.from_api(data),
         "name": template["LaunchTemplateName"],
         "latestVersion": template["LatestVersionNumber"],
         "defaultVersion": template["DefaultVersionNumber"],
@@ -85,8 +71,8 @@ def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties |
 def _fleet_configs(inputs: Properties) -> list[dict[str, Any]]:
     return [
         {
-            "LaunchTemplateSpecification": to_api(config["launchTemplateSpecification"]),
-            "Overrides": to_api(config.get("overrides", [])),
+            "LaunchTemplateSpecification": table.to_api(config["launchTemplateSpecification"]),
+            "Overrides": table.to_api(config.get("overrides", [])),
         }
         for config in inputs["launchTemplateConfigs"]
     ]
@@ -96,14 +82,14 @@ def _create_fleet(aws: Aws, inputs: Properties) -> str:
     request: dict[str, Any] = {
         "Type": inputs.get("type", "maintain"),
         "LaunchTemplateConfigs": _fleet_configs(inputs),
-        "TargetCapacitySpecification": to_api(inputs["targetCapacitySpecification"]),
+        "TargetCapacitySpecification": table.to_api(inputs["targetCapacitySpecification"]),
         "ExcessCapacityTerminationPolicy": inputs.get("excessCapacityTerminationPolicy", "termination"),
         "TerminateInstancesWithExpiration": inputs.get("terminateInstancesWithExpiration", False),
         "ReplaceUnhealthyInstances": inputs.get("replaceUnhealthyInstances", False),
-        "TagSpecifications": tag_specification("fleet", inputs),
+        "TagSpecifications": table.tag_specification("fleet", inputs),
     }
     if "spotOptions" in inputs:
-        request["SpotOptions"] = to_api(inputs["spotOptions"])
+        request["SpotOptions"] = table.to_api(inputs["spotOptions"])
     if "validUntil" in inputs:
         request["ValidUntil"] = datetime.fromisoformat(inputs["validUntil"])
     fleet = str(aws.ec2.create_fleet(**request)["FleetId"])
@@ -120,9 +106,9 @@ def _read_fleet(aws: Aws, resource_id: str, like: Properties) -> Properties | No
     fleet = _fleet(aws, resource_id)
     if fleet is None or fleet["FleetState"] in _GONE_STATES:
         return None
-    times = {key: stamp(fleet[api(key)]) for key in ("validFrom", "validUntil") if fleet.get(api(key))}
+    times = {key: stamp(fleet[table.api(key)]) for key in ("validFrom", "validUntil") if fleet.get(table.api(key))}
     arn = aws.arn("ec2", f"fleet/{resource_id}")
-    return {**from_api(fleet), **times, "arn": arn, **tagged(fleet.get("Tags"))}
+    return {**table.from_api(fleet), **times, "arn": arn, **tagged(fleet.get("Tags"))}
 
 
 def _update_fleet(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import json
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Calls,
-    Properties,
-    absent,
-    deleted,
-    retag_by,
-    tag_diff,
-    tag_list,
-    tagged,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, absent, deleted, tagged
 
 
 def _create_role(aws: Aws, inputs: Properties) -> str:
@@ -22,7 +13,7 @@ def _create_role(aws: Aws, inputs: Properties) -> str:
         RoleName=inputs["name"],
         AssumeRolePolicyDocument=inputs["assumeRolePolicy"],
         Description=inputs.get("description", ""),
-        Tags=tag_list(inputs.get("tags") or {}),
+        Tags=table.tag_list(inputs.get("tags") or {}),
         **({"PermissionsBoundary": inputs["permissionsBoundary"]} if "permissionsBoundary" in inputs else {}),
     )
     return str(inputs["name"])
@@ -38,7 +29,7 @@ def _update_role(aws: Aws, resource_id: str, old: Properties, new: Properties) -
             aws.iam.put_role_permissions_boundary(RoleName=resource_id, PermissionsBoundary=boundary)
         else:
             aws.iam.delete_role_permissions_boundary(RoleName=resource_id)
-    retag_by(aws.iam.tag_role, aws.iam.untag_role, {"RoleName": resource_id}, old, new)
+    table.retag_by(aws.iam.tag_role, aws.iam.untag_role, {"RoleName": resource_id}, old, new)
 
 
 def _read_role(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -77,7 +68,7 @@ def _delete_policy(aws: Aws, resource_id: str, state: Properties) -> None:
 
 def _create_profile(aws: Aws, inputs: Properties) -> str:
     name = inputs["name"]
-    aws.iam.create_instance_profile(InstanceProfileName=name, Tags=tag_list(inputs.get("tags") or {}))
+    aws.iam.create_instance_profile(InstanceProfileName=name, Tags=table.tag_list(inputs.get("tags") or {}))
     aws.iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=inputs["role"])
     return str(name)
 
@@ -88,7 +79,7 @@ def _update_profile(aws: Aws, resource_id: str, old: Properties, new: Properties
             aws.iam.remove_role_from_instance_profile(InstanceProfileName=resource_id, RoleName=old["role"])
         aws.iam.add_role_to_instance_profile(InstanceProfileName=resource_id, RoleName=new["role"])
     target = {"InstanceProfileName": resource_id}
-    retag_by(aws.iam.tag_instance_profile, aws.iam.untag_instance_profile, target, old, new)
+    table.retag_by(aws.iam.tag_instance_profile, aws.iam.untag_instance_profile, target, old, new)
 
 
 def _read_profile(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -129,7 +120,7 @@ def _put_retention(aws: Aws, resource_id: str, old: Properties, new: Properties)
 def _update_group(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     _put_retention(aws, resource_id, old, new)
     arn = aws.arn("logs", f"log-group:{resource_id}")
-    gone, changed = tag_diff(old, new)
+    gone, changed = table.tag_diff(old, new)
     if gone:
         aws.client("logs").untag_resource(resourceArn=arn, tagKeys=gone)
     if changed:

@@ -18,14 +18,9 @@ from gpufleet.rehearsal.handlers.table import (
     described,
     tag_diff,
     tag_list,
+    tag_specification,
     to_api,
 )
-
-
-def tag_specification(kind: str, inputs: Properties) -> list[dict[str, Any]]:
-    """TagSpecifications of a create call."""
-    tags = inputs.get("tags")
-    return [{"ResourceType": kind, "Tags": tag_list(tags)}] if tags else []
 
 
 def retag(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -92,10 +87,10 @@ def _update_subnet(aws: Aws, resource_id: str, old: Properties, new: Properties)
 
 
 def _create_gateway(aws: Aws, inputs: Properties) -> str:
-    specification = tag_specification("internet-gateway", inputs)
-    gateway = aws.ec2.create_internet_gateway(TagSpecifications=specification)["InternetGateway"]["InternetGatewayId"]
+    made = "InternetGateway.InternetGatewayId"
+    gateway = created("create_internet_gateway", "internet-gateway", made, "")(aws, inputs)
     aws.ec2.attach_internet_gateway(InternetGatewayId=gateway, VpcId=inputs["vpcId"])
-    return str(gateway)
+    return gateway
 
 
 def _read_gateway(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -167,17 +162,13 @@ def _read_association(aws: Aws, resource_id: str, like: Properties) -> Propertie
 
 
 def _create_group(aws: Aws, inputs: Properties) -> str:
-    group = aws.ec2.create_security_group(
-        GroupName=inputs["name"],
-        Description=inputs["description"],
-        VpcId=inputs["vpcId"],
-        TagSpecifications=tag_specification("security-group", inputs),
-    )["GroupId"]
+    create = created("create_security_group", "security-group", "GroupId", "groupName description vpcId")
+    group = create(aws, {**inputs, "groupName": inputs["name"]})
     # The provider removes the rule that AWS adds to every new group: everything out.
     rules = aws.ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"][0]["IpPermissionsEgress"]
     if rules:
         aws.ec2.revoke_security_group_egress(GroupId=group, IpPermissions=rules)
-    return str(group)
+    return group
 
 
 def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | None:

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import json
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Calls,
-    Properties,
-    absent,
-    deleted,
-    retag_by,
-    tag_list,
-    tagged,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, absent, deleted, tagged
 
 _NO_TOPIC = ("NotFound", "NotFoundException")
 _NO_RULE = "ResourceNotFoundException"
 
 
 def _create_topic(aws: Aws, inputs: Properties) -> str:
-    made = aws.client("sns").create_topic(Name=inputs["name"], Tags=tag_list(inputs.get("tags") or {}))
+    made = aws.client("sns").create_topic(Name=inputs["name"], Tags=table.tag_list(inputs.get("tags") or {}))
     return str(made["TopicArn"])
 
 
@@ -34,7 +26,7 @@ def _read_topic(aws: Aws, resource_id: str, like: Properties) -> Properties | No
 
 def _update_topic(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     sns = aws.client("sns")
-    retag_by(sns.tag_resource, sns.untag_resource, {"ResourceArn": resource_id}, old, new)
+    table.retag_by(sns.tag_resource, sns.untag_resource, {"ResourceArn": resource_id}, old, new)
 
 
 def _put_policy(aws: Aws, inputs: Properties) -> str:
@@ -76,7 +68,11 @@ def _read_subscription(aws: Aws, resource_id: str, like: Properties) -> Properti
 
 
 def _put_rule(aws: Aws, inputs: Properties) -> str:
-    asked = {"Name": inputs["name"], "EventPattern": inputs["eventPattern"], "Tags": tag_list(inputs.get("tags") or {})}
+    asked = {
+        "Name": inputs["name"],
+        "EventPattern": inputs["eventPattern"],
+        "Tags": table.tag_list(inputs.get("tags") or {}),
+    }
     aws.client("events").put_rule(**asked, Description=inputs.get("description", ""))
     return str(inputs["name"])
 
@@ -94,7 +90,7 @@ def _read_rule(aws: Aws, resource_id: str, like: Properties) -> Properties | Non
 def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     _put_rule(aws, new)
     events, arn = aws.client("events"), aws.arn("events", f"rule/{resource_id}")
-    retag_by(events.tag_resource, events.untag_resource, {"ResourceARN": arn}, old, new)
+    table.retag_by(events.tag_resource, events.untag_resource, {"ResourceARN": arn}, old, new)
 
 
 def _put_target(aws: Aws, inputs: Properties) -> str:

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Calls,
-    Properties,
-    absent,
-    deleted,
-    fields,
-    from_api,
-    retag_by,
-    tag_list,
-    tagged,
-    to_api,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, absent, deleted, tagged
 
 _GONE = "ResourceNotFoundException"
-_SCHEDULE = fields(
+_SCHEDULE = table.fields(
     "name groupName description scheduleExpression scheduleExpressionTimezone flexibleTimeWindow state target "
     "actionAfterCompletion"
 )
 
 
 def _create_group(aws: Aws, inputs: Properties) -> str:
-    aws.client("scheduler").create_schedule_group(Name=inputs["name"], Tags=tag_list(inputs.get("tags") or {}))
+    aws.client("scheduler").create_schedule_group(Name=inputs["name"], Tags=table.tag_list(inputs.get("tags") or {}))
     return str(inputs["name"])
 
 
@@ -42,11 +31,11 @@ def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | No
 def _update_group(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     scheduler = aws.client("scheduler")
     arn = aws.arn("scheduler", f"schedule-group/{resource_id}")
-    retag_by(scheduler.tag_resource, scheduler.untag_resource, {"ResourceArn": arn}, old, new)
+    table.retag_by(scheduler.tag_resource, scheduler.untag_resource, {"ResourceArn": arn}, old, new)
 
 
 def _request(inputs: Properties) -> dict[str, Any]:
-    return dict(to_api({key: value for key, value in inputs.items() if key in _SCHEDULE}))
+    return dict(table.to_api({key: value for key, value in inputs.items() if key in _SCHEDULE}))
 
 
 def _create_schedule(aws: Aws, inputs: Properties) -> str:
@@ -57,7 +46,7 @@ def _create_schedule(aws: Aws, inputs: Properties) -> str:
 def _read_schedule(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     group, _, name = resource_id.partition("/")
     found = absent(lambda: aws.client("scheduler").get_schedule(GroupName=group, Name=name), _GONE)
-    return None if found is None else from_api({key: value for key, value in found.items() if value is not None})
+    return None if found is None else table.from_api({key: value for key, value in found.items() if value is not None})
 
 
 def _delete_schedule(aws: Aws, resource_id: str, state: Properties) -> None:

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Calls,
-    Properties,
-    UnsupportedError,
-    absent,
-    deleted,
-    tag_diff,
-    tagged,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, UnsupportedError, absent, deleted, tagged
 
 _GONE = "StateMachineDoesNotExist"
 
@@ -54,7 +46,7 @@ def _update(aws: Aws, resource_id: str, old: Properties, new: Properties) -> Non
     _validate(aws, new)
     states = aws.client("stepfunctions")
     states.update_state_machine(stateMachineArn=resource_id, definition=new["definition"], roleArn=new["roleArn"])
-    gone, changed = tag_diff(old, new)
+    gone, changed = table.tag_diff(old, new)
     if gone:
         states.untag_resource(resourceArn=resource_id, tagKeys=gone)
     if changed:

@@ -9,18 +9,8 @@ from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Calls,
-    Properties,
-    UnsupportedError,
-    absent,
-    api,
-    from_api,
-    tag_list,
-    tagged,
-    to_api,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, UnsupportedError, absent, tagged
 
 _GONE = ("NoSuchBucket", "404")
 
@@ -36,7 +26,7 @@ def _create_bucket(aws: Aws, inputs: Properties) -> str:
 
 def _update_bucket(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     if new.get("tags") and new.get("tags") != old.get("tags"):
-        aws.s3.put_bucket_tagging(Bucket=resource_id, Tagging={"TagSet": tag_list(new["tags"])})
+        aws.s3.put_bucket_tagging(Bucket=resource_id, Tagging={"TagSet": table.tag_list(new["tags"])})
 
 
 def _read_bucket(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -90,7 +80,7 @@ def _setting(
 
     def read(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
         found = absent(lambda: getattr(aws.s3, get)(Bucket=resource_id), absent_code, *_GONE)
-        return found and {**from_api(found[answer] if answer else found), "bucket": resource_id}
+        return found and {**table.from_api(found[answer] if answer else found), "bucket": resource_id}
 
     def delete(aws: Aws, resource_id: str, state: Properties) -> None:
         absent(lambda: getattr(aws.s3, remove)(Bucket=resource_id), absent_code, *_GONE)
@@ -102,12 +92,12 @@ _FLAGS = ("blockPublicAcls", "blockPublicPolicy", "ignorePublicAcls", "restrictP
 
 
 def _put_closed(aws: Aws, inputs: Properties) -> None:
-    flags = {api(name): bool(inputs.get(name)) for name in _FLAGS}
+    flags = {table.api(name): bool(inputs.get(name)) for name in _FLAGS}
     aws.s3.put_public_access_block(Bucket=inputs["bucket"], PublicAccessBlockConfiguration=flags)
 
 
 def _put_encryption(aws: Aws, inputs: Properties) -> None:
-    rules = {"Rules": to_api(inputs["rules"])}
+    rules = {"Rules": table.to_api(inputs["rules"])}
     aws.s3.put_bucket_encryption(Bucket=inputs["bucket"], ServerSideEncryptionConfiguration=rules)
 
 
@@ -116,7 +106,7 @@ def _put_policy(aws: Aws, inputs: Properties) -> None:
 
 
 def _put_lifecycle(aws: Aws, inputs: Properties) -> None:
-    rules = {"Rules": to_api(inputs["rules"])}
+    rules = {"Rules": table.to_api(inputs["rules"])}
     aws.s3.put_bucket_lifecycle_configuration(Bucket=inputs["bucket"], LifecycleConfiguration=rules)
 
 
@@ -136,7 +126,7 @@ def _update_object(aws: Aws, resource_id: str, old: Properties, new: Properties)
     if any(old.get(key) != new.get(key) for key in ("source", "content")):
         _put_object(aws, new)
     else:
-        tagging = {"TagSet": tag_list(new.get("tags") or {})}
+        tagging = {"TagSet": table.tag_list(new.get("tags") or {})}
         aws.s3.put_object_tagging(Bucket=new["bucket"], Key=new["key"], Tagging=tagging)
 
 

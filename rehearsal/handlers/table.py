@@ -269,12 +269,16 @@ def created(operation: str, kind: str, answer: str, keys: str) -> Callable[[Aws,
 
     def create(aws: Aws, inputs: Properties) -> str:
         asked = {api(key): inputs[key] for key in keys.split() if key in inputs}
-        tags = inputs.get("tags")
-        if tags:
-            asked["TagSpecifications"] = [{"ResourceType": kind, "Tags": tag_list(tags)}]
-        return str(get(getattr(aws.ec2, operation)(**asked), answer))
+        answered = getattr(aws.ec2, operation)(**asked, TagSpecifications=tag_specification(kind, inputs))
+        return str(get(answered, answer))
 
     return create
+
+
+def tag_specification(kind: str, inputs: Properties) -> list[dict[str, Any]]:
+    """TagSpecifications of a create call."""
+    tags = inputs.get("tags")
+    return [{"ResourceType": kind, "Tags": tag_list(tags)}] if tags else []
 
 
 def deleted(service: str, operation: str, key: str) -> Callable[[Aws, str, Properties], Any]:
@@ -287,9 +291,11 @@ def handlers(calls: Mapping[str, Calls]) -> dict[str, ResourceHandler]:
     rows = yaml.safe_load((Path(__file__).parent / "resources.yaml").read_text(encoding="utf-8"))
     found = {}
     for kind, row in rows.items():
-        words = {key: fields(text) for key, text in row.items() if key not in ("source", "name", "allowed")}
+        words: dict[str, Any] = {
+            key: fields(text) for key, text in row.items() if key not in ("source", "name", "allowed")
+        }
         allowed = {path: fields(text) for path, text in row.get("allowed", {}).items()}
-        own = {"source": row["source"], "name": row.get("name"), "allowed": allowed}
+        own: dict[str, Any] = {"source": row["source"], "name": row.get("name"), "allowed": allowed}
         found[kind] = ResourceHandler(**own, **words, **calls[kind]._asdict())
     return found
 

@@ -87,94 +87,77 @@ class FleetComponent(pulumi.ComponentResource):
                 ignore_changes=["userData", "metadataOptions"] if frozen else None,
             ),
         )
-        self._name, self._frozen, self._bucket = name, frozen, bucket
-        places = {capacity: [(kind, subnets[zone]) for kind, zone in some] for capacity, some in pools.items()}
-        self._spec = (definition, self.template, places, valid_until, label)
-        self.standing_by = [
-            _fleet(f"{name}-fallback-fleet", *self._spec, WAYS[each](), 0, [], parent=self)
-            for each in ([] if over else definition.fleet.market.stands_by)
-        ]
+        self._name, self._definition, self._frozen, self._bucket = name, definition, frozen, bucket
+        self._places = {market: [(kind, subnets[zone]) for kind, zone in some] for market, some in pools.items()}
+        self._valid_until, self._label = valid_until, label
+        others = [] if over else definition.fleet.market.stands_by
+        self.standing_by = [self._fleet(f"{name}-fallback-fleet", WAYS[each](), 0, []) for each in others]
         self.register_outputs({})
 
     def declare_fleet(self, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
         """The fleet that launches nodes."""
-        definition, *_ = self._spec
         # Ignored on a fleet that exists. One that has to be made again for a run that has begun already (the run
         # deleted it, and a refresh has just found out) starts nothing; but where fleets replace no node.
-        market = definition.fleet.market
-        target = 0 if self._frozen and market.replaces else definition.nodes
-        return _fleet(f"{self._name}-fleet", *self._spec, market, target, depends_on, parent=self)
+        market = self._definition.fleet.market
+        target = 0 if self._frozen and market.replaces else self._definition.nodes
+        return self._fleet(f"{self._name}-fleet", market, target, depends_on)
 
     def declare_known(self, fleet: aws.ec2.Fleet, depends_on: Sequence[pulumi.Resource]) -> None:
         """The fleets' names in the bucket, once all is there on which they depend."""
-        definition, *_ = self._spec
         others = [(f"{self._name}-fallback", each) for each in self.standing_by]
         for part, each in ((self._name, fleet), *others):
             aws.s3.BucketObjectv2(
                 f"{part}-known",
                 bucket=self._bucket,
-                key=each.id.apply(lambda id: f"{definition.run.id}/{fleet_key(id)}"),
+                key=each.id.apply(lambda id: f"{self._definition.run.id}/{fleet_key(id)}"),
                 content="The stack's state knows of this fleet.\n",
-                tags=tags(definition),
+                tags=tags(self._definition),
                 opts=pulumi.ResourceOptions(parent=self, depends_on=list(depends_on)),
             )
 
-
-def _fleet(
-    name: str,
-    definition: StackDefinition,
-    template: aws.ec2.LaunchTemplate,
-    places: Mapping[Capacity, Sequence[tuple[str, pulumi.Input[str]]]],
-    valid_until: str,
-    label: Mapping[str, str],
-    market: Market,
-    target: int,
-    depends_on: Sequence[pulumi.Resource],
-    *,
-    parent: pulumi.Resource,
-) -> aws.ec2.Fleet:
-    return aws.ec2.Fleet(
-        name,
-        launch_template_configs=[
-            aws.ec2.FleetLaunchTemplateConfigArgs(
-                launch_template_specification=aws.ec2.FleetLaunchTemplateConfigLaunchTemplateSpecificationArgs(
-                    launch_template_id=template.id,
-                    version=template.latest_version.apply(str),
-                ),
-                overrides=[
-                    aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnet)
-                    for kind, subnet in places[market.name]
-                ],
-            )
-        ],
-        target_capacity_specification=aws.ec2.FleetTargetCapacitySpecificationArgs(
-            default_target_capacity_type=market.asks_for, total_target_capacity=target
-        ),
-        **market.fleet_arguments(valid_until),
-        excess_capacity_termination_policy="termination",
-        terminate_instances=True,  # the default leaves GPUs running after a destroy
-        replace_unhealthy_instances=False,
-        tags=label,
-        opts=pulumi.ResourceOptions(
-            parent=parent,
-            depends_on=list(depends_on),
-            replacement_trigger=definition.run.id,
-            delete_before_replace=True,  # the other order runs two GPUs on one run
-            ignore_changes=[
-                "validUntil",
-                "targetCapacitySpecification.totalTargetCapacity",
-                "launchTemplateConfigs",
-                "tags",
-                # What AWS answers may be spelled otherwise, and a difference here would replace a fleet.
-                "targetCapacitySpecification",
-                "spotOptions",
-                "onDemandOptions",
-                "excessCapacityTerminationPolicy",
-                "validFrom",  # as onDemandOptions: not declared, but the provider takes it from AWS's answer
+    def _fleet(self, name: str, market: Market, target: int, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
+        return aws.ec2.Fleet(
+            name,
+            launch_template_configs=[
+                aws.ec2.FleetLaunchTemplateConfigArgs(
+                    launch_template_specification=aws.ec2.FleetLaunchTemplateConfigLaunchTemplateSpecificationArgs(
+                        launch_template_id=self.template.id,
+                        version=self.template.latest_version.apply(str),
+                    ),
+                    overrides=[
+                        aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnet)
+                        for kind, subnet in self._places[market.name]
+                    ],
+                )
             ],
-            custom_timeouts=pulumi.CustomTimeouts(delete=market.delete_timeout),
-        ),
-    )
+            target_capacity_specification=aws.ec2.FleetTargetCapacitySpecificationArgs(
+                default_target_capacity_type=market.asks_for, total_target_capacity=target
+            ),
+            **market.fleet_arguments(self._valid_until),
+            excess_capacity_termination_policy="termination",
+            terminate_instances=True,  # the default leaves GPUs running after a destroy
+            replace_unhealthy_instances=False,
+            tags=self._label,
+            opts=pulumi.ResourceOptions(
+                parent=self,
+                depends_on=list(depends_on),
+                replacement_trigger=self._definition.run.id,
+                delete_before_replace=True,  # the other order runs two GPUs on one run
+                ignore_changes=[
+                    "validUntil",
+                    "targetCapacitySpecification.totalTargetCapacity",
+                    "launchTemplateConfigs",
+                    "tags",
+                    # What AWS answers may be spelled otherwise, and a difference here would replace a fleet.
+                    "targetCapacitySpecification",
+                    "spotOptions",
+                    "onDemandOptions",
+                    "excessCapacityTerminationPolicy",
+                    "validFrom",  # as onDemandOptions: not declared, but the provider takes it from AWS's answer
+                ],
+                custom_timeouts=pulumi.CustomTimeouts(delete=market.delete_timeout),
+            ),
+        )
 
 
 def _attached(definition: StackDefinition, group: pulumi.Input[str]) -> dict[str, Any]:
