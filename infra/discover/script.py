@@ -101,6 +101,7 @@ class ScriptFacts:
     saves_on_signal: Finding | None = None  # a trial saw it: true or false
     complete: Finding | None = None  # a trial saw which file of a checkpoint is written last
     size: Finding | None = None  # a trial saw how large one is, in GB
+    seen_ms: dict[str, float] = field(default_factory=dict)  # a trial saw how long a step or an epoch takes here
     coded: dict[str, tuple[object, str]] = field(default_factory=dict)  # keywords of a framework's calls, with places
 
     @property

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import REHEARSED_SAVES, rehearsed_steps
 from gpufleet.infra.discover.lines import BAR, PrintedLine
 from gpufleet.infra.discover.marks import PROCESSES
 from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts, Total
@@ -21,14 +22,14 @@ from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # a fast script needs more, and its rehearsal says how many
-REHEARSED_EPOCHS = 6
+REHEARSED_EPOCHS, REHEARSED_EPOCH_STEPS = 6, 10
 BY_GPUS = {1: "g6e.2xlarge", 4: "g6e.12xlarge", 8: "g6e.48xlarge"}  # L40S with 48 GB each
 _HF_ON_CPU = "--use_cpu true --report_to none"
 _CHECKPOINTS = "'{checkpoints}'"
 _REQUIRED = re.compile(r"  (image|command|code):")
 _REHEARSED = """\
   estimate:
-    step_ms: [500]
+    step_ms: [{step_ms}]{where}
     setup_minutes: 0.1
     restart_minutes: 0.1
     capacity_wait_minutes: 0.05
@@ -647,6 +648,12 @@ class _Writer:
         if self.can_say_every or every.count is None:
             interval = 1 if every.unit == "epoch" else REHEARSED_EVERY
         count = max(REHEARSED_EPOCHS if counts_epochs else REHEARSED_STEPS, 3 * interval)
+        unit = "epoch" if counts_epochs else "step"
+        if took_ms := self.found.seen_ms.get(unit):
+            count = max(REHEARSED_SAVES, rehearsed_steps(took_ms))
+            if self.can_say_every and every.unit == unit:
+                interval = count // REHEARSED_SAVES
+            count = max(count, 3 * interval)
         setting = total.setting if total is not None else None
         can_say_total = setting is not None and bool(setting.form) and self.passes_on
         small = self.small(command, interval, count if can_say_total else None)
@@ -674,7 +681,7 @@ class _Writer:
         is_epochs = plan.unit == "epoch" or (counts_epochs and plan.steps_per_epoch)
         yield f"      {'epochs' if is_epochs else 'steps'}: {count}{check}"
         if counts_epochs and plan.steps_per_epoch:
-            yield "      steps_per_epoch: 10   # CHECK: of the rehearsal's data"
+            yield f"      steps_per_epoch: {REHEARSED_EPOCH_STEPS}   # CHECK: of the rehearsal's data"
         if self.found.names:
             saves_epochs = plan.unit == "epoch" or (every.unit == "epoch" and plan.steps_per_epoch)
             minutes = "" if plan.says_every else "minutes: null, "
@@ -683,7 +690,8 @@ class _Writer:
                 f"      every: {{{minutes}{'epochs' if saves_epochs else 'steps'}: {interval}}}",
             )
             yield from ("      size_gb: 0.01", "      heartbeat_s: 1")
-        yield _REHEARSED
+        step_ms = took_ms / (REHEARSED_EPOCH_STEPS if counts_epochs and plan.steps_per_epoch else 1) if took_ms else 500
+        yield _REHEARSED.format(step_ms=round(step_ms, 1), where="   # seen" * bool(took_ms))
 
 
 def _always_quoted(text: str) -> str:
