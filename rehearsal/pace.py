@@ -51,8 +51,8 @@ def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
     count = rehearsed_steps(took_ms)
     return GpufleetError(
         f"the run ended before it could be interrupted as planned ({left}): its {view.last_step:,} steps took"
-        f" {took_ms:.3g} ms each. {count:,} of them with a save every {max(1, count // REHEARSED_SAVES):,} are enough: write that"
-        " in job.command, job.work and job.checkpoint.every of the file's `rehearsal` section"
+        f" {took_ms:.3g} ms each. {count:,} of them with a save every {max(1, count // REHEARSED_SAVES):,} are enough:"
+        " write that in job.command, job.work and job.checkpoint.every of the file's `rehearsal` section"
     )
 
 
