@@ -44,7 +44,8 @@ def main() -> None:
         "After each: `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. It holds where then nothing of "
         "the stack is left, nothing of others was touched, and no node ran behind an exit code 0 of `destroy`.\n\n"
         "| Bought as | Command | | Calls | Killed at | Held | `destroy` ended with 0 | with another code | of these, a "
-        "node still ran | whose fleet the bucket did not name: it ends itself |\n|---|---|---|---|---|---|---|---|---|---|\n"
+        "node still ran | whose fleet the bucket did not name: it ends itself |\n"
+        f"|{'---|' * 10}\n"
     )
     ways = WAYS if given.way == "all" else (given.way,)
     for way, command, mode in itertools.product(ways, given.commands, MODES):
