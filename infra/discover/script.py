@@ -215,7 +215,7 @@ def _entry(code: CodeFolder) -> StartedProgram:
     """
     if (command := dockerfile_command(code)) and (begun := [each for each in starts(code, command) if each.script]):
         start, reach = _which_trains(code, begun)
-        if reach is not None and trains(reach):
+        if reach is not None and (trains(reach) or len(begun) == 1):
             return replace(start, typed=command)
     able = [name for name in code.python if not _SUPPORT.search(f"/{name.lower()}")] or code.python
     able = sorted(able, key=lambda name: (-_named_like_training(name), name.count("/"), name))

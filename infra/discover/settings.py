@@ -55,6 +55,7 @@ class Setting:
     others: tuple[str, ...] = ()  # other words for it: -n
     is_truth: bool = False  # it takes true or false
     is_positional: bool = False  # it is told by its place
+    is_environment: bool = False  # a variable, which stands before the command
     typed: str | None = None  # the value that the command gives it
 
     @property
@@ -91,7 +92,7 @@ class ScriptSettings:
         self._by_name: dict[str, Setting] = {}
         for each in declared:
             self._by_name.setdefault(each.name, each)
-        self._take_typed(list(start.words))
+        self._take_typed(list(start.words), start.environment)
 
     def add(self, name: str, setting: Setting) -> None:
         """One that another program knows by this name, such as a framework's."""
@@ -119,9 +120,12 @@ class ScriptSettings:
         """The first of them; None: there is none."""
         return next(iter(self.several(names)), None)
 
-    def _take_typed(self, words: list[str]) -> None:
+    def _take_typed(self, words: list[str], environment: Iterable[str]) -> None:
         positional = [each for each in self._by_name.values() if each.is_positional]
         by_word = {word: each for each in self._by_name.values() for word in (each.word, *each.others)}
+        for key, _, value in (each.partition("=") for each in environment):
+            variable = self._by_name.get(key) or Setting(name=key, form=f"{key}={{}}", is_environment=True)
+            self._by_name[key] = replace(variable, typed=value)
         is_value = False
         for word, following in zip(words, [*words[1:], "-"], strict=False):
             match = re.fullmatch(r"(\+{0,2}|--?)([A-Za-z][\w.-]*)(?:=(.*))?", word, re.DOTALL)
@@ -154,6 +158,15 @@ def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterat
                 yield from _of_call(reach, site, what, form)
         if site.name == "DEFINE_config_file":
             style = f"--{literal(site.argument(0))}.{{name}}={{}}"
+        if key := environment_key(site.call):
+            default = literal(site.argument(1))
+            yield Setting(
+                name=key,
+                form=f"{key}={{}}",
+                default=_plain(default) if isinstance(default, str) else default,
+                where=site.where,
+                is_environment=True,
+            )
         style = _OVERRIDES.get(site.name, style)
         if chain == "hydra.main":
             style = "{name}={}"
@@ -358,6 +371,13 @@ def _hydra_file(
             yield from _hydra_file(reach, folder, f"{base}/{option}.yaml", inside, chosen, depth + 1)
 
 
+def environment_key(call: ast.Call) -> str:
+    """The variable of the environment that a call reads; empty: it reads none."""
+    is_read = called(call) in ("getenv", "get") and re.search("environ|getenv", ast.unparse(call.func)) and call.args
+    key = literal(call.args[0]) if is_read else None
+    return key if isinstance(key, str) else ""
+
+
 def literal(value: ast.AST | None) -> object:
     """The value of a plain expression, simple arithmetic too; None where it is none."""
     match value:
@@ -394,4 +414,4 @@ def with_setting(command: str, setting: Setting, value: object) -> str:
         changed, count = re.subn(rf"(?<!\S){re.escape(word)}{taken}(?=\s|$)", lambda _: wanted, command)
         if count:
             return changed
-    return f"{command} {wanted}"
+    return f"{wanted} {command}" if setting.is_environment else f"{command} {wanted}"

@@ -14,7 +14,7 @@ from gpufleet.infra.discover.source import CodeFolder
 from gpufleet.infra.errors import GpufleetError
 
 PYTHON = re.compile(
-    r"python(\d(\.\d+)?)?|pypy3?|ipython|torchrun|deepspeed|composer|accelerate|accelerate-launch|horovodrun"
+    r"python(\d(\.\d+)?)?|pypy3?|ipython|torchrun|deepspeed|composer|accelerate|accelerate-launch|horovodrun|fabric"
 )
 _SHELL = ("sh", "bash", "zsh", "dash", "source", ".")
 _DEEP = 6  # scripts that start scripts
@@ -36,6 +36,7 @@ class StartedProgram:
     folder: str = ""  # below the code's, where it runs
     roots: tuple[str, ...] = ("", "src")  # where its imports are looked for
     words: tuple[str, ...] = ()  # what follows the script, or the program
+    environment: tuple[str, ...] = ()  # NAME=value before it
     typed: str = ""  # the command in whose words it stands
     through: tuple[str, ...] = ()  # run.sh:2: files that lead to it
     passes_on: bool = True  # whether what is added to the typed command reaches it
@@ -93,6 +94,8 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
         if match := re.fullmatch(r"PYTHONPATH=(.*)", word):
             paths = [_joined_path(at.folder, each) for each in match[1].split(":") if each and "$" not in each]
             at = replace(at, roots=(*paths, *at.roots))
+        elif re.match(r"[A-Za-z_]\w*=", word):
+            at = replace(at, environment=(*at.environment, word))
         elif PYTHON.fullmatch(base):
             yield from _of_python(folder, base, rest, at)
             return
@@ -123,7 +126,7 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
         elif base in _BEFORE:
             wrapped = True
             at = replace(at, processes=_processes(words[index + 1 :]) or at.processes)
-        elif not wrapped and not re.match(r"[-\w]*=|-", word):
+        elif not wrapped and not word.startswith("-"):
             yield replace(at, program=base, words=tuple(rest))
             return
 

@@ -625,7 +625,8 @@ class _Writer:
             command = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", command)
         if (setting := settings.first(COMPILE)) is not None and setting.form.endswith("={}"):
             command = with_setting(command, setting, False)
-        is_script = self.starts_trainer and self.row is not None and not self.row.form and self.found.script
+        parses = any(each.form for each in self.settings.several(["output_dir"]))
+        is_script = self.starts_trainer and self.row is not None and not self.row.form and parses
         return f"{command} {_HF_ON_CPU}" if is_script else command
 
     @property
@@ -646,7 +647,7 @@ class _Writer:
         counts_epochs, check = total is not None and total.unit == "epoch", ""
         interval = every.count or REHEARSED_EVERY
         if self.can_say_every or every.count is None:
-            interval = 1 if every.unit == "epoch" else REHEARSED_EVERY
+            interval = 1 if "epoch" in (every.unit, plan.word) else REHEARSED_EVERY
         count = max(REHEARSED_EPOCHS if counts_epochs else REHEARSED_STEPS, 3 * interval)
         unit = "epoch" if counts_epochs else "step"
         if took_ms := self.found.seen_ms.get(unit):

@@ -103,6 +103,25 @@ if __name__ == "__main__":
     p.add_argument("--where", required=True); p.add_argument("--rounds", type=int, default=700)
     work.fit(p.parse_args())
 """
+BY_ENVIRONMENT = """
+import os, torch
+KEPT, ROUNDS = os.environ.get("KEPT", "out"), int(os.getenv("ROUNDS", "700"))
+def main():
+    there = sorted(os.listdir(KEPT)) if os.path.isdir(KEPT) else []
+    begin = torch.load(os.path.join(KEPT, there[-1]))["step"] if there else 0
+    for step in range(begin, ROUNDS):
+        loss.backward(); print(f"step {step} loss {loss.item():.3f}")
+        if step % 20 == 0:
+            torch.save({"step": step}, os.path.join(KEPT, "at-{:04d}.pt".format(step)))
+main()
+"""
+EVOLVES = """
+import argparse, pickle
+parser = argparse.ArgumentParser()
+parser.add_argument("--rounds", type=int, default=10)
+for generation in range(parser.parse_args().rounds):
+    print(generation)
+"""
 SAVES = 'torch.save({"step": step}, f"{args.dest}/at-{step}.pt")'
 PLAIN = script(SAVES)
 UNCALLED = """
@@ -560,5 +579,40 @@ CASES: dict[str, CodeCase] = {
             "rehearsal.job.command": "--max_steps 1500",
         },
         says=(r"workdir: '\{checkpoints\}'   # CHECK: .*t\.py:\d+ looks for table\.bin there",),
+    ),
+    "variables of the environment are settings, typed before the command or not": CodeCase(
+        files={"t.py": BY_ENVIRONMENT},
+        command="KEPT=mine python t.py",
+        expects={
+            "job.command": r"^KEPT=\{checkpoints\} python t\.py$",
+            "job.checkpoint.folder": None,
+            "job.checkpoint.each": r"^at-\{step:04d\}\.pt$",
+            "job.work.steps": "^700$",
+            "rehearsal.job.command": r"^ROUNDS=\d+ KEPT=\{checkpoints\} python t\.py$",
+        },
+        says=("it reads at-.* by itself",),
+    ),
+    "a line that is printed in several arguments tells its step": CodeCase(
+        files={"t.py": "for i in range(300):\n    loss.backward()\n    print('Step:', i, 'lr', 1)\n"},
+        expects={"job.progress.stdout": r"Step:.*P<step>"},
+    ),
+    "a launcher of Lightning's Fabric starts a script": CodeCase(
+        files={"t.py": PLAIN},
+        command="fabric run t.py --devices=2 --steps 400",
+        expects={**GROUPS, "job.work.steps": "^400$"},
+    ),
+    "the one program that an image starts is meant, whatever it is called": CodeCase(
+        files={
+            "Dockerfile": 'FROM python\nENTRYPOINT ["python", "app/evolve.py"]\nCMD ["--rounds", "90"]\n',
+            "app/evolve.py": EVOLVES,
+            "app/other.py": EVOLVES,
+        },
+        expects={"job.command": r"^python app/evolve\.py --rounds 90"},
+    ),
+    "a Trainer whose script parses nothing gets no words": CodeCase(
+        files={
+            "t.py": 'from transformers import Trainer, TrainingArguments\nTrainer(args=TrainingArguments("o")).train()\n'
+        },
+        expects={"rehearsal.job.command": r"^python t\.py$"},
     ),
 }
