@@ -611,7 +611,7 @@ CASES: dict[str, CodeCase] = {
     ),
     "a Trainer whose script parses nothing gets no words": CodeCase(
         files={
-            "t.py": 'from transformers import Trainer, TrainingArguments\nTrainer(args=TrainingArguments("o")).train()\n'
+            "t.py": 'from transformers import Trainer, TrainingArguments as Told\nTrainer(args=Told("o")).train()\n'
         },
         expects={"rehearsal.job.command": r"^python t\.py$"},
     ),
