@@ -154,6 +154,12 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     found.total = _total(reach, values, chosen, row, found.coded)
     found.lines = find_lines(reach, values)
     found.resume, found.reads_itself = find_resume(reach, values, saves, chosen, row)
+    asked, where = found.coded.get(row.resume_setting if row else "", ("", ""))
+    if found.resume is None and asked in ("last", "latest", "auto"):
+        found.reads_itself = Finding(f"{asked} is its checkpoint", where)
+    calls = (each for name in (row.restores if row else ()) for each in reach.by_name.get(name, []))
+    if found.resume is None and (call := next(calls, None)) is not None:
+        found.reads_itself = found.reads_itself or Finding(f"{call.name} looks for a checkpoint by itself", call.where)
     found.saves_else = next((Finding(shown(each), each.where) for each in saves.found if each.score > -1), None)
     _read_calls(found, reach)
     found.names_own = next(_names_own(found, reach, code), None)

@@ -19,7 +19,7 @@ import yaml
 
 from gpufleet.infra.discover.reach import Function, Reach, Scope, Site, called, dotted, walk
 from gpufleet.infra.discover.source import CodeFolder
-from gpufleet.infra.discover.start import StartedProgram
+from gpufleet.infra.discover.start import StartedProgram, parts
 
 CONFIG = re.compile(r".*\.(ya?ml|toml|json|py)")
 # How libraries declare settings: what is called, which of its arguments has them, and how one is typed (a hyphen in
@@ -39,7 +39,7 @@ _PARSERS = tuple(
     )
 )
 # Calls after which the command line sets what configuration files have, by name.
-_OVERRIDES = {"from_cli": "{name}={}", "merge_from_args": "--{name}={}"}
+_OVERRIDES = {"from_cli": "{name}={}", "merge_from_args": "--{name}={}", "parse_args_and_config": "--{name} {}"}
 _ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Pow: operator.pow}
 
 
@@ -406,8 +406,16 @@ def _plain(text: str) -> object:
     return {"true": True, "false": False, "null": None, "none": None, "~": None}.get(text.lower(), text)
 
 
-def with_setting(command: str, setting: Setting, value: object) -> str:
-    """The command with this value of a setting, in the place of the one that it has."""
+def with_setting(command: str, setting: Setting, value: object, part: int = -1) -> str:
+    """The command with this value of a setting, in the place of the one that it has. `part`: of it that is meant."""
+    begin, end = list(parts(command))[part]
+    before, after = command[:begin], command[end:]
+    blanks = re.match(r"(\s*)(.*?)(\s*)$", command[begin:end], re.DOTALL)
+    assert blanks is not None
+    return before + blanks[1] + _with_setting(blanks[2], setting, value) + blanks[3] + after
+
+
+def _with_setting(command: str, setting: Setting, value: object) -> str:
     wanted = setting.with_value(value)
     for word in (setting.word, *setting.others, f"--{setting.name}", f"--{setting.name.replace('_', '-')}"):
         taken = r"" if setting.is_flag else r"(?:=|\s+)(?:\"[^\"]*\"|'[^']*'|\{[^}]*\}\S*|\S+)"

@@ -38,6 +38,7 @@ class StartedProgram:
     words: tuple[str, ...] = ()  # what follows the script, or the program
     environment: tuple[str, ...] = ()  # NAME=value before it
     typed: str = ""  # the command in whose words it stands
+    part: int = -1  # of the typed command, as `parts` has it: python prepare.py && python train.py
     through: tuple[str, ...] = ()  # run.sh:2: files that lead to it
     passes_on: bool = True  # whether what is added to the typed command reaches it
     processes: str = ""  # how many on a node, as the launcher is asked: 8, gpu, {gpus}
@@ -58,7 +59,9 @@ def starts(folder: CodeFolder, command: str) -> list[StartedProgram]:
 def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> Iterator[StartedProgram]:
     """What a shell's text starts, a command after the other."""
     text = re.sub(r"\\\n", " ", text)
-    for line in _lines(text):
+    for number, (begin, end) in enumerate(parts(text)):
+        line = text[begin:end].strip()
+        at = at if depth else replace(at, part=number)
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
@@ -71,8 +74,8 @@ def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> I
             yield from _of_words(folder, words, at, depth)
 
 
-def _lines(text: str) -> Iterator[str]:
-    """Commands of a shell's text, split where no quote holds the separator."""
+def parts(text: str) -> Iterator[tuple[int, int]]:
+    """Where each command of a shell's text begins and ends: it is split where no quote holds the separator."""
     quote, begin = "", 0
     for index, char in enumerate(text):
         if quote:
@@ -80,9 +83,9 @@ def _lines(text: str) -> Iterator[str]:
         elif char in "\"'":
             quote = char
         elif char in ";&|\n" and text[index - 1 : index] != ">":
-            yield text[begin:index].strip()
+            yield begin, index
             begin = index + 1
-    yield text[begin:].strip()
+    yield begin, len(text)
 
 
 def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: int) -> Iterator[StartedProgram]:

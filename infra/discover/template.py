@@ -16,6 +16,7 @@ from gpufleet.infra.discover.lines import BAR, PrintedLine
 from gpufleet.infra.discover.marks import PROCESSES
 from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts, Total
 from gpufleet.infra.discover.settings import Setting, with_setting
+from gpufleet.infra.discover.start import parts
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs.code import ENVIRONMENTS
 from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS
@@ -278,6 +279,7 @@ class _Writer:
         self.found, self.row, self.facts, self.settings = found, found.framework, found.checkpoint, found.settings
         self.plan, self.made, self.place = _plan(found), Draft(), WritePlace()
         self.passes_on = found.start.passes_on  # what is added to the command
+        self.part = found.start.part  # of the command, to which something is added
         self.through = found.start.through[-1] if found.start.through else "your command"
         self.starts_trainer = self.row is not None and self.row.format == "hf-trainer"
 
@@ -378,7 +380,7 @@ class _Writer:
         value = f"{{checkpoints}}/{self.facts.place.name}" if is_path and self.facts is not None else "{checkpoints}"
         self.known(f"{setting.where}: {setting.word} says where it writes")
         self.made.out = setting.name
-        return with_setting(typed, setting, value)
+        return with_setting(typed, setting, value, self.part)
 
     def _own_folder(self, folder: str, where: str, typed: str) -> str:
         """A folder that the code names itself. A script that saves where it starts is started in {checkpoints}, and
@@ -425,7 +427,7 @@ class _Writer:
             self.known(f"{every.where}: it saves nothing by default, so the command asks for it ({word})")
         elif not self.starts_trainer or self.facts is not None:
             return written
-        return with_setting(written, every.setting, every.count)
+        return with_setting(written, every.setting, every.count, self.part)
 
     def setup(self) -> Iterator[str]:
         if self.found.requirements:
@@ -451,6 +453,9 @@ class _Writer:
             why = found.begins_anew.value
             self.unknown(f"how it goes on from a checkpoint: {why}; a rehearsal refuses it as it is")
             yield f"  # resume: {{args: --resume}}   # CHECK: {why}"
+        elif found.resume is not None and self.passes_on and not self.ends_command:
+            self.unknown("how it goes on from a checkpoint: job.resume.args come last, where another program stands")
+            yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: the last of the command gets it"
         elif found.resume is not None and self.passes_on:
             words, where = found.resume.value, found.resume.where
             self.known(f"{where}: {re.split('[ =]', words)[0]} goes on from a checkpoint")
@@ -620,11 +625,11 @@ class _Writer:
         ]
         for each, value in wanted if self.passes_on else ():
             if each is not None and each.form and not each.is_flag and not isinstance(each.default, bool):
-                command = with_setting(command, each, value)
+                command = with_setting(command, each, value, self.part)
         if self.found.runs_alone:  # one process on a CPU needs no launcher, and some scripts take any for GPUs
             command = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", command)
         if (setting := settings.first(COMPILE)) is not None and setting.form.endswith("={}"):
-            command = with_setting(command, setting, False)
+            command = with_setting(command, setting, False, self.part)
         parses = any(each.form for each in self.settings.several(["output_dir"]))
         is_script = self.starts_trainer and self.row is not None and not self.row.form and parses
         return f"{command} {_HF_ON_CPU}" if is_script else command
@@ -633,6 +638,11 @@ class _Writer:
     def asked(self) -> Total | None:
         """How long it trains, or what would say so where the training has no end of its own."""
         return self.plan.total or self.found.total
+
+    @property
+    def ends_command(self) -> bool:
+        """Whether the words of the program that trains are the last of the command."""
+        return self.part < 0 or self.part == len(list(parts(self.found.start.typed))) - 1
 
     @property
     def can_say_every(self) -> bool:
@@ -658,7 +668,11 @@ class _Writer:
         setting = total.setting if total is not None else None
         can_say_total = setting is not None and bool(setting.form) and self.passes_on
         small = self.small(command, interval, count if can_say_total else None)
-        tried = with_setting(small, setting, 1000 if counts_epochs else 100_000) if can_say_total and setting else small
+        tried = (
+            with_setting(small, setting, 1000 if counts_epochs else 100_000, self.part)
+            if can_say_total and setting
+            else small
+        )
         if not can_say_total:
             count, check = (
                 (total.count if total is not None else 0) or count,

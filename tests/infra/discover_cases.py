@@ -115,6 +115,26 @@ def main():
             torch.save({"step": step}, os.path.join(KEPT, "at-{:04d}.pt".format(step)))
 main()
 """
+EVERY_50 = 'parser.add_argument("--often", type=int, default=50)'
+LIGHTNING = """
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+keeps = ModelCheckpoint(dirpath="kept", filename="{epoch}-{step}", every_n_train_steps=500)
+pl.Trainer(max_steps=2000, callbacks=[keeps]).fit(pl.LightningModule(), ckpt_path="last")
+"""
+FLAX = """
+import argparse, jax
+from flax.training import checkpoints
+parser = argparse.ArgumentParser()
+parser.add_argument("--dest", default="kept")
+args = parser.parse_args()
+state = checkpoints.restore_checkpoint(args.dest, start())
+for step in range(int(state.step), 900):
+    loss, grads = jax.value_and_grad(f)(state)
+    print(f"step {step}, loss {loss}")
+    if step % 90 == 0:
+        checkpoints.save_checkpoint(args.dest, state, step)
+"""
 EVOLVES = """
 import argparse, pickle
 parser = argparse.ArgumentParser()
@@ -614,5 +634,50 @@ CASES: dict[str, CodeCase] = {
             "t.py": 'from transformers import Trainer, TrainingArguments as Told\nTrainer(args=Told("o")).train()\n'
         },
         expects={"rehearsal.job.command": r"^python t\.py$"},
+    ),
+    "what a command is told stands beside the program that trains": CodeCase(
+        files={
+            "t.py": script(SAVES, arguments=EVERY_50).replace("% 50", "% args.often"),
+            "before.py": "1",
+            "after.py": "1",
+        },
+        command="python before.py && python t.py --steps 400; python after.py",
+        expects={
+            "job.command": r"^python before\.py && python t\.py --steps 400 --dest \{checkpoints\}; python after\.py$",
+            "rehearsal.job.command": r"--dest \{checkpoints\} --often 10; python after\.py$",
+            "job.resume.args": None,
+        },
+    ),
+    "words that resume would go to the last program, so they are asked for": CodeCase(
+        files={"t.py": EPOCHS, "kit/__init__.py": "", "kit/writer.py": WRITER, "after.py": "1"},
+        command="python t.py && python after.py",
+        expects={"job.resume": None},
+        says=(r"# resume: .*CHECK: the last of the command gets it",),
+    ),
+    "a script that uses a framework has none of the words of its program": CodeCase(
+        files={"t.py": "from ultralytics import YOLO\nYOLO('n').train(data='d', epochs=50, project='runs')\n"},
+        expects={
+            "job.command": r"^python t\.py$",
+            "job.checkpoint.folder": "^runs$",
+            "job.work.epochs": "^50$",
+            "job.checkpoint.every.epochs": "^1$",
+            "job.resume": None,
+        },
+    ),
+    "Lightning's callback says where, how often and under which names": CodeCase(
+        files={"t.py": LIGHTNING},
+        expects={
+            "job.checkpoint.folder": "^kept$",
+            "job.checkpoint.every.steps": "^500$",
+            "job.work.steps": "^2000$",
+            "job.resume": None,
+        },
+        says=("last is its checkpoint",),
+    ),
+    "a call that looks for a checkpoint by itself needs no words": CodeCase(
+        files={"t.py": FLAX},
+        command="python t.py --dest mine",
+        says=("restore_checkpoint looks for a checkpoint by itself",),
+        silent=("# resume",),
     ),
 }
