@@ -95,11 +95,11 @@ class Market:
     is_sold_to_all: ClassVar[bool] = True  # a comparison ranks every type in it
     is_interrupted: ClassVar[bool] = False  # AWS takes nodes back
     replaces: ClassVar[bool] = True  # where a node has gone, its fleet launches another
-    least_share: ClassVar[Decimal] = Decimal(1)  # of an uninterrupted run's dollars, that any run costs
+    least_share: ClassVar[Decimal] = Decimal(1)  # the least that a run costs of what it does uninterrupted
     stands_by: ClassVar[tuple[str, ...]] = ()  # the further markets in which a fleet of the run waits at 0
     quotas: ClassVar[tuple[str, ...]] = ()  # the markets whose quotas count its nodes
     roles: ClassVar[Mapping[str, str]] = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}  # a fleet launches by
-    never: ClassVar[Mapping[str, int]] = {}  # what of a rehearsal's interruptions AWS does not make
+    never: ClassVar[Mapping[str, Any]] = {}  # what of a rehearsal's interruptions AWS does not make
     keep_ends: ClassVar[str] = "limits.deadline, or limits.max_hours + 24 h from its start"  # of its life
     delete_timeout: ClassVar[str] = "30m"  # of that the provider sleeps 5; its default of 10 is too short
 
@@ -119,8 +119,6 @@ class Market:
     def not_ready(self) -> Iterator[str]:
         """What `pulumi up` needs of it first."""
         yield from ()
-
-    # What it costs
 
     def require(self, catalog: Catalog, type_: str, fleet: Fleet) -> None:
         """Raises PriceMissing where nobody knows what such a node costs."""
@@ -148,8 +146,6 @@ class Market:
     def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
         """Name, item and price of what is paid whatever the run does; `day`: of the catalog."""
         return ()
-
-    # When it ends, and which limit binds
 
     def begins_at(self, now: datetime) -> datetime:
         """When nodes can be had."""
@@ -217,17 +213,13 @@ class Market:
             " fleet.fallback: on-demand does it"
         )
 
-    # How it is declared, in the names of the provider's arguments
-
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
-        """Of the fleet, beside what all have."""
+        """Of the fleet, as the provider names them, beside what all have."""
         return {"type": "maintain", "terminate_instances_with_expiration": True, "valid_until": valid_until}
 
     def template_arguments(self) -> dict[str, Any]:
         """Of its launch template, beside what all have."""
         return {}
-
-    # Words
 
     def about(self, text: str) -> str:
         """The words filled in for so many nodes: `{number} {name} node{s} take{es}` is `one spot node takes`."""
