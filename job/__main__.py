@@ -134,7 +134,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     with MetadataThread(metadata), ThreadPoolExecutor(1) as uploads, ThreadPoolExecutor(1) as pulse:
         store = open_store(environment.get(RUN_URI) or f"{parent(str(workdir))}/store/{run.run}")
 
-        takes_over = bool(node.capacity) and not run.gives_way(node.capacity)
+        takes_over = bool(node.capacity) and not run.rates(node.type, node.zone, node.capacity).moves
 
         def known_fleets() -> list[str]:  # of a run that may use both markets
             return [each.key.removeprefix(FLEETS) for each in store.entries(FLEETS)] if node.capacity else []
