@@ -46,7 +46,8 @@ class Planned:
 
 def possible(definition: StackDefinition) -> Interruptions:
     """The definition's, as far as AWS makes such."""
-    return replace(definition.interruptions, **definition.fleet.market.never)
+    none: dict[str, Any] = dict.fromkeys(definition.fleet.market.never, 0)
+    return replace(definition.interruptions, **none)
 
 
 def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Planned, ...]:

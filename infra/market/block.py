@@ -27,7 +27,7 @@ class Block(Market):
     has_block = True
     is_sold_to_all = replaces = moves_elsewhere = False
     roles: ClassVar[Mapping[str, str]] = {}  # whoever runs `up` launches
-    never: ClassVar[Mapping[str, Any]] = {"with_notice": 0, "without_notice": 0}  # what is lost there nothing replaces
+    never = ("with_notice", "without_notice")  # what is lost there nothing replaces
     keep_ends = END
     # It may stay in `deleted_terminating` for hours after its nodes have gone: waited for in vain, and the next destroy
     # finds it gone (docs/decisions/2026-11-26-capacity-block.md).

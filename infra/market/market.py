@@ -99,7 +99,7 @@ class Market:
     stands_by: ClassVar[tuple[str, ...]] = ()  # the further markets in which a fleet of the run waits at 0
     quotas: ClassVar[tuple[str, ...]] = ()  # the markets whose quotas count its nodes
     roles: ClassVar[Mapping[str, str]] = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}  # a fleet launches by
-    never: ClassVar[Mapping[str, Any]] = {}  # what of a rehearsal's interruptions AWS does not make
+    never: ClassVar[tuple[str, ...]] = ()  # what of a rehearsal's interruptions AWS does not make
     keep_ends: ClassVar[str] = "limits.deadline, or limits.max_hours + 24 h from its start"  # of its life
     delete_timeout: ClassVar[str] = "30m"  # of that the provider sleeps 5; its default of 10 is too short
 

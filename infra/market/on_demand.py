@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 from gpufleet.infra.market.market import Market
 
 
@@ -14,4 +11,4 @@ class OnDemand(Market):
     name = asks_for = metered_as = by_the_hour = "on-demand"
     place = "on demand"
     quotas = ("on-demand",)
-    never: ClassVar[Mapping[str, Any]] = {"with_notice": 0}  # nor does AWS credit a first hour
+    never = ("with_notice",)  # nor does AWS credit a first hour
