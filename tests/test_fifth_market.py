@@ -18,9 +18,9 @@ import pytest
 from command_files import command_file
 from repository import ROOT
 
-ROW = '    "plan": Plan,\n'
+ROW = '    "plan": SavingsPlan,\n'
 TABLE = "WAYS: dict[str, type[Market]] = {  # by fleet.capacity\n"
-IMPORT = "from gpufleet.infra.market.plan import Plan\n"
+IMPORT = "from gpufleet.infra.market.plan import SavingsPlan\n"
 PROGRAM = r"""
 import json
 from pathlib import Path
@@ -38,7 +38,9 @@ print(json.dumps(runner.declared()))
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+def outputs(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """What `cost` says as text and as JSON, and `compare`; and the resources of a preview."""
     folder = tmp_path_factory.mktemp("fifth") / "project"
     for name in ("infra", "job", "rehearsal"):
@@ -66,8 +68,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any],
     return shown, json.loads(bill), json.loads(compared), json.loads(declared)
 
 
-def test_it_is_priced(told: tuple[str, dict[str, Any], dict[str, Any], Any]) -> None:
-    shown, bill, *_ = told
+def test_it_is_priced(outputs: tuple[str, dict[str, Any], dict[str, Any], Any]) -> None:
+    shown, bill, *_ = outputs
     own, full = bill["plan"], bill["on_demand"]
     assert Decimal(own["usd_per_hour"]) == Decimal("0.7") * Decimal(full["usd_per_hour"])
     assert (bill["capacity"], bill["interruptions"]["p90"], bill["hazard"]) == ("plan", "0.0000", None)
@@ -76,17 +78,17 @@ def test_it_is_priced(told: tuple[str, dict[str, Any], dict[str, Any], Any]) -> 
     assert f"USD on demand, g5.2xlarge at {full['usd_per_hour']} USD/h" in shown
 
 
-def test_it_is_compared_with_what_is_sold_by_the_hour(told: tuple[Any, dict[str, Any], dict[str, Any], Any]) -> None:
-    *_, bill, compared, _ = told
+def test_it_is_compared_with_what_is_sold_by_the_hour(outputs: tuple[Any, dict[str, Any], dict[str, Any], Any]) -> None:
+    *_, bill, compared, _ = outputs
     (own,) = compared["scenarios"]
     assert (own["type"], own["capacity"], own["usd"]["p50"]) == ("g5.2xlarge", "plan", bill["usd"]["p50"])
     assert {row["capacity"] for row in compared["options"]} == {"spot", "on-demand"}
 
 
 def test_its_preview_declares_a_fleet_that_ec2_knows_and_a_meter_with_its_price(
-    told: tuple[Any, dict[str, Any], Any, list[dict[str, Any]]],
+    outputs: tuple[Any, dict[str, Any], Any, list[dict[str, Any]]],
 ) -> None:
-    _, bill, _, declared = told
+    _, bill, _, declared = outputs
     (fleet,) = (each["inputs"] for each in declared if each["type"] == "aws:ec2/fleet:Fleet")
     assert fleet["targetCapacitySpecification"] == {
         "defaultTargetCapacityType": "on-demand",

@@ -170,7 +170,7 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
     free = int(quota["Value"]) - used
     kinds = ", ".join(need.types)
     market = definition.fleet.market
-    nodes, takes = market.about("{number} node{s}"), market.about("take{es} ")
+    nodes, takes = market.filled_in("{number} node{s}"), market.filled_in("take{es} ")
     takes += f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"
     users = ", ".join(list(others)[:USERS_SHOWN]) + (" and others" if len(others) > USERS_SHOWN else "")
     in_use = f", {used} of them in use by {users}" if used else ""

@@ -53,7 +53,7 @@ def _head(bill: Bill) -> Iterator[str]:
     if side.zone:
         price += " (dearest zone)" if len(side.option.offers[bill.capacity].zones) > 1 else ""
     name = f"{bill.stack}, scenario {bill.scenario}" if bill.scenario else bill.stack
-    nodes = bill.market.about(bill.market.counts)
+    nodes = bill.market.filled_in(bill.market.counts)
     yield from wrap(f"{name}, run {bill.run}: {nodes} in {bill.region}, {dearest}{side.type} {price}")
 
 

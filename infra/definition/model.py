@@ -85,7 +85,7 @@ class Fleet:
     @property
     def market(self) -> Market:
         """How these nodes are bought."""
-        return market.of(self.capacity, self.fallback, nodes=self.nodes, block=self.block)
+        return market.find(self.capacity, self.fallback, nodes=self.nodes, block=self.block)
 
     @property
     def zone_ids(self) -> tuple[str, ...]:

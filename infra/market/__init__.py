@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpufleet.infra.market.block import Block
+from gpufleet.infra.market.block import InBlock
 from gpufleet.infra.market.fallback import SpotThenOnDemand
 from gpufleet.infra.market.market import Market
 from gpufleet.infra.market.on_demand import OnDemand
@@ -12,7 +12,7 @@ from gpufleet.infra.market.spot import Spot
 WAYS: dict[str, type[Market]] = {  # by fleet.capacity
     "spot": Spot,
     "on-demand": OnDemand,
-    "block": Block,
+    "block": InBlock,
 }
 FALLBACKS: dict[str, tuple[type[Market], ...]] = {"none": (), "on-demand": (SpotThenOnDemand,)}  # by fleet.fallback
 COMPARED = tuple(name for name, way in WAYS.items() if way.is_sold_to_all)  # in which any type is ranked
@@ -24,6 +24,6 @@ def asked(capacity: str, fallback: str, nodes: int, block: CapacityBlock | None)
     return [way(nodes=nodes, block=block) for way in (WAYS[capacity], *FALLBACKS[fallback])]
 
 
-def of(capacity: str, fallback: str = "none", *, nodes: int = 1, block: CapacityBlock | None = None) -> Market:
+def find(capacity: str, fallback: str = "none", *, nodes: int = 1, block: CapacityBlock | None = None) -> Market:
     """How nodes are bought, with the fallback where it is one of that capacity."""
     return [each for each in asked(capacity, fallback, nodes, block) if each.name == capacity][-1]

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any, ClassVar
 
 from gpufleet.infra.catalog import Catalog, Price
-from gpufleet.infra.market.market import Beside, Findings, Fleet, Market, Offer
+from gpufleet.infra.market.market import Beside, FleetKeys, Market, Offer, ProblemList
 from gpufleet.infra.market.reservation import END, START
 from gpufleet.job.text import stamp
 
@@ -16,7 +16,7 @@ LONGEST = timedelta(days=182)  # EC2 User Guide, Capacity Blocks for ML, read 20
 _ENDED = "EC2 begins to end its nodes 30 minutes before its end."
 
 
-class Block(Market):
+class InBlock(Market):
     """An `instant` fleet, which alone launches into one: it asks once, replaces no node, and has no expiry. AWS's own
     end is the schedule's (program/resources/stop.py), and half an hour before the block's.
     """
@@ -33,7 +33,7 @@ class Block(Market):
     # finds it gone (docs/decisions/2026-11-26-capacity-block.md).
     delete_timeout = "10m"
 
-    def check(self, findings: Findings, fleet: Fleet, beside: Beside) -> None:
+    def check(self, findings: ProblemList, fleet: FleetKeys, beside: Beside) -> None:
         block = self.block
         if block is None:
             findings.add("fleet.block", "a section with start, end and fee_usd, and reservation once it is bought")
@@ -55,10 +55,10 @@ class Block(Market):
         if self.block and self.block.reservation is None:
             yield "fleet.block has no reservation: buy the block (gpufleet buys none) and write its cr-... there."
 
-    def require(self, catalog: Catalog, type_: str, fleet: Fleet) -> None:
+    def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
         """Its fee is the file's."""
 
-    def offer(self, catalog: Catalog, type_: str, fleet: Fleet, ceiling: Decimal | None) -> Offer:
+    def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
         return Offer(price=_price(Decimal(0), "node-hour", "paid by the block's fee", catalog.as_of))
 
     def metered(self, offers: Mapping[str, Offer]) -> tuple[Price | None, Price | None]:

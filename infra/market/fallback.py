@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpufleet.infra.market.market import DEADLINE, Beside, Findings, Fleet
+from gpufleet.infra.market.market import DEADLINE, Beside, FleetKeys, ProblemList
 from gpufleet.infra.market.spot import Spot
 
 MOST_HEARTBEAT_S = 300  # a hand-over waits ten minutes
@@ -17,7 +17,7 @@ class SpotThenOnDemand(Spot):
     def late_hint(self, argument: str) -> str | None:
         return None
 
-    def check(self, findings: Findings, fleet: Fleet, beside: Beside) -> None:
+    def check(self, findings: ProblemList, fleet: FleetKeys, beside: Beside) -> None:
         config = beside.config
         if fleet.capacity != self.name:
             hint = "Write fallback: none beside that capacity."

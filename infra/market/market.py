@@ -21,7 +21,7 @@ DEADLINE, MAX_HOURS = "limits.deadline", "limits.max_hours"
 WAITING_TIME = timedelta(hours=24)
 
 
-class Fleet(Protocol):
+class FleetKeys(Protocol):
     """What a way of buying reads of a definition's fleet."""
 
     @property
@@ -36,7 +36,7 @@ class Fleet(Protocol):
     def capacity(self) -> str: ...
 
 
-class Findings(Protocol):
+class ProblemList(Protocol):
     """Where the problems of a file are collected."""
 
     @property
@@ -113,25 +113,25 @@ class Market:
         """Whether another type could do the work in its place."""
         return self.nodes == 1
 
-    def check(self, findings: Findings, fleet: Fleet, beside: Beside) -> None:
+    def check(self, findings: ProblemList, fleet: FleetKeys, beside: Beside) -> None:
         """Adds what contradicts it in a definition."""
 
     def not_ready(self) -> Iterator[str]:
         """What `pulumi up` needs of it first."""
         yield from ()
 
-    def require(self, catalog: Catalog, type_: str, fleet: Fleet) -> None:
+    def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
         """Raises PriceMissing where nobody knows what such a node costs."""
         catalog.on_demand(type_, fleet.region)
 
-    def offer(self, catalog: Catalog, type_: str, fleet: Fleet, ceiling: Decimal | None) -> Offer:
+    def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
         """The price of a node of the type. `ceiling`: limits.usd_per_hour."""
         price = catalog.on_demand_prices.get((type_, fleet.region))
         above = price is not None and ceiling is not None and price.amount > ceiling
         said = f"{type_} on demand costs {price.amount} USD an hour, above {ceiling}" if price and above else ""
         return Offer(price=price, left_out=said)
 
-    def zones_below(self, catalog: Catalog, type_: str, fleet: Fleet, ceiling: Decimal) -> tuple[str, ...]:
+    def zones_below(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal) -> tuple[str, ...]:
         """The fleet's zones in which a node of the type is known to cost at most that. Prices know zones by id: of
         zones by name, whose ids differ per account, the dearest of the region decides.
         """
@@ -214,14 +214,14 @@ class Market:
         )
 
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
-        """Of the fleet, as the provider names them, beside what all have."""
+        """Arguments of the fleet, as the provider names them, beside what all have."""
         return {"type": "maintain", "terminate_instances_with_expiration": True, "valid_until": valid_until}
 
     def template_arguments(self) -> dict[str, Any]:
-        """Of its launch template, beside what all have."""
+        """Arguments of its launch template, beside what all have."""
         return {}
 
-    def about(self, text: str) -> str:
+    def filled_in(self, text: str) -> str:
         """The words filled in for so many nodes: `{number} {name} node{s} take{es}` is `one spot node takes`."""
         number, s, es = ("one", "", "s") if self.nodes == 1 else (self.nodes, "s", "")
         return text.format(number=number, name=self.name, s=s, es=es)

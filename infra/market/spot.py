@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any, ClassVar
 
 from gpufleet.infra.catalog import Catalog
-from gpufleet.infra.market.market import Fleet, Market, Offer
+from gpufleet.infra.market.market import FleetKeys, Market, Offer
 
 
 class Spot(Market):
@@ -22,10 +22,10 @@ class Spot(Market):
     quotas: ClassVar[tuple[str, ...]] = ("spot",)
     roles: ClassVar[Mapping[str, str]] = {**Market.roles, "AWSServiceRoleForEC2Spot": "spot.amazonaws.com"}
 
-    def require(self, catalog: Catalog, type_: str, fleet: Fleet) -> None:
+    def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
         catalog.spot(type_, fleet.region, fleet.zone_ids)
 
-    def offer(self, catalog: Catalog, type_: str, fleet: Fleet, ceiling: Decimal | None) -> Offer:
+    def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
         zones = catalog.spot_zones(type_, fleet.region, fleet.zone_ids)
         below = tuple(each for each in zones if ceiling is None or each.price.amount <= ceiling)
         dearest = below[-1].price if below else None
@@ -37,7 +37,7 @@ class Spot(Market):
         said = f"{type_} costs up to {high.price.amount} USD an hour in {prefix}{high.zone}, above {ceiling}{kept}"
         return Offer(price=dearest, zones=below, left_out=said)
 
-    def zones_below(self, catalog: Catalog, type_: str, fleet: Fleet, ceiling: Decimal) -> tuple[str, ...]:
+    def zones_below(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal) -> tuple[str, ...]:
         known = catalog.spot_zones(type_, fleet.region)
         below = {each.zone for each in known if each.price.amount <= ceiling}
         if fleet.zone_ids:

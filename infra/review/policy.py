@@ -108,7 +108,7 @@ def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts |
     run = json.loads(properties["content"])
     fallback = run.get("fallback")
     p90 = [run["estimate"]["usd"]["p90"], (fallback or {}).get("usd_p90", 0)]
-    markets = market.of(run["capacity"], "on-demand" if fallback else "none").fleets
+    markets = market.find(run["capacity"], "on-demand" if fallback else "none").fleets
     hourly = [
         Decimal(usd)
         for option in run["estimate"]["types"]

@@ -7,20 +7,20 @@ from dataclasses import replace
 from decimal import Decimal
 
 from gpufleet.infra.catalog import Catalog, Price
-from gpufleet.infra.market.market import Fleet, Offer
+from gpufleet.infra.market.market import FleetKeys, Offer
 from gpufleet.infra.market.on_demand import OnDemand
 
 SHARE = Decimal("0.7")
 
 
-class Plan(OnDemand):
+class SavingsPlan(OnDemand):
     """On demand as EC2 sees it, and as the node's meter counts; only the price is another."""
 
     name, place = "plan", "on the plan"
     asks_for = metered_as = by_the_hour = "on-demand"
     is_sold_to_all = False
 
-    def offer(self, catalog: Catalog, type_: str, fleet: Fleet, ceiling: Decimal | None) -> Offer:
+    def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
         full = super().offer(catalog, type_, fleet, None).price
         return Offer(price=full and replace(full, amount=full.amount * SHARE))
 
