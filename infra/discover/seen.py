@@ -107,6 +107,7 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
         if row is not None:
             found.framework = replace(row, format=None, each=(), named=True, complete="", progress=row.patterns)
     _take_lines(found, seen)
+    found.trained = kept is not None or bool(seen.patterns)
     if seen.goes_on is False:
         found.begins_anew, found.resume, found.reads_itself = Finding(seen.resume_evidence, "seen"), None, None
     elif seen.goes_on and found.resume is not None:
@@ -186,7 +187,7 @@ class _Counter:
     @property
     def is_epoch(self) -> bool:
         words = re.findall(r"[A-Za-z]+", self.sample[: self.match.start()][-24:])
-        return bool(words) and words[-1].lower().startswith("ep")
+        return bool(words) and words[-1].lower() in ("ep", "epoch", "epochs")  # an episode is none
 
 
 def _counters(watch: TrialRun) -> list[_Counter]:
@@ -389,7 +390,8 @@ def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint
 def take_verdict(seen: TrialFindings, check: ResumeCheck, second: TrialRun) -> None:
     """What the second start showed, in words."""
     if check.verdict == "not shown":
-        seen.problems.append(f"whether it goes on is not shown: a second start {failure(second) or check.why}")
+        ended = failure(second)
+        seen.problems.append(f"whether it goes on is not shown: {f'a second start {ended}' if ended else check.why}")
     else:
         seen.goes_on = check.verdict == "goes on"
         seen.resume_evidence = f"seen: {check.why}; it {check.verdict}"

@@ -174,6 +174,14 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
     assert seen.line is None
 
 
+@pytest.mark.parametrize(("word", "group"), [("Epoch", "epoch"), ("ep", "epoch"), ("Episode", "step")])
+def test_an_episode_is_no_epoch(word: str, group: str) -> None:
+    seen = TrialFindings()
+    learn(seen, TrialRun(lines=[(float(count), f"{word} {count}, reward 9.5") for count in range(9)]), [])
+    assert seen.line is not None
+    assert seen.line.groups == {group}
+
+
 @pytest.mark.parametrize(
     ("files", "command", "written", "expected"),
     [
@@ -185,13 +193,17 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
          "code/sub/saved/last.pt", ("folder: sub/saved ",)),
         ({"t.py": SAVES_EVERY},
          "python t.py --save_every 200", "checkpoints/{}.pt", ("every: {steps: 200}",)),
+        ({"t.py": SAVES_EVERY, "requirements.txt": "torch==1.0", ".venv/bin/python": ""},
+         "python t.py", "checkpoints/{}.pt", ('    setup: ""   # seen',)),
+        ({"data.yaml": "train: images"}, "yolo train data=data.yaml epochs=12",
+         "checkpoints/train/weights/last.pt", ("project={checkpoints}", "args: 'model={checkpoint} resume=True'")),
     ],
 )  # fmt: skip
 def test_what_was_tried_keeps_the_place_and_the_interval_that_were_typed(
     tmp_path: Path, files: dict[str, str], command: str, written: str, expected: tuple[str, ...]
 ) -> None:
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     found, seen = look(tmp_path, command), TrialFindings()
     made = draft("mine", found, folder="../mine", command=command)
