@@ -108,6 +108,13 @@ def test_a_command_that_fails_says_why(code: Path) -> None:
     seen = trial(code, Trial(command=f"{PYTHON} -c \"raise ValueError('no data')\""))
     assert seen.checkpoint is None
     assert "exit code 1: ValueError: no data" in seen.problems[0]
+    assert "the command ended by itself" in trial(code, Trial(command="true")).problems[0]
+
+
+def test_a_link_to_a_folder_elsewhere_is_named(code: Path, tmp_path: Path) -> None:
+    (code / "data").symlink_to(tmp_path)
+    with pytest.raises(GpufleetError, match=f"data leads to the folder {tmp_path}"):
+        trial(code, Trial(command="true"))
 
 
 def test_a_folder_too_large_to_copy_is_refused(code: Path) -> None:
@@ -172,6 +179,26 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
     seen = TrialFindings()
     learn(seen, TrialRun(lines=[(row / 100, f"| {row} | net.{row} | 12 K |") for row in range(9)]), [])
     assert seen.line is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "work"),
+    [
+        ([f"Epoch [{epoch}/7], Step [{step}/900], loss 0.5" for epoch in (1, 2) for step in (100, 200)], ": 7   # seen"),
+        ([f"Iteration {step} of 900" for step in (10, 20, 30)], "steps: 900   # seen"),
+        (["Epoch 1/7", "Epoch 1/9"], "# work: "),  # of two trainings
+        (["Epoch 1/7"], "# work: "),
+    ],
+)
+def test_how_long_it_trains_is_what_its_lines_say(tmp_path: Path, lines: list[str], work: str) -> None:
+    (tmp_path / "t.py").write_text("import torch\nwhile True:\n    loss.backward()")
+    found, seen = look(tmp_path, "python t.py"), TrialFindings()
+    made = draft("mine", found, folder="../mine", command="python t.py")
+    assert made.trial is not None
+    learn(seen, TrialRun(lines=list(enumerate(lines))), [])
+    with_seen(found, seen, made.out, made.trial)
+    text = draft("mine", found, folder="../mine", command="python t.py").text
+    assert work in text, text
 
 
 @pytest.mark.parametrize(("word", "group"), [("Epoch", "epoch"), ("ep", "epoch"), ("Episode", "step")])
