@@ -272,7 +272,7 @@ def node_refused(seed: int, folder: Path) -> int:
 
 def metadata_faulty(seed: int, folder: Path) -> int:
     """A metadata service that answers nonsense, late, or nothing: no notice is invented, and none overlooked."""
-    module, fault = tests("job/supervisor/test_metadata.py"), random.Random(seed).choice(METADATA_FAULTS)
+    module, fault = tests("job/supervisor/test_metadata.py"), METADATA_FAULTS[seed % len(METADATA_FAULTS)]
     imds = Imds()
     try:
         imds.slow_s = 2.0
