@@ -27,7 +27,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", re.MULTILIN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Guard:
+class TakenGuard:
     """One entry of the list."""
 
     row: str  # how the row's sentence begins
@@ -65,10 +65,10 @@ class Guard:
         return {test: "".join(FAILED.findall(text)).rpartition("::")[2] for test, text in said.items()}
 
 
-def guards() -> list[Guard]:
+def guards() -> list[TakenGuard]:
     """The list, in the order of the page."""
     listed = tomllib.loads(LIST.read_text())["guard"]
-    return [Guard(**{**each, "tests": tuple(each["tests"])}) for each in listed]
+    return [TakenGuard(**{**each, "tests": tuple(each["tests"])}) for each in listed]
 
 
 def main(wanted: list[str]) -> int:
