@@ -1,7 +1,8 @@
-"""Tables of plain ASCII, and lines of text."""
+"""Tables of plain ASCII, and lines of text no wider than the terminal."""
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -19,6 +20,13 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequenc
         yield "  ".join(cells).rstrip()
 
 
+def columns(most: int = 100) -> int:
+    """How wide a line may be: as the terminal is, at most `most`, which also holds where there is no terminal."""
+    return min(most, shutil.get_terminal_size((most, 24)).columns)
+
+
 def wrap(text: str, width: int = 100, indent: int = 2) -> list[str]:
-    """Its lines, those after the first indented; words stay whole."""
-    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    """Its lines, of at most `width`, those after the first indented; words stay whole."""
+    return textwrap.wrap(
+        text, columns(width), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )

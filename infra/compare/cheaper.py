@@ -58,6 +58,16 @@ class Cheaper:
                 f" {usd:.2f} USD off p50 (docs/node.md)."
             )
 
+    @property
+    def line(self) -> str:
+        """The cheapest of them in one line; empty where none is sure to cost less."""
+        for row in self.rows[:1]:
+            assert row.usd is not None
+            place = "spot" if row.capacity == "spot" else "on demand"
+            sure = "" if row.cheaper is None else f" in {row.cheaper:.0%} of runs"
+            return f"Cheaper{sure}: {row.type} {place}, about {row.usd.p50:.2f} USD; all: `{self.command}`"
+        return ""
+
     def _types(self) -> Iterator[str]:
         beyond = f"{counted(self.beyond, 'cheaper one')} beyond a limit or rule" if self.beyond else ""
         unsure = f"{self.unsure} perhaps cheaper, in fewer than {SURE:.0%} of runs" if self.unsure else ""
@@ -191,14 +201,13 @@ def cheaper(
     chosen = [row for row in within if row.cheaper is not None and row.cheaper >= SURE]
     shown = tuple(chosen[:SHOWN])
     known = bill.chosen.runtime.speed in ("measured", "declared")
-    scenario = f" --scenario {definition.scenario}" if definition.scenario else ""
     return Cheaper(
         rows=shown,
         more=len(chosen) - len(shown),
         unsure=len(within) - len(chosen),
         beyond=len(rows) - len(within),
         assumed=frozenset(row.type for row in shown if known and row.basis not in ("measured", "declared")),
-        command=f"gpufleet compare {definition.argument}{scenario}",
+        command=f"gpufleet compare {definition.priced_argument}",
         half_setup=_half_setup(as_is.setup_h * 60, own, quick),
     )
 
