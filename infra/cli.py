@@ -10,7 +10,6 @@ import io
 import os
 import signal
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.progress import Screen
 from gpufleet.infra.terminal import Shown
-from gpufleet.infra.text import columns
+from gpufleet.infra.text import wrap
 from gpufleet.job.progress import shown_by
 
 # By what a person does with them, in the order in which that is needed.
@@ -176,17 +175,16 @@ def _without_blas_threads() -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     from importlib.metadata import version  # 25 ms that no command needs
 
-    width = columns()
     lines = []
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:"]
         for name, summary in commands.items():
-            lines += textwrap.wrap(summary, width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
+            lines += wrap(f"    {name:<12} {summary}", indent=17)
     parser = argparse.ArgumentParser(
         prog="gpufleet",
         usage="gpufleet [-h] [-V] COMMAND ...",
-        description=textwrap.fill(DESCRIPTION, width),
-        epilog="\n".join([*lines[1:], "", textwrap.fill(EPILOG, width)]),
+        description="\n".join(wrap(DESCRIPTION, indent=0)),
+        epilog="\n".join([*lines[1:], "", *wrap(EPILOG, indent=0)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-V", "--version", action="version", version=f"gpufleet {version('gpufleet')}")
