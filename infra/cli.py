@@ -48,6 +48,7 @@ GROUPS = {
         "wait": "after pulumi up: wait for a node, and explain why there is none",
     },
     "While it runs": {
+        "ps": "every run of the account and the project, one line each",
         "status": "where the run stands: fleet, node, checkpoints, dollars spent",
         "logs": "what the job prints",
         "shell": "a shell in the job's container, by Session Manager",
@@ -62,7 +63,7 @@ GROUPS = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
-ANSWERS = ("cost", "compare", "doctor", "receipts", "status")  # their first line is what was asked
+ANSWERS = ("cost", "compare", "doctor", "ps", "receipts", "status")  # their first line is what was asked
 FOR_PROGRAMS = ("completion", "logs", "schema", "shell")  # what they print is no text of ours
 _TO_DO = {
     errno.ENOSPC: "Free some space on the disk of this folder and of the temporary files, then run it again.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 
 
 def hours(value: float) -> str:
@@ -12,11 +13,24 @@ def hours(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
-    """Heads, a rule, and the rows; the columns of `right` flush right."""
+def about_hours(value: Decimal) -> str:
+    """Two digits, whole hours from ten on: 0.57, 1.8, 14."""
+    return f"{value:.0f}" if value >= 10 else f"{float(value):.2g}"
+
+
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), spare: Sequence[int] = ()
+) -> Iterator[str]:
+    """Heads, a rule, and the rows; the columns of `right` flush right. Of the columns `spare` the first ones are left
+    out where the terminal is too narrow for all.
+    """
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    shown = list(range(len(heads)))
+    for column in spare:
+        if sum(widths[at] + 2 for at in shown) - 2 > columns(most=10_000):
+            shown.remove(column)
     for row in (heads, ["-" * width for width in widths], *rows):
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [row[at].rjust(widths[at]) if at in right else row[at].ljust(widths[at]) for at in shown]
         yield "  ".join(cells).rstrip()
 
 

@@ -170,7 +170,7 @@ def test_the_commands_for_a_bill_need_no_extra(base: User, tmp_path: Path) -> No
     typed(f"git add -A && {git} commit -qm one && sed -i 's/max_usd: 20/max_usd: 9/' stacks/mine.yaml")
     typed(f"{git} commit -qam two")
     assert "in eight runs of ten" in typed("gpufleet cost mine")
-    assert "mine: train" in typed("gpufleet compare mine")
+    assert "mine: train" in typed("gpufleet compare mine --all")
     assert "`limits.max_usd`" in typed("gpufleet diff HEAD~1 HEAD")
     assert "there are no AWS credentials" in typed("gpufleet doctor mine", code=1)
     assert "us-east-2" in typed("gpufleet prices")

@@ -16,7 +16,7 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.bill.table import interruptions_usd, stale_prices
 from gpufleet.infra.errors import BeforeLaunch
-from gpufleet.infra.text import columns, wrap
+from gpufleet.infra.text import about_hours, columns, wrap
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
@@ -69,15 +69,14 @@ def headline(bill: Bill, fallback: Fallback | None = None) -> str:
         if bill.buys is None and cap.probability >= 0.01:
             stops += f", {cap.probability:.0%} of runs before they are done"
     if bill.buys is not None and cap is not None:
-        low, middle, high = _digits(bill.buys, "p10", "p50", "p90")
+        low, middle, high = figures_within(bill.buys)
         money = (
             f"{cap.max_usd.normalize():f} USD buy about {middle} h of training ({low} to {high} in eight runs of ten)"
         )
         return f"{money}, {place}; {stops}."
     usd, wall = (bill.usd, side.wall_hours) if fallback is None else (fallback.usd, fallback.wall_hours)
-    low, middle, high = _digits(usd, "p10", "p50", "p90")
-    hours = f"{wall.p50:.0f}" if wall.p50 >= 10 else f"{float(wall.p50):.2g}"
-    return f"about {middle} USD ({low} to {high} in eight runs of ten), {hours} h, {place}; {stops}."
+    low, middle, high = figures_within(usd)
+    return f"about {middle} USD ({low} to {high} in eight runs of ten), {about_hours(wall.p50)} h, {place}; {stops}."
 
 
 def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
@@ -136,9 +135,9 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
         )
 
 
-def _digits(values: Quantiles, *names: str) -> list[str]:
-    """The figures with as many decimals as their range bears."""
-    return [_plain(getattr(values, name), values) for name in names]
+def figures_within(values: Quantiles) -> tuple[str, str, str]:
+    """p10, p50 and p90 with as many decimals as the range between them bears."""
+    return _plain(values.p10, values), _plain(values.p50, values), _plain(values.p90, values)
 
 
 def _plain(value: Decimal, within: Quantiles | None = None) -> str:
