@@ -123,7 +123,7 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
     matter = sorted((each for each in charges if each[1] >= SHARE * usd.p50), key=lambda each: -each[1])[:CHARGES]
     rest = usd.p50 - sum((amount for _, amount, _ in matter), Decimal(0))
     other = f"{counted(len(charges) - len(matter), 'smaller charge')}, uncertain speed and price"
-    if usd.p50 != bill.chosen.needed_usd.p50:
+    if usd.p50 == bill.usd.p50 != bill.chosen.needed_usd.p50:
         other += ", less what a limit cuts off"
     rows = [(name, _plain(amount, usd), why) for name, amount, why in matter] + [
         ("everything else", _plain(rest, usd), other)

@@ -64,8 +64,8 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     move(cloud, facts["moved_to"])
     ec2.modify_fleet(FleetId=fleet_id(), TargetCapacitySpecification={"TotalTargetCapacity": 0})
     (code / "job" / "new_module.py").write_text("# newer code\n")
-    prices = code / "infra" / "catalog" / "on_demand.csv"
-    prices.write_text(re.sub(r"(?m)^(g5\.2xlarge,us-east-2[^,]*,)[0-9.]+", r"\g<1>1.3000", prices.read_text()))
+    prices = code / "infra" / "catalog" / "spot.csv"
+    prices.write_text(re.sub(r"(?m)^(g5\.2xlarge,us-east-2,[^,]*,)[0-9.]+", r"\g<1>1.3000", prices.read_text()))
     asked = cloud.calls("ModifyFleet")
     cloud.deny("ModifyFleet")
     steps["after_end"] = engine.up()
