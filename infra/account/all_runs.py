@@ -41,7 +41,7 @@ def all_runs(
         if (receipt.stack, receipt.run) not in known:
             known.add((receipt.stack, receipt.run))
             state = f"ended: {receipt.reason}, {receipt.actual:.2f} USD"
-            found.append(ListedRun(receipt.stack, receipt.run, "", "", state, receipt.at))
+            found.append(ListedRun(receipt.stack, receipt.run, "", "", state, receipt.at[:16].replace("T", " ")))
     for each in definitions:
         if (each.name, each.run.id) not in known:
             found.append(ListedRun(each.name, each.run.id, each.fleet.region, each.run.owner, "not launched", ""))

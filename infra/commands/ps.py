@@ -40,5 +40,5 @@ def run(args: argparse.Namespace) -> int:
     live = sum(bool(each.region and each.since) and each.state != "over" for each in found)
     print(f"{counted(live, 'run')} in {', '.join(regions)}, {len(found) - live} over or not launched.")
     if found:
-        print("\n".join(text.table(NAMES, found, spare=(3, 5, 2))))
+        print("\n".join(text.table(NAMES, found, spare=(5, 2, 3))))
     return 0

@@ -59,7 +59,8 @@ def test_a_run_that_ended_is_known_by_its_receipt(
     place = project / "receipts" / "small-growth" / "r0.json"
     place.parent.mkdir(parents=True)
     atomic.write_bytes(place, json.dumps(receipt("1.10") | {"stack": "small-growth", "run": "r0"}).encode())
-    assert listed(capsys)["r0", ""]["state"] == "ended: finished, 1.10 USD"
+    run = listed(capsys)["r0", ""]
+    assert (run["state"], run["since"]) == ("ended: finished, 1.10 USD", "2026-11-21 18:00")
 
 
 def test_outside_of_a_project_it_asks_for_a_region(
