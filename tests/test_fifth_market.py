@@ -27,7 +27,7 @@ from pathlib import Path
 from gpufleet.infra.cli import main
 from gpufleet.rehearsal.engine import InProcess
 
-for words in (["cost", "mine"], ["cost", "mine", "--json"], ["compare", "mine", "--json"]):
+for words in (["cost", "mine", "--all"], ["cost", "mine", "--json"], ["compare", "mine", "--json"]):
     assert main(words) == 0, words
     print("\0")
 runner = InProcess(Path.cwd(), {}, "mine", lambda line: None)

@@ -23,6 +23,7 @@ from gpufleet.infra.compare.columns import sheet
 from gpufleet.infra.compare.rows import Row, filled
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.observations import observations
+from gpufleet.infra.market import WAYS
 from gpufleet.infra.review import policy
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import learn
@@ -63,8 +64,8 @@ class Cheaper:
         """The cheapest of them in one line; empty where none is sure to cost less."""
         for row in self.rows[:1]:
             assert row.usd is not None
-            place = row.capacity.replace("-", " ")
             sure = "" if row.cheaper is None else f" in {row.cheaper:.0%} of runs"
+            place = WAYS[row.capacity].bought
             return f"Cheaper{sure}: {row.type} {place}, about {row.usd.p50:.2f} USD; all: `{self.command}`"
         return ""
 

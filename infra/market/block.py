@@ -24,6 +24,7 @@ class InBlock(Market):
     name = metered_as = "block"
     asks_for, by_the_hour = "capacity-block", "on-demand"
     place, counts = "in a block", "{number} node{s} of a capacity block"
+    bought = "in its capacity block"
     has_block = True
     is_sold_to_all = replaces = moves_elsewhere = False
     roles: ClassVar[Mapping[str, str]] = {}  # whoever runs `up` launches

@@ -90,6 +90,7 @@ class Market:
     metered_as: ClassVar[str]  # the market whose habits the run's nodes know, one of those in job/contract/terms.py
     by_the_hour: ClassVar[str]  # the market in which the same nodes are had without what is paid in advance
     place: ClassVar[str]  # in a sentence: on demand
+    bought: ClassVar[str]  # in the answer of a bill: spot
     counts: ClassVar[str] = "{number} {name} node{s}"  # in a sentence
     has_block: ClassVar[bool] = False  # the section `fleet.block` counts
     is_sold_to_all: ClassVar[bool] = True  # a comparison ranks every type in it

@@ -9,6 +9,6 @@ class OnDemand(Market):
     """A fleet that keeps its nodes on demand."""
 
     name = asks_for = metered_as = by_the_hour = "on-demand"
-    place = "on demand"
+    place = bought = "on demand"
     quotas = ("on-demand",)
     never = ("with_notice",)  # nor does AWS credit a first hour

@@ -14,7 +14,7 @@ class Spot(Market):
     """A fleet that finds another node on spot where one has gone."""
 
     name = asks_for = metered_as = by_the_hour = "spot"
-    place = "on spot"
+    place, bought = "on spot", "spot"
     is_interrupted = True
     # The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or
     # fewer, is a half.

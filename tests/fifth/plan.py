@@ -16,7 +16,8 @@ SHARE = Decimal("0.7")
 class SavingsPlan(OnDemand):
     """On demand as EC2 sees it, and as the node's meter counts; only the price is another."""
 
-    name, place = "plan", "on the plan"
+    name = "plan"
+    place = bought = "on the plan"
     asks_for = metered_as = by_the_hour = "on-demand"
     is_sold_to_all = False
 
