@@ -35,6 +35,7 @@ class Presence:
     rung: int = 0  # of the ladder, to begin at
     saved: int = -1  # the newest step whose checkpoint, or part of one, is whole on its disk and to be published
     named_by: str = ""  # of that one, where this node leads: commit.Commit.named_by
+    first_in: int = 0  # the newest generation in which rank 0 was seen among this node's
 
     def to_json(self) -> dict[str, Any]:
         """The object."""
@@ -59,6 +60,7 @@ class Presence:
             rung=fields.take("rung", reading.whole_number, 0),
             saved=int(fields.take("saved", reading.number, -1)),
             named_by=fields.take("named_by", reading.text, ""),
+            first_in=fields.take("first_in", reading.whole_number, 0),
         )
 
 

@@ -260,7 +260,7 @@ class CommandEnd(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Observed(Message):
-    """What was seen of a command's newest start so far, for who rehearses it."""
+    """What was seen of a command's newest start so far, for its supervisor and for who rehearses it."""
 
     FILE = workdir.OBSERVED
     lines: int = 0  # that it has printed
@@ -273,6 +273,7 @@ class Observed(Message):
     why: str = ""
     elsewhere: str = ""  # what it has written where nobody looks, and the line to add
     met: str = ""  # the ranks of several nodes that train together; empty: they were not seen
+    has_first: bool = False  # rank 0 is one of this node's
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
@@ -287,6 +288,7 @@ class Observed(Message):
             why=fields.take("why", reading.text, ""),
             elsewhere=fields.take("elsewhere", reading.text, ""),
             met=fields.take("met", reading.text, ""),
+            has_first=fields.take("has_first", reading.flag, False),
         )
 
 

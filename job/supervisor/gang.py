@@ -163,7 +163,11 @@ def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> 
     return known or every
 
 
-def _proposal(members: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
+def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
+    """The oldest leads, or the node on which rank 0 was last: a launcher that gives out ranks by host names puts it
+    there again.
+    """
+    members = sorted(ready, key=lambda each: -each.first_in)
     made = GangGeneration(
         number=newest.number + 1 if newest else 1,
         members=tuple(each.instance for each in members),
@@ -191,6 +195,9 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
         return f"generation {view.newest.number} has taken over"
     if view.is_over:
         return "the run is over"
+    for name, each in view.alive.items():
+        if each.first_in == generation.number and name != generation.leader:
+            return f"rank 0, which saves and prints, is on {name}: that one leads the next generation"
     for name in generation.members:
         if name == view.own.instance:
             continue

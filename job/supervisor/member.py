@@ -18,7 +18,7 @@ from gpufleet.job.contract.attempt import Exit, Node
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration
-from gpufleet.job.contract.messages import Accept, Fatal, LeaderSaved, Preflight, Stop, UsedRung
+from gpufleet.job.contract.messages import Accept, Fatal, LeaderSaved, Observed, Preflight, Stop, UsedRung
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import (
@@ -27,6 +27,7 @@ from gpufleet.job.contract.workdir import (
     LEFT,
     LOG,
     METRICS,
+    OBSERVED,
     PREFLIGHT,
     RUNG,
     STEPPED,
@@ -248,7 +249,7 @@ class GangMember(Supervisor):
         """What an earlier generation left says nothing of this one."""
         self.cause, self.killed, self._kill_at = None, "", None
         self.uploader.calm()
-        for name in (STOP, RUNG, LEFT, STEPPED, LEADER_SAVED):
+        for name in (STOP, RUNG, LEFT, STEPPED, LEADER_SAVED, OBSERVED):
             with suppress(OSError):
                 (self.workdir / name).unlink(missing_ok=True)
 
@@ -268,6 +269,8 @@ class GangMember(Supervisor):
         """A follower publishes nothing but its part, and judges no progress: it has no metrics."""
         if (leaving := self._leaving()) is not None:
             self.watch.tell(notice=leaving.deadline)
+        if (seen := Observed.read(self.workdir)) is not None and seen.has_first:
+            self.watch.tell(first_in=self.fence.generation)
         if self._leaves_parts:
             self._tell_saved()
         if self.leads:

@@ -31,7 +31,7 @@ from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.commit import Manifest
 from gpufleet.job.contract.gang import Presence
-from gpufleet.job.contract.messages import LeaderSaved
+from gpufleet.job.contract.messages import LeaderSaved, Observed
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import config_digest, load
 from gpufleet.job.kind import Checkpoint
@@ -311,6 +311,8 @@ class GangTrainer:
         self.stepped_at = machine.town.now
         self.output_at = machine.clock()
         self.fails: int | None = None
+        if machine.town.first_rank_on == machine.name:
+            Observed(has_first=True).write(machine.workdir)
 
     def _read(self) -> tuple[int, int]:
         """The step to go on from, and the generation that saved it. Where each node left a part, they are all here."""
@@ -557,6 +559,7 @@ class Town:
         self.wrong: list[str] = []  # ranks that began from a checkpoint that was none, or from different ones
         self.machines: list[TownNode] = []
         self.boot_s: float | None = 60.0
+        self.first_rank_on = ""  # a node on which a launcher puts rank 0, whichever leads
         self.was_cut = False  # a node from the store
         self.back = threading.Event()
         self._numbers, self._order = itertools.count(1), itertools.count()

@@ -56,6 +56,23 @@ def test_another_proposes_where_the_oldest_does_not() -> None:
     assert isinstance(act(view(NEW, OLD), ready_s=gang.PROPOSE_S), Propose)
 
 
+def test_who_had_rank_0_last_leads_the_next_generation() -> None:
+    proposed = act(view(replace(OLD, first_in=1), replace(NEW, first_in=2), node("i-3", 5)), nodes=3)
+    assert proposed == Wait(why="i-3 is to propose")
+    proposed = act(view(node("i-3", 5), replace(OLD, first_in=1), replace(NEW, first_in=2)), nodes=3)
+    assert isinstance(proposed, Propose)
+    assert proposed.generation.members == ("i-2", "i-1", "i-3")
+    assert proposed.generation.addresses == ("10.0.0.2", "10.0.0.1", "10.0.0.3")
+
+
+def test_a_generation_ends_where_rank_0_is_not_the_leader_s() -> None:
+    here = replace(SECOND, first_in=PAIR.number)
+    for seen in (view(FIRST, here), view(here, FIRST)):
+        assert (why_over(seen) or "").startswith("rank 0, which saves and prints, is on i-2")
+    assert why_over(view(replace(FIRST, first_in=PAIR.number), SECOND)) is None
+    assert why_over(view(FIRST, replace(SECOND, first_in=PAIR.number - 1))) is None  # as it led an earlier one
+
+
 def test_two_of_one_age_agree_by_name() -> None:
     both = node("i-1", 10), node("i-2", 10)
     assert isinstance(act(view(*both)), Propose)

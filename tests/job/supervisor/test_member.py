@@ -315,6 +315,16 @@ def test_a_refused_follower_leaves_and_another_node_takes_its_place(town: Town) 
     assert town.generations()[1]["members"] == ["i-1", "i-3"]
 
 
+def test_the_node_on_which_a_launcher_puts_rank_0_leads_from_then_on(town: Town) -> None:
+    town.boot(), town.boot()
+    town.first_rank_on = "i-2"
+    town.when(lambda: town.step >= 25, lambda: town.kill(town.machines[0]))
+    town.run()
+    assert [each["members"] for each in town.generations()] == [["i-1", "i-2"], ["i-2", "i-1"], ["i-2", "i-3"]]
+    assert "rank 0, which saves and prints, is on i-2" in town.said
+    assert town.writers(bucket.DONE) == ["i-2"]
+
+
 def test_a_third_node_waits_and_leaves_after_ten_minutes_and_trains_nothing(town: Town) -> None:
     town.last, town.boot_s = 400, None
     town.schedule(20.0, town.boot)
