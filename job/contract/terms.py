@@ -79,6 +79,7 @@ class Terms:
     hourly: Mapping[str, Decimal]  # USD per node-hour beside compute, by line of the bill
     fixed_usd: Decimal
     nodes: int = 1  # that train together
+    gather_s: float | None = None  # that they wait for others before they let go; None: for ever
     fallback: FallbackTerms | None = None
 
     def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
@@ -111,6 +112,7 @@ def read(run: Fields) -> Terms:
         hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
         nodes=run.take("nodes", reading.choice(*range(1, MOST_NODES + 1)), 1),
+        gather_s=run.take("gather_s", reading.seconds, None),
         fallback=None
         if fallback is None
         else FallbackTerms(

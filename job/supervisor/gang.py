@@ -55,6 +55,7 @@ class View:
     others: Mapping[str, Sight] = field(default_factory=dict)
     newest: GangGeneration | None = None
     is_over: bool = False  # done.json is there
+    let_go: int | None = None  # how often those that waited since the newest generation have let go; None: not seen yet
     steady_s: float = 0.0
     age_s: float = 0.0
 
@@ -80,6 +81,11 @@ class Propose:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LetGo:
+    """Say that those that wait leave, so that AWS is asked for all nodes later."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Leave:
     """End this attempt."""
 
@@ -94,15 +100,23 @@ class Wait:
     why: str
 
 
-Action = Join | Propose | Leave | Wait
+Action = Join | Propose | LetGo | Leave | Wait
 
 
 def next_of(
-    view: View, nodes: int, *, ready_s: float, spare_s: float, lacking_s: float, origin: CheckpointPlace | None
+    view: View,
+    nodes: int,
+    *,
+    ready_s: float,
+    spare_s: float,
+    lacking_s: float,
+    gather_s: float,
+    origin: CheckpointPlace | None,
 ) -> Action:
     """What a node does that trains in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`:
     for how long the others have trained without this one; `lacking_s`: for how long a block's nodes have been too few;
-    `origin`: the checkpoint that the next generation begins from.
+    `gather_s`: how long the oldest may go on waiting for missing nodes; `origin`: the checkpoint that the next
+    generation begins from.
     """
     own, newest = view.own, view.newest
     if newest is not None and newest.number > own.generation and own.instance in newest.members:
@@ -120,6 +134,8 @@ def next_of(
         if lacking_s >= BLOCK_S:
             why = f"{len(ready)} of {nodes} nodes for {lacking_s:.0f} s, and a block's fleet replaces none"
             return Leave(code=AttemptExit.CRASHED, why=why)
+        if gather_s <= 0 and view.let_go is not None and acts(view):
+            return LetGo()
         return Wait(why=f"{len(ready)} of {nodes} nodes are ready")
     members = ready[:nodes]
     if own.instance == members[0].instance or (own in members and ready_s >= PROPOSE_S):

@@ -5,6 +5,7 @@ machine and the others, and nothing else. See docs/interruptions.md; who decides
 
 from __future__ import annotations
 
+import math
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,8 @@ from gpufleet.job.contract.attempt import Exit, Node
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration
-from gpufleet.job.contract.messages import Accept, Fatal, LeaderSaved, Observed, Preflight, Stop, UsedRung
+from gpufleet.job.contract.gathering import LET_GO, pause_s, wait_s
+from gpufleet.job.contract.messages import Accept, AskAgain, Fatal, LeaderSaved, Observed, Preflight, Stop, UsedRung
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import (
@@ -70,6 +72,8 @@ class GangMember(Supervisor):
         self._spare_since: float | None = None
         self._ready_since: float | None = None
         self._lacking_since: float | None = None
+        self._gathers_since = 0.0  # that it has been ready, and trains in no generation
+        self._let_go: tuple[int, int] | None = None  # the newest generation, and how often was let go, as first seen
         self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when it was seen
 
     def run(self) -> int:
@@ -127,6 +131,7 @@ class GangMember(Supervisor):
         LimitReachedError, StoreError.
         """
         self.watch.tell(state="ready")
+        self._gathers_since = self.clock()
         if self.pulse.leads:
             with suppress(StoreError, OSError):  # what it has printed since its last heartbeat
                 self.store.put_bytes(self.world.log.path.read_bytes(), LOG)
@@ -135,6 +140,9 @@ class GangMember(Supervisor):
             view = self.watch.view
             if view.is_over:
                 self._over = self._read_done()
+                return None
+            if self._has_let_go(view):
+                self._left = gang.Leave(code=AttemptExit.INTERRUPTED, why=LET_GO)
                 return None
             self._check()
             self._tell_now_and_then()
@@ -151,10 +159,31 @@ class GangMember(Supervisor):
                     informed = self._next(view, self._newest_published())
                     if isinstance(informed, gang.Propose):
                         self.watch.propose(informed.generation)
+            elif isinstance(action, gang.LetGo):
+                self.say(f"others have been missing for {self.clock() - self._gathers_since:.0f} s: all let go")
+                self.watch.let_go()
             elif action.why != self._waits_for:
                 self._waits_for = action.why
                 self.say(f"waits: {action.why}")
             self.world.sleep(TICK_S)
+
+    def _has_let_go(self, view: gang.View) -> bool:
+        """Whether the oldest of those that wait has said, since this node waits too, that all of them leave."""
+        if view.let_go is None:
+            return False
+        seen = (view.newest.number if view.newest else 0, view.let_go)
+        if self._let_go is None or self._let_go[0] != seen[0]:
+            self._let_go = seen
+        if seen == self._let_go:
+            return False
+        AskAgain(name=f"{seen[0]}-{seen[1]}", pause_s=pause_s(seen[1])).write(self.workdir)
+        return True
+
+    @property
+    def waits_since(self) -> float:
+        view = self.watch.view
+        waits = self.generation is None and view.own.state == "ready" and gang.acts(view)
+        return self._gathers_since if waits else 0.0
 
     def _next(self, view: gang.View, origin: CheckpointPlace | None = None) -> gang.Action:
         """`origin`: the newest published checkpoint, which a proposal has to know."""
@@ -165,12 +194,14 @@ class GangMember(Supervisor):
         self._lacking_since = (self._lacking_since or now) if lacking else None
         spare = bool(gang.busy_nodes(view)) and view.newest is not None and view.own.instance not in view.newest.members
         self._spare_since = (self._spare_since or now) if spare else None
+        may_wait_s = math.inf if self.run_file.gather_s is None else wait_s(self.run_file.gather_s, view.let_go or 0)
         return gang.next_of(
             view,
             nodes,
             ready_s=now - (self._ready_since or now),
             spare_s=now - (self._spare_since or now),
             lacking_s=now - (self._lacking_since or now),
+            gather_s=may_wait_s - (now - self._gathers_since),
             origin=origin,
         )
 

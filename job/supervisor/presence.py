@@ -90,6 +90,15 @@ class Lookout:
             self._say(f"generation {generation.number} is not proposed: {error}")
         self.look()
 
+    def let_go(self) -> None:
+        """Says that those that wait leave, where nobody else has said it. Read with the next look. Never raises."""
+        number, count = self._seen.newest.number if self._seen.newest else 0, (self._seen.let_go or 0) + 1
+        try:
+            create(self._store, json.dumps({"by": self._own.instance}).encode(), bucket.let_go_key(number, count))
+        except StoreError as error:
+            self._say(f"the others cannot be told to let go: {error}")
+        self.look()
+
     def _send(self, own: Presence) -> None:
         told = replace(own, at=self._clock()).to_json()
         self._store.put_bytes(json.dumps(told, sort_keys=True).encode(), bucket.presence_key(own.instance))
@@ -106,7 +115,10 @@ class Lookout:
                 if told is not None and told.instance == named[1]:
                     others[named[1]] = Sight(presence=told, age_s=now - entry.at)
         numbers = (int(found[1]) for key in entries if (found := bucket.GENERATION_KEY.fullmatch(key)))
-        return View(own=own, others=others, newest=self._newest(numbers, entries), is_over=is_over)
+        newest = self._newest(numbers, entries)
+        since, said = newest.number if newest else 0, map(bucket.LET_GO_KEY.fullmatch, entries)
+        counts = [int(each[2]) for each in said if each is not None and int(each[1]) == since]
+        return View(own=own, others=others, newest=newest, is_over=is_over, let_go=max(counts, default=0))
 
     def _newest(self, numbers: Iterable[int], entries: dict[str, Entry]) -> GangGeneration | None:
         number = max(numbers, default=None)

@@ -31,7 +31,7 @@ from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.commit import Manifest
 from gpufleet.job.contract.gang import Presence
-from gpufleet.job.contract.messages import LeaderSaved, Observed
+from gpufleet.job.contract.messages import AskAgain, LeaderSaved, Observed
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import config_digest, load
 from gpufleet.job.kind import Checkpoint
@@ -541,7 +541,9 @@ class Town:
         self.folder, self.nodes, self.last, self.saves_every, self.parts = folder, nodes, last, saves_every, parts
         config = replace(runs.TINY, checkpoint=Checkpoint(interval_s=300, heartbeat_s=60))
         self.tree = runs.with_files(
-            runs.tree(config, nodes=nodes, **changes), folder, {"dataset.json": b'{"schema": 1, "files": []}'}
+            runs.tree(config, nodes=nodes, **{"gather_s": 900.0, **changes}),
+            folder,
+            {"dataset.json": b'{"schema": 1, "files": []}'},
         )
         self.tree["inputs"]["dataset"]["uri"] = str(folder / "inputs" / self.tree["inputs"]["dataset"]["sha256"])
         if parts:
@@ -561,6 +563,8 @@ class Town:
         self.boot_s: float | None = 60.0
         self.first_rank_on = ""  # a node on which a launcher puts rank 0, whichever leads
         self.was_cut = False  # a node from the store
+        self.comes: list[int] = []  # how many nodes AWS has each time that all are asked for; then it has all
+        self.asked = dict[str, float]()  # when those that waited let go, and all nodes were asked for later, by name
         self.back = threading.Event()
         self._numbers, self._order = itertools.count(1), itertools.count()
         self._queue: list[tuple[float, int, int, TownThread | Callable[[], None]]] = []
@@ -604,11 +608,19 @@ class Town:
 
     def ended(self, machine: TownNode) -> None:
         """Called by a node's thread, last."""
-        if self.boot_s is not None and not self.is_over:
+        if (again := AskAgain.read(machine.workdir)) is not None:
+            if again.name not in self.asked:
+                self.asked[again.name] = self.now
+                self._push(self.now + again.pause_s, self._replace_all)
+        elif self.boot_s is not None and not self.is_over:
             self._push(self.now + self.boot_s, self._replace)
 
     def _push(self, at: float, what: TownThread | Callable[[], None], ticket: int = 0) -> None:
         heapq.heappush(self._queue, (at, next(self._order), ticket, what))
+
+    def _replace_all(self) -> None:
+        for _ in range(self.comes.pop(0) if self.comes else self.nodes):
+            self._replace()
 
     def _replace(self) -> None:
         if not self.is_over:

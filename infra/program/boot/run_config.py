@@ -47,6 +47,7 @@ def run_config(
         inputs=inputs,
         image=definition.job.image if definition.job.parameters.code_may_change else None,
         nodes=definition.fleet.nodes,
+        gather_s=round(bill.chosen.exposure.gather_h * 3600, 1) if definition.fleet.lets_go else None,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.supervisor import gang
-from gpufleet.job.supervisor.gang import Join, Leave, Propose, Sight, View, Wait
+from gpufleet.job.supervisor.gang import Join, Leave, LetGo, Propose, Sight, View, Wait
 
 SEVENTH = CheckpointPlace(7, 2)
 
@@ -31,9 +31,11 @@ def act(
     ready_s: float = 0.0,
     spare_s: float = 0.0,
     lacking_s: float = 0.0,
+    gather_s: float = 1.0,
     origin: CheckpointPlace | None = SEVENTH,
 ) -> gang.Action:
-    return gang.next_of(seen, nodes, ready_s=ready_s, spare_s=spare_s, lacking_s=lacking_s, origin=origin)
+    waits = {"ready_s": ready_s, "spare_s": spare_s, "lacking_s": lacking_s, "gather_s": gather_s}
+    return gang.next_of(seen, nodes, **waits, origin=origin)
 
 
 OLD, NEW = node("i-1", 10), node("i-2", 20)
@@ -82,6 +84,17 @@ def test_two_of_one_age_agree_by_name() -> None:
 def test_nobody_trains_until_all_nodes_are_there() -> None:
     assert act(view(OLD, NEW), nodes=3) == Wait(why="2 of 3 nodes are ready")
     assert act(view(OLD, NEW, ages={"i-2": gang.LOST_S + 1})) == Wait(why="1 of 2 nodes are ready")
+
+
+def test_the_oldest_that_waits_lets_go_and_one_that_is_never_ready_counts_as_not_there() -> None:
+    for other in (replace(NEW, state="staging"), replace(NEW, notice=500.0)):
+        assert act(view(OLD, other, let_go=0), gather_s=1.0) == Wait(why="1 of 2 nodes are ready")
+        assert act(view(OLD, other, let_go=0), gather_s=0.0) == LetGo()
+    assert act(view(NEW, OLD, let_go=0), nodes=3, gather_s=0.0) == Wait(why="2 of 3 nodes are ready")
+    assert act(view(OLD, let_go=None), gather_s=0.0) == Wait(why="1 of 2 nodes are ready")  # it has not looked yet
+    busy = replace(NEW, state="busy", generation=3)
+    assert act(view(OLD, busy, let_go=0), gather_s=0.0) == Wait(why="i-2 not ready yet")
+    assert isinstance(act(view(OLD, NEW, let_go=0), gather_s=0.0), Propose)
 
 
 def test_a_node_under_notice_is_never_in_the_next_generation() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gang_world import TORN_S, Town, TownNode
+from gang_world import START, TORN_S, Town, TownNode
 
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.bucket import CheckpointPlace
@@ -336,13 +336,42 @@ def test_a_third_node_waits_and_leaves_after_ten_minutes_and_trains_nothing(town
 
 def test_where_not_all_come_those_that_wait_keep_the_limits(tmp_path: Path) -> None:
     limits = {"max_usd": "0.10", "max_hours": "2", "deadline": None}
-    town = Town(tmp_path, limits=limits)
+    town = Town(tmp_path, limits=limits, gather_s=None)
     town.boot_s = None
     town.boot()
     town.run(limit_s=7200.0)
     done = town.store.json(bucket.DONE) or {}
     assert done["reason"] == "max_usd"
     assert "waits: 1 of 2 nodes are ready" in town.said
+
+
+def test_those_that_wait_in_vain_let_go_and_all_are_asked_for_later(tmp_path: Path) -> None:
+    town = Town(tmp_path, nodes=3, last=60)
+    town.boot()
+    town.schedule(300.0, town.boot)  # and one that is never there
+    town.run(limit_s=3600.0 + 900.0 + 600.0)
+    assert [(each.name, each.code) for each in town.machines[:2]] == [("i-1", 75), ("i-2", 75)]
+    assert town.asked.keys() == {"0-1"}
+    assert 900 <= town.asked["0-1"] - START <= 930  # the oldest's wait
+    record = town.store.json(bucket.attempt_key("i-2")) or {}
+    assert (record["exit"]["reason"], record["exit"]["notice"]) == ("let go", False)  # nobody is charged less for it
+    assert [each["members"] for each in town.generations()] == [["i-3", "i-4", "i-5"]]
+    finished(town)
+
+
+def test_a_survivor_lets_go_too_and_later_waits_are_shorter_and_pauses_longer(tmp_path: Path) -> None:
+    town = Town(tmp_path, last=60)
+    town.boot(), town.boot()
+    town.boot_s, town.comes = 1e9, [1, 1, 2]
+    after_step(town, 25, lambda: town.kill(town.machines[1]))
+    town.run(limit_s=10 * 3600.0)
+    assert town.asked.keys() == {"1-1", "1-2", "1-3"}
+    first, second, third = town.asked.values()
+    assert 3600 + 600 <= second - first <= 3600 + 630
+    assert 7200 + 600 <= third - second <= 7200 + 630
+    assert [each["members"] for each in town.generations()] == [["i-1", "i-2"], ["i-5", "i-6"]]
+    assert town.generations()[1]["step"] == 20
+    finished(town)
 
 
 def test_who_ends_a_run_in_which_nobody_trains_keeps_what_the_leader_before_wrote(tmp_path: Path) -> None:
@@ -395,7 +424,7 @@ def test_in_a_block_who_waits_for_a_lost_node_fails_after_twenty_minutes_and_els
     tmp_path: Path, capacity: str
 ) -> None:
     """Nothing replaces it there: the node then ends the fleet (job/node)."""
-    town = Town(tmp_path, last=10_000, limits={"max_usd": "100", "max_hours": "100", "deadline": None})
+    town = Town(tmp_path, last=10_000, limits={"max_usd": "100", "max_hours": "100", "deadline": None}, gather_s=None)
     town.tree["capacity"] = capacity
     town.boot_s = None
     town.boot(), town.boot()
