@@ -86,7 +86,7 @@ class HandOver:
         if run.keys() != tags.keys():
             raise OSError("the metadata service does not tell this node's tags, by which those on spot are found")
         # AWS knows of nodes whose fleet the bucket no longer names: a destroy takes the name back first.
-        there = next((found for _ in tries(4) if (found := spot_nodes(run)) is not None), {})
+        there = next((nodes for _ in tries(4) if (nodes := spot_nodes(run)) is not None), {})
         for fleet in sorted({*known, *filter(None, there.values())}):
             delete_fleet(fleet)  # refused where it is deleted already: the nodes are what counts
         left = self._wait(run, HANDOVER_S)

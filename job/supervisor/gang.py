@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration, Presence
 
 BEAT_S = 5.0  # between two writings of a presence
-LOST_S = 45.0  # without one a node is lost
+LOST_S = 45.0  # without one, and without a step of the ranks, a node is lost
+SILENT_S = 600.0  # and whatever the ranks do
+SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5  # times the others' steps; and of how many at once
 STEADY_S = 15.0  # of looks that succeeded, before one is: after an outage of the store all presences are old
 FENCE_S = 60.0  # a member that has reached no store and done no step for so long ends its trainer
 PROPOSE_S = 30.0  # for the oldest to propose; then anybody does
@@ -203,7 +206,8 @@ def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: Chec
 
 def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping: bool = False) -> str | None:
     """Why a member must end its trainer; None: it trains on. `idle_s`: since this node's ranks did a step, or began.
-    `stopping`: they have been asked to end, and one that follows need not end well while the leader's save.
+    `stopping`: they have been asked to end, or have done all steps, and one that follows need not end well while the
+    leader's save.
     """
     if view.age_s >= FENCE_S:
         return f"no store and no step for {min(view.age_s, idle_s):.0f} s" if idle_s >= FENCE_S else None
@@ -220,7 +224,8 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
         seen = view.others.get(name)
         if seen is not None and seen.presence.state == "gone":
             return f"{name} has left"
-        if seen is None or not seen.is_there:
+        # All ranks take part in every step: one that this node's ranks do tells of them all.
+        if seen is None or (not seen.is_there and (idle_s > LOST_S or seen.age_s > SILENT_S)):
             if view.steady_s >= STEADY_S:
                 return f"{name} is lost"
         elif (
@@ -230,6 +235,19 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
         ):
             return f"{name}'s trainer ended with {seen.presence.ended}"
     return None
+
+
+def why_slow(view: View, generation: GangGeneration) -> str:
+    """In which way this node keeps the others waiting; empty: in none that shows."""
+    own = view.own
+    others = [view.others[name].presence for name in generation.members if name in view.others]
+    if own.look_s > SLOW_LOOK_S:
+        return f"its looks at S3 have taken {own.look_s:.0f} s and more, {SLOW_LOOKS} times in a row"
+    known = [each.own_s for each in others if each.generation == generation.number and each.own_s]
+    if own.own_s and known and own.own_s >= SLOW * median(known):
+        times = own.own_s / median(known)
+        return f"its last {SLOW_STEPS} steps took {times:.1f} times as long as the other nodes' before they exchange"
+    return ""
 
 
 def notice_in_s(view: View, generation: GangGeneration) -> float | None:

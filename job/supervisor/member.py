@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from statistics import median
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
@@ -20,7 +22,17 @@ from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration
 from gpufleet.job.contract.gathering import LET_GO, pause_s, wait_s
-from gpufleet.job.contract.messages import Accept, AskAgain, Fatal, LeaderSaved, Observed, Preflight, Stop, UsedRung
+from gpufleet.job.contract.messages import (
+    Accept,
+    Alarm,
+    AskAgain,
+    Fatal,
+    LeaderSaved,
+    Observed,
+    Preflight,
+    Stop,
+    UsedRung,
+)
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import (
@@ -75,6 +87,9 @@ class GangMember(Supervisor):
         self._gathers_since = 0.0  # that it has been ready, and trains in no generation
         self._let_go: tuple[int, int] | None = None  # the newest generation, and how often was let go, as first seen
         self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when it was seen
+        self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)  # of the last of them, before they need the others
+        self._was_silent = False  # a member whose ranks go on
+        self._is_slow = False  # this node, and has said so
 
     def run(self) -> int:
         """As a single node's."""
@@ -279,6 +294,7 @@ class GangMember(Supervisor):
     def _forget(self) -> None:
         """What an earlier generation left says nothing of this one."""
         self.cause, self.killed, self._kill_at = None, "", None
+        self._own_s.clear()
         self.uploader.calm()
         for name in (STOP, RUNG, LEFT, STEPPED, LEADER_SAVED, OBSERVED):
             with suppress(OSError):
@@ -286,14 +302,23 @@ class GangMember(Supervisor):
 
     def _why_over(self, generation: GangGeneration) -> str | None:
         stopping = self.cause is not None or (self.workdir / STOP).exists()
+        stopping |= self._has_done_all  # the leader's ranks save for the last time
         return gang.why_over(self.watch.view, generation, idle_s=self._idle_s(), stopping=stopping)
+
+    @property
+    def _has_done_all(self) -> bool:
+        """No step is left to do."""
+        return self.forecast.done_share(self.progress.step) >= 1
 
     def _idle_s(self) -> float:
         """Since a rank of this node did a step, or began."""
         with suppress(OSError, ValueError):  # none yet, or just being written
-            step = int((self.workdir / STEPPED).read_text())
-            if step != self._stepped[0]:
-                self._stepped = step, self.clock()
+            step, own_s = (*(self.workdir / STEPPED).read_text().split(), "0")[:2]
+            if int(step) != self._stepped[0]:
+                self._stepped = int(step), self.clock()
+                self._own_s.append(float(own_s))
+                if int(step) % gang.SLOW_STEPS == 0 and len(self._own_s) == gang.SLOW_STEPS:
+                    self.watch.tell(own_s=round(median(self._own_s), 4))
         return self.clock() - max(self._stepped[1], self.progress.grew_at)
 
     def _tick(self) -> None:
@@ -302,6 +327,7 @@ class GangMember(Supervisor):
             self.watch.tell(notice=leaving.deadline)
         if (seen := Observed.read(self.workdir)) is not None and seen.has_first:
             self.watch.tell(first_in=self.fence.generation)
+        self._tell_slow()
         if self._leaves_parts:
             self._tell_saved()
         if self.leads:
@@ -319,6 +345,22 @@ class GangMember(Supervisor):
         self._end_if_lost()
         if self._leader_stops() and not (self.workdir / STOP).exists():
             self._tell(Stop(reason="the run stops here", save=True))  # a trainer's ranks are told by rank 0
+
+    def _tell_slow(self) -> None:
+        """That this node keeps the others waiting: for its record, and so for status, receipt and people. A member that
+        is silent while the ranks go on costs a word.
+        """
+        assert self.generation is not None
+        view = self.watch.view
+        if (why := gang.why_slow(view, self.generation)) and not self._is_slow:
+            self._is_slow = True
+            self.say(f"warning: {why}")
+            with suppress(OSError):
+                Alarm(kind="slow", text=f"{self.node.instance} is slow: {why}").write(self.workdir)
+        silent = [name for name, each in view.others.items() if name in self.generation.members and not each.is_there]
+        if silent and not self._was_silent:
+            self.say(f"nothing is heard of {', '.join(silent)} for {gang.LOST_S:.0f} s; the ranks' steps decide")
+        self._was_silent = bool(silent)
 
     def _tell_now_and_then(self) -> None:
         """For the node's timer, which stands still without."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.contract.reading import DoubtError
-from gpufleet.job.supervisor.gang import BEAT_S, Sight, View
+from gpufleet.job.supervisor.gang import BEAT_S, SLOW_LOOKS, Sight, View
 from gpufleet.job.supervisor.store import ABSENT, ANY, Entry, Store, StoreError, SupersededError, create
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class Lookout:
         self._lock, self._looking = threading.Lock(), threading.Lock()
         self.changed = threading.Event()  # there is news of this node, which must not wait for the next beat
         self._complaint, self._has_left = "", False
+        self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # seconds of the last looks
 
     def tell(self, **news: Any) -> None:
         """Changes what this node says of itself: at once to `view`, to the others with the next look."""
@@ -80,6 +82,9 @@ class Lookout:
                 self._steady_since = self._clock()
             self._complaint = ""
             self._seen, self._reached_at = seen, self._clock()
+            self._took.append(self._reached_at - began)
+            with self._lock:  # told with the next look
+                self._own = replace(self._own, look_s=round(min(self._took)) if len(self._took) == SLOW_LOOKS else 0.0)
 
     def propose(self, generation: GangGeneration) -> None:
         """Creates its object, where nobody else has. Read with the next look. Never raises."""

@@ -311,6 +311,7 @@ class GangTrainer:
         self.stepped_at = machine.town.now
         self.output_at = machine.clock()
         self.fails: int | None = None
+        self.ends_at: float | None = None  # a leader that saves for the last time
         if machine.town.first_rank_on == machine.name:
             Observed(has_first=True).write(machine.workdir)
 
@@ -341,6 +342,9 @@ class GangTrainer:
         if self.fails is not None:
             self.code, self.fails = self.fails, None
         is_done = not self.parts or self._commit_part()
+        if self.ends_at is not None:
+            self.code = 0 if self.machine.town.now >= self.ends_at else None
+            return self.code
         if self.code is not None and is_done:
             return self.code
         if self.is_stuck or self.place.rank:
@@ -360,7 +364,7 @@ class GangTrainer:
             self.output_at = self.machine.clock()
             town.steps.append((self.place.number, self.step))
             for each in self.group.values():
-                (each.machine.workdir / "stepped").write_text(str(self.step))
+                (each.machine.workdir / "stepped").write_text(f"{self.step} {each.machine.own_s}")
             with (workdir / "metrics.jsonl").open("a") as file:
                 seen = {"ts": town.now, "step": self.step, "phase": "dense", "loss": 1.0, "tok_s": 1.0, "step_ms": 2e3}
                 file.write(json.dumps(seen) + "\n")
@@ -397,7 +401,9 @@ class GangTrainer:
             for name in ("a.bin", "b.bin"):
                 (self.machine.workdir / "final" / name).write_bytes(weights(self.step, self.place.number))
         for each in self.group.values():
-            each.code = code
+            each.code = self.machine.town.follower_code if code == 0 and each.place.rank else code
+        if code == 0 and self.machine.town.end_s:
+            self.code, self.ends_at = None, self.machine.town.now + self.machine.town.end_s
 
     def kill(self) -> None:
         since = max(each.stepped_at for each in self.group.values())
@@ -421,9 +427,13 @@ def commit(machine: TownNode, step: int, place: Rendezvous, reason: str) -> None
 
 
 class TownMember(GangMember):
-    """Its locks are the town's."""
+    """Its locks are the town's, and so is the last step."""
 
     machine: TownNode
+
+    @property
+    def _has_done_all(self) -> bool:
+        return self.progress.step >= self.machine.town.last
 
     def _register(self) -> None:
         super()._register()
@@ -439,6 +449,7 @@ class TownNode:
         self.launched_at = town.now
         self.is_dead = self.is_killed = self.is_cut = False
         self.slow = 1.0  # each call of the store takes so many times its usual time
+        self.own_s = 1.0  # of a step, before this node's ranks need the others
         self.stopped_until = 0.0  # SIGSTOP
         self.at_calls: list[AtCall] = []
         self.metadata = FakeMetadata()
@@ -561,6 +572,7 @@ class Town:
         self.wrong: list[str] = []  # ranks that began from a checkpoint that was none, or from different ones
         self.machines: list[TownNode] = []
         self.boot_s: float | None = 60.0
+        self.end_s, self.follower_code = 0.0, 0  # of the leader after the last step, and how followers end then
         self.first_rank_on = ""  # a node on which a launcher puts rank 0, whichever leads
         self.was_cut = False  # a node from the store
         self.comes: list[int] = []  # how many nodes AWS has each time that all are asked for; then it has all

@@ -75,6 +75,29 @@ def test_a_generation_ends_where_rank_0_is_not_the_leader_s() -> None:
     assert why_over(view(FIRST, replace(SECOND, first_in=PAIR.number - 1))) is None  # as it led an earlier one
 
 
+def test_a_member_whose_steps_arrive_is_not_lost_however_late_its_presence_is() -> None:
+    late = view(FIRST, SECOND, ages={"i-2": gang.LOST_S + 1})
+    assert why_over(late, idle_s=gang.LOST_S) is None
+    assert why_over(late, idle_s=gang.LOST_S + 1) == "i-2 is lost"
+    assert why_over(view(FIRST, SECOND, ages={"i-2": gang.SILENT_S + 1})) == "i-2 is lost"
+    assert why_over(view(FIRST, replace(SECOND, state="gone"), ages={"i-2": 50.0})) == "i-2 has left"
+
+
+def test_who_is_slower_than_the_others_or_looks_slowly_knows_it() -> None:
+    third = replace(node("i-3", 30), state="busy", generation=3, own_s=1.0)
+    trio = replace(PAIR, members=("i-1", "i-2", "i-3"), addresses=("a", "b", "c"))
+
+    def why(own_s: float, other_s: float, look_s: float = 0.0) -> str:
+        own, other = replace(FIRST, own_s=own_s, look_s=look_s), replace(SECOND, own_s=other_s)
+        return gang.why_slow(view(own, other, third), trio)
+
+    assert why(1.5, 1.0).startswith("its last 20 steps took 1.5 times as long as the other nodes'")
+    assert why(1.49, 1.0) == why(1.0, 1.5) == why(0.0, 1.0) == ""
+    assert why(1.0, 1.0, look_s=16.0).startswith("its looks at S3 have taken 16 s and more, 5 times in a row")
+    unknown = gang.why_slow(view(replace(FIRST, own_s=9.0), replace(SECOND, generation=2, own_s=1.0)), PAIR)
+    assert unknown == ""  # an earlier generation's
+
+
 def test_two_of_one_age_agree_by_name() -> None:
     both = node("i-1", 10), node("i-2", 10)
     assert isinstance(act(view(*both)), Propose)
@@ -135,8 +158,8 @@ def test_members_train_on_while_each_is_there() -> None:
 
 
 def test_a_member_lost_for_45_s_ends_the_generation() -> None:
-    assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.0})) is None
-    assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.1})) == "i-2 is lost"
+    assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.0}), idle_s=99.0) is None
+    assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.1}), idle_s=99.0) == "i-2 is lost"
     assert why_over(view(SECOND, newest=PAIR)) == "i-1 is lost"
 
 
