@@ -627,9 +627,8 @@ class _Writer:
         for each, value in wanted if self.passes_on else ():
             if each is not None and each.form and not each.is_flag and not isinstance(each.default, bool):
                 command = with_setting(command, each, value)
-        if (
-            self.found.runs_alone and self.nodes == 1
-        ):  # one process on a CPU needs no launcher, and some scripts take any for GPUs
+        # One process on a CPU needs no launcher, and some scripts take any for GPUs.
+        if self.found.runs_alone and self.nodes == 1:
             command = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", command)
         if (setting := settings.first(COMPILE)) is not None and setting.form.endswith("={}"):
             command = with_setting(command, setting, False)

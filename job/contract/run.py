@@ -203,7 +203,7 @@ def document(
 ) -> dict[str, Any]:
     """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
 
-    `rates`: per type {"on_demand", "spot": {zone: USD}, "gpus"}, of several nodes with "gbps"; `extras`:
+    `rates`: per type {"on_demand", "spot": {zone: USD}, "gpus"}, of several nodes with "gbps" and "efa"; `extras`:
     {"hourly_usd": {line: USD}, "fixed_usd"}.
     `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
     where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket. A

@@ -48,13 +48,14 @@ class Rates:
 @dataclass(frozen=True)
 class TypePrices:
     """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0: unknown. `gbps`: of the
-    network cards by which several nodes meet, by EFA; 0: not known, or without.
+    network cards by which several nodes meet, by EFA; 0: not known, or without. `efa`: how many of these cards.
     """
 
     on_demand: Decimal
     spot: Mapping[str, Decimal]
     gpus: int
     gbps: float = 0.0
+    efa: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def _prices(table: Mapping[str, Fields]) -> dict[str, TypePrices]:
             spot=row.take("spot", reading.mapping(reading.unsigned), {}),
             gpus=row.take("gpus", reading.whole_number, 0),
             gbps=row.take("gbps", reading.number, 0.0),
+            efa=row.take("efa", reading.whole_number, 0),
         )
         for name, row in table.items()
     }

@@ -141,6 +141,7 @@ class NodeRun:
         container.give(self.settings, self.workdir)
         self._limit(self.workdir)
         self._check_gpu()
+        self._check_cards()
         began = self.clock()
         self._pull()
         pulled_s = self.clock() - began
@@ -290,6 +291,15 @@ class NodeRun:
                 return
             why = said
         self._crash("no working GPU", why=why)
+
+    def _check_cards(self) -> None:
+        """Without EFA nodes train over TCP, slowly and without a word: what a template says may not be taken over."""
+        known = self._terms()
+        listed = known.prices.get(self.machine.type) if known is not None else None
+        wanted = 0 if listed is None or self.settings.device == "cpu" else listed.efa
+        here = len(container.efa_devices(self.settings.root))
+        if wanted and here != wanted:
+            self._crash(f"{here} EFA devices are here where its launch template has {wanted}")
 
     def _pull(self) -> None:
         """The image, or the two of a command: its own may be another registry's, as its definition says."""

@@ -236,7 +236,7 @@ class StubNode:
         self.parameters: dict[str, Any] = {}
         self.limits: dict[str, Any] = {"max_usd": "1000", "max_hours": "100", "expires": EXPIRES}
         self.launched(minutes_ago=90)
-        self.nodes, self.capacity = 1, "spot"
+        self.nodes, self.efa, self.capacity = 1, 0, "spot"
         self.hourly_usd: dict[str, str] = {}
         self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
         for key, value in zip(OWN_TAGS, ("tinystories-growth", "r1", "you"), strict=True):
@@ -329,7 +329,13 @@ class StubNode:
                 "limits": self.limits,
                 "capacity": self.capacity,
                 **({"nodes": self.nodes} if self.nodes > 1 else {}),
-                "rates": {"g5.2xlarge": {"on_demand": "1.20", "spot": {"us-east-2a": "0.40"}}},
+                "rates": {
+                    "g5.2xlarge": {
+                        "on_demand": "1.20",
+                        "spot": {"us-east-2a": "0.40"},
+                        **({"efa": self.efa} if self.efa else {}),
+                    }
+                },
                 "extras": {"hourly_usd": self.hourly_usd, "fixed_usd": "0"},
             }
         )

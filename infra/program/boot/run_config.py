@@ -57,4 +57,5 @@ def _rates(definition: StackDefinition, bill: Bill) -> dict[str, Any]:
     for option in bill.types if fleet.nodes > 1 else ():
         if option.type in rates and option.instance.has_efa(fleet.cards):
             rates[option.type]["gbps"] = option.instance.between_nodes_gbps(fleet.cards)
+            rates[option.type]["efa"] = option.instance.efa_devices(fleet.cards)
     return rates

@@ -89,6 +89,26 @@ def test_a_node_of_several_that_has_no_address_runs_nothing(node: StubNode) -> N
     assert "does not tell this machine's address" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
 
 
+@pytest.mark.parametrize(("wanted", "here", "why"), [
+    (2, 2, ""),
+    (2, 1, "1 EFA devices are here where its launch template has 2"),
+    (2, 0, "0 EFA devices are here where its launch template has 2"),
+    (0, 1, ""),
+])  # fmt: skip
+def test_a_node_of_several_with_other_cards_than_declared_trains_nothing(
+    node: StubNode, wanted: int, here: int, why: str
+) -> None:
+    node.nodes, node.efa = 2, wanted
+    node.imds("meta-data/local-ipv4", "10.1.2.3")
+    for number in range(here):
+        (node.root / "dev/infiniband").mkdir(parents=True, exist_ok=True)
+        (node.root / f"dev/infiniband/uverbs{number}").touch()
+    outcome = node.boot()
+    assert outcome.calls_starting(RUN, "docker pull") == ([] if why else ["docker pull", RUN])
+    if why:
+        assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"] == why
+
+
 ASKS = "aws stepfunctions start-execution"
 
 
