@@ -1,5 +1,6 @@
 """`up` and `destroy` of the real engine, killed at every one of their calls to AWS, and left without an answer from
-every one on; then `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. `bench/kills.py [up|destroy] ...`.
+every one on; then `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. `bench/kills.py [up|destroy]`;
+`--way block` for a stack that is bought so (all: `--way all`), `--calls 20` for so many of the calls.
 
 Calls come in an order drawn by a seed, so that what was done when it is interrupted is a sample. Writes the table of
 bench/results/kills.md to standard output, each kill to standard error. The account is the embedded AWS, in which others
@@ -8,6 +9,7 @@ have something too (tests/rehearsal/killed_calls.py).
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import itertools
@@ -20,30 +22,36 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "rehearsal")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "rehearsal"), str(ROOT / "tests" / "infra")]
 
 from killed import Mode  # noqa: E402 - of the tests
-from killed_calls import KilledCall, SharedAccount, shared_account  # noqa: E402
+from killed_calls import WAYS, KilledCall, SharedAccount, shared_account  # noqa: E402
 
 MODES: tuple[Mode, ...] = ("killed", "no answer")
 NEVER = 1_000_000
 
 
 def main() -> None:
-    say, commands = sys.stdout.write, sys.argv[1:] or ["up", "destroy"]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("commands", nargs="*", default=["up", "destroy"])
+    parser.add_argument("--way", choices=[*WAYS, "all"], default="spot")
+    parser.add_argument("--calls", type=int, default=NEVER)
+    given, say = parser.parse_args(), sys.stdout.write
     engine = subprocess.run(["pulumi", "version"], capture_output=True, text=True, check=True).stdout.strip()
     say(
         "# Killed at every call to AWS\n\n"
         f"{datetime.now(UTC):%Y-%m-%d}, Pulumi {engine}, embedded AWS. `python bench/kills.py` wrote this.\n\n"
         "After each: `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. It holds where then nothing of "
         "the stack is left, nothing of others was touched, and no node ran behind an exit code 0 of `destroy`.\n\n"
-        "| Command | | Calls | Killed at | Held | `destroy` ended with 0 | with another code | of these, a node still "
-        "ran | whose fleet the bucket did not name: it ends itself |\n|---|---|---|---|---|---|---|---|---|\n"
+        "| Bought as | Command | | Calls | Killed at | Held | `destroy` ended with 0 | with another code | of these, a "
+        "node still ran | whose fleet the bucket did not name: it ends itself |\n"
+        f"|{'---|' * 10}\n"
     )
-    for command, mode in itertools.product(commands, MODES):
+    ways = WAYS if given.way == "all" else (given.way,)
+    for way, command, mode in itertools.product(ways, given.commands, MODES):
         found, whole = list[KilledCall](), list[int]()
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
-            found.extend(kills(Path(folder), command, mode, whole.append))
+            found.extend(kills(Path(folder), way, command, mode, given.calls, whole.append))
         ran = [each for each in found if each.running]
         numbers = (
             sum(whole),
@@ -54,16 +62,18 @@ def main() -> None:
             len(ran),
             sum(each.running > each.known for each in ran),
         )
-        say(f"| `{command}` | {mode} | {' | '.join(map(str, numbers))} |\n")
+        say(f"| {way} | `{command}` | {mode} | {' | '.join(map(str, numbers))} |\n")
         sys.stdout.flush()
 
 
-def kills(folder: Path, command: str, mode: Mode, tell: Callable[[int], None]) -> Iterator[KilledCall]:
-    """One for each call that the command makes; `tell` is told how many these are."""
-    with shared_account(folder) as account:
+def kills(
+    folder: Path, way: str, command: str, mode: Mode, most: int, tell: Callable[[int], None]
+) -> Iterator[KilledCall]:
+    """One for each call that the command makes, at most so many; `tell` is told how many calls these are."""
+    with shared_account(folder, way) as account:
         calls = kill(account, command, mode, NEVER).calls
         tell(calls)
-        for at in random.Random(f"{command} {mode}").sample(range(1, calls + 1), calls):
+        for at in random.Random(f"{command} {mode}").sample(range(1, calls + 1), min(calls, most)):
             yield kill(account, command, mode, at)
 
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from typing import cast
 
+from gpufleet.infra.definition.model import REHEARSED_SAVES, rehearsed_steps
 from gpufleet.infra.definition.yaml_tree import Mapping
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import measured
@@ -17,8 +18,6 @@ from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal.evidence import Rehearsal
 from gpufleet.rehearsal.watch import Watch
 
-TRAINS_S = 30.0  # of training, for two interruptions to find it at work
-SAVES = 6
 LEAST_MS = 0.5  # of a step: lines of faster ones come together, and tell no time
 
 Change = Callable[[Mapping], Mapping]
@@ -49,11 +48,11 @@ def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
     began, ended = view.first_step_at, view.node.instance.ended_at
     seconds = (ended - began).total_seconds() if began and ended else 0.0
     took_ms = step_ms(view.logged(), seconds * 1000 / max(1, view.last_step))
-    count = steps(took_ms)
+    count = rehearsed_steps(took_ms)
     return GpufleetError(
         f"the run ended before it could be interrupted as planned ({left}): its {view.last_step:,} steps took"
-        f" {took_ms:.3g} ms each. {count:,} of them with a save every {max(1, count // SAVES):,} are enough: write that"
-        " in job.command, job.work and job.checkpoint.every of the file's `rehearsal` section"
+        f" {took_ms:.3g} ms each. {count:,} of them with a save every {max(1, count // REHEARSED_SAVES):,} are enough:"
+        " write that in job.command, job.work and job.checkpoint.every of the file's `rehearsal` section"
     )
 
 
@@ -61,8 +60,3 @@ def step_ms(lines: list[bytes], otherwise: float) -> float:
     """Milliseconds of a step by the lines of metrics.jsonl; `otherwise` where they tell no time."""
     phases = measured.phases(metrics.records(lines))
     return max(LEAST_MS, phases[0]["step_ms"]["median"] if phases else otherwise)
-
-
-def steps(step_ms: float) -> int:
-    """How many take long enough, to two digits."""
-    return max(1, int(float(f"{TRAINS_S * 1000 / step_ms:.2g}")))

@@ -270,6 +270,15 @@ class Interruptions:
     notice_s: int = 20  # AWS gives 120 s; the rehearsal does not wait that long
 
 
+REHEARSED_S = 30.0  # of training, for two interruptions to find it at work
+REHEARSED_SAVES = 6
+
+
+def rehearsed_steps(step_ms: float) -> int:
+    """How many steps, or epochs, a rehearsal trains for that long, to two digits."""
+    return max(1, int(float(f"{REHEARSED_S * 1000 / step_ms:.2g}")))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
     """What the plan behind a scenario said it would take; shown beside what it comes to."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Framework:
     resume: str = ""
     naming: str = ""  # the setting or keyword that names a checkpoint
     resume_setting: str = ""
+    restores: tuple[str, ...] = ()  # what a script calls that looks for a checkpoint by itself
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -67,7 +68,9 @@ def frameworks() -> tuple[Framework, ...]:
 
 
 def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None:
-    """The first row whose program starts, or whose module the reached code imports and uses; None: none does."""
+    """The first row whose program starts, or whose module the reached code imports and uses; None: none does. Settings
+    and words of its program are none of a script's that uses it.
+    """
     for row in frameworks():
         if start.program in row.programs or (start.words[:1] and start.program.partition(".")[0] in row.programs):
             return row
@@ -76,7 +79,8 @@ def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None
     distances = {row: _distance(reach, row) for row in frameworks() if not row.classes}
     near = sorted((far, index, row) for index, (row, far) in enumerate(distances.items()) if far is not None)
     if near:
-        return near[0][2]
+        row = near[0][2]
+        return replace(row, form="", resume="") if row.programs else row
     return next((row for row in frameworks() if set(row.classes) & set(reach.by_name)), None)
 
 

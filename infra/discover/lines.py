@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpufleet.infra.discover.reach import Reach, Site, called, dotted, walk
 from gpufleet.infra.discover.saves import loop_unit
 from gpufleet.infra.discover.settings import literal
-from gpufleet.infra.discover.values import Piece, Values, braced, percented, pieces, unit
+from gpufleet.infra.discover.values import Piece, Values, braced, joined, percented, pieces, unit
 
 NUMBER = r"(?:[-+]?[\d.]+(?:e[-+]?\d+)?|nan|[-+]?inf)"
 COUNTED = ("step", "epoch", "batch", "total", "batches")
@@ -92,6 +92,7 @@ def _line(several: list[Piece], site: Site, values: Values) -> str:
     neither a step nor an epoch with a figure.
     """
     text, used, last, says_what = "", list[str](), 0, False
+    several = list(joined(several))
     for before, piece, after in zip(["", *several], several, [*several[1:], ""], strict=False):
         if isinstance(piece, str):
             text += re.sub(r"\s+", r"\\s+", re.sub(r"([.^$*+?{}\[\]|()\\])", r"\\\1", piece))

@@ -63,8 +63,10 @@ def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding |
     loops = [each for each, _ in around_of(reach, chosen.site) if isinstance(each, ast.For | ast.While)]
     for parts, site in saves.loads if loops else ():
         named = any(isinstance(each, str) and re.search(r"[A-Za-z]", each) for each in parts)
-        is_there = named and parts[0] == chosen.parts[0] and isinstance(parts[0], Hole)
-        is_there = is_there and posixpath.splitext(str(parts[-1]))[1] == posixpath.splitext(str(chosen.parts[-1]))[1]
+        is_listed = len(parts) > 1 and isinstance(parts[-1], Hole) and parts[-1].kind == "any"  # files[-1]
+        is_there = (named or is_listed) and parts[0] == chosen.parts[0] and isinstance(parts[0], Hole)
+        endings = [posixpath.splitext(str(each[-1]))[1] for each in (parts, chosen.parts)]
+        is_there = is_there and (is_listed or endings[0] == endings[1])
         same = parts == chosen.parts or (is_there and site.name in ("glob", "load"))
         if same and loops[-1] not in site.around and _is_before(reach, site, loops[-1], chosen):
             return Finding(f"it reads {shown(chosen)} by itself", site.where)

@@ -101,6 +101,7 @@ class ScriptFacts:
     saves_on_signal: Finding | None = None  # a trial saw it: true or false
     complete: Finding | None = None  # a trial saw which file of a checkpoint is written last
     size: Finding | None = None  # a trial saw how large one is, in GB
+    seen_ms: dict[str, float] = field(default_factory=dict)  # a trial saw how long a step or an epoch takes here
     coded: dict[str, tuple[object, str]] = field(default_factory=dict)  # keywords of a framework's calls, with places
 
     @property
@@ -153,6 +154,12 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     found.total = _total(reach, values, chosen, row, found.coded)
     found.lines = find_lines(reach, values)
     found.resume, found.reads_itself = find_resume(reach, values, saves, chosen, row)
+    asked, where = found.coded.get(row.resume_setting if row else "", ("", ""))
+    if found.resume is None and asked in ("last", "latest", "auto"):
+        found.reads_itself = Finding(f"{asked} is its checkpoint", where)
+    calls = (each for name in (row.restores if row else ()) for each in reach.by_name.get(name, []))
+    if found.resume is None and (call := next(calls, None)) is not None:
+        found.reads_itself = found.reads_itself or Finding(f"{call.name} looks for a checkpoint by itself", call.where)
     found.saves_else = next((Finding(shown(each), each.where) for each in saves.found if each.score > -1), None)
     _read_calls(found, reach)
     found.names_own = next(_names_own(found, reach, code), None)
@@ -214,7 +221,7 @@ def _entry(code: CodeFolder) -> StartedProgram:
     """
     if (command := dockerfile_command(code)) and (begun := [each for each in starts(code, command) if each.script]):
         start, reach = _which_trains(code, begun)
-        if reach is not None and trains(reach):
+        if reach is not None and (trains(reach) or len(begun) == 1):
             return replace(start, typed=command)
     able = [name for name in code.python if not _SUPPORT.search(f"/{name.lower()}")] or code.python
     able = sorted(able, key=lambda name: (-_named_like_training(name), name.count("/"), name))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 from gpufleet.infra.discover.lines import BAR, NUMBER, PrintedLine
 from gpufleet.infra.discover.sandbox import LEAVES_S, TrialRun, Written
@@ -69,6 +70,7 @@ class TrialFindings:
     saves_on_signal: bool | None = None
     signal_evidence: str = ""
     output: list[str] = field(default_factory=list)  # the first start's lines
+    took_ms: dict[str, float] = field(default_factory=dict)  # of a step, of an epoch, as the first start told them
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -107,6 +109,7 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
         if row is not None:
             found.framework = replace(row, format=None, each=(), named=True, complete="", progress=row.patterns)
     _take_lines(found, seen)
+    found.seen_ms = seen.took_ms
     if seen.goes_on is False:
         found.begins_anew, found.resume, found.reads_itself = Finding(seen.resume_evidence, "seen"), None, None
     elif seen.goes_on and found.resume is not None:
@@ -153,11 +156,20 @@ def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None
     seen.line = next(filter(None, map(_as_pattern, counters)), None)
     told = [each for each in patterns if re.search(r"\(\?P<(step|epoch)>", each)]
     seen.read = tuple(each for each in told if any(re.search(each, line) for line in seen.output))[:1]
+    seen.took_ms = dict(_took_ms(seen.places(first)))
     seen.checkpoint = _checkpoint(seen, first, counters)
     if seen.checkpoint is None and not seen.problems:
         seen.problems.append("no checkpoint appeared: nothing was written twice, or under names that count")
     if first.signalled_at is not None:
         _take_signal(seen, first, first.signalled_at)
+
+
+def _took_ms(places: Sequence[tuple[float, Position]]) -> Iterator[tuple[Unit, float]]:
+    """Milliseconds of one of each unit: from the first that was told to where the last was told first."""
+    for unit in get_args(Unit):
+        told = {count: at for at, place in reversed(places) if (count := _count(place, unit)) is not None}
+        if (count := max(told, default=0) - min(told, default=0)) > 0:
+            yield unit, (told[max(told)] - told[min(told)]) * 1000 / count
 
 
 def failure(watch: TrialRun) -> str:

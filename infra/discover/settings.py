@@ -19,7 +19,7 @@ import yaml
 
 from gpufleet.infra.discover.reach import Function, Reach, Scope, Site, called, dotted, walk
 from gpufleet.infra.discover.source import CodeFolder
-from gpufleet.infra.discover.start import StartedProgram
+from gpufleet.infra.discover.start import StartedProgram, parts
 
 CONFIG = re.compile(r".*\.(ya?ml|toml|json|py)")
 # How libraries declare settings: what is called, which of its arguments has them, and how one is typed (a hyphen in
@@ -39,7 +39,7 @@ _PARSERS = tuple(
     )
 )
 # Calls after which the command line sets what configuration files have, by name.
-_OVERRIDES = {"from_cli": "{name}={}", "merge_from_args": "--{name}={}"}
+_OVERRIDES = {"from_cli": "{name}={}", "merge_from_args": "--{name}={}", "parse_args_and_config": "--{name} {}"}
 _ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Pow: operator.pow}
 
 
@@ -55,6 +55,7 @@ class Setting:
     others: tuple[str, ...] = ()  # other words for it: -n
     is_truth: bool = False  # it takes true or false
     is_positional: bool = False  # it is told by its place
+    is_environment: bool = False  # a variable, which stands before the command
     typed: str | None = None  # the value that the command gives it
 
     @property
@@ -91,7 +92,7 @@ class ScriptSettings:
         self._by_name: dict[str, Setting] = {}
         for each in declared:
             self._by_name.setdefault(each.name, each)
-        self._take_typed(list(start.words))
+        self._take_typed(list(start.words), start.environment)
 
     def add(self, name: str, setting: Setting) -> None:
         """One that another program knows by this name, such as a framework's."""
@@ -119,9 +120,12 @@ class ScriptSettings:
         """The first of them; None: there is none."""
         return next(iter(self.several(names)), None)
 
-    def _take_typed(self, words: list[str]) -> None:
+    def _take_typed(self, words: list[str], environment: Iterable[str]) -> None:
         positional = [each for each in self._by_name.values() if each.is_positional]
         by_word = {word: each for each in self._by_name.values() for word in (each.word, *each.others)}
+        for key, _, value in (each.partition("=") for each in environment):
+            variable = self._by_name.get(key) or Setting(name=key, form=f"{key}={{}}", is_environment=True)
+            self._by_name[key] = replace(variable, typed=value)
         is_value = False
         for word, following in zip(words, [*words[1:], "-"], strict=False):
             match = re.fullmatch(r"(\+{0,2}|--?)([A-Za-z][\w.-]*)(?:=(.*))?", word, re.DOTALL)
@@ -154,6 +158,15 @@ def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterat
                 yield from _of_call(reach, site, what, form)
         if site.name == "DEFINE_config_file":
             style = f"--{literal(site.argument(0))}.{{name}}={{}}"
+        if key := environment_key(site.call):
+            default = literal(site.argument(1))
+            yield Setting(
+                name=key,
+                form=f"{key}={{}}",
+                default=_plain(default) if isinstance(default, str) else default,
+                where=site.where,
+                is_environment=True,
+            )
         style = _OVERRIDES.get(site.name, style)
         if chain == "hydra.main":
             style = "{name}={}"
@@ -358,6 +371,13 @@ def _hydra_file(
             yield from _hydra_file(reach, folder, f"{base}/{option}.yaml", inside, chosen, depth + 1)
 
 
+def environment_key(call: ast.Call) -> str:
+    """The variable of the environment that a call reads; empty: it reads none."""
+    is_read = called(call) in ("getenv", "get") and re.search("environ|getenv", ast.unparse(call.func)) and call.args
+    key = literal(call.args[0]) if is_read else None
+    return key if isinstance(key, str) else ""
+
+
 def literal(value: ast.AST | None) -> object:
     """The value of a plain expression, simple arithmetic too; None where it is none."""
     match value:
@@ -386,12 +406,20 @@ def _plain(text: str) -> object:
     return {"true": True, "false": False, "null": None, "none": None, "~": None}.get(text.lower(), text)
 
 
-def with_setting(command: str, setting: Setting, value: object) -> str:
-    """The command with this value of a setting, in the place of the one that it has."""
+def with_setting(command: str, setting: Setting, value: object, part: int = -1) -> str:
+    """The command with this value of a setting, in the place of the one that it has. `part`: of it that is meant."""
+    begin, end = list(parts(command))[part]
+    before, after = command[:begin], command[end:]
+    blanks = re.match(r"(\s*)(.*?)(\s*)$", command[begin:end], re.DOTALL)
+    assert blanks is not None
+    return before + blanks[1] + _with_setting(blanks[2], setting, value) + blanks[3] + after
+
+
+def _with_setting(command: str, setting: Setting, value: object) -> str:
     wanted = setting.with_value(value)
     for word in (setting.word, *setting.others, f"--{setting.name}", f"--{setting.name.replace('_', '-')}"):
         taken = r"" if setting.is_flag else r"(?:=|\s+)(?:\"[^\"]*\"|'[^']*'|\{[^}]*\}\S*|\S+)"
         changed, count = re.subn(rf"(?<!\S){re.escape(word)}{taken}(?=\s|$)", lambda _: wanted, command)
         if count:
             return changed
-    return f"{command} {wanted}"
+    return f"{wanted} {command}" if setting.is_environment else f"{command} {wanted}"

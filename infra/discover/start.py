@@ -14,7 +14,7 @@ from gpufleet.infra.discover.source import CodeFolder
 from gpufleet.infra.errors import GpufleetError
 
 PYTHON = re.compile(
-    r"python(\d(\.\d+)?)?|pypy3?|ipython|torchrun|deepspeed|composer|accelerate|accelerate-launch|horovodrun"
+    r"python(\d(\.\d+)?)?|pypy3?|ipython|torchrun|deepspeed|composer|accelerate|accelerate-launch|horovodrun|fabric"
 )
 _SHELL = ("sh", "bash", "zsh", "dash", "source", ".")
 _DEEP = 6  # scripts that start scripts
@@ -36,7 +36,9 @@ class StartedProgram:
     folder: str = ""  # below the code's, where it runs
     roots: tuple[str, ...] = ("", "src")  # where its imports are looked for
     words: tuple[str, ...] = ()  # what follows the script, or the program
+    environment: tuple[str, ...] = ()  # NAME=value before it
     typed: str = ""  # the command in whose words it stands
+    part: int = -1  # of the typed command, as `parts` has it: python prepare.py && python train.py
     through: tuple[str, ...] = ()  # run.sh:2: files that lead to it
     passes_on: bool = True  # whether what is added to the typed command reaches it
     processes: str = ""  # how many on a node, as the launcher is asked: 8, gpu, {gpus}
@@ -57,7 +59,9 @@ def starts(folder: CodeFolder, command: str) -> list[StartedProgram]:
 def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> Iterator[StartedProgram]:
     """What a shell's text starts, a command after the other."""
     text = re.sub(r"\\\n", " ", text)
-    for line in _lines(text):
+    for number, (begin, end) in enumerate(parts(text)):
+        line = text[begin:end].strip()
+        at = at if depth else replace(at, part=number)
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
@@ -70,8 +74,8 @@ def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> I
             yield from _of_words(folder, words, at, depth)
 
 
-def _lines(text: str) -> Iterator[str]:
-    """Commands of a shell's text, split where no quote holds the separator."""
+def parts(text: str) -> Iterator[tuple[int, int]]:
+    """Where each command of a shell's text begins and ends: it is split where no quote holds the separator."""
     quote, begin = "", 0
     for index, char in enumerate(text):
         if quote:
@@ -79,9 +83,9 @@ def _lines(text: str) -> Iterator[str]:
         elif char in "\"'":
             quote = char
         elif char in ";&|\n" and text[index - 1 : index] != ">":
-            yield text[begin:index].strip()
+            yield begin, index
             begin = index + 1
-    yield text[begin:].strip()
+    yield begin, len(text)
 
 
 def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: int) -> Iterator[StartedProgram]:
@@ -93,6 +97,8 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
         if match := re.fullmatch(r"PYTHONPATH=(.*)", word):
             paths = [_joined_path(at.folder, each) for each in match[1].split(":") if each and "$" not in each]
             at = replace(at, roots=(*paths, *at.roots))
+        elif re.match(r"[A-Za-z_]\w*=", word):
+            at = replace(at, environment=(*at.environment, word))
         elif PYTHON.fullmatch(base):
             yield from _of_python(folder, base, rest, at)
             return
@@ -123,7 +129,7 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
         elif base in _BEFORE:
             wrapped = True
             at = replace(at, processes=_processes(words[index + 1 :]) or at.processes)
-        elif not wrapped and not re.match(r"[-\w]*=|-", word):
+        elif not wrapped and not word.startswith("-"):
             yield replace(at, program=base, words=tuple(rest))
             return
 

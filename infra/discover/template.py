@@ -11,25 +11,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import REHEARSED_SAVES, rehearsed_steps
 from gpufleet.infra.discover.lines import BAR, PrintedLine
 from gpufleet.infra.discover.marks import PROCESSES
 from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts, Total
 from gpufleet.infra.discover.settings import Setting, with_setting
 from gpufleet.infra.discover.several import for_several
+from gpufleet.infra.discover.start import parts
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs.code import ENVIRONMENTS
 from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # a fast script needs more, and its rehearsal says how many
-REHEARSED_EPOCHS = 6
+REHEARSED_EPOCHS, REHEARSED_EPOCH_STEPS = 6, 10
 BY_GPUS = {1: "g6e.2xlarge", 4: "g6e.12xlarge", 8: "g6e.48xlarge"}  # L40S with 48 GB each
 _HF_ON_CPU = "--use_cpu true --report_to none"
 _CHECKPOINTS = "'{checkpoints}'"
 _REQUIRED = re.compile(r"  (image|command|code):")
 _REHEARSED = """\
   estimate:
-    step_ms: [500]
+    step_ms: [{step_ms}]{where}
     setup_minutes: 0.1
     restart_minutes: 0.1
     capacity_wait_minutes: 0.05
@@ -283,6 +285,7 @@ class _Writer:
         self.found, self.row, self.facts, self.settings = found, found.framework, found.checkpoint, found.settings
         self.plan, self.made, self.place = _plan(found), Draft(), WritePlace()
         self.passes_on = found.start.passes_on  # what is added to the command
+        self.part = found.start.part  # of the command, to which something is added
         self.through = found.start.through[-1] if found.start.through else "your command"
         self.nodes = 1
         self.starts_trainer = self.row is not None and self.row.format == "hf-trainer"
@@ -384,7 +387,7 @@ class _Writer:
         value = f"{{checkpoints}}/{self.facts.place.name}" if is_path and self.facts is not None else "{checkpoints}"
         self.known(f"{setting.where}: {setting.word} says where it writes")
         self.made.out = setting.name
-        return with_setting(typed, setting, value)
+        return with_setting(typed, setting, value, self.part)
 
     def _own_folder(self, folder: str, where: str, typed: str) -> str:
         """A folder that the code names itself. A script that saves where it starts is started in {checkpoints}, and
@@ -431,7 +434,7 @@ class _Writer:
             self.known(f"{every.where}: it saves nothing by default, so the command asks for it ({word})")
         elif not self.starts_trainer or self.facts is not None:
             return written
-        return with_setting(written, every.setting, every.count)
+        return with_setting(written, every.setting, every.count, self.part)
 
     def setup(self) -> Iterator[str]:
         if self.found.requirements:
@@ -457,6 +460,9 @@ class _Writer:
             why = found.begins_anew.value
             self.unknown(f"how it goes on from a checkpoint: {why}; a rehearsal refuses it as it is")
             yield f"  # resume: {{args: --resume}}   # CHECK: {why}"
+        elif found.resume is not None and self.passes_on and not self.ends_command:
+            self.unknown("how it goes on from a checkpoint: job.resume.args come last, where another program stands")
+            yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: the last of the command gets it"
         elif found.resume is not None and self.passes_on:
             words, where = found.resume.value, found.resume.where
             self.known(f"{where}: {re.split('[ =]', words)[0]} goes on from a checkpoint")
@@ -626,19 +632,25 @@ class _Writer:
         ]
         for each, value in wanted if self.passes_on else ():
             if each is not None and each.form and not each.is_flag and not isinstance(each.default, bool):
-                command = with_setting(command, each, value)
+                command = with_setting(command, each, value, self.part)
         # One process on a CPU needs no launcher, and some scripts take any for GPUs.
         if self.found.runs_alone and self.nodes == 1:
             command = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", command)
         if (setting := settings.first(COMPILE)) is not None and setting.form.endswith("={}"):
-            command = with_setting(command, setting, False)
-        is_script = self.starts_trainer and self.row is not None and not self.row.form and self.found.script
+            command = with_setting(command, setting, False, self.part)
+        parses = any(each.form for each in self.settings.several(["output_dir"]))
+        is_script = self.starts_trainer and self.row is not None and not self.row.form and parses
         return f"{command} {_HF_ON_CPU}" if is_script else command
 
     @property
     def asked(self) -> Total | None:
         """How long it trains, or what would say so where the training has no end of its own."""
         return self.plan.total or self.found.total
+
+    @property
+    def ends_command(self) -> bool:
+        """Whether the words of the program that trains are the last of the command."""
+        return self.part < 0 or self.part == len(list(parts(self.found.start.typed))) - 1
 
     @property
     def can_say_every(self) -> bool:
@@ -653,12 +665,22 @@ class _Writer:
         counts_epochs, check = total is not None and total.unit == "epoch", ""
         interval = every.count or REHEARSED_EVERY
         if self.can_say_every or every.count is None:
-            interval = 1 if every.unit == "epoch" else REHEARSED_EVERY
+            interval = 1 if "epoch" in (every.unit, plan.word) else REHEARSED_EVERY
         count = max(REHEARSED_EPOCHS if counts_epochs else REHEARSED_STEPS, 3 * interval)
+        unit = "epoch" if counts_epochs else "step"
+        if took_ms := self.found.seen_ms.get(unit):
+            count = max(REHEARSED_SAVES, rehearsed_steps(took_ms))
+            if self.can_say_every and every.unit == unit:
+                interval = count // REHEARSED_SAVES
+            count = max(count, 3 * interval)
         setting = total.setting if total is not None else None
         can_say_total = setting is not None and bool(setting.form) and self.passes_on
         small = self.small(command, interval, count if can_say_total else None)
-        tried = with_setting(small, setting, 1000 if counts_epochs else 100_000) if can_say_total and setting else small
+        tried = (
+            with_setting(small, setting, 1000 if counts_epochs else 100_000, self.part)
+            if can_say_total and setting
+            else small
+        )
         if not can_say_total:
             count, check = (
                 (total.count if total is not None else 0) or count,
@@ -682,7 +704,7 @@ class _Writer:
         is_epochs = plan.unit == "epoch" or (counts_epochs and plan.steps_per_epoch)
         yield f"      {'epochs' if is_epochs else 'steps'}: {count}{check}"
         if counts_epochs and plan.steps_per_epoch:
-            yield "      steps_per_epoch: 10   # CHECK: of the rehearsal's data"
+            yield f"      steps_per_epoch: {REHEARSED_EPOCH_STEPS}   # CHECK: of the rehearsal's data"
         if self.found.names:
             saves_epochs = plan.unit == "epoch" or (every.unit == "epoch" and plan.steps_per_epoch)
             minutes = "" if plan.says_every else "minutes: null, "
@@ -691,7 +713,8 @@ class _Writer:
                 f"      every: {{{minutes}{'epochs' if saves_epochs else 'steps'}: {interval}}}",
             )
             yield from ("      size_gb: 0.01", "      heartbeat_s: 1")
-        yield _REHEARSED
+        step_ms = took_ms / (REHEARSED_EPOCH_STEPS if counts_epochs and plan.steps_per_epoch else 1) if took_ms else 500
+        yield _REHEARSED.format(step_ms=round(step_ms, 1), where="   # seen" * bool(took_ms))
 
 
 def _always_quoted(text: str) -> str:

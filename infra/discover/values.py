@@ -13,12 +13,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 from gpufleet.infra.discover.reach import Function, Reach, Scope, assignments, called, dotted, walk
-from gpufleet.infra.discover.settings import ScriptSettings, Setting, literal
+from gpufleet.infra.discover.settings import ScriptSettings, Setting, environment_key, literal
 
 Kind = Literal["step", "epoch", "batch", "setting", "checkpoints", "any"]
+Part = TypeVar("Part")
 Piece = str | tuple[ast.expr | None, str]  # a text, or a value with its format
 Bound = tuple[ast.expr | ast.For, Scope]  # what a name is set to, or the loop that counts it, and where that stands
 MOST = 4  # values of one name that are looked at
@@ -133,7 +134,7 @@ class Values:
         """The texts that an expression may be, at least one, the likeliest first."""
         if expr is None or depth > DEEP:
             return [(Hole("any", ""),)]
-        return list(dict.fromkeys(itertools.islice(map(_joined, self._resolve(expr, scope, depth)), 3 * MOST)))[:MOST]
+        return list(dict.fromkeys(itertools.islice(map(joined, self._resolve(expr, scope, depth)), 3 * MOST)))[:MOST]
 
     def quantity(self, expr: ast.AST | None, scope: Scope, depth: int = 0) -> tuple[int | None, Setting | None]:
         """The whole number that an expression is, or the setting that says it. None: it is none."""
@@ -144,6 +145,8 @@ class Values:
             return (int(value) if value == int(value) else None), None
         if called(expr) in _OF_FIRST and expr.args:  # type: ignore[attr-defined]
             return self.quantity(expr.args[0], scope, depth + 1)  # type: ignore[attr-defined]
+        if isinstance(expr, ast.Call) and (read := self.settings.find(environment_key(expr))) is not None:
+            return read.count, read
         chain = dotted(expr)
         if (own := self._own_setting(chain, scope)) is not None:
             return own.count, own
@@ -222,11 +225,9 @@ class Values:
             for text in self.resolve(of, scope, depth + 1):
                 parts = [piece for part in text for piece in ([part] if isinstance(part, Hole) else braced(part, expr))]
                 yield from self._put_together(parts, scope, depth)
-        elif name in ("getenv", "get") and re.search("environ|getenv", ast.unparse(expr.func)) and first is not None:
-            is_ours = literal(first) == "GPUFLEET_CHECKPOINTS"
-            yield from (
-                [(Hole("checkpoints", ""),)] if is_ours else self.resolve([*expr.args, first][1], scope, depth + 1)
-            )
+        elif variable := environment_key(expr):
+            is_ours = variable == "GPUFLEET_CHECKPOINTS"
+            yield (Hole("checkpoints", "") if is_ours else Hole("setting", variable),)
         elif name in _JOIN:
             joined = [of] if of is not None and name == "joinpath" else []
             several = [(None, "") if isinstance(each, ast.Starred) else (each, "") for each in (*joined, *expr.args)]
@@ -432,9 +433,9 @@ def _is_none(value: ast.AST | None) -> bool:
     return value is None or (isinstance(value, ast.Constant) and value.value is None)
 
 
-def _joined(parts: Iterable[str | Hole]) -> Parts:
+def joined(parts: Iterable[str | Part]) -> tuple[str | Part, ...]:
     """Neighbouring texts as one."""
-    found: list[str | Hole] = []
+    found: list[str | Part] = []
     for each in parts:
         if isinstance(each, str) and found and isinstance(found[-1], str):
             found[-1] += each

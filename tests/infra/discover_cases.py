@@ -103,6 +103,45 @@ if __name__ == "__main__":
     p.add_argument("--where", required=True); p.add_argument("--rounds", type=int, default=700)
     work.fit(p.parse_args())
 """
+BY_ENVIRONMENT = """
+import os, torch
+KEPT, ROUNDS = os.environ.get("KEPT", "out"), int(os.getenv("ROUNDS", "700"))
+def main():
+    there = sorted(os.listdir(KEPT)) if os.path.isdir(KEPT) else []
+    begin = torch.load(os.path.join(KEPT, there[-1]))["step"] if there else 0
+    for step in range(begin, ROUNDS):
+        loss.backward(); print(f"step {step} loss {loss.item():.3f}")
+        if step % 20 == 0:
+            torch.save({"step": step}, os.path.join(KEPT, "at-{:04d}.pt".format(step)))
+main()
+"""
+EVERY_50 = 'parser.add_argument("--often", type=int, default=50)'
+LIGHTNING = """
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+keeps = ModelCheckpoint(dirpath="kept", filename="{epoch}-{step}", every_n_train_steps=500)
+pl.Trainer(max_steps=2000, callbacks=[keeps]).fit(pl.LightningModule(), ckpt_path="last")
+"""
+FLAX = """
+import argparse, jax
+from flax.training import checkpoints
+parser = argparse.ArgumentParser()
+parser.add_argument("--dest", default="kept")
+args = parser.parse_args()
+state = checkpoints.restore_checkpoint(args.dest, start())
+for step in range(int(state.step), 900):
+    loss, grads = jax.value_and_grad(f)(state)
+    print(f"step {step}, loss {loss}")
+    if step % 90 == 0:
+        checkpoints.save_checkpoint(args.dest, state, step)
+"""
+EVOLVES = """
+import argparse, pickle
+parser = argparse.ArgumentParser()
+parser.add_argument("--rounds", type=int, default=10)
+for generation in range(parser.parse_args().rounds):
+    print(generation)
+"""
 SAVES = 'torch.save({"step": step}, f"{args.dest}/at-{step}.pt")'
 PLAIN = script(SAVES)
 UNCALLED = """
@@ -560,5 +599,85 @@ CASES: dict[str, CodeCase] = {
             "rehearsal.job.command": "--max_steps 1500",
         },
         says=(r"workdir: '\{checkpoints\}'   # CHECK: .*t\.py:\d+ looks for table\.bin there",),
+    ),
+    "variables of the environment are settings, typed before the command or not": CodeCase(
+        files={"t.py": BY_ENVIRONMENT},
+        command="KEPT=mine python t.py",
+        expects={
+            "job.command": r"^KEPT=\{checkpoints\} python t\.py$",
+            "job.checkpoint.folder": None,
+            "job.checkpoint.each": r"^at-\{step:04d\}\.pt$",
+            "job.work.steps": "^700$",
+            "rehearsal.job.command": r"^ROUNDS=\d+ KEPT=\{checkpoints\} python t\.py$",
+        },
+        says=("it reads at-.* by itself",),
+    ),
+    "a line that is printed in several arguments tells its step": CodeCase(
+        files={"t.py": "for i in range(300):\n    loss.backward()\n    print('Step:', i, 'lr', 1)\n"},
+        expects={"job.progress.stdout": r"Step:.*P<step>"},
+    ),
+    "a launcher of Lightning's Fabric starts a script": CodeCase(
+        files={"t.py": PLAIN},
+        command="fabric run t.py --devices=2 --steps 400",
+        expects={**GROUPS, "job.work.steps": "^400$"},
+    ),
+    "the one program that an image starts is meant, whatever it is called": CodeCase(
+        files={
+            "Dockerfile": 'FROM python\nENTRYPOINT ["python", "app/evolve.py"]\nCMD ["--rounds", "90"]\n',
+            "app/evolve.py": EVOLVES,
+            "app/other.py": EVOLVES,
+        },
+        expects={"job.command": r"^python app/evolve\.py --rounds 90"},
+    ),
+    "a Trainer whose script parses nothing gets no words": CodeCase(
+        files={
+            "t.py": 'from transformers import Trainer, TrainingArguments as Told\nTrainer(args=Told("o")).train()\n'
+        },
+        expects={"rehearsal.job.command": r"^python t\.py$"},
+    ),
+    "what a command is told stands beside the program that trains": CodeCase(
+        files={
+            "t.py": script(SAVES, arguments=EVERY_50).replace("% 50", "% args.often"),
+            "before.py": "1",
+            "after.py": "1",
+        },
+        command="python before.py && python t.py --steps 400; python after.py",
+        expects={
+            "job.command": r"^python before\.py && python t\.py --steps 400 --dest \{checkpoints\}; python after\.py$",
+            "rehearsal.job.command": r"--dest \{checkpoints\} --often 10; python after\.py$",
+            "job.resume.args": None,
+        },
+    ),
+    "words that resume would go to the last program, so they are asked for": CodeCase(
+        files={"t.py": EPOCHS, "kit/__init__.py": "", "kit/writer.py": WRITER, "after.py": "1"},
+        command="python t.py && python after.py",
+        expects={"job.resume": None},
+        says=(r"# resume: .*CHECK: the last of the command gets it",),
+    ),
+    "a script that uses a framework has none of the words of its program": CodeCase(
+        files={"t.py": "from ultralytics import YOLO\nYOLO('n').train(data='d', epochs=50, project='runs')\n"},
+        expects={
+            "job.command": r"^python t\.py$",
+            "job.checkpoint.folder": "^runs$",
+            "job.work.epochs": "^50$",
+            "job.checkpoint.every.epochs": "^1$",
+            "job.resume": None,
+        },
+    ),
+    "Lightning's callback says where, how often and under which names": CodeCase(
+        files={"t.py": LIGHTNING},
+        expects={
+            "job.checkpoint.folder": "^kept$",
+            "job.checkpoint.every.steps": "^500$",
+            "job.work.steps": "^2000$",
+            "job.resume": None,
+        },
+        says=("last is its checkpoint",),
+    ),
+    "a call that looks for a checkpoint by itself needs no words": CodeCase(
+        files={"t.py": FLAX},
+        command="python t.py --dest mine",
+        says=("restore_checkpoint looks for a checkpoint by itself",),
+        silent=("# resume",),
     ),
 }

@@ -8,23 +8,32 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from command_files import FLEET, command_file
+from command_files import IMAGE as COMMAND_IMAGE
 from declared import fleet, template
-from engine_world import STACK, edit, pinned, project
+from engine_world import AMI, STACK, edit, pinned, project
 from killed import Mode, killed_engine
 
 from gpufleet.infra.cli import main
+from gpufleet.infra.definition.model import SUPERVISOR_IMAGE
 from gpufleet.job.node.outside import Objects
+from gpufleet.job.text import stamp
+from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.account import Resource
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Pulumi
 from gpufleet.rehearsal.gate import NODE_KEY, SECRET
+from gpufleet.rehearsal.launch import Reservation
 
 Tags = dict[str, str]
+WAYS = ("spot", "fallback", "block", "two nodes")  # of buying
+RESERVED = "cr-0123456789abcdef0"
 OWN: Tags = {"gpufleet:stack": STACK, "gpufleet:owner": "you"}
 
 
@@ -52,9 +61,10 @@ class KilledCall:
 class SharedAccount:
     """An account in which others have something too, and a project whose stack is empty between two kills."""
 
-    def __init__(self, folder: Path, cloud: Cloud) -> None:
-        file = pinned(project(folder / "project"))
-        edit(file, "bucket: true", "bucket: false")
+    def __init__(self, folder: Path, cloud: Cloud, way: str = "spot") -> None:
+        file = pinned(project(folder / "project")) if way == "spot" else _command(folder / "project", cloud, way)
+        if way == "spot":
+            edit(file, "bucket: true", "bucket: false")
         self.root, self.cloud, self.others = file.parents[1], cloud, _others(cloud)
 
     def kill(self, command: str, mode: Mode, at: int | str) -> KilledCall:
@@ -106,10 +116,38 @@ class SharedAccount:
 
 
 @contextmanager
-def shared_account(folder: Path) -> Iterator[SharedAccount]:
-    """One, for any number of kills."""
+def shared_account(folder: Path, way: str = "spot") -> Iterator[SharedAccount]:
+    """One, for any number of kills of a stack that buys in one of WAYS."""
     with Cloud(folder / "cloud", clock=ManualClock()) as cloud:
-        yield SharedAccount(folder, cloud)
+        yield SharedAccount(folder, cloud, way)
+
+
+def _command(folder: Path, cloud: Cloud, way: str) -> Path:
+    """The definition file of a command that is bought in that way, in a new scratch project."""
+    type_, zone, start = "g6e.24xlarge", "us-east-2a", datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
+    end = start + timedelta(days=2)
+    fleets: dict[str, dict[str, Any]] = {
+        "fallback": {"fallback": "on-demand"},
+        "block": {
+            "capacity": "block",
+            "block": {"reservation": RESERVED, "start": stamp(start), "end": stamp(end), "fee_usd": 2},
+        },
+        "two nodes": {"nodes": 2, "cards": "all"},
+    }
+    file = command_file(
+        folder / "file",
+        fleet={**FLEET, "ami": AMI, "instance_types": [type_], **fleets[way]},
+        storage={"keep": {"bucket": False}},
+        image=f"{COMMAND_IMAGE}@sha256:{'1' * 64}",
+        supervisor_image=f"{SUPERVISOR_IMAGE}@sha256:{'2' * 64}",
+        command="torchrun --node-rank {node_rank} --master-addr {master} --master-port {port} train.py",
+        work={"steps": 1000, "step_ms": {"L40S": 100}},
+    )
+    text = file.read_text().replace("owner: me", "owner: you")
+    scratch.make(folder, {STACK: text.replace('"max_hours": 10', '"max_hours": 10, "deadline": "in 6 h"')})
+    if way == "block":
+        cloud.has_block(Reservation(id=RESERVED, type=type_, zone=zone, count=1, start=start, end=end))
+    return folder / "stacks" / f"{STACK}.yaml"
 
 
 def fleets_that_a_node_sees(cloud: Cloud, instance: str) -> list[str] | None:

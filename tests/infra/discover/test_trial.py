@@ -168,6 +168,35 @@ def test_patterns_that_were_read_tell_which_epoch_a_file_is_of(
     assert kept is None or kept.unit == "epoch"
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "steps", "every", "told"),
+    [(50.0, 600, 100, "[50.0]   # seen"), (3000.0, 10, 1, "[3000.0]   # seen"), (60_000.0, 6, 1, "[60000.0]   # seen"),
+     (None, 60, 10, "[500]")],
+)  # fmt: skip
+def test_a_rehearsal_trains_as_long_as_its_interruptions_need_by_the_steps_that_were_seen(
+    tmp_path: Path, step_ms: float | None, steps: int, every: int, told: str
+) -> None:
+    (tmp_path / "t.py").write_text(SAVES_EVERY)
+    found, seen = look(tmp_path, "python t.py"), TrialFindings()
+    if step_ms is not None:
+        lines = [(step * step_ms / 1000, f"step {step}") for step in range(10, 100, 10)]
+        learn(seen, TrialRun(lines=lines), [r"step (?P<step>\d+)"])
+        assert seen.took_ms == {"step": pytest.approx(step_ms)}
+        trying = Trial(command="", every="save_every")
+        with_seen(found, seen, "", trying)
+    text = draft("mine", found, folder="../mine", command="python t.py").text
+    rehearsal = yaml.safe_load(text)["rehearsal"]
+    assert (rehearsal["job"]["work"]["steps"], rehearsal["job"]["checkpoint"]["every"]) == (steps, {"steps": every})
+    assert f"--save_every {every} " in rehearsal["job"]["command"] + " "
+    assert f"step_ms: {told}" in text
+
+
+def test_epochs_are_timed_from_where_each_is_told_first() -> None:
+    seen = TrialFindings()
+    learn(seen, watched([]), [EPOCH_LINE])
+    assert seen.took_ms == {"epoch": pytest.approx(10_000)}
+
+
 def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
     seen = TrialFindings()
     learn(seen, TrialRun(lines=[(row / 100, f"| {row} | net.{row} | 12 K |") for row in range(9)]), [])
