@@ -84,7 +84,7 @@ class Propose:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LetGo:
+class LetAllGo:
     """Say that those that wait leave, so that AWS is asked for all nodes later."""
 
 
@@ -103,7 +103,7 @@ class Wait:
     why: str
 
 
-Action = Join | Propose | LetGo | Leave | Wait
+Action = Join | Propose | LetAllGo | Leave | Wait
 
 
 def next_of(
@@ -138,7 +138,7 @@ def next_of(
             why = f"{len(ready)} of {nodes} nodes for {lacking_s:.0f} s, and a block's fleet replaces none"
             return Leave(code=AttemptExit.CRASHED, why=why)
         if gather_s <= 0 and view.let_go is not None and acts(view):
-            return LetGo()
+            return LetAllGo()
         return Wait(why=f"{len(ready)} of {nodes} nodes are ready")
     members = ready[:nodes]
     if own.instance == members[0].instance or (own in members and ready_s >= PROPOSE_S):

@@ -174,7 +174,7 @@ class GangMember(Supervisor):
                     informed = self._next(view, self._newest_published())
                     if isinstance(informed, gang.Propose):
                         self.watch.propose(informed.generation)
-            elif isinstance(action, gang.LetGo):
+            elif isinstance(action, gang.LetAllGo):
                 self.say(f"others have been missing for {self.clock() - self._gathers_since:.0f} s: all let go")
                 self.watch.let_go()
             elif action.why != self._waits_for:

@@ -223,7 +223,7 @@ def test_a_switch_that_cannot_be_made_is_told_once_after_42_minutes_and_tried_on
             rights = fallback.may_modify(f"arn:aws:ec2:{cloud.region}:{cloud.account}:fleet/{fleet}", topic)
             iam.put_role_policy(RoleName="switch", PolicyName="rights", PolicyDocument=json.dumps(rights))
 
-        def after(minutes: float) -> tuple[list[str], int]:
+        def told_after(minutes: float) -> tuple[list[str], int]:
             """Messages by now, and the nodes that the fleet is to have."""
             clock.advance(60 * minutes)
             cloud.tick()
@@ -238,13 +238,13 @@ def test_a_switch_that_cannot_be_made_is_told_once_after_42_minutes_and_tried_on
         )
         states.start_execution(stateMachineArn=machine["stateMachineArn"], input="{}")
         said = ["gpufleet x, run r1: no node on demand"] * with_topic
-        assert after(0) == ([], 0)
-        assert after(42) == ([], 0)
-        assert after(1) == (said, 0)
-        assert [after(60) for _ in range(3)] == [(said, 0)] * 3
+        assert told_after(0) == ([], 0)
+        assert told_after(42) == ([], 0)
+        assert told_after(1) == (said, 0)
+        assert [told_after(60) for _ in range(3)] == [(said, 0)] * 3
         may(other)
-        after(60)
-        assert after(60) == (said, 1)
+        told_after(60)
+        assert told_after(60) == (said, 1)
 
 
 def test_the_stop_schedule_ends_both_fleets_and_what_fires_after_that_does_nothing(run: FallbackRun) -> None:

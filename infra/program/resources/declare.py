@@ -13,7 +13,7 @@ from gpufleet.infra.bill.fallback import switch_at
 from gpufleet.infra.program.plan import Plan
 from gpufleet.infra.program.resources.fallback import FallbackSwitch
 from gpufleet.infra.program.resources.fleet import FleetComponent
-from gpufleet.infra.program.resources.gather import AskAgain
+from gpufleet.infra.program.resources.gather import GatherMachine
 from gpufleet.infra.program.resources.identity import Identity
 from gpufleet.infra.program.resources.network import GivenVpc, Network
 from gpufleet.infra.program.resources.notices import NoticesComponent
@@ -127,7 +127,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         known: list[pulumi.Resource] = [ends, *(notices.declare_for(both) if notices else [])]
         if definition.fleet.lets_go:
             boundary = around.permissions_boundary
-            again = AskAgain(
+            again = GatherMachine(
                 f"{prefix}gather", definition, fleet=launched, stop=stop, permissions_boundary=boundary, opts=options
             )
             known.append(again.machine)

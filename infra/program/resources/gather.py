@@ -19,7 +19,7 @@ from gpufleet.infra.program.resources.stop import FleetStop
 LEAVE_S = 300  # for those that let go to upload and end, before AWS ends who is still there: one that never got ready
 
 
-class AskAgain(pulumi.ComponentResource):
+class GatherMachine(pulumi.ComponentResource):
     """The state machine and its role. It is called as the group of the run's schedules, which nodes know."""
 
     machine: aws.sfn.StateMachine
@@ -34,7 +34,7 @@ class AskAgain(pulumi.ComponentResource):
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        super().__init__("gpufleet:infra:AskAgain", name, None, opts)
+        super().__init__("gpufleet:infra:GatherMachine", name, None, opts)
         self.machine = state_machine(
             name,
             definition,

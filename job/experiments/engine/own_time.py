@@ -8,8 +8,8 @@ import torch
 
 
 class OwnTime:
-    """Of each step the time from its batch to its last backward pass, in which gradients cross the network. On a GPU it
-    is known once that has come so far, which nobody waits for.
+    """The time of each step from its batch to its last backward pass, in which gradients cross the network. A GPU's is
+    known once it has come so far, which nobody waits for.
     """
 
     def __init__(self, device: torch.device) -> None:

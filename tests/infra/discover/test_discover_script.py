@@ -204,7 +204,7 @@ OURS = "--nnodes {nodes} --node-rank {node_rank}"
 def test_a_command_for_several_nodes_becomes_one_in_our_words(
     typed: str, written: str, nodes: int, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    made = drafted(folder(tmp_path, {name: "import torch\n" for name in ("train.py", "t.py")}), typed)
+    made = drafted(folder(tmp_path, dict.fromkeys(("train.py", "t.py"), "import torch\n")), typed)
     tree = yaml.safe_load(made.text)
     assert tree["job"]["command"] == written
     assert tree["job"].get("env", {}) == environment

@@ -10,7 +10,7 @@ import pytest
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.supervisor import gang
-from gpufleet.job.supervisor.gang import Join, Leave, LetGo, Propose, Sight, View, Wait
+from gpufleet.job.supervisor.gang import Join, Leave, LetAllGo, Propose, Sight, View, Wait
 
 SEVENTH = CheckpointPlace(7, 2)
 
@@ -87,13 +87,13 @@ def test_who_is_slower_than_the_others_or_looks_slowly_knows_it() -> None:
     third = replace(node("i-3", 30), state="busy", generation=3, own_s=1.0)
     trio = replace(PAIR, members=("i-1", "i-2", "i-3"), addresses=("a", "b", "c"))
 
-    def why(own_s: float, other_s: float, look_s: float = 0.0) -> str:
+    def slowness(own_s: float, other_s: float, look_s: float = 0.0) -> str:
         own, other = replace(FIRST, own_s=own_s, look_s=look_s), replace(SECOND, own_s=other_s)
         return gang.why_slow(view(own, other, third), trio)
 
-    assert why(1.5, 1.0).startswith("its last 20 steps took 1.5 times as long as the other nodes'")
-    assert why(1.49, 1.0) == why(1.0, 1.5) == why(0.0, 1.0) == ""
-    assert why(1.0, 1.0, look_s=16.0).startswith("its looks at S3 have taken 16 s and more, 5 times in a row")
+    assert slowness(1.5, 1.0).startswith("its last 20 steps took 1.5 times as long as the other nodes'")
+    assert slowness(1.49, 1.0) == slowness(1.0, 1.5) == slowness(0.0, 1.0) == ""
+    assert slowness(1.0, 1.0, look_s=16.0).startswith("its looks at S3 have taken 16 s and more, 5 times in a row")
     unknown = gang.why_slow(view(replace(FIRST, own_s=9.0), replace(SECOND, generation=2, own_s=1.0)), PAIR)
     assert unknown == ""  # an earlier generation's
 
@@ -112,7 +112,7 @@ def test_nobody_trains_until_all_nodes_are_there() -> None:
 def test_the_oldest_that_waits_lets_go_and_one_that_is_never_ready_counts_as_not_there() -> None:
     for other in (replace(NEW, state="staging"), replace(NEW, notice=500.0)):
         assert act(view(OLD, other, let_go=0), gather_s=1.0) == Wait(why="1 of 2 nodes are ready")
-        assert act(view(OLD, other, let_go=0), gather_s=0.0) == LetGo()
+        assert act(view(OLD, other, let_go=0), gather_s=0.0) == LetAllGo()
     assert act(view(NEW, OLD, let_go=0), nodes=3, gather_s=0.0) == Wait(why="2 of 3 nodes are ready")
     assert act(view(OLD, let_go=None), gather_s=0.0) == Wait(why="1 of 2 nodes are ready")  # it has not looked yet
     busy = replace(NEW, state="busy", generation=3)
