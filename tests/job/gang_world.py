@@ -576,6 +576,7 @@ class Town:
         self.first_rank_on = ""  # a node on which a launcher puts rank 0, whichever leads
         self.was_cut = False  # a node from the store
         self.comes: list[int] = []  # how many nodes AWS has each time that all are asked for; then it has all
+        self.awaited = 0  # times that all are asked for after a pause
         self.asked = dict[str, float]()  # when those that waited let go, and all nodes were asked for later, by name
         self.back = threading.Event()
         self._numbers, self._order = itertools.count(1), itertools.count()
@@ -623,6 +624,7 @@ class Town:
         if (again := AskAgain.read(machine.workdir)) is not None:
             if again.name not in self.asked:
                 self.asked[again.name] = self.now
+                self.awaited += 1
                 self._push(self.now + again.pause_s, self._replace_all)
         elif self.boot_s is not None and not self.is_over:
             self._push(self.now + self.boot_s, self._replace)
@@ -631,6 +633,7 @@ class Town:
         heapq.heappush(self._queue, (at, next(self._order), ticket, what))
 
     def _replace_all(self) -> None:
+        self.awaited -= 1
         for _ in range(self.comes.pop(0) if self.comes else self.nodes):
             self._replace()
 
@@ -652,7 +655,7 @@ class Town:
             mock.patch.object(publish, "ThreadPoolExecutor", OneByOne),
             mock.patch.object(staging, "ThreadPoolExecutor", OneByOne),
         ):
-            while self._queue and not (self._is_quiet and (self.is_over or self.boot_s is None)):
+            while self._queue and not (self._is_quiet and (self.is_over or (self.boot_s is None and not self.awaited))):
                 at, _, ticket, what = heapq.heappop(self._queue)
                 if at > START + limit_s:
                     break
