@@ -73,6 +73,7 @@ class Fleet:
     capacity: Capacity = "spot"
     nodes: int = added_later(1)  # that train together; more than one are of one type, in one zone
     cards: Cards = added_later("one")  # of each of several nodes: which of its network cards carry their traffic
+    gather_minutes: Decimal | None = added_later(None)  # that nodes wait for missing ones; None: by the model of waits
     fallback: Fallback = added_later("none")  # once spot would miss the deadline
     block: CapacityBlock | None = added_later(None)  # None: capacity is another
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
@@ -81,6 +82,11 @@ class Fleet:
     def is_gang(self) -> bool:
         """Whether several nodes train as one."""
         return self.nodes > 1
+
+    @property
+    def lets_go(self) -> bool:
+        """Whether nodes that wait for others let go, so that AWS is asked for all of them later."""
+        return self.is_gang and self.market.replaces
 
     @property
     def market(self) -> Market:
