@@ -262,8 +262,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
     rehearsal, config = evidence.rehearsal, evidence.rehearsal.definition.job.parameters
     ends = {last for _, _, last in evidence.spans()}
     # A phase that ended early is resumed after what would have been its last step; a command's lines may count from 0.
-    told = resumption.last_step + config.is_users_own
-    reached = resumption.resumed_step <= told or resumption.resumed_step in ends
+    reached = resumption.resumed_step <= resumption.last_step + config.is_users_own or resumption.resumed_step in ends
     figure = f"{resumption.lost} (last logged {resumption.last_step}, resumed after step {resumption.resumed_step})"
     if resumption.kind == "notice" and not config.is_users_own:
         yield Promise(name="steps lost on a handled notice", figure=figure, held=resumption.lost == 0)

@@ -221,6 +221,7 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
             ": 7   # seen",
         ),
         ([f"Iteration {step} of 900" for step in (10, 20, 30)], "steps: 900   # seen"),
+        (["Epoch 1/7", "Step 100/900", "Epoch 2/7", "Step 100/900"], ": 7   # seen"),
         (["Epoch 1/7", "Epoch 1/9"], "# work: "),  # of two trainings
         (["Epoch 1/7"], "# work: "),
     ],
@@ -234,6 +235,17 @@ def test_how_long_it_trains_is_what_its_lines_say(tmp_path: Path, lines: list[st
     with_seen(found, seen, made.out, made.trial)
     text = draft("mine", found, folder="../mine", command="python t.py").text
     assert work in text, text
+
+
+def test_how_long_it_trains_is_what_the_code_says_where_lines_say_another_thing(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(SAVES_EVERY)
+    found, seen = look(tmp_path, "python t.py"), TrialFindings(output=["Step 1/7", "Step 2/7"])
+    made = draft("mine", found, folder="../mine", command="python t.py")
+    assert made.trial is not None
+    said = found.total
+    assert said is not None
+    with_seen(found, seen, made.out, made.trial)
+    assert found.total == said
 
 
 def test_an_environment_that_was_not_seen_to_train_gets_what_the_script_requires(tmp_path: Path) -> None:
