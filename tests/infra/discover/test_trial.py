@@ -211,6 +211,7 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
     seen = TrialFindings()
     learn(seen, TrialRun(lines=[(row / 100, f"| {row} | net.{row} | 12 K |") for row in range(9)]), [])
     assert seen.line is None
+    assert seen.problems[0].startswith("no checkpoint appeared")  # it did not end by itself
 
 
 @pytest.mark.parametrize(
