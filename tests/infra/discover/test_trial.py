@@ -249,14 +249,26 @@ def test_how_long_it_trains_is_what_the_code_says_where_lines_say_another_thing(
     assert found.total == said
 
 
-def test_an_environment_that_was_not_seen_to_train_gets_what_the_script_requires(tmp_path: Path) -> None:
-    (tmp_path / ".venv/bin").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("environment", "requires", "trained"),
+    [
+        (".venv", "requirements.txt", False),
+        ("none", "requirements.txt", True),  # another Python trained
+        (".venv", "pyproject.toml", True),  # the folder itself is installed
+    ],
+)
+def test_what_the_script_requires_is_installed_where_an_environment_was_not_seen_to_have_it(
+    tmp_path: Path, environment: str, requires: str, trained: bool
+) -> None:
+    (tmp_path / environment / "bin").mkdir(parents=True)
     (tmp_path / "t.py").write_text(SAVES_EVERY)
-    (tmp_path / "requirements.txt").write_text("torch==1.0")
+    (tmp_path / requires).write_text('[project]\nname = "torch"')
     found, seen = look(tmp_path, "python t.py"), TrialFindings()
     made = draft("mine", found, folder="../mine", command="python t.py")
     assert made.trial is not None
+    learn(seen, watched([f"checkpoints/{10 * e}.pt" for e in (1, 2, 3)]) if trained else TrialRun(), [])
     with_seen(found, seen, made.out, made.trial)
+    assert found.requirements == requires
     assert 'setup: ""' not in draft("mine", found, folder="../mine", command="python t.py").text
 
 
