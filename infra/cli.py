@@ -45,6 +45,7 @@ COMMANDS = {
     "receipts": "what every run cost against its bill, why the two differ, and how right the bills are",
     "sweep": "after pulumi destroy, or an up cut short: what is left in the account and what it costs; --delete",
     "completion": "lines for bash, zsh or fish, by which a tab completes commands, stacks, scenarios, runs",
+    "docs": "these pages, by name: what a bill, an error or a written file cites",
     "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",
 }
 _TO_DO = {
