@@ -401,10 +401,8 @@ def _follow(rehearsal: Rehearsal) -> None:
         watch.run(check=check)
     if times_torch:
         rehearsal.torch_s = rehearsal.torch_s or import_torch_s()
-    if (failure := pace.failed(rehearsal, watch)) is not None:
+    if (failure := pace.ended(rehearsal, watch)) is not None:
         raise failure
-    if watch.planned:
-        raise pace.missed(rehearsal, watch)
 
 
 def import_torch_s() -> float:
