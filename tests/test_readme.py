@@ -92,24 +92,6 @@ def test_an_output_shown_is_what_the_command_prints(command: str, project: Path,
     assert not different, f"`{command}` {different}"
 
 
-def cells(lines: list[str]) -> dict[str, dict[str, str]]:
-    """Scenario -> column -> cell of the table that begins with these lines: heads, dashes, rows."""
-    spans = [match.span() for match in re.finditer("-+", lines[1])]
-    rows = [[line[a:b].strip() for a, b in spans] for line in lines[2:] if line]
-    return {row[0]: dict(zip([lines[0][a:b].strip() for a, b in spans], row, strict=True)) for row in rows}
-
-
-def test_the_scenarios_on_the_page_about_comparing_are_those_that_the_command_prints(
-    project: Path, tmp_path: Path
-) -> None:
-    page = (ROOT / "docs" / "compare.md").read_text()
-    shown_rows = cells(re.findall(r"^```\n(scenario .*?)^```$", page, re.MULTILINE | re.DOTALL)[0].splitlines())
-    printed = cells(run("gpufleet compare pretrain-d64", project, tmp_path).stdout.partition("\n\n")[0].splitlines())
-    assert "d64-true" in shown_rows
-    for name, row in shown_rows.items():
-        assert row == {column: printed[name][column] for column in row}
-
-
 def test_the_table_has_every_experiment_with_its_node_bound_and_todays_p50(project: Path, tmp_path: Path) -> None:
     row = r"^\| `([a-z0-9-]+)` \|[^|]*\| ([a-z0-9.]+), \d x [^|,]+, (spot|on demand) \| ([0-9.]+) \| ([0-9.]+) \|"
     rows = re.findall(row, README, re.MULTILINE)

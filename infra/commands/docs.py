@@ -11,7 +11,7 @@ PAGES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "docs")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The page's name."""
-    parser.add_argument("page", metavar="PAGE", nargs="?", choices=PAGES, help="bill, definition, ...; else their names")
+    parser.add_argument("page", metavar="PAGE", nargs="?", choices=PAGES, help="such as bill; without one, their names")
 
 
 def run(args: argparse.Namespace) -> int:
