@@ -134,6 +134,13 @@ def test_every_file_and_command_a_page_names_exists(page: Path) -> None:
             assert match[1] in COMMANDS, f"{page.name}: `{code}`"
 
 
+@pytest.mark.parametrize("page", [*pages.AT_THE_TOP, *pages.PAGES], ids=lambda page: page.name)
+def test_no_list_begins_right_below_a_line_of_text(page: Path) -> None:
+    """GitHub shows a list there, the site a line with hyphens."""
+    text = re.sub(r"^#.*$", "", pages.prose(page), flags=re.MULTILINE)
+    assert re.findall(r"^[^\s|-].*\n(?:- |1\. ).*", text, re.MULTILINE) == []
+
+
 @pytest.mark.parametrize("page", [*pages.AT_THE_TOP, *pages.PAGES, *pages.DECISIONS], ids=lambda page: page.name)
 def test_every_test_a_page_names_exists(page: Path) -> None:
     named = {name for code in CODE.findall(page.read_text()) for name in re.findall(r"\btest_\w+\b(?![.\w])", code)}
