@@ -15,6 +15,7 @@ from repository import ROOT
 from gpufleet.infra.cli import COMMANDS
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.job.kind.command import CommandConfig
 
 PAGE = ROOT / "docs" / "how-to.md"
 BASE = """
@@ -55,11 +56,11 @@ def test_what_a_section_says_to_write_is_accepted(heading: str, tmp_path: Path) 
     text, now = written()[heading], datetime(2026, 11, 21, 12, tzinfo=UTC)
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(laid_over(yaml.safe_load(BASE), yaml.safe_load(text)), sort_keys=False))
-    assert load(path, now=now).job.parameters.command
+    assert isinstance(load(path, now=now).job.parameters, CommandConfig)
     if "rehearsal:" in text:
         load(path, now=now, rehearsal=True)
     if "scenarios:" in text:
-        assert [each.job.parameters.command.split()[-1] for each in scenarios(path, now=now)] == ["1e-4", "1e-3"]
+        assert [each.scenario for each in scenarios(path, now=now)] == list(yaml.safe_load(text)["scenarios"])
 
 
 def test_every_command_that_needs_aws_exists() -> None:
