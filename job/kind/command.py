@@ -558,12 +558,8 @@ class CommandConfig(JobConfig):
     def trains_apart(self) -> str:
         if (found := _ALONE.search(self.command)) is not None:
             return f"{STATIC} in the place of {found[0]}, with which each node trains alone"
-        if (found := _RANKS_ELSEWHERE.search(self.command)) is not None:
-            return (
-                f"{STATIC} in the place of {found[0]}, which gives out ranks by host names: rank 0, which saves and"
-                " prints, may be on a node of which nobody takes that"
-            )
-        if not any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts()):
+        names_rank = any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts())
+        if not names_rank and not _GIVES_RANKS.search(self.command):
             return (
                 "{node_rank}, by which each node knows its ranks, as in torchrun"
                 f" {STATIC}; where your script reads {NODE_RANK} by itself, job.env says so:"
@@ -799,7 +795,7 @@ PLACEHOLDERS = (
 NODE_RANK = "GPUFLEET_NODE_RANK"  # contract/environment.py has it
 STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # torchrun's
 _ALONE = re.compile(r"(?<!\S)(--standalone\b|\S*(localhost|127\.0\.0\.1):0\b)")
-_RANKS_ELSEWHERE = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
+_GIVES_RANKS = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
 INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
 _NAMES = re.compile(r"code|checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run|nodes|node_rank|ranks|master|port")
 
