@@ -7,7 +7,7 @@ BIN := .venv/bin
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel test-wheel lint fix
+.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel test-wheel docs lint fix
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
@@ -17,7 +17,7 @@ setup: .venv/ready ## make .venv, as every other target does the first time
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "gpufleet needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "Setting up .venv (once; about 5 GB with PyTorch, two to five minutes) ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[job,rehearsal,dev]'
+	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[job,rehearsal,dev,docs]'
 	@$(BIN)/python -m compileall -qq -j 0 -x '/(pulumi_aws|scipy|sklearn|networkx|debugpy|mypy|fontTools|setuptools|tests?|testing)/' .venv/lib || true # on all cores, pip does it on one; some packages hold files that do not compile, and of these few are ever imported
 	@touch $@
 	@echo "Set up: $$($(BIN)/python --version), $$($(BIN)/python -c 'import importlib.metadata as m; print(", ".join(p + " " + m.version(p) for p in ("pulumi", "pulumi-aws", "torch")))')"
@@ -60,6 +60,13 @@ wheel: .venv/ready ## make the package, as dist/*.whl
 
 test-wheel: wheel ## install the package in an environment of its own, and use it there
 	$(BIN)/python -m pytest -m wheel
+
+# The site is made of a copy without the words after a block's language, by which tests tell what to do with it.
+docs: .venv/ready ## make the pages as a site with search: site/html/index.html
+	@rm -rf site && mkdir -p site/pages
+	@cp -r --parents *.md docs examples bench/results site/pages
+	@find site/pages -name '*.md' -exec sed -i -E 's/^(```(sh|console)) .*/\1/' {} +
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # pulumi-policy wants an older protobuf than the rest.
 policy/.venv/ready: pyproject.toml constraints.txt

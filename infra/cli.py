@@ -26,6 +26,7 @@ GROUPS = {
         "init": "make this folder of your repository a project: Pulumi program, stacks/, ignore lines, review workflow",
         "new": "look at a folder of training code and write its definition file: what was found, what was not",
         "schema": "the JSON Schema of the definition file, by which editors complete and check it",
+        "docs": "these pages by name, such as bill: what screens and written files cite",
         "completion": "lines for bash, zsh or fish, by which a tab completes commands, stacks, scenarios, runs",
     },
     "Know what it costs": {
@@ -64,7 +65,7 @@ GROUPS = {
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 ANSWERS = ("cost", "compare", "doctor", "ps", "receipts", "status")  # their first line is what was asked
-FOR_PROGRAMS = ("completion", "logs", "schema", "shell")  # what they print is no text of ours
+FOR_PROGRAMS = ("completion", "docs", "logs", "schema", "shell")  # what they print is no text of ours
 _TO_DO = {
     errno.ENOSPC: "Free some space on the disk of this folder and of the temporary files, then run it again.",
     errno.EDQUOT: "Free some of your quota, then run it again.",

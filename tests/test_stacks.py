@@ -217,18 +217,12 @@ def test_the_page_explains_every_key_of_every_section_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_the_page_explains_every_parameter_with_its_default_and_range(experiment: str) -> None:
+def test_the_page_explains_every_parameter_with_its_default(experiment: str) -> None:
     fields = fields_of(EXPERIMENTS[experiment]())
     shared = {key: value for key, value in documented("Keys of several experiments").items() if key in fields}
     rows = shared | documented(f"job.parameters of {experiment}")
     assert set(rows) == set(fields)
-    for name, (field, default) in fields.items():
-        low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
-        if low is not None:
-            assert f"{low:g} to " in rows[name], name
-        if high is not None:
-            spelled = f"{high:,.0f}" if high >= 1 else f"{high:g}"
-            assert f"to {spelled}" in rows[name], name
+    for name, (_, default) in fields.items():
         if isinstance(default, int | float) and not isinstance(default, bool):
             written = re.search(r"\*\*([0-9.e-]+)\*\*", rows[name])
             assert written is not None, name
@@ -236,12 +230,7 @@ def test_the_page_explains_every_parameter_with_its_default_and_range(experiment
 
 
 def test_the_page_explains_every_key_of_a_command() -> None:
-    rows, fields = documented("A command of your own"), fields_of(CommandConfig())
-    assert set(rows) == set(fields)
-    for name, (field, _) in fields.items():
-        for bound in (field.metadata.get("minimum"), field.metadata.get("maximum")):
-            if bound is not None:
-                assert (f"{bound:,.0f}" if bound >= 1 else f"{bound:g}") in rows[name], name
+    assert set(documented("A command of your own")) == set(fields_of(CommandConfig()))
 
 
 def test_every_key_called_shared_is_of_several_experiments() -> None:

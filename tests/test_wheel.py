@@ -1,7 +1,7 @@
 """The package as a new user has it: installed from dist/ into an environment of its own, used outside of any clone.
 
-What is typed is the README's section on other repositories; the script is the one of docs/your-repository.md. One
-environment, first without extras, then with what the README installs: the order of the tests is theirs.
+What is typed is the README's section on other repositories; the script, and what is shown of its rehearsal, are the
+tutorial's. One environment, first without extras, then with what the README installs: the order of the tests is theirs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pages
 import pytest
 from repository import ROOT
 
@@ -25,7 +26,7 @@ from gpufleet.infra.inputs import archive
 
 pytestmark = pytest.mark.wheel
 COMMANDS = re.findall(r"(?ms)^```sh own\n(.*?)^```$", (ROOT / "README.md").read_text())[0].splitlines()
-SCRIPT = re.findall(r"(?ms)^```python\n(.*?)^```$", (ROOT / "docs" / "your-repository.md").read_text())[0]
+SCRIPT = re.findall(r"(?ms)^```python\n(.*?)^```$", pages.TUTORIAL.read_text())[0]
 MOST_MB = 500
 COMPILED = 1.25  # bytes that pip compiles for one of source: of pulumi-aws 156 MB for 126
 ENGINE = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
@@ -175,6 +176,7 @@ def test_the_commands_for_a_bill_need_no_extra(base: User, tmp_path: Path) -> No
     assert "there are no AWS credentials" in typed("gpufleet doctor mine", code=1)
     assert "us-east-2" in typed("gpufleet prices")
     assert "No receipt yet" in typed("gpufleet receipts", code=1)
+    assert typed("gpufleet docs bill") == (ROOT / "docs" / "bill.md").read_text()
     assert "no results of mine" in typed("gpufleet report mine", code=2)
     assert "Its charts need matplotlib" in typed("gpufleet compare mine --html x.html >/dev/null && cat x.html")
     assert json.loads(typed("gpufleet schema")) == json.loads((tmp_path / "stacks/definition.schema.json").read_text())
@@ -213,6 +215,8 @@ def test_to_a_rehearsal(full: User) -> None:
     assert f"Engine: {'pulumi' if shutil.which('pulumi') else 'in-process'}" in said
     assert re.search(r"ok +goes on from its checkpoint: goes on: ", said)
     assert "Everything held" in said
+    (shown,) = pages.console(pages.TUTORIAL, "varies").values()
+    assert not (different := pages.difference(shown, said, figures=False)), different
     after = {path.relative_to(full.folder) for path in full.folder.rglob("*") if ".venv" not in path.parts}
     assert {path.parts[0] for path in after - before} == {"rehearsals"}
 

@@ -125,7 +125,7 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     refused, unsure = (sorted(name for name, answer in answers if answer is which) for which in (False, None))
     if refused:
         found = f"{arn} does not let a node {', '.join(refused)}"
-        fix = "Let the boundary allow what docs/node.md lists, or nodes fail or cannot end their fleet."
+        fix = "Let the boundary allow what `gpufleet docs node` lists, or nodes fail or cannot end their fleet."
         yield Check(name="boundary", state="problem", found=found, fix=fix)
     elif unsure:
         found = f"cannot tell whether {arn} lets a node {', '.join(unsure)}: it sets conditions that only AWS can judge"

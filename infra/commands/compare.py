@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     view.add_argument(
         "--all", action="store_true", help="every option on a line of its own, scenarios, regions, batches"
     )
-    view.add_argument("--json", action="store_true", help="the same for programs; keys in docs/compare.md")
+    view.add_argument("--json", action="store_true", help="the same for programs; keys in gpufleet docs compare")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cost against time: .png or .svg")
     parser.add_argument("--html", metavar="FILE", type=Path, help="the same as a page, with a table of every option")
 

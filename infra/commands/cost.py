@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenario", metavar="NAME", help="this one of the file's scenarios, whatever the stack runs")
     view = parser.add_mutually_exclusive_group()
     view.add_argument("--all", action="store_true", help="the whole bill: every line, phase, doubt and warning")
-    view.add_argument("--json", action="store_true", help="the same for programs; keys in docs/bill.md")
+    view.add_argument("--json", action="store_true", help="the same for programs; keys in gpufleet docs bill")
 
 
 def run(args: argparse.Namespace) -> int:

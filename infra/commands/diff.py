@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="rules that every stack of HEAD must hold (default: HEAD's policy.yaml)",
     )
-    parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/review.md")
+    parser.add_argument("--json", action="store_true", help="the same for programs; keys in gpufleet docs review")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write it there instead of printing it")
 
 

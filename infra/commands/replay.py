@@ -23,13 +23,13 @@ from gpufleet.job.progress import shown
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """TRACE..., STACK and how long the run is."""
-    parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path, help="a .json or .csv file, see docs/risk.md")
+    parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path, help=".json or .csv files: gpufleet docs risk")
     stack.argument(parser)
     progress.argument(parser)
     parser.add_argument(
         "--work-hours", metavar="H", type=float, help="replay this many hours of work instead of the bill's"
     )
-    parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/risk.md")
+    parser.add_argument("--json", action="store_true", help="the same for programs; keys in gpufleet docs risk")
 
 
 def run(args: argparse.Namespace) -> int:

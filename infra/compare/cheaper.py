@@ -56,7 +56,7 @@ class Cheaper:
             minutes, usd = self.half_setup
             yield from text.wrap(
                 f"Half the {minutes:.1f} min of set-up, by a smaller image or an AMI that holds it, takes about"
-                f" {usd:.2f} USD off p50 (docs/node.md)."
+                f" {usd:.2f} USD off p50 (`gpufleet docs node`)."
             )
 
     @property

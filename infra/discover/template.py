@@ -78,7 +78,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
     lines = [
         *filter(None, [modeline]),
         f"# {name}: {found.script or typed}, on rented GPUs.",
-        "# Written by `gpufleet new`. Lines marked CHECK are yours. All keys: docs/definition.md of gpufleet.",
+        "# Written by `gpufleet new`. Lines marked CHECK are yours. All keys: `gpufleet docs definition`.",
         "",
         "run:",
         "  id: r1            # a new id is a new fleet on the same bucket",

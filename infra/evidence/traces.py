@@ -62,16 +62,16 @@ class Trace:
 def read(path: Path) -> Trace:
     """The trace in a .csv or .json file. Raises GpufleetError."""
     if path.suffix not in (".csv", ".json"):
-        raise GpufleetError(f"{path}: a trace is a .csv or a .json file, as in docs/risk.md; STACK comes after it")
+        raise GpufleetError(f"{path}: a trace is a .csv or a .json file (`gpufleet docs risk`); STACK comes after it")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise GpufleetError(f"{path}: cannot be read ({why}); give a trace as in docs/risk.md") from None
+        raise GpufleetError(f"{path}: cannot be read ({why}); give a trace as in `gpufleet docs risk`") from None
     try:
         found = _csv(text, path) if path.suffix == ".csv" else _json(text, path)
     except (ValueError, csv.Error) as error:
-        raise GpufleetError(f"{path}: no trace: {error}. The formats are in docs/risk.md.") from None
+        raise GpufleetError(f"{path}: no trace: {error}. The formats are in `gpufleet docs risk`.") from None
     if not found.up_from_h.size:
         raise GpufleetError(f"{path}: no node could be had in any of its {found.hours:.0f} h; nothing can be replayed")
     return found

@@ -172,8 +172,8 @@ def parse(raw: bytes, source: str) -> Policy:
     """The rules in the bytes of a policy file. An empty file has none. Raises DefinitionError with every problem."""
     try:
         text = decode(raw)
-        holds = "rules (spot_only: true, max_usd_per_run: 50, ...)"
-        tree = read(text, holds=holds, see="docs/review.md") if _says_something(text) else Mapping(path="", line=1)
+        holds, see = "rules (spot_only: true, max_usd_per_run: 50, ...)", "`gpufleet docs review`"
+        tree = read(text, holds=holds, see=see) if _says_something(text) else Mapping(path="", line=1)
     except UnreadableError as error:
         raise DefinitionError(source, error.problems) from None
     findings = Findings(tree=tree)

@@ -223,7 +223,7 @@ def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
         f"From that many independent runs the true share is likely between {low:.0%} and {high:.0%}.",
     ]
     if not interval_held(found) or contained(found) > WIDE:
-        lines.append("Later bills learn from traces kept in traces/ (docs/risk.md).")
+        lines.append("Later bills learn from traces kept in traces/ (`gpufleet docs risk`).")
     return "\n".join(lines) + "\n"
 
 

@@ -115,7 +115,7 @@ def test_a_file_that_is_no_trace_is_refused_before_anything_is_priced(
     path = tmp_path / "x.json"
     path.write_text("{}")
     assert main(["replay", str(path), "no-such-stack"]) == 2
-    assert "docs/risk.md" in capsys.readouterr().err
+    assert "gpufleet docs risk" in capsys.readouterr().err
 
 
 def test_a_trace_shorter_than_the_run_proves_nothing_and_is_refused(

@@ -102,7 +102,7 @@ def test_every_rule_is_a_key_of_the_file_and_has_its_words() -> None:
         ("max_usd_per_run:", "max_usd_per_run: missing; allowed: a value. Leave the key out for no such rule"),
         ("required_owner: null", "'null' is not accepted; allowed: a value"),
         ("spot_only: true\nspot_only: false", "each key once"),
-        ("- spot_only", r"- spot_only.*allowed: rules \(spot_only: true, .*See docs/review.md"),
+        ("- spot_only", r"- spot_only.*allowed: rules \(spot_only: true, .*See `gpufleet docs review`"),
         ("spot_only: [", "YAML"),
     ],
 )

@@ -1,0 +1,70 @@
+"""What docs/how-to.md says to write can be written: each section's YAML, laid over a file of one's own, is accepted."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+import yaml
+from repository import ROOT
+
+from gpufleet.infra.cli import COMMANDS
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.job.kind.command import CommandConfig
+
+PAGE = ROOT / "docs" / "how-to.md"
+BASE = """
+run: {id: r1, owner: you}
+job:
+  image: public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023
+  code: {folder: .}
+  command: python train.py --out {checkpoints}
+  checkpoint: {each: ckpt.pt, rewritten: true, every: {steps: 20}, size_gb: 0.1}
+  progress: {stdout: 'step (?P<step>[0-9]+)'}
+  work: {steps: 5000, step_ms: {L40S: 500}}
+fleet: {region: us-east-2, zones: [us-east-2a, us-east-2b], instance_types: [g6e.2xlarge], capacity: spot}
+limits: {max_usd: 20, max_hours: 24}
+rehearsal:
+  job: {device: cpu, gpus: 1, work: {steps: 60}}
+  estimate: {step_ms: [500]}
+"""
+
+
+def laid_over(base: Any, more: Any) -> Any:
+    """A section with another one's keys in place of its own; `checkpoint` is taken as a whole."""
+    if not (isinstance(base, dict) and isinstance(more, dict)):
+        return more
+    return {**base, **{key: more[key] if key == "checkpoint" else laid_over(base.get(key), more[key]) for key in more}}
+
+
+def written() -> dict[str, str]:
+    """The section's heading -> its YAML."""
+    sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    found = {
+        text.splitlines()[0]: re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for text in sections
+    }
+    return {heading: blocks[0] for heading, blocks in found.items() if blocks}
+
+
+@pytest.mark.parametrize("heading", written())
+def test_what_a_section_says_to_write_is_accepted(heading: str, tmp_path: Path) -> None:
+    text, now = written()[heading], datetime(2026, 11, 21, 12, tzinfo=UTC)
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(laid_over(yaml.safe_load(BASE), yaml.safe_load(text)), sort_keys=False))
+    assert isinstance(load(path, now=now).job.parameters, CommandConfig)
+    if "rehearsal:" in text:
+        load(path, now=now, rehearsal=True)
+    if "scenarios:" in text:
+        assert [each.scenario for each in scenarios(path, now=now)] == list(yaml.safe_load(text)["scenarios"])
+
+
+def test_every_command_that_needs_aws_exists() -> None:
+    typed = [line for page in (pages.README, *pages.PAGES) for line in pages.sh(page, "aws")]
+    used = {line.split()[1] for line in typed if line.startswith("gpufleet ")}
+    assert used
+    assert used <= set(COMMANDS)
