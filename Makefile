@@ -7,7 +7,7 @@ BIN := .venv/bin
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel test-wheel lint fix
+.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel test-wheel lint schema fix
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
@@ -72,6 +72,9 @@ lint: .venv/ready ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+schema: .venv/ready ## write the definition's JSON Schema of code and pages
+	@$(BIN)/python -m gpufleet.infra.definition.json_schema
 
 fix: .venv/ready ## mend what ruff can mend, and format
 	$(BIN)/ruff check --fix .
