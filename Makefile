@@ -7,7 +7,7 @@ BIN := .venv/bin
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel test-wheel lint schema fix
+.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel check-dist test-wheel release lint schema fix
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
@@ -58,8 +58,17 @@ wheel: .venv/ready ## make the package, as dist/*.whl
 	@rm -rf build dist
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
-test-wheel: wheel ## install the package in an environment of its own, and use it there
+# twine is installed where it is used: with what it brings it is 9 MB.
+check-dist: wheel ## make the sdist too, and ask of both what a package index asks
+	@$(BIN)/python -c 'import sys; from setuptools import build_meta; sys.argv[1:] = ["--quiet"]; build_meta.build_sdist("dist", {"--global-option": ["--quiet"]})'
+	@$(BIN)/python -c 'import twine' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt twine
+	$(BIN)/python -m twine check --strict dist/*
+
+test-wheel: check-dist ## install the package in an environment of its own, and use it there
 	$(BIN)/python -m pytest -m wheel
+
+release: .venv/ready ## tag this commit and make its package, which is uploaded by nobody: VERSION=0.2.0
+	@.ci/release '$(VERSION)'
 
 # pulumi-policy wants an older protobuf than the rest.
 policy/.venv/ready: pyproject.toml constraints.txt
