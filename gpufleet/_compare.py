@@ -11,6 +11,7 @@ from gpufleet import _html
 from gpufleet._bill import Figures, figures
 from gpufleet.infra.compare import comparison as _comparison
 from gpufleet.infra.compare import plot
+from gpufleet.infra.compare.columns import sheet
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.errors import GpufleetError
 
@@ -79,23 +80,16 @@ class Comparison:
     runnable: bool  # whether anything could be run in time
 
     def _repr_html_(self) -> str:
-        edge = {id(each._row) for each in self.frontier.options}
         able = [each for each in self.options if each.runnable]
-        rows = [
-            (
-                "*" if id(each._row) in edge else "", each.scenario, each.instance_type, each.capacity, each.gpus_used,
-                each.hours.p50, each.hours.p90, each.usd.p50, each.usd.p90, each.usd.mean,
-            )
-            for each in able[:SHOWN]
-            if each.usd and each.hours
-        ]  # fmt: skip
-        heads = ("", "work of", "type", "capacity", "GPUs", "h p50", "h p90", "USD p50", "USD p90", "USD mean")
+        names = ("*", "scenario", "type", "capacity", "used", "h p50", "h p90", "USD p50", "USD p90", "mean")
+        found = sheet([each._row for each in able[:SHOWN]], *names, edge=[each._row for each in self.frontier.options])
         more, other = max(0, len(able) - SHOWN), len(self.options) - len(able)
         notes = [
             "* nothing does the same work for fewer mean dollars in fewer hours by the wall.",
             f"`options` has {more} more that can be run, and {other} that cannot, whose `why` says the reason.",
         ]
-        return _html.table(f"{self.stack} in {self.region}: USD to finish", heads, rows, notes)
+        caption = f"{self.stack} in {self.region}: USD to finish"
+        return _html.table(caption, found.heads, found.rows, notes, right=found.right)
 
 
 def comparison_in_numbers(found: _comparison.Comparison) -> Comparison:

@@ -6,15 +6,22 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 
-def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[object]], notes: Iterable[str] = ()) -> str:
-    """A table, and sentences below it. Numbers are aligned right."""
+def table(
+    caption: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    notes: Iterable[str] = (),
+    *,
+    right: Sequence[int] = (),
+) -> str:
+    """A table, and sentences below it. Numbers and the columns of `right` are aligned right."""
 
-    def cell(value: object) -> str:
-        style = ' style="text-align: right"' if isinstance(value, int | float) else ""
+    def cell(at: int, value: object) -> str:
+        style = ' style="text-align: right"' if at in right or isinstance(value, int | float) else ""
         return f"<td{style}>{escape(shown(value))}</td>"
 
     head = "".join(f"<th>{escape(each)}</th>" for each in heads)
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(cell(at, value) for at, value in enumerate(row))}</tr>" for row in rows)
     below = "".join(f"<p>{escape(note)}</p>" for note in notes)
     return (
         f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"

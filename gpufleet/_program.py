@@ -38,7 +38,7 @@ def program() -> None:
     except GpufleetError as error:
         pulumi.log.error(printable(f"{error}\nNothing was declared."))
         sys.exit(SHOWN)
-    engine.say(plan, root, also=unknown)
+    engine.say(plan, also=unknown)
 
     from gpufleet.infra.program.resources.declare import declare
 

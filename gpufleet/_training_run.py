@@ -80,7 +80,7 @@ class TrainingRun(pulumi.ComponentResource):
             engine.begin(plan.verdict, was, f"{name}-run", self)
         except GpufleetError as error:
             raise pulumi.RunError(printable(f"{name}: {error}\nNothing of it was declared.")) from error
-        engine.say(plan, root, self)
+        engine.say(plan, self)
 
         from gpufleet.infra.program.resources.declare import Surroundings, declare
         from gpufleet.infra.program.resources.network import GivenVpc

@@ -13,40 +13,58 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, TextIO
 
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.progress import Screen
+from gpufleet.infra.terminal import Shown
+from gpufleet.infra.text import wrap
 from gpufleet.job.progress import shown_by
-from gpufleet.job.text import printable
 
-# In the order in which they are needed.
-COMMANDS = {
-    "init": "make this folder of your repository a project: Pulumi program, stacks/, ignore lines, review workflow",
-    "new": "look at a folder of training code and write its definition file: what was found, what was not",
-    "schema": "the JSON Schema of the definition file, by which editors complete and check it",
-    "cost": "the bill of a run, before anything exists; needs no account and no network",
-    "prices": "how old and complete the known prices are; prices refresh reads them anew from AWS",
-    "compare": "a stack's scenarios and every instance type for their work, ranked by mean dollars",
-    "diff": "the cost review of a change: two commits' stacks side by side in dollars, bounds and rules held or broken",
-    "replay": "whether the bill's stated interval held on availability traces of spot nodes",
-    "rehearse": "the whole run on this machine, against an embedded AWS",
-    "prepare": "what a run reads: your folders and prefixes hashed, a ready-made job's tokens made",
-    "calibrate": "measure some hundred steps of the real job on this machine, for the bill to stand on",
-    "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image digest",
-    "wait": "after pulumi up: wait for a node, and explain why there is none",
-    "status": "where the run stands: fleet, node, checkpoints, dollars spent",
-    "logs": "what the job prints",
-    "shell": "a shell in the job's container, by Session Manager",
-    "tensorboard": "the run's figures in TensorBoard on this machine, as they come",
-    "stop": "end the run early, as a limit would: saved, and with a receipt",
-    "results": "download what the run left: results, receipt, model",
-    "report": "a run that has ended as one HTML page: bill against receipt, training, nodes",
-    "receipts": "what every run cost against its bill, why the two differ, and how right the bills are",
-    "sweep": "after pulumi destroy, or an up cut short: what is left in the account and what it costs; --delete",
-    "completion": "lines for bash, zsh or fish, by which a tab completes commands, stacks, scenarios, runs",
-    "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",
+# By what a person does with them, in the order in which that is needed.
+GROUPS = {
+    "Set up": {
+        "init": "make this folder of your repository a project: Pulumi program, stacks/, ignore lines, review workflow",
+        "new": "look at a folder of training code and write its definition file: what was found, what was not",
+        "schema": "the JSON Schema of the definition file, by which editors complete and check it",
+        "completion": "lines for bash, zsh or fish, by which a tab completes commands, stacks, scenarios, runs",
+    },
+    "Know what it costs": {
+        "cost": "the bill of a run, before anything exists; needs no account and no network",
+        "compare": "a stack's scenarios and every instance type for their work, ranked by mean dollars",
+        "diff": "the cost review of a change: two commits' stacks side by side in dollars, bounds and rules held or"
+        " broken",
+        "prices": "how old and complete the known prices are; prices refresh reads them anew from AWS",
+        "calibrate": "measure some hundred steps of the real job on this machine, for the bill to stand on",
+        "replay": "whether the bill's stated interval held on availability traces of spot nodes",
+    },
+    "Try it without an account": {
+        "rehearse": "the whole run on this machine, against an embedded AWS",
+        "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",
+    },
+    "Launch it": {
+        "prepare": "what a run reads: your folders and prefixes hashed, a ready-made job's tokens made",
+        "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image"
+        " digest",
+        "wait": "after pulumi up: wait for a node, and explain why there is none",
+    },
+    "While it runs": {
+        "ps": "every run of the account and the project, one line each",
+        "status": "where the run stands: fleet, node, checkpoints, dollars spent",
+        "logs": "what the job prints",
+        "shell": "a shell in the job's container, by Session Manager",
+        "tensorboard": "the run's figures in TensorBoard on this machine, as they come",
+        "stop": "end the run early, as a limit would: saved, and with a receipt",
+    },
+    "Afterwards": {
+        "results": "download what the run left: results, receipt, model",
+        "report": "a run that has ended as one HTML page: bill against receipt, training, nodes",
+        "receipts": "what every run cost against its bill, why the two differ, and how right the bills are",
+        "sweep": "after pulumi destroy, or an up cut short: what is left in the account and what it costs; --delete",
+    },
 }
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+ANSWERS = ("cost", "compare", "doctor", "ps", "receipts", "status")  # their first line is what was asked
+FOR_PROGRAMS = ("completion", "logs", "schema", "shell")  # what they print is no text of ours
 _TO_DO = {
     errno.ENOSPC: "Free some space on the disk of this folder and of the temporary files, then run it again.",
     errno.EDQUOT: "Free some of your quota, then run it again.",
@@ -57,9 +75,16 @@ _TO_DO = {
     errno.ENOTDIR: "A file stands where a folder has to be: move it away, then run it again.",
     errno.EISDIR: "A folder stands where a file has to be: move it away, then run it again.",
 }
-EPILOG = """STACK is a file of stacks/ without its .yaml, or a path to such a file. Where the Pulumi stack of that name
-is configured to run another file or a scenario (`pulumi config set definition`, `scenario`), that is what is meant.
-Exit codes: 0 done, 1 the answer is no, 2 something has to be put right first."""
+DESCRIPTION = (
+    "Train on rented AWS GPUs with the bill known before anything exists: your own script in any container, or a"
+    " ready-made job. Begin with `gpufleet init NAME` in your repository."
+)
+EPILOG = (
+    "`gpufleet COMMAND --help` explains one of them. STACK is a file of stacks/ without its .yaml, or a path to such a"
+    " file. Where the Pulumi stack of that name is configured to run another file or a scenario (`pulumi config set"
+    " definition`, `scenario`), that is what is meant. Exit codes: 0 done, 1 the answer is no, 2 something has to be"
+    " put right first."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,34 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
             signal.signal(number, signal.default_int_handler)
     screen = Screen(sys.stderr)
-    out, err = _Shown(sys.stdout, screen), _Shown(sys.stderr, screen)
+    out, err = Shown(sys.stdout, screen), Shown(sys.stderr, screen)
     with shown_by(screen.show), redirect_stdout(out), redirect_stderr(err):
-        return _answered(words, screen)
+        return _answered(words, screen, out)
 
 
-class _Shown:
-    """A stream on which nothing is printed that a terminal would obey: much of what commands show was written by
-    others, a job, a node, AWS, whoever may write to the bucket.
-    """
-
-    def __init__(self, stream: TextIO, screen: Screen) -> None:
-        self._stream = stream
-        self._screen = screen
-
-    def write(self, text: str) -> int:
-        return self._screen.write(self._stream, printable(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-
-def _answered(words: list[str], screen: Screen) -> int:
+def _answered(words: list[str], screen: Screen, out: Shown) -> int:
     """One command's exit code, whatever goes wrong."""
     try:
-        code = _run(words, screen)
+        code = _run(words, screen, out)
         sys.stdout.flush()
     except GpufleetError as error:
         return _say(error)
@@ -127,19 +133,27 @@ def _answered(words: list[str], screen: Screen) -> int:
     return code
 
 
-def _run(words: list[str], screen: Screen) -> int:
+def _run(words: list[str], screen: Screen, out: Shown) -> int:
     name = words[0] if words else ""
     if name not in COMMANDS:
         parser = _parser()
-        parser.parse_args(words)  # ends with --help, --version and what is no command
-        parser.print_help()
-        return 2
+        parser.parse_known_args(words)  # ends with --help and --version
+        if not name:
+            parser.print_help()
+            return 2
+        import difflib  # only a word that is no command needs it
+
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        nearest = f" Nearest: gpufleet {close[0]}." if close else ""
+        raise GpufleetError(f"there is no command {name!r}.{nearest} `gpufleet --help` lists all of them.")
     with _without_blas_threads():
         module = importlib.import_module(f"gpufleet.infra.commands.{name}")
     command = argparse.ArgumentParser(prog=f"gpufleet {name}", description=f"gpufleet {name}: {COMMANDS[name]}.")
     module.arguments(command)
     args = command.parse_intermixed_args(words[1:])  # options may stand between STACK and TEXT
     screen.quiet = getattr(args, "quiet", False)
+    out.folds = name not in FOR_PROGRAMS and not getattr(args, "json", False)
+    out.answers_first = name in ANSWERS
     code: int = module.run(args)
     return code
 
@@ -162,17 +176,19 @@ def _without_blas_threads() -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     from importlib.metadata import version  # 25 ms that no command needs
 
+    lines = []
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:"]
+        for name, summary in commands.items():
+            lines += wrap(f"    {name:<12} {summary}", indent=17)
     parser = argparse.ArgumentParser(
         prog="gpufleet",
-        description="Train on rented AWS GPUs with the bill known before anything exists: your own script, in any\n"
-        "container (begin with `gpufleet new NAME --code DIR`), or a ready-made job, of which stacks/ has five.",
-        epilog=EPILOG,
+        usage="gpufleet [-h] [-V] COMMAND ...",
+        description="\n".join(wrap(DESCRIPTION, indent=0)),
+        epilog="\n".join([*lines[1:], "", *wrap(EPILOG, indent=0)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-V", "--version", action="version", version=f"gpufleet {version('gpufleet')}")
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for name, summary in COMMANDS.items():
-        commands.add_parser(name, help=summary)
     return parser
 
 

@@ -21,6 +21,12 @@ def short(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+class BeforeLaunch(str):
+    """A warning about what to do before `pulumi up`. Every other warning is only worth knowing."""
+
+    __slots__ = ()
+
+
 class GpufleetError(Exception):
     """A mistake or a refusal the user can act on. The message says where, what, what is allowed, what to do."""
 

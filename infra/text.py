@@ -1,9 +1,11 @@
-"""Tables of plain ASCII, and lines of text."""
+"""Tables of plain ASCII, and lines of text no wider than the terminal."""
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 
 
 def hours(value: float) -> str:
@@ -11,14 +13,34 @@ def hours(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
-    """Heads, a rule, and the rows; the columns of `right` flush right."""
+def about_hours(value: Decimal) -> str:
+    """Two digits, whole hours from ten on: 0.57, 1.8, 14."""
+    return f"{value:.0f}" if value >= 10 else f"{float(value):.2g}"
+
+
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), spare: Sequence[int] = ()
+) -> Iterator[str]:
+    """Heads, a rule, and the rows; the columns of `right` flush right. Of the columns `spare` the first ones are left
+    out where the terminal is too narrow for all.
+    """
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    shown = list(range(len(heads)))
+    for column in spare:
+        if sum(widths[at] + 2 for at in shown) - 2 > columns(most=10_000):
+            shown.remove(column)
     for row in (heads, ["-" * width for width in widths], *rows):
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [row[at].rjust(widths[at]) if at in right else row[at].ljust(widths[at]) for at in shown]
         yield "  ".join(cells).rstrip()
 
 
+def columns(most: int = 100) -> int:
+    """How wide a line may be: as the terminal is, at most `most`, which also holds where there is no terminal."""
+    return min(most, shutil.get_terminal_size((most, 24)).columns)
+
+
 def wrap(text: str, width: int = 100, indent: int = 2) -> list[str]:
-    """Its lines, those after the first indented; words stay whole."""
-    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    """Its lines, of at most `width`, those after the first indented; words stay whole."""
+    return textwrap.wrap(
+        text, columns(width), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )

@@ -13,7 +13,7 @@ from gpufleet.infra.definition.yaml_tree import Mapping
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import measured
 from gpufleet.job.contract import bucket, metrics
-from gpufleet.job.contract.done import FAILURES, Done
+from gpufleet.job.contract.done import EARLY, FAILURES, Done
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal.evidence import Rehearsal
 from gpufleet.rehearsal.watch import Watch
@@ -23,20 +23,21 @@ LEAST_MS = 0.5  # of a step: lines of faster ones come together, and tell no tim
 Change = Callable[[Mapping], Mapping]
 
 
-def failed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
-    """Why the run did not do its work; None: it did."""
+def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
+    """Why the run did not do its work, or was over before all of its interruptions; None: neither."""
     kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
     done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
-    if done.reason not in FAILURES:
+    left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
+    if done.reason in FAILURES:
+        rest = f"\nStill to come would have been: {left}." if left else ""
+        return GpufleetError(f"{done.detail.removeprefix('the command failed: ')}{rest}")
+    if not watch.planned:
         return None
-    left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
-    rest = f"\nStill to come would have been: {left}." if left else ""
-    return GpufleetError(f"{done.detail.removeprefix('the command failed: ')}{rest}")
-
-
-def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
-    """Why the run was over before all of its interruptions."""
-    left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
+    if done.reason in EARLY:
+        return GpufleetError(
+            f"{done.reason} ended the run before it could be interrupted as planned ({left}): {done.detail}. Fewer or"
+            " faster steps, or more under `limits` of the file's `rehearsal` section, leave time for that"
+        )
     own = rehearsal.definition.job.parameters
     if own.is_users_own and own.saves and not watch.manifests:
         config = cast(CommandConfig, rehearsal.definition.job.parameters)
@@ -44,15 +45,16 @@ def missed(rehearsal: Rehearsal, watch: Watch) -> GpufleetError:
             f"the run ended, and no whole checkpoint of it was ever seen: nothing named {', '.join(config.names)} came"
             f" into {config.checkpoint.folder}. Say in job.checkpoint.each and folder what the script writes, and where"
         )
-    view = list(watch.views.values())[-1]
+    view = max(watch.views.values(), key=lambda each: each.last_step)  # a later node may have found nothing to do
     began, ended = view.first_step_at, view.node.instance.ended_at
     seconds = (ended - began).total_seconds() if began and ended else 0.0
     took_ms = step_ms(view.logged(), seconds * 1000 / max(1, view.last_step))
     count = rehearsed_steps(took_ms)
+    saves = f" with a save every {max(1, count // REHEARSED_SAVES):,}" if own.saves else ""
     return GpufleetError(
         f"the run ended before it could be interrupted as planned ({left}): its {view.last_step:,} steps took"
-        f" {took_ms:.3g} ms each. {count:,} of them with a save every {max(1, count // REHEARSED_SAVES):,} are enough:"
-        " write that in job.command, job.work and job.checkpoint.every of the file's `rehearsal` section"
+        f" {took_ms:.3g} ms each. {count:,} of them{saves} are enough: write that in job.command"
+        f"{', job.work and job.checkpoint.every' if saves else ' and job.work'} of the file's `rehearsal` section"
     )
 
 

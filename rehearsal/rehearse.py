@@ -308,13 +308,28 @@ def _programs_of(
 def _end(error: GpufleetError, seconds: float, project: Path, root: Path) -> Iterator[str]:
     """What is printed of a failure: all that is known, where the rest is, and the reason in the last line."""
     cause = error.__cause__ if isinstance(error, StepFailedError) else error
-    where, why = (f", at {error.step}", error.why) if isinstance(error, StepFailedError) else ("", str(error))
-    reason = textwrap.shorten(why, LONGEST, placeholder=" ...")
+    where, why = (f"at {error.step}, ", error.why) if isinstance(error, StepFailedError) else ("", str(error))
+    reason = headline(why)
     printed = cause.printed if isinstance(cause, AnswerError) else why
     yield f"\n{printed}" if printed != reason else ""
     yield f"Everything it left is in {_shown(project, root)}"
     yield from scratch.full_disks(project, Path(tempfile.gettempdir()))
-    yield f"FAILED after {seconds:.0f} s{where}: {reason}"
+    yield f"FAILED: {reason} ({where}after {seconds:.0f} s)"
+
+
+def headline(why: str) -> str:
+    """The reason first, in one line that ends at a word: an error before how the command ended of it, and without the
+    last lines of a log, which stand above.
+    """
+    if missing := re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", why):
+        return (
+            f"the Python that runs the script has no module {missing[1]!r}: install it there, or name the Python that"
+            " has it as `python` of the file's `rehearsal` section"
+        )
+    first = why.partition(" | ")[0]
+    if ended := re.fullmatch(r"(.* ended with .* at step [\d,]+) \((.*)\)(.*)", first, re.DOTALL):
+        first = f"{ended[2]}: {ended[1]}{ended[3]}"
+    return textwrap.shorten(first, LONGEST, placeholder=" ...")
 
 
 @contextmanager
@@ -401,10 +416,8 @@ def _follow(rehearsal: Rehearsal) -> None:
         watch.run(check=check)
     if times_torch:
         rehearsal.torch_s = rehearsal.torch_s or import_torch_s()
-    if (failure := pace.failed(rehearsal, watch)) is not None:
+    if (failure := pace.ended(rehearsal, watch)) is not None:
         raise failure
-    if watch.planned:
-        raise pace.missed(rehearsal, watch)
 
 
 def import_torch_s() -> float:

@@ -24,6 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 forget_account()
 for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
     del os.environ[name]
+os.environ.pop("COLUMNS", None)  # pytest's workers set it, and what is no terminal has lines of 100
 if MOVED_CLOCK:  # also for those whose environment a test has made, a node's say
     _start: Any = subprocess.Popen.__init__
 

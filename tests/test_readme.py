@@ -142,7 +142,9 @@ def test_the_scenarios_on_the_page_about_comparing_are_those_that_the_command_pr
 ) -> None:
     page = (ROOT / "docs" / "compare.md").read_text()
     shown_rows = cells(re.findall(r"^```\n(scenario .*?)^```$", page, re.MULTILINE | re.DOTALL)[0].splitlines())
-    printed = cells(ran("gpufleet compare pretrain-d64", project, tmp_path).stdout.partition("\n\n")[0].splitlines())
+    printed = cells(
+        ran("gpufleet compare pretrain-d64 --all", project, tmp_path).stdout.partition("\n\n")[0].splitlines()
+    )
     assert "d64-true" in shown_rows
     for name, row in shown_rows.items():
         assert row == {column: printed[name][column] for column in row}

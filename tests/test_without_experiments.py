@@ -72,7 +72,7 @@ def test_an_own_script_is_priced_previewed_and_rehearsed_without_them(tmp_path: 
         [sys.executable, "-c", PROGRAM], cwd=project, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("total = p50") == 2  # of `cost`, and of the preview
+    assert done.stdout.count("in eight runs of ten") == 2  # of `cost`, and of the preview
     assert "job.experiment" in done.stderr
     receipt = json.loads((project / "rehearsals" / "mine" / "r1" / "receipt.json").read_text())
     assert receipt["reason"] == "finished"

@@ -17,6 +17,7 @@ from gpufleet.job.contract.done import Done
 from gpufleet.job.contract.reading import epoch
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
+GONE = ("shutting-down", "terminated")  # states of an instance
 ENDING_S = 300.0  # from done.json to a fleet at 0, or to a node's last try
 
 

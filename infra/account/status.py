@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -12,6 +12,7 @@ from botocore.exceptions import ClientError
 from gpufleet.infra.account import aws, refusals
 from gpufleet.infra.account.fleet import (
     ENDED,
+    GONE,
     end_command,
     fleets_of,
     has_expired,
@@ -37,7 +38,7 @@ from gpufleet.job.text import counted
 
 AWAY_S = 120.0  # a node of several that has not told of itself for so long is not there
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
-GONE = ("shutting-down", "terminated")  # states of an instance
+DETAILS = ("attempt", "bucket", "done", "gang", "gpu", "progress", "spent")  # of a report: not in its short form
 
 
 def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
@@ -96,6 +97,28 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
         if own and (more := why_needless(fleets[0], done, now)):
             yield f"needless    {more}\n            {end_command(fleets[0], definition.fleet.region)}"
         yield f"next        gpufleet results {definition.run_argument}{after}"
+
+
+def headline(lines: Sequence[str]) -> str:
+    """The answer in front of the lines of a report: how the run ended, or what it does, and what it has spent."""
+    told = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # the first of each kind
+    state = told.get("done") or told.get("progress") or "a node is there, and has not told of itself yet"
+    if told["node"] == "none" and "done" not in told:
+        state = f"no node; last {told['progress']}" if "progress" in told else "no node"
+    spent = "" if "spent" not in told else f", {told['spent'].replace('$', '')} USD spent"
+    return f"{lines[0]}: {state.removesuffix('.')}{spent}"
+
+
+def short(lines: Sequence[str], command: str) -> Iterator[str]:
+    """Those lines of a report that say more than its headline and matter now. `command` shows all with --all."""
+    matters, left = False, 0
+    for line in lines:
+        matters = line[:12].strip() not in DETAILS if line[:1] != " " else matters
+        left += not matters
+        if matters:
+            yield line
+    if left:
+        yield f"all         {counted(left, 'more line')}: `{command} --all`"
 
 
 def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[str]:

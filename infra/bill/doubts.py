@@ -14,6 +14,7 @@ from gpufleet.infra.catalog import SpotPrice
 from gpufleet.infra.catalog.regions import known_regions
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.discover.marks import processes_asked
+from gpufleet.infra.errors import BeforeLaunch
 from gpufleet.infra.evidence.calibration import RefusedCalibration
 from gpufleet.infra.risk import unknown
 from gpufleet.infra.risk.hazard import gang
@@ -50,9 +51,9 @@ def warnings(
             yield f"that {definition.nodes} nodes are interrupted {more:.1f} times as often as one is an assumption"
     if definition.nodes > 1 and definition.storage.data and definition.storage.data.snapshot:
         yield f"each of {definition.nodes} nodes has a data volume of its own from the snapshot, loaded as it is read"
-    yield from schedule(definition.job.parameters, bill.chosen.runtime)
+    yield from map(BeforeLaunch, schedule(definition.job.parameters, bill.chosen.runtime))
     if not config.is_endless:
-        yield from _limits(bill)
+        yield from map(BeforeLaunch, _limits(bill))
     yield from _free_hours(bill)
     yield from _types(definition, bill)
     if config.held_minutes:
@@ -159,7 +160,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
             yield f"{has} {paid} GPUs, this job uses {'one' if used == 1 else used}"
         asked = processes_asked(getattr(config, "command", ""))
         if asked is not None and asked != instance.gpu_count and config.device == "cuda":
-            yield (
+            yield BeforeLaunch(
                 f"{option.type} has {counted(instance.gpu_count, 'GPU')}, and job.command starts"
                 f" {counted(asked, 'process')} on each node: write {{gpus}} there, or list a type with {asked}"
             )
@@ -168,7 +169,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
             yield f"{option.type}: a step of {rows} rows takes {used} GPUs as long as one of {rows + empty}"
         room_gb = instance.nvme_gb or (definition.storage.root.size_gib - _IMAGE_AND_SYSTEM_GIB) * 1.073741824
         if needs_gb > room_gb:
-            yield (
+            yield BeforeLaunch(
                 f"{option.type}: checkpoints and exports may need {needs_gb:.0f} GB of scratch, there are about"
                 f" {room_gb:.0f}; raise storage.root.size_gib"
             )

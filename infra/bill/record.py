@@ -5,17 +5,20 @@ Money and hours are decimal strings. Nothing depends on the clock: run.json hold
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from datetime import date
 from decimal import Decimal
 from typing import Any
 
-from gpufleet.infra.bill.bill import Bill, Cap
+from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
 from gpufleet.infra.bill.side import Quantiles, Side
 from gpufleet.infra.risk.cadence import BestInterval
 from gpufleet.infra.risk.hazard import Hazard
 
 SCHEMA = 1
+LINE = ("name", "kind", "quantity", "unit", "unit_price", "amount", "source", "as_of", "inferred")
 
 
 def to_json(bill: Bill) -> dict[str, Any]:
@@ -31,21 +34,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "capacity": bill.capacity,
         "type": bill.chosen.type,
         "zone": bill.chosen.zone,
-        "lines": [
-            {
-                "name": line.name,
-                "kind": line.kind,
-                "quantity": str(line.quantity),
-                "unit": line.unit,
-                "unit_price": str(line.unit_price),
-                "amount": str(line.amount),
-                "source": line.source,
-                "as_of": line.as_of.isoformat(),
-                "inferred": line.inferred,
-                **({"item": line.item} if line.kind == "fixed" else {}),
-            }
-            for line in bill.lines
-        ],
+        "lines": [plain(line, *LINE) | ({"item": line.item} if line.kind == "fixed" else {}) for line in bill.lines],
         "usd": quantiles(bill.usd),
         "hours": quantiles(bill.hours.times(nodes)),
         **({"buys_hours": quantiles(bill.buys)} if bill.buys else {}),
@@ -93,14 +82,8 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "phases": predicted(bill),
         "basis": bill.chosen.runtime.basis,
         "calibrated": bill.calibrated,
-        "cap": bill.cap and _cap(bill.cap),
-        "kept": {
-            "what": bill.kept.what,
-            "gb": str(bill.kept.gb),
-            "usd_per_month": str(bill.kept.usd_per_month),
-            "days": bill.kept.days,
-            "parts": {name: str(gb) for name, gb in bill.kept.parts},
-        },
+        "cap": bill.cap and plain(bill.cap, "max_usd", "max_hours", "probability", "first", "at_hours"),
+        "kept": plain(bill.kept, "what", "gb", "usd_per_month", "days") | {"parts": plain(dict(bill.kept.parts))},
         "not_priced": list(NOT_PRICED),
         "account_discount_usd": str(account_discount(bill.chosen.lines)),
         "warnings": list(bill.warnings),
@@ -158,35 +141,43 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
     ]
 
 
+def plain(value: Any, *names: str, digits: int = 4) -> Any:
+    """`value` as JSON holds it: decimals as strings, floats to so many digits, dates as ISO 8601; of an object these
+    attributes, or all that it has.
+    """
+    match value:
+        case Decimal():
+            return str(value)
+        case float():
+            return round(value, digits)
+        case date():
+            return value.isoformat()
+        case Mapping():
+            return {key: plain(each, digits=digits) for key, each in value.items()}
+        case tuple() | list():
+            return [plain(each, *names, digits=digits) for each in value]
+    if is_dataclass(value):
+        names = names or tuple(field.name for field in fields(value))
+        return {name: plain(getattr(value, name), digits=digits) for name in names}
+    return value
+
+
 def quantiles(values: Quantiles) -> dict[str, str]:
-    return {"p10": str(values.p10), "p50": str(values.p50), "p90": str(values.p90), "mean": str(values.mean)}
+    """The four figures as decimal strings."""
+    found: dict[str, str] = plain(values)
+    return found
 
 
 def _unknown(bill: Bill) -> dict[str, Any]:
     """The parts of the range, each as if it alone were unknown, in USD to finish."""
     of = bill.chosen.exposure.unknown
-    alone = {name: {"p10": str(low), "p90": str(high)} for name, (low, high) in bill.span_usd.items()}
+    alone = {name: plain({"p10": low, "p90": high}) for name, (low, high) in bill.span_usd.items()}
     return {
         "interruptions": quantiles(bill.chosen.alone_usd),
         "speed": alone.get("speed"),
         "price": alone.get("price"),
         "measured": bill.measured_usd and quantiles(bill.measured_usd),
-        "sigma": {
-            "faster": round(of.faster, 4),
-            "slower": round(of.slower, 4),
-            "price": round(of.price, 4),
-            "setup": round(of.setup, 4),
-        },
-    }
-
-
-def _cap(cap: Cap) -> dict[str, Any]:
-    return {
-        "max_usd": str(cap.max_usd),
-        "max_hours": str(cap.max_hours),
-        "probability": round(cap.probability, 4),
-        "first": cap.first,
-        "at_hours": str(cap.at_hours),
+        "sigma": plain(of, "faster", "slower", "price", "setup"),
     }
 
 

@@ -73,10 +73,10 @@ def _lines(bill: Bill) -> Iterator[str]:
         )
         for line in bill.chosen.lines
     ]
-    sums = [("interruptions", _interruptions_usd(bill))]
+    sums = [("interruptions", interruptions_usd(bill))]
     unknown = bill.chosen.needed_usd.p50 - bill.chosen.alone_usd.p50
     if unknown:
-        sums.append(("what is not known", unknown))
+        sums.append(("uncertain speed and price", unknown))
     if bill.buys is not None and bill.cap is not None:
         sums = [(f"interruptions, and the stop at {bill.cap.first}", bill.usd.p50 - bill.chosen.total)]
     elif bill.cap is not None and (cut := bill.usd.p50 - bill.chosen.needed_usd.p50):
@@ -88,7 +88,7 @@ def _lines(bill: Bill) -> Iterator[str]:
         yield f"* price inferred, not read in any source for {bill.region}"
 
 
-def _interruptions_usd(bill: Bill) -> Decimal:
+def interruptions_usd(bill: Bill) -> Decimal:
     """What interruptions add to a run that ends finished; the bill's own line is of the run that a limit may stop."""
     return bill.chosen.alone_usd.p50 - bill.chosen.total
 
@@ -254,9 +254,7 @@ def _rest(bill: Bill, today: date | None, accuracy: object, fallback: Fallback |
         said = bill.cadence.sentence()
         yield from wrap(f"{said[0].upper()}{said[1:]}.")
     yield from wrap(_limits(bill, fallback))
-    kept = bill.kept
-    left = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
-    yield from wrap(f"Kept after destroy: {left if kept.days else 'nothing'}.")
+    yield from wrap(kept_sentence(bill))
     days = [line.as_of for line in bill.lines]
     age = "" if today is None else f"; {price_age(bill, today)}"
     yield from wrap(f"Prices: of {min(days)} to {max(days)}{age}.")
@@ -274,6 +272,13 @@ def _rest(bill: Bill, today: date | None, accuracy: object, fallback: Fallback |
         yield from wrap(f"Warning: {warning}")
 
 
+def kept_sentence(bill: Bill) -> str:
+    """What stays in the bucket, and its price."""
+    kept = bill.kept
+    left = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
+    return f"Kept after destroy: {left if kept.days else 'nothing'}."
+
+
 def price_age(bill: Bill, today: date) -> str:
     """How old the price of compute is, and what share of the dollars stands on prices older than the definition allows.
 
@@ -282,14 +287,17 @@ def price_age(bill: Bill, today: date) -> str:
     age = (today - bill.chosen.price.as_of).days
     said = f"compute is {age} days old" if age >= 0 else f"compute is of {-age} days from now, which cannot be"
     said = "the block's fee is the file's" if bill.block else said
+    old = stale_prices(bill, today)
+    return f"{said}; {old}: `gpufleet prices refresh`" if old else said
+
+
+def stale_prices(bill: Bill, today: date) -> str:
+    """What share of the dollars stands on prices older than the definition allows; empty for none."""
     old = [line for line in bill.chosen.lines if (today - line.as_of).days > bill.max_price_age_days]
     if not old or not bill.chosen.total:
-        return said
+        return ""
     share = sum((line.amount for line in old), Decimal(0)) / bill.chosen.total
-    return (
-        f"{said}; {share:.0%} of the dollars stand on prices older than {bill.max_price_age_days} days:"
-        " `gpufleet prices refresh`"
-    )
+    return f"{share:.0%} of the dollars stand on prices older than {bill.max_price_age_days} days"
 
 
 def _interruptions(bill: Bill) -> str:
@@ -316,7 +324,7 @@ def _interruptions(bill: Bill) -> str:
 
 def _negative(bill: Bill) -> str:
     """Why the line `interruptions` takes dollars away, when it does."""
-    if _interruptions_usd(bill) >= 0:
+    if interruptions_usd(bill) >= 0:
         return ""
     return " Their line is negative: AWS does not charge an interrupted first hour."
 

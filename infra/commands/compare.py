@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -16,7 +17,6 @@ from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 
-SHOWN = 20
 PICTURES = (".png", ".svg")
 LONGEST_H = 366 * 24  # as far off as limits.deadline may be
 
@@ -29,7 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--within", metavar="HOURS", type=_hours, help="hours from now by which it must end; default: limits.deadline"
     )
     view = parser.add_mutually_exclusive_group()
-    view.add_argument("--all", action="store_true", help="every option on a line of its own")
+    view.add_argument(
+        "--all", action="store_true", help="every option on a line of its own, scenarios, regions, batches"
+    )
     view.add_argument("--json", action="store_true", help="the same for programs; keys in docs/compare.md")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cost against time: .png or .svg")
     parser.add_argument("--html", metavar="FILE", type=Path, help="the same as a page, with a table of every option")
@@ -58,17 +60,28 @@ def run(args: argparse.Namespace) -> int:
         tree["batches"] = [compare_table.record_row(row) for row in found.batches]
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
         return 0 if found.runnable else 1
+    if not args.all:
+        name = f" --scenario {shlex.quote(args.scenario)}" if args.scenario else ""
+        within = f" --within {args.within:g}" if args.within is not None else ""
+        command = f"gpufleet compare {found.definition.argument}{name}{within}"
+        print("\n".join(compare_table.answer(found, command, now.date())))
+        return _drawn(found, args)
     parts = [
         compare_table.scenarios(found.listed),
-        compare_table.ranked(found.rows, shown=None if args.all else SHOWN, frontier=found.frontier),
+        compare_table.ranked(found.rows, found.frontier),
         compare_table.regions(found.regions),
         compare_table.batches(found.batches),
         compare_table.ages(found.rows, now.date(), found.definition.estimate.max_price_age_days),
         compare_table.policy(*found.policy) if found.policy else "",
     ]
     sys.stdout.write("\n".join(filter(None, parts)))
+    return _drawn(found, args)
+
+
+def _drawn(found: Comparison, args: argparse.Namespace) -> int:
+    """Says where the pictures are; the exit code."""
     for file in filter(None, (args.plot, args.html)):
-        sys.stdout.write(f"\ndrawn: {file}\n")
+        print(f"\ndrawn: {file}")
     return 0 if found.runnable else 1
 
 

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpufleet.infra.bill import limits, record
+from gpufleet.infra.bill.answer import answer
 from gpufleet.infra.bill.estimate import problems
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
@@ -23,7 +24,7 @@ from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.discover.marks import checks_warning
-from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
+from gpufleet.infra.errors import BeforeLaunch, DefinitionError, GpufleetError, Problem
 from gpufleet.infra.evidence.receipts import score
 from gpufleet.infra.inputs.readiness import code_problems, not_ready
 from gpufleet.infra.review import policy
@@ -35,7 +36,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("others", metavar="STACK", nargs="*", help="more of them: what all runs come to together")
     parser.add_argument("--times", metavar="N", type=_times, help="so many runs of each: a sweep under one budget")
     parser.add_argument("--scenario", metavar="NAME", help="this one of the file's scenarios, whatever the stack runs")
-    parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/bill.md")
+    view = parser.add_mutually_exclusive_group()
+    view.add_argument("--all", action="store_true", help="the whole bill: every line, phase, doubt and warning")
+    view.add_argument("--json", action="store_true", help="the same for programs; keys in docs/bill.md")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,11 +62,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rules = policy.find_policy(root) or policy.Policy()
     definition = policy.held_to(definition, rules)
-    missing = [] if definition.variant.only_priced else not_ready(definition, root)
+    missing = [] if definition.variant.only_priced else [*map(BeforeLaunch, not_ready(definition, root))]
     catalog = load_catalog(day=now.date())
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
     left = checks_warning(definition.source.read_text(), definition.source.name)
-    bill = replace(bill, warnings=(*bill.warnings, *limits.deadline_warnings(definition, bill, now), *left))
+    first = [*limits.deadline_warnings(definition, bill, now), *left]
+    bill = replace(bill, warnings=(*bill.warnings, *map(BeforeLaunch, first)))
     fallback, without = None, list[Problem]()
     if definition.fleet.falls_back:
         from gpufleet.infra.bill.fallback import fallback_problems, price_fallback  # here: most bills have none
@@ -74,16 +78,13 @@ def run(args: argparse.Namespace) -> int:
         tree = record.to_json(bill) | {"cheaper": options and options.to_json()}
         tree |= {"fallback": fallback.to_json()} if fallback else {}
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
+    elif args.all:
+        cheaper = options.lines() if options else None
+        sys.stdout.write(render(bill, today=now.date(), accuracy=score(root), cheaper=cheaper, fallback=fallback))
     else:
-        sys.stdout.write(
-            render(
-                bill,
-                today=now.date(),
-                accuracy=score(root),
-                cheaper=options.lines() if options else None,
-                fallback=fallback,
-            )
-        )
+        line = options.line if options else ""
+        command = f"gpufleet cost {definition.priced_argument}"
+        print("\n".join(answer(bill, command, today=now.date(), cheaper=line, fallback=fallback)))
     sys.stdout.flush()
     broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill, fallback))
     for each in broken:

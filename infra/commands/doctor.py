@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
 from gpufleet.infra.account import aws, doctor, rights
 from gpufleet.infra.commands import stack
 from gpufleet.infra.definition.loader import project_root
+from gpufleet.job.text import counted
 
 MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
 
@@ -16,30 +18,34 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser)
     parser.add_argument("--pin", action="store_true", help="write the newest AMI and the image's digest into the file")
     parser.add_argument("--rights", action="store_true", help="print the rights that you need, as an IAM policy")
+    parser.add_argument("--all", action="store_true", help="what is in order too")
 
 
 def run(args: argparse.Namespace) -> int:
+    """1 where something stands in the way of `pulumi up`."""
     definition = stack.definition_of(args)
     if args.rights:
         print(rights.policy(definition))
         return 0
-    print(f"{definition.name} in {definition.fleet.region}")
     if args.pin:
         doctor.pin(definition, aws.client("ssm", definition.fleet.region))
         definition = stack.definition_of(args)
-    worst, skipped = "ok", False
-    for check in doctor.examine(definition, project_root(Path.cwd()), aws.client):
-        print(f"  {MARKS[check.state]} {check.name}: {check.found}")
-        if check.fix:
-            print(f"          {check.fix}")
-        worst, skipped = max(worst, check.state, key=list(MARKS).index), skipped or check.name == doctor.SKIPPED
-    print(
-        {
-            "ok": "Everything is in place. Next: `pulumi preview`, then `pulumi up`.",
-            "warning": "Nothing that was checked stands in the way; not all of it was."
-            if skipped
-            else "Nothing stands in the way; read the warnings.",
-            "problem": "Put the problems right first: with them `pulumi up` would leave you without a node.",
-        }[worst]
-    )
-    return 1 if worst == "problem" else 0
+    checks = list(doctor.examine(definition, project_root(Path.cwd()), aws.client))
+    count = Counter(check.state for check in checks)
+    problems, warnings = counted(count["problem"], "problem"), counted(count["warning"], "warning")
+    said = "everything is in place. Next: `pulumi preview`, then `pulumi up`."
+    if count["problem"]:
+        said = f"{problems} to put right first: with them `pulumi up` would leave you without a node"
+        said += f", and {warnings}." if count["warning"] else "."
+    elif count["warning"]:
+        skipped = any(check.name == doctor.SKIPPED for check in checks)
+        said = f"nothing{' that was checked' if skipped else ''} stands in the way; read the {warnings}."
+    print(f"{definition.name} in {definition.fleet.region}: {said}")
+    for state in ("problem", "warning", "ok") if args.all else ("problem", "warning"):
+        for check in (each for each in checks if each.state == state):
+            print(f"  {MARKS[check.state]} {check.name}: {check.found}")
+            if check.fix:
+                print(f"          {check.fix}")
+    if count["ok"] and not args.all:
+        print(f"  ok      {counted(count['ok'], 'check')}: `gpufleet doctor {definition.argument} --all`")
+    return 1 if count["problem"] else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,11 +14,15 @@ from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.evidence import receipts
 from gpufleet.infra.evidence.receipts import Accuracy
 from gpufleet.job.contract.receipt import CAUSES, Receipt
+from gpufleet.job.text import counted
+
+SHOWN = 10
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """An optional STACK."""
     parser.add_argument("stack", metavar="STACK", nargs="?", help="only the runs of this stack")
+    parser.add_argument("--all", action="store_true", help="every run, with what each cause added")
     parser.add_argument("--aws", action="store_true", help="beside them what AWS charged, from Cost Explorer")
 
 
@@ -33,12 +37,16 @@ def run(args: argparse.Namespace) -> int:
         of = f" of {args.stack}" if args.stack else ""
         print(f"No receipt{of} yet: `gpufleet results STACK` keeps the one of a run that has ended.")
         return 1
-    print("\n".join(table(found)))
+    total = receipts.grade(found)
+    none = f"{counted(len(found), 'receipt')}, and none counts: none is of a real run that came to its end."
+    print("\n".join(summary(total)) if total else none)
+    shown = found if args.all else sorted(found, key=lambda each: each.at)[-SHOWN:]
+    print("\n".join(table(shown, CAUSES if args.all else {})))
+    if not args.all:
+        more = f"{len(found) - SHOWN} earlier ones, and why" if len(found) > SHOWN else "Why"
+        print(f"{more} each differs from its bill: `gpufleet receipts{f' {args.stack}' if args.stack else ''} --all`")
     if args.aws:
         _show_charges(found)
-    total = receipts.grade(found)
-    print()
-    print("\n".join(summary(total)) if total else "None of them counts: none is of a real run that came to its end.")
     return 0
 
 
@@ -63,9 +71,10 @@ def _name(stack: str, root: Path) -> str:
     return selected(stack, root).path.stem
 
 
-def table(found: Sequence[Receipt]) -> Iterator[str]:
-    """One line per run; `-` in `graded` where it does not count."""
-    heads = ("stack", "run", "ended by", "estimate", "actual", "error", *CAUSES, "graded")
+def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
+    """One line per run, with what each of the causes added; `-` in `graded` where it does not count."""
+    causes = tuple(causes)
+    heads = ("stack", "run", "ended by", "estimate", "actual", "error", *causes, "graded")
     rows = [
         (
             receipt.stack,
@@ -74,12 +83,12 @@ def table(found: Sequence[Receipt]) -> Iterator[str]:
             f"{receipt.estimate:.4f}",
             f"{receipt.actual:.4f}",
             f"{receipt.error_percent:+.1f}%",
-            *(f"{receipt.causes[name]:+.4f}" for name in CAUSES),
+            *(f"{receipt.causes[name]:+.4f}" for name in causes),
             _graded(receipt),
         )
         for receipt in found
     ]
-    return text.table(heads, rows, right=range(3, 3 + 3 + len(CAUSES)))
+    return text.table(heads, rows, right=range(3, 6 + len(causes)), spare=(2, 0))
 
 
 def summary(total: Accuracy) -> Iterator[str]:

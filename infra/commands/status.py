@@ -6,18 +6,20 @@ import argparse
 from datetime import UTC, datetime
 
 from gpufleet.infra.account import aws
-from gpufleet.infra.account.status import report
+from gpufleet.infra.account.status import headline, report, short
 from gpufleet.infra.commands import stack
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser, earlier_runs=True)
+    parser.add_argument("--all", action="store_true", help="every attempt and all that the run has told")
 
 
 def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
     region = definition.fleet.region
     ec2, s3, scheduler = (aws.client(name, region) for name in ("ec2", "s3", "scheduler"))
-    for line in report(definition, ec2, s3, datetime.now(UTC), scheduler):
-        print(line)
+    lines = list(report(definition, ec2, s3, datetime.now(UTC), scheduler))
+    print(headline(lines))
+    print("\n".join(lines[1:] if args.all else short(lines[1:], f"gpufleet status {definition.run_argument}")))
     return 0

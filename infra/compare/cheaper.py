@@ -15,11 +15,11 @@ from typing import Any
 from gpufleet.infra import text
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.project import bill_basis, bill_of
-from gpufleet.infra.bill.record import quantiles
+from gpufleet.infra.bill.record import plain
 from gpufleet.infra.bill.side import UNBOUND, Hazards
-from gpufleet.infra.bill.table import figures
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.compare import ranking
+from gpufleet.infra.compare.columns import sheet
 from gpufleet.infra.compare.rows import Row, filled
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.observations import observations
@@ -58,6 +58,16 @@ class Cheaper:
                 f" {usd:.2f} USD off p50 (docs/node.md)."
             )
 
+    @property
+    def line(self) -> str:
+        """The cheapest of them in one line; empty where none is sure to cost less."""
+        for row in self.rows[:1]:
+            assert row.usd is not None
+            place = "spot" if row.capacity == "spot" else "on demand"
+            sure = "" if row.cheaper is None else f" in {row.cheaper:.0%} of runs"
+            return f"Cheaper{sure}: {row.type} {place}, about {row.usd.p50:.2f} USD; all: `{self.command}`"
+        return ""
+
     def _types(self) -> Iterator[str]:
         beyond = f"{counted(self.beyond, 'cheaper one')} beyond a limit or rule" if self.beyond else ""
         unsure = f"{self.unsure} perhaps cheaper, in fewer than {SURE:.0%} of runs" if self.unsure else ""
@@ -65,16 +75,10 @@ class Cheaper:
             others = "".join(f"; {each}" for each in (unsure, beyond) if each)
             yield from text.wrap(f"No other type is sure to do this work for less{others}; all: `{self.command}`.")
             return
-        heads = ("cheaper to finish this work", "GPUs", "used", "USD p50", "USD p90", "hours", "sure")
-        rows = []
-        for row in self.rows:
-            assert row.usd is not None
-            assert row.hours is not None
-            place = "on spot" if row.capacity == "spot" else "on demand"
-            usd = figures(f"{row.type} {place}{' *' if row.type in self.assumed else ''}", row.usd)
-            sure = "-" if row.cheaper is None else f"{row.cheaper:.0%}"
-            rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}", sure))
-        yield from text.table(heads, rows, right=range(2, 7))
+        yield "Cheaper to finish this work; less: how likely that is:"
+        names = ("*", "type", "capacity", "GPU", "used", "USD p50", "USD p90", "h p50", "less")
+        assumed = [row for row in self.rows if row.type in self.assumed]
+        yield from sheet(self.rows, *names, edge=assumed).text("GPU", "USD p90")
         if self.assumed:
             yield "* at a speed that is assumed or guessed; the bill's own is measured or declared"
         more = f"{self.more} more within the limits" if self.more else ""
@@ -85,16 +89,8 @@ class Cheaper:
         """Keys as documented in docs/bill.md."""
         return {
             "options": [
-                {
-                    "type": row.type,
-                    "capacity": row.capacity,
-                    "gpus": row.gpus,
-                    "gpus_used": row.ranks,
-                    "usd": row.usd and quantiles(row.usd),
-                    "hours": row.hours and quantiles(row.hours),
-                    "basis": row.basis,
-                    "sure": None if row.cheaper is None else round(row.cheaper, 3),
-                }
+                plain(row, "type", "capacity", "gpus", "usd", "hours", "basis")
+                | {"gpus_used": row.ranks, "sure": plain(row.cheaper, digits=3)}
                 for row in self.rows
             ],
             "more": self.more,
@@ -191,14 +187,13 @@ def cheaper(
     chosen = [row for row in within if row.cheaper is not None and row.cheaper >= SURE]
     shown = tuple(chosen[:SHOWN])
     known = bill.chosen.runtime.speed in ("measured", "declared")
-    scenario = f" --scenario {definition.scenario}" if definition.scenario else ""
     return Cheaper(
         rows=shown,
         more=len(chosen) - len(shown),
         unsure=len(within) - len(chosen),
         beyond=len(rows) - len(within),
         assumed=frozenset(row.type for row in shown if known and row.basis not in ("measured", "declared")),
-        command=f"gpufleet compare {definition.argument}{scenario}",
+        command=f"gpufleet compare {definition.priced_argument}",
         half_setup=_half_setup(as_is.setup_h * 60, own, quick),
     )
 

@@ -333,6 +333,11 @@ class StackDefinition:
         return shlex.quote(self.asked or (self.name if self.source.parent.name == "stacks" else str(self.source)))
 
     @property
+    def priced_argument(self) -> str:
+        """`argument`, with --scenario where need be: what further commands about the same work take."""
+        return f"{self.argument} --scenario {self.scenario}" if self.scenario else self.argument
+
+    @property
     def is_earlier_run(self) -> bool:
         """Whether it is a run that --run named, and not the one of its file: `pulumi destroy` is about the file's."""
         own = find_node(self.tree, "run.id") if self.tree else None

@@ -67,14 +67,21 @@ _ALSO = {
     "working_dir": "code",
     "budget": "max_usd",
     "max_cost": "max_usd",
-    "max_price": "max_usd",
+    "max_price": "capacity",
+    "spot_price": "capacity",
+    "max_spot_price": "capacity",
+    "max_price_per_hour": "capacity",
     "max_duration": "max_hours",
     "timeout": "max_hours",
     "disk_size": "size_gib",
 }
 _CAPACITY = "Write capacity: spot, or capacity: on-demand."
 # What to write for a key of another tool, where the name alone does not say it.
-_INSTEAD = {"spot": _CAPACITY, "use_spot": _CAPACITY, "on_demand": _CAPACITY}
+_CEILING = "A ceiling for the price of an hour is limits.usd_per_hour."
+_INSTEAD = {
+    **dict.fromkeys(("spot", "use_spot", "on_demand"), _CAPACITY),
+    **dict.fromkeys(("max_price", "spot_price", "max_spot_price", "max_price_per_hour"), _CEILING),
+}
 READY_MADE = ("experiment", "image", "parameters")  # the keys of such a job
 _BAD: Any = object()
 _SCALARS = (str, bool, datetime, int, float, Decimal)
@@ -256,9 +263,14 @@ def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
 
 
 def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
-    """How a value is written where a section is expected: under the one key that takes it, a required one first."""
+    """How a value is written where a section is expected: under the key whose unit it has, as `50 steps`, or under each
+    that takes it, a required one first.
+    """
     plain = re.sub(r"(?<=[0-9]) ?Gi?B?$", "", text, flags=re.IGNORECASE)
     specs = dataclasses.fields(cls)
+    if told := re.fullmatch(r"([0-9.]+) ?([A-Za-z]{2,})", plain):
+        meant = [spec for spec in specs if spec.name.startswith(told[2].lower().rstrip("s"))]
+        plain, specs = (told[1], tuple(meant)) if meant else (plain, specs)
     required = [spec for spec in specs if spec.default is dataclasses.MISSING is spec.default_factory]
     takes = [
         spec.name
@@ -266,7 +278,9 @@ def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
         if (kind := unwrap(hints[spec.name])[0]) in _SCALARS or typing.get_origin(kind) is Literal
         if _scalar(kind, plain, rule_of_key(cls, spec))[0] is not _BAD
     ]
-    return f"Write {{{takes[0]}: {plain}}}." if len(takes) == 1 and plain else ""
+    ways = " or ".join(f"{{{name}: {plain}}}" for name in takes)
+    is_clear = len(takes) == 1 or (1 < len(takes) < 4 and re.fullmatch("[0-9.]+", plain))
+    return f"Write {ways}." if is_clear and plain else ""
 
 
 def _nested_keys(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
@@ -356,8 +370,11 @@ def _convert(
     if typing.get_origin(inner) is dict:
         if not isinstance(node, Mapping):
             key = path.rpartition(".")[2]
-            value = _written(node) if isinstance(node, Scalar) else ""
             name = "L40S" if key in ("step_ms", "epoch_minutes") else "NAME"
+            value = re.sub(r"(?<=[0-9]) ?(ms|min)$", "", _written(node)) if isinstance(node, Scalar) else ""
+            first = node.items[0] if isinstance(node, Items) and node.items else None
+            if isinstance(first, Scalar) and "=" in first.text:  # [KEY=value]
+                name, _, value = first.text.partition("=")
             findings.add(path, allowed, f"Write {key}: {{{name}: {value}}}." if value else "", node=node)
             return _BAD
         if rule.most is not None and len(node.entries) > rule.most:

@@ -77,6 +77,11 @@ class Sandbox:
                 " leave out --try, or let git ignore its data"
             )
         for name, path in files:
+            if path.is_dir():
+                raise GpufleetError(
+                    f"--try: {name} leads to the folder {path.resolve()}, which would not be shipped: put a copy in its"
+                    " place, let git ignore it, or leave out --try; data belongs under storage.inputs"
+                )
             target = self.code / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(

@@ -95,12 +95,14 @@ class ScriptFacts:
     runs_alone: bool = False  # it does without a launcher, which it looks for
     wandb: Finding | None = None
     requirements: str = ""
-    names_own: Finding | None = None  # a file or folder of its own that the code names as seen from where it starts
+    names_own: dict[str, Finding] = field(default_factory=dict)  # files and folders of its own that the code names as
+    # seen from where it starts, by their first part
     saves_else: Finding | None = None  # what it saves that is no checkpoint
     begins_anew: Finding | None = None  # a trial saw that it does not go on
     saves_on_signal: Finding | None = None  # a trial saw it: true or false
     complete: Finding | None = None  # a trial saw which file of a checkpoint is written last
     size: Finding | None = None  # a trial saw how large one is, in GB
+    trained: bool = False  # a trial saw it train: it has here what it imports
     seen_ms: dict[str, float] = field(default_factory=dict)  # a trial saw how long a step or an epoch takes here
     coded: dict[str, tuple[object, str]] = field(default_factory=dict)  # keywords of a framework's calls, with places
 
@@ -142,6 +144,7 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
         settings = ScriptSettings([each for name in files for each in of_file(code, name, "")], start)
         found = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
         found.total = _named_total(settings, row, {})
+        found.resume = Finding(row.resume, row.name) if row is not None and row.resume else None
         return found
     settings = ScriptSettings([*declared(reach, start, row.form if row else ""), *_of_row(row, reach)], start)
     row = row or framework_of(reach, start)  # a configuration may name classes of the folder
@@ -162,7 +165,7 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
         found.reads_itself = found.reads_itself or Finding(f"{call.name} looks for a checkpoint by itself", call.where)
     found.saves_else = next((Finding(shown(each), each.where) for each in saves.found if each.score > -1), None)
     _read_calls(found, reach)
-    found.names_own = next(_names_own(found, reach, code), None)
+    found.names_own = {each.value.partition("/")[0]: each for each in _names_own(found, reach, code)}
     return found
 
 
@@ -182,7 +185,7 @@ def _names_own(found: ScriptFacts, reach: Reach, code: CodeFolder) -> Iterator[F
         for each in unit.args.defaults
     ]
     for each, where in given:
-        if isinstance(text := literal(each), str) and text.partition("/")[0] in there:
+        if isinstance(text := literal(each), str) and (text := text.removeprefix("./")).partition("/")[0] in there:
             yield Finding(text, where)
 
 

@@ -14,7 +14,7 @@ from typing import get_args
 from gpufleet.infra.discover.lines import BAR, NUMBER, PrintedLine
 from gpufleet.infra.discover.sandbox import LEAVES_S, TrialRun, Written
 from gpufleet.infra.discover.saves import Pattern, SaveCadence
-from gpufleet.infra.discover.script import CheckpointFacts, ScriptFacts
+from gpufleet.infra.discover.script import CheckpointFacts, ScriptFacts, Total
 from gpufleet.infra.discover.source import Finding
 from gpufleet.infra.discover.template import Trial
 from gpufleet.job.command.elsewhere import NO_CHECKPOINT, pattern_of
@@ -29,6 +29,7 @@ _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![
 _OF_ONE_START = re.compile(  # in the name of a folder that each start makes anew: a moment, a count of starts
     r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
 )
+_OF_ALL = re.compile(r"\b(epoch|step|iter(?:ation)?)s?\b\W{0,4}\d+ *(?:/|of) *(\d+)", re.IGNORECASE)  # Epoch [3/10]
 _BURST_S = 0.5  # numbered lines that come within it are a table or a list
 _COUNTS = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
 
@@ -109,6 +110,8 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
         if row is not None:
             found.framework = replace(row, format=None, each=(), named=True, complete="", progress=row.patterns)
     _take_lines(found, seen)
+    found.trained = kept is not None or bool(seen.patterns)
+    found.total = found.total or _total(seen.output)
     found.seen_ms = seen.took_ms
     if seen.goes_on is False:
         found.begins_anew, found.resume, found.reads_itself = Finding(seen.resume_evidence, "seen"), None, None
@@ -124,6 +127,16 @@ def _are_of(names: tuple[str, ...], kept: SeenCheckpoint) -> bool:
     """Whether names that were read are those of the files that came."""
     read = Names(CommandConfig(checkpoint=CommandCheckpoint(each=names)))
     return kept.rewritten != ("{" in names[0]) and all(read.match(file) for file in kept.files)
+
+
+def _total(output: Sequence[str]) -> Total | None:
+    """How long it trains, by lines that say of how many each epoch is, or else each step."""
+    told = [(match[1].lower(), int(match[2])) for line in output if (match := _OF_ALL.search(line))]
+    for unit in ("epoch", "step", "iter", "iteration"):
+        counts = [count for word, count in told if word == unit]
+        if len(counts) > 1 and len(set(counts)) == 1:
+            return Total(unit="epoch" if unit == "epoch" else "step", count=counts[0], where="seen: its lines say so")
+    return None
 
 
 def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
@@ -159,7 +172,8 @@ def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None
     seen.took_ms = dict(_took_ms(seen.places(first)))
     seen.checkpoint = _checkpoint(seen, first, counters)
     if seen.checkpoint is None and not seen.problems:
-        seen.problems.append("no checkpoint appeared: nothing was written twice, or under names that count")
+        ended = "the command ended by itself, and " if first.code == 0 and first.signalled_at is None else ""
+        seen.problems.append(f"{ended}no checkpoint appeared: nothing was written twice, or under names that count")
     if first.signalled_at is not None:
         _take_signal(seen, first, first.signalled_at)
 
@@ -198,7 +212,7 @@ class _Counter:
     @property
     def is_epoch(self) -> bool:
         words = re.findall(r"[A-Za-z]+", self.sample[: self.match.start()][-24:])
-        return bool(words) and words[-1].lower().startswith("ep")
+        return bool(words) and words[-1].lower() in ("ep", "epoch", "epochs")  # an episode is none
 
 
 def _counters(watch: TrialRun) -> list[_Counter]:
@@ -401,7 +415,8 @@ def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint
 def take_verdict(seen: TrialFindings, check: ResumeCheck, second: TrialRun) -> None:
     """What the second start showed, in words."""
     if check.verdict == "not shown":
-        seen.problems.append(f"whether it goes on is not shown: a second start {failure(second) or check.why}")
+        ended = failure(second)
+        seen.problems.append(f"whether it goes on is not shown: {f'a second start {ended}' if ended else check.why}")
     else:
         seen.goes_on = check.verdict == "goes on"
         seen.resume_evidence = f"seen: {check.why}; it {check.verdict}"

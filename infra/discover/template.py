@@ -283,8 +283,9 @@ class _Writer:
         self.through = found.start.through[-1] if found.start.through else "your command"
         self.starts_trainer = self.row is not None and self.row.format == "hf-trainer"
 
-    def known(self, sentence: str) -> None:
-        self.made.known.append(sentence)
+    def known(self, sentence: str, where: str = "") -> None:
+        """`where`: what shows it, a place in the code or what was seen."""
+        self.made.known.append(f"{sentence} ({where})" if where else sentence)
 
     def unknown(self, sentence: str) -> None:
         self.made.unknown.append(sentence)
@@ -325,8 +326,9 @@ class _Writer:
         if facts is None and row is not None and row.format == "nanochat":
             place.folder, place.why = '"{state}/base_checkpoints/d20"', "CHECK: d and the depth, or the model tag"
             return typed
-        if facts is not None and facts.place.in_checkpoints:
-            self.known(f"{facts.where}: $GPUFLEET_CHECKPOINTS says where it writes")
+        told = row if row is not None and row.out and row.form and self.passes_on else None  # by its own setting
+        if facts is not None and facts.place.in_checkpoints and told is None:
+            self.known("$GPUFLEET_CHECKPOINTS says where it writes", facts.where)
             return typed
         setting = self.settings.find(facts.place.setting) if facts is not None and facts.place.setting else None
         folder, where = (facts.place.folder, facts.where) if facts is not None else ("", "")
@@ -340,9 +342,9 @@ class _Writer:
             folder, where = setting.value, setting.where
         if folder:
             return self._own_folder(folder, where, typed)
-        if row is not None and row.out and row.form and facts is None and self.passes_on:
-            value = row.form.replace("{name}", row.out[0]).format("{checkpoints}")
-            self.known(f"{row.name}: {value} says where it writes")
+        if told is not None and (facts is None or facts.place.in_checkpoints):
+            value = told.form.replace("{name}", told.out[0]).format("{checkpoints}")
+            self.known(f"{value} says where it writes", told.name)
             return f"{typed} {value}"
         if self.found.names:
             place.why = (
@@ -378,7 +380,7 @@ class _Writer:
             return typed
         is_path = self.facts is not None and self.facts.place.is_whole_path
         value = f"{{checkpoints}}/{self.facts.place.name}" if is_path and self.facts is not None else "{checkpoints}"
-        self.known(f"{setting.where}: {setting.word} says where it writes")
+        self.known(f"{setting.word} says where it writes", setting.where)
         self.made.out = setting.name
         return with_setting(typed, setting, value, self.part)
 
@@ -394,20 +396,21 @@ class _Writer:
                 f"{where}: it writes to {folder}, which is no folder of the run; it has to be $GPUFLEET_CHECKPOINTS"
             )
         elif plain != ".":
-            self.known(f"{where}: it writes below {plain}")
+            self.known(f"it writes below {plain}", where)
             place.folder, place.why = _quoted(plain), f"{where}: it writes there"
         else:
-            self.known(f"{where}: it saves into the folder that it starts in, so it starts in {{checkpoints}}")
+            self.known("it saves into the folder that it starts in, so it starts in {checkpoints}", where)
             place.workdir = f"  workdir: '{{checkpoints}}'   # {where}: it saves into the folder that it starts in"
-            if (own := self.found.names_own) is not None:
-                place.workdir = (
-                    f"  workdir: '{{checkpoints}}'   # CHECK: {where} saves where it starts, and {own.where}"
-                )
-                place.workdir += f" looks for {own.value} there"
-                self.unknown(f"{own.where}: it looks for {own.value} in the folder that it starts in: job.workdir")
+            links = ""
+            if self.found.names_own:
+                own = "; ".join(f"{each.where} looks for {each.value}" for each in self.found.names_own.values())
+                place.workdir = f"  workdir: '{{checkpoints}}'   # CHECK: it saves where it starts ({where})"
+                place.workdir += f", and {own}: linked there"
+                self.unknown(f"which files of its own it looks for where it starts: job.workdir ({own})")
+                links = f"ln -sfn {' '.join(f'{{code}}/{each}' for each in self.found.names_own)} . && "
             if not start.through and not start.is_module:
                 there = {each for each in typed.split() if each[0] not in "-/{" and (self.found.folder / each).exists()}
-                return " ".join(f"{{code}}/{e.removeprefix('./')}" if e in there else e for e in typed.split())
+                return links + " ".join(f"{{code}}/{e.removeprefix('./')}" if e in there else e for e in typed.split())
             place.environment["PYTHONPATH"] = "{code}"
             place.workdir = (
                 f"  workdir: '{{checkpoints}}'   # CHECK: {where} saves where it starts; other paths are seen from it"
@@ -418,13 +421,13 @@ class _Writer:
         """The command with a setting for saves that are off, or that a framework's default would leave unsaid."""
         every, row = self.plan.every, self.row
         if row is not None and row.needs and row.needs not in written and self.passes_on:
-            self.known(f"{row.name}: it saves nothing by default, so the command asks for it ({row.needs})")
+            self.known(f"it saves nothing by default, so the command asks for it ({row.needs})", row.name)
             written = f"{written} {row.needs}"
         if every.setting is None or not every.setting.form or every.setting.typed is not None or not self.passes_on:
             return written
         if every.is_off:
             word = every.setting.word
-            self.known(f"{every.where}: it saves nothing by default, so the command asks for it ({word})")
+            self.known(f"it saves nothing by default, so the command asks for it ({word})", every.where)
         elif not self.starts_trainer or self.facts is not None:
             return written
         return with_setting(written, every.setting, every.count, self.part)
@@ -458,15 +461,15 @@ class _Writer:
             yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: the last of the command gets it"
         elif found.resume is not None and self.passes_on:
             words, where = found.resume.value, found.resume.where
-            self.known(f"{where}: {re.split('[ =]', words)[0]} goes on from a checkpoint")
+            self.known(f"{re.split('[ =]', words)[0]} goes on from a checkpoint", where)
             yield f"  resume: {{args: {_quoted(self.plan.named(words))}}}   # {where}"
         elif found.resume is not None:
             yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: {self.through} does not pass it on"
         elif found.reads_itself:
             where, what = found.reads_itself.where, found.reads_itself.value
-            self.known(f"{where}: {what}; a rehearsal shows whether it goes on from there")
+            self.known(f"{what}; a rehearsal shows whether it goes on from there", where)
         elif row is not None and "by itself" in row.resumes and found.names:
-            self.known(f"{row.name}: goes on {row.resumes}")
+            self.known(f"goes on {row.resumes}", row.name)
         elif found.names:
             how = f" ({row.name}: {row.resumes})" if row is not None else ""
             self.unknown(
@@ -492,7 +495,7 @@ class _Writer:
             yield f"    format: {row.format}   # {row.name}"
             if names != FORMATS[row.format].each:
                 yield f"    each: {_always_quoted(names[0])}   # as its {row.naming} is"
-            self.known(f"{row.name}: {row.resumes}")
+            self.known(f"{row.resumes}", row.name)
         else:
             yield from self._names()
         yield from self._every_lines()
@@ -508,7 +511,7 @@ class _Writer:
         where = facts.where if facts is not None else f"{row.name}, {row.version}" if row is not None else ""
         several = f"[{', '.join(map(_always_quoted, shown))}]"
         yield f"    each: {_quoted(shown[0]) if len(shown) == 1 else several}   # {where}"
-        self.known(f"{where}: a checkpoint is {' and '.join(shown)}")
+        self.known(f"a checkpoint is {' and '.join(shown)}", where)
         if not re.search(r"\{(step|epoch)", shown[0]):
             yield "    rewritten: true   # the same file each time"
         complete, why = self.found.complete, ""
@@ -551,7 +554,7 @@ class _Writer:
             return
         yield "    stdout:"
         yield from (f"      - {_always_quoted(regex)}   # {where}" for regex, where in shown)
-        self.known(f"{shown[0][1]}: a line of its output tells the {plan.word}")
+        self.known(f"a line of its output tells the {plan.word}", shown[0][1])
 
     def work(self) -> Iterator[str]:
         plan, total = self.plan, self.plan.total
@@ -562,7 +565,7 @@ class _Writer:
             hours = "{hours: {low: 2, likely: 4, high: 8}}"
             yield f"  # work: {hours}   # CHECK: without it the bill says what the money buys"
             return
-        self.known(f"{total.where}: {total.count} {total.unit}s")
+        self.known(f"{total.count} {total.unit}s", total.where)
         counts_epochs = total.unit == "epoch" and (plan.unit == "epoch" or plan.steps_per_epoch)
         is_epoch = plan.word == "epoch" and not counts_epochs
         key, guess, more = "step_ms", 60_000 if is_epoch else 500, "; a step is one of its epochs here" * is_epoch
@@ -585,7 +588,7 @@ class _Writer:
         taken = min(self.found.signals, key=lambda each: each.value != "SIGTERM", default=None)
         if taken is None:
             if self.row is not None:
-                self.known(f"{self.row.name}: on SIGTERM it {self.row.on_signal}")
+                self.known(f"on SIGTERM it {self.row.on_signal}", self.row.name)
             return
         signal, launcher = taken.value.removeprefix("SIG"), self.found.start.launcher
         launcher = launcher or ("torchrun" if "torchrun" in command else "")
@@ -598,7 +601,7 @@ class _Writer:
             why = f"{taken.where} handles {taken.value}, of which {launcher} dies"
             yield f"  # stop: {{signal: {signal}}}   # CHECK: {why}"
             return
-        self.known(f"{taken.where}: it handles {taken.value}; a rehearsal shows whether it saves")
+        self.known(f"it handles {taken.value}; a rehearsal shows whether it saves", taken.where)
         yield f"  stop: {{signal: {signal}, saves: unknown}}   # {taken.where}"
 
     def secrets(self) -> Iterator[str]:
@@ -688,10 +691,13 @@ class _Writer:
             lines=(*(self.row.patterns if self.row else ()), *(each.regex for each in self.found.lines)),
         )  # fmt: skip
         yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
-        if not any((self.found.folder / name / "bin").is_dir() for name in ENVIRONMENTS):
+        has_own = any((self.found.folder / name / "bin").is_dir() for name in ENVIRONMENTS)
+        if not has_own:
             yield "  # python: path/to/python   # CHECK: which has what the script imports; else this machine's python3"
             self.unknown("which Python has what the script imports: its folder has no .venv, so rehearsal.python")
         yield from ("  job:", f"    command: {_quoted(small)}   # CHECK: small enough for a CPU", "    device: cpu")
+        if has_own and self.found.trained and self.found.requirements == "requirements.txt":
+            yield '    setup: ""   # seen: the environment in its folder has what it needs'
         yield from ("    gpus: 1", "    work:")
         is_epochs = plan.unit == "epoch" or (counts_epochs and plan.steps_per_epoch)
         yield f"      {'epochs' if is_epochs else 'steps'}: {count}{check}"

@@ -202,7 +202,9 @@ def _repositories(folder: Path, above: str = "") -> Iterator[tuple[str, Path, se
     listed = git.ask(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = {os.fsdecode(name) for name in listed.split(b"\0") if name} if listed else set(_walk(folder))
     environments = tuple(name.removesuffix(_ENVIRONMENT) for name in names if name.endswith(f"/{_ENVIRONMENT}"))
-    names = {name for name in names if not name.startswith(environments)}
+    names = {
+        name for name in names if not name.startswith(environments) and not (folder / name / _ENVIRONMENT).exists()
+    }  # a link to an environment is one name
     yield above, folder, names
     for name in names:
         if (folder / name).is_dir() and not (folder / name).is_symlink():

@@ -13,9 +13,9 @@ from typing import Any
 import pulumi
 from pulumi.runtime.sync_await import _sync_await
 
-from gpufleet.infra.bill.table import render
+from gpufleet.infra.bill.answer import answer
+from gpufleet.infra.bill.table import kept_sentence
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.evidence.receipts import score
 from gpufleet.infra.program.plan import Plan, make
 from gpufleet.infra.program.previous import previous, previous_of_component
 from gpufleet.infra.program.run_guard import Previous, RunDecision
@@ -84,12 +84,15 @@ def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:
     return lambda line: pulumi.log.info(printable(line), resource, ephemeral=True)
 
 
-def say(plan: Plan, root: Path, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
-    """The bill and what is to be warned of."""
-    cheaper = plan.cheaper.lines() if plan.cheaper else None
-    text = render(
-        plan.bill, today=datetime.now(UTC).date(), accuracy=score(root), cheaper=cheaper, fallback=plan.fallback
+def say(plan: Plan, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
+    """The bill, what a destroy will leave, which runs no program to say it, and what is to be warned of."""
+    lines = answer(
+        plan.bill,
+        f"gpufleet cost {plan.definition.priced_argument}",
+        today=datetime.now(UTC).date(),
+        cheaper=plan.cheaper.line if plan.cheaper else "",
+        fallback=plan.fallback,
     )
-    pulumi.log.info(printable(text), resource)
+    pulumi.log.info(printable("\n".join([*lines, kept_sentence(plan.bill)])), resource)
     for warning in (*plan.warnings, *also):
         pulumi.log.warn(printable(warning), resource)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpufleet.infra.compare import plot
+from gpufleet.infra.compare.columns import sheet
 from gpufleet.infra.compare.comparison import Comparison
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.report import charts, page
@@ -38,19 +39,11 @@ def _picture(found: Comparison) -> str:
 
 
 def _options(rows: Iterable[Row]) -> str:
-    cells = [
-        (
-            *(row.place, row.capacity, row.gpus, str(row.ranks)),
-            *(f"{figure:.2f}" for figure in (row.usd.p50, row.usd.p90, row.wall_hours.p50, row.wall_hours.p90)),
-            "over a limit of the file" if row.over_limit else row.lost,
-        )
-        for row in rows
-        if row.usd and row.wall_hours
-    ]
-    heads = ("type", "capacity", "GPUs", "used", "USD p50", "p90", "hours p50", "p90", "")
-    return page.table(heads, cells, right=range(3, 8))
+    names = ("type", "capacity", "GPU", "used", "USD p50", "USD p90", "wall p50", "wall p90", "lost")
+    found = sheet([row for row in rows if row.usd and row.wall_hours], *names)
+    return page.table(found.heads, found.rows, right=found.right)
 
 
 def _refused(rows: Iterable[Row]) -> str:
-    cells = [(row.place, row.capacity, row.why, row.nearest) for row in rows if not row.usd]
-    return page.table(("type", "capacity", "why", "what would help"), cells)
+    found = sheet([row for row in rows if not row.usd], "type", "capacity", "why", "nearest")
+    return page.table(found.heads, found.rows)

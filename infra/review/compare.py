@@ -21,6 +21,7 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.bill.fallback import price_fallback
 from gpufleet.infra.bill.limits import AS_COUNTED
+from gpufleet.infra.bill.record import plain
 from gpufleet.infra.bill.side import Hazards, Quantiles
 from gpufleet.infra.bill.table import price_age
 from gpufleet.infra.catalog import Catalog
@@ -335,20 +336,11 @@ def _stack_record(stack: StackReview) -> dict[str, Any]:
         "changed": stack.changed,
         "base": stack.base and _side_record(stack.base),
         "head": stack.head and _side_record(stack.head),
-        "steps": [
-            {
-                "keys": list(step.keys),
-                "before": step.before,
-                "after": step.after,
-                "p50": str(step.p50),
-                "p90": str(step.p90),
-            }
-            for step in stack.steps
-        ],
+        "steps": plain(stack.steps),
         "without_effect": list(stack.aside),
         "over_cap": stack.over_cap,
         "refused": list(stack.refused),
-        "policy": [{"rule": each.rule, "message": each.message} for each in stack.policy],
+        "policy": plain(stack.policy, "rule", "message"),
     }
 
 

@@ -21,6 +21,7 @@ TEMPORARY = re.compile(r"tmp|temp|part|lock|^\.", re.IGNORECASE)
 NO_CHECKPOINT = re.compile(  # what trainings write beside their checkpoints, by its path
     r"(^|/)(__pycache__|\.git|wandb|\.cache|mlruns|\.ipynb_checkpoints)/|\.pyc$|tfevents|\.lock$|\.log$|\.csv$|\.txt$|\.md$"
     r"|\.(ya?ml|html|png|jpe?g|gif|svg|pdf|mp4|wav)$|metrics|history|\.tmp$|~$|\.part$"
+    r"|(^|[/_.-])(config|args|arguments|hparams|hyperparam\w*|options|settings)\.\w+$"
 )
 
 
@@ -54,8 +55,9 @@ class Search:
         for path in written:
             if (place := self._matching(path)) is not None:
                 return f"{_shown(path, self._folders.user)} was written, where nobody looks: {self._cure(place)}"
+        written = [path for path in written if not NO_CHECKPOINT.search(_shown(path, self._folders.user))]
         inside = [path.relative_to(self._folder).as_posix() for path in written if path.is_relative_to(self._folder)]
-        if inside := [name for name in inside if not NO_CHECKPOINT.search(name)]:
+        if inside:
             each, is_counted = pattern_of(inside)
             more = "" if is_counted else ", rewritten: true"
             return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import io
 import os
@@ -35,6 +36,8 @@ from killed_calls import shared_account
 from moto import mock_aws
 from supervisor_world import STEPS, Bench, FaultyStore, NodeDeath, state
 
+from gpufleet.job.contract import bucket, reading
+from gpufleet.job.contract.commit import Manifest
 from gpufleet.job.supervisor import store as stores
 from gpufleet.job.supervisor.store import S3Store
 from gpufleet.rehearsal.clock import ManualClock
@@ -46,6 +49,7 @@ CALLS = 75  # `up` and `destroy` have more of them each
 FAR = {"max_usd": "300", "max_hours": "200", "deadline": None}  # limits that no outage reaches
 NODES = 60  # more than any seed needs: where S3 refuses 1 call of 5, 30 of 30 runs took 5 or fewer
 DEATHS = 0.005  # of a node's calls to S3
+OUTAGE = 8  # calls in a row that S3 refuses: a client tries one four times
 Kind = Callable[[int, Path], int]
 
 
@@ -127,13 +131,14 @@ def engine_cut_off(seed: int, folder: Path) -> int:
 
 
 class FaultyAnswers:
-    """What S3 answers, below boto3, goes wrong with a chance of its own: nothing comes, a call that was done is told to
-    have failed, a body is cut, and of a checkpoint's file a byte is another, or half of it is what S3 has.
+    """What S3 answers, below boto3, goes wrong with a chance of its own: nothing comes, a call is refused, or OUTAGE in
+    a row, a body is cut, and of a checkpoint's file a byte is another, or half of it is what S3 has.
     """
 
     def __init__(self, client: Any, clean: Any, draw: random.Random, share: float) -> None:
         self._clean, self._draw, self._share, self.faults = clean, draw, share, 0
-        self._flipped = False
+        self._flipped, self._ended = False, False
+        self._out = 0  # calls that are still to be refused
         self._drawing = threading.Lock()  # of files several parts are under way
         client.meta.events.register_first("before-send.s3", self._send)
         client.meta.events.register("after-call.s3.GetObject", self._got)
@@ -147,7 +152,11 @@ class FaultyAnswers:
             return self._draw.randint(1, among) if is_drawn else 0
 
     def _send(self, request: Any, **_: Any) -> Any:
-        kind = self._is_drawn(3)
+        is_end = "/final/" in request.url and not self._ended  # of each node once, whatever is drawn
+        self._ended = self._ended or is_end
+        if not self._out and self._is_drawn(1, 1.0 if is_end else self._share / 10):
+            self._out = OUTAGE
+        kind, self._out = (3, self._out - 1) if self._out else (self._is_drawn(3), 0)
         if kind == 1:
             raise ConnectionClosedError(endpoint_url=request.url)
         if kind == 2:
@@ -206,6 +215,7 @@ def s3_faulty(seed: int, folder: Path) -> int:
             client = stores._client()
             answers = FaultyAnswers(client, clean, draw, draw.uniform(0.02, 0.2))
             is_taken = number < 4 or draw.random() < 0.3  # by AWS, so that others go on
+            code, began = None, len(bench.trainers)
             notice = {draw.randint(1, STEPS - 1): lambda _: bench.notice(120)} if is_taken else {}
             store = FaultyStore(S3Store("s3://bucket/r1", client), dies)
             with contextlib.suppress(NodeDeath):
@@ -213,16 +223,28 @@ def s3_faulty(seed: int, folder: Path) -> int:
                 assert code in (0, 1, 71, 75), code
             bench.answers.clear()
             faults += answers.faults
+            _check_published(clean)
             if clean.get_bytes("done.json"):
                 break
+            trained = any(each.step == STEPS for each in bench.trainers[began:])
+            assert code in (None, 75) or not trained, "a node trained to the end, and did not say so"
         _check_whole(bench)
     return faults
+
+
+def _check_published(store: S3Store) -> None:
+    """What a manifest names is there, as it names it."""
+    for place in bucket.published(entry.key for entry in store.entries(bucket.CHECKPOINTS)):
+        manifest = Manifest.from_json(reading.parse(store.get_bytes(place.manifest) or b""), place.generation)
+        for key, file in manifest.objects.items():
+            assert hashlib.sha256(store.get_bytes(key) or b"").hexdigest() == file.sha256, key
 
 
 def _check_whole(bench: Bench) -> None:
     """The run has ended as one that nobody disturbed."""
     assert bench.json("done.json")["reason"] == "finished"
     assert bench.manifests()[-1] == STEPS
+    assert len(bench.manifests()) > 1, "there is none before the newest, should that not verify"
     assert bench.store.get_bytes("final/model.safetensors") == state(STEPS)
     assert bench.json("receipt.json")["reason"] == "finished"
 
@@ -250,7 +272,7 @@ def node_refused(seed: int, folder: Path) -> int:
 
 def metadata_faulty(seed: int, folder: Path) -> int:
     """A metadata service that answers nonsense, late, or nothing: no notice is invented, and none overlooked."""
-    module, fault = tests("job/supervisor/test_metadata.py"), random.Random(seed).choice(METADATA_FAULTS)
+    module, fault = tests("job/supervisor/test_metadata.py"), METADATA_FAULTS[seed % len(METADATA_FAULTS)]
     imds = Imds()
     try:
         imds.slow_s = 2.0

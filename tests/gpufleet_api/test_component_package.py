@@ -132,7 +132,7 @@ def test_a_program_that_has_it_from_the_engine_declares_the_same_as_one_that_imp
         main.write_text(REMOTE)
         created = engine.up()
         assert created.ok, created.text
-        assert "total = p50" in created.diagnostics
+        assert "in eight runs of ten" in created.diagnostics
         outputs = engine.outputs()
         assert outputs["prefix"].endswith("/r1/")
         assert 0 < outputs["usd"] < 3

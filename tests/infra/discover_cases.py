@@ -74,7 +74,7 @@ import argparse, torch
 parser = argparse.ArgumentParser()
 parser.add_argument("--max_steps", type=int, default=-1)
 args = parser.parse_args()
-step, table = 0, torch.load("table.bin")
+step, table = 0, torch.load("./table.bin")
 while True:
     loss.backward(); optimizer.step()
     step += 1
@@ -331,7 +331,7 @@ CASES: dict[str, CodeCase] = {
             "job.checkpoint.every.steps": "^25$",
             "job.resume": None,
         },
-        says=(r"inner/work\.py:5: it reads state\.bin by itself",),
+        says=(r"it reads state\.bin by itself; .* \(inner/work\.py:5\)",),
         silent=("how it goes on from a checkpoint",),
     ),
     "a saver that is imported, a converter that is not": CodeCase(
@@ -399,6 +399,7 @@ CASES: dict[str, CodeCase] = {
         expects={
             "job.command": r"project=\{checkpoints\}",
             "job.checkpoint.each": r"weights/last\.pt",
+            "job.resume.args": r"^model=\{checkpoint\} resume=True$",
             "job.work.epochs": "^12$",
         },
     ),
@@ -592,13 +593,14 @@ CASES: dict[str, CodeCase] = {
     "a training that ends only where it is asked to is rehearsed by that": CodeCase(
         files={"t.py": ENDLESS, "table.bin": "1"},
         expects={
+            "job.command": r"^ln -sfn \{code\}/table\.bin \. && python \{code\}/t\.py$",
             "job.work": None,
             "job.checkpoint.each": r"^newest\.pt$",
             "job.workdir": r"^\{checkpoints\}$",
             "job.progress.stdout": r"^(?!.*P<epoch>).*P<step>",
             "rehearsal.job.command": "--max_steps 1500",
         },
-        says=(r"workdir: '\{checkpoints\}'   # CHECK: .*t\.py:\d+ looks for table\.bin there",),
+        says=(r"workdir: '\{checkpoints\}'   # CHECK: .*t\.py:\d+ looks for table\.bin: linked there",),
     ),
     "variables of the environment are settings, typed before the command or not": CodeCase(
         files={"t.py": BY_ENVIRONMENT},

@@ -95,7 +95,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 def test_a_preview_shows_the_bill_and_creates_nothing(story: Story) -> None:
     assert story.previewed.ok
-    assert "total = p50" in story.previewed.diagnostics
+    assert "in eight runs of ten" in story.previewed.diagnostics
     assert story.previewed.outputs["bill"]["total"].startswith("$")
     assert story.before_up == {}
 
@@ -114,7 +114,7 @@ def test_an_up_of_an_unpinned_definition_fails_before_the_first_resource(story: 
 
 
 def test_progress_is_heard_line_by_line(story: Story) -> None:
-    assert any("total = p50" in line for line in story.lines)
+    assert any("in eight runs of ten" in line for line in story.lines)
 
 
 def test_up_really_creates_and_a_node_starts(story: Story) -> None:

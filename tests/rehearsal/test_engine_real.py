@@ -64,8 +64,8 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     move(cloud, facts["moved_to"])
     ec2.modify_fleet(FleetId=fleet_id(), TargetCapacitySpecification={"TotalTargetCapacity": 0})
     (code / "job" / "new_module.py").write_text("# newer code\n")
-    prices = code / "infra" / "catalog" / "on_demand.csv"
-    prices.write_text(re.sub(r"(?m)^(g5\.2xlarge,us-east-2[^,]*,)[0-9.]+", r"\g<1>1.3000", prices.read_text()))
+    prices = code / "infra" / "catalog" / "spot.csv"
+    prices.write_text(re.sub(r"(?m)^(g5\.2xlarge,us-east-2,[^,]*,)[0-9.]+", r"\g<1>1.3000", prices.read_text()))
     asked = cloud.calls("ModifyFleet")
     cloud.deny("ModifyFleet")
     steps["after_end"] = engine.up()
@@ -181,7 +181,7 @@ def test_the_command_succeeds(story: RealStory, step: str) -> None:
 
 
 def test_the_bill_is_among_diagnostics_and_outputs(story: RealStory) -> None:
-    assert "total = p50" in story.steps["created"].diagnostics
+    assert "in eight runs of ten" in story.steps["created"].diagnostics
     assert story.outputs["created"]["usd"]["p50"].startswith("$")
 
 
@@ -228,8 +228,8 @@ def test_new_job_code_waits_for_a_new_run_and_says_so(story: RealStory) -> None:
 
 
 def test_new_prices_show_in_the_bill_of_a_run_that_has_begun(story: RealStory) -> None:
-    assert "1.3000" not in story.steps["created"].diagnostics
-    assert "1.3000" in story.steps["after_end"].diagnostics
+    assert "x 1.3000 USD" not in story.steps["created"].diagnostics
+    assert "x 1.3000 USD" in story.steps["after_end"].diagnostics
 
 
 def test_other_settings_under_the_same_run_id_are_an_error_before_the_first_resource(story: RealStory) -> None:

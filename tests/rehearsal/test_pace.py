@@ -67,6 +67,7 @@ def test_the_time_of_a_step_is_the_lines_own_and_never_none() -> None:
             {60: "final"},
             r"loss at step 40.*60 steps took 100 ms each\. 300 of them with a save every 50 ",
         ),
+        ("max_hours", {}, r"^max_hours ended the run before .* \(loss at step 40\): the command failed"),
         ("failed", {}, r"^it does not resume\nStill to come would have been: loss at step 40\.$"),
     ],
 )
@@ -79,10 +80,15 @@ def test_why_an_interruption_never_came(tmp_path: Path, reason: str, manifests: 
     view = SimpleNamespace(
         first_step_at=began, last_step=60, node=SimpleNamespace(instance=instance), logged=lambda: list[bytes]()
     )
+    idle = SimpleNamespace(**{**vars(view), "last_step": 0})  # it found nothing to do
     watch: Any = SimpleNamespace(
-        planned=[Planned(step=40, kind="loss")], views={"i-1": view}, manifests=manifests, bucket="b", run_id="r1"
+        planned=[Planned(step=40, kind="loss")],
+        views={"i-1": view, "i-2": idle},
+        manifests=manifests,
+        bucket="b",
+        run_id="r1",
     )
     rehearsal: Any = SimpleNamespace(
         definition=definition(tmp_path, "python train.py"), cloud=SimpleNamespace(client=lambda _: s3)
     )
-    assert re.search(said, str(pace.failed(rehearsal, watch) or pace.missed(rehearsal, watch)))
+    assert re.search(said, str(pace.ended(rehearsal, watch)))

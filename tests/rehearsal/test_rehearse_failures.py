@@ -30,7 +30,7 @@ from gpufleet.rehearsal import environment, scratch
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.node import NodeRunner, RehearsalNode
-from gpufleet.rehearsal.rehearse import rehearse
+from gpufleet.rehearsal.rehearse import headline, rehearse
 from gpufleet.rehearsal.timeline import Timeline
 from gpufleet.rehearsal.watch import NodeView, Planned, RunFailedError, Watch
 
@@ -77,11 +77,36 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
     earlier.write_text("{}")
     assert rehearse("small", root=tmp_path, out=said.append) == 1
     assert "The bucket's objects could not be kept: [Errno 28] No space left on device" in said
-    assert re.match(r"FAILED after \d+ s, at prepare: .*vocab", said[-1])  # the reason, and not what gave it
+    assert re.fullmatch(r"FAILED: .*vocab.* \(at prepare, after \d+ s\)", said[-1])  # the reason, and not what gave it
     assert any(line.startswith("\n$ gpufleet prepare small\n") for line in said)
     assert "Everything it left is in rehearsals/small/r1.unfinished/scratch" in said
     assert (tmp_path / "rehearsals" / "small" / "r1.unfinished" / "scratch" / "commands.log").is_file()
     assert earlier.read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        (
+            "the command ended with exit code 1 at step 0 (ModuleNotFoundError: No module named 'torch'), twice for the"
+            " same reason | Traceback (most recent call last): | File train.py",
+            "the Python that runs the script has no module 'torch': install it there, or name the Python that has it",
+        ),
+        (
+            "the command ended with exit code 1 at step 1,000 (ValueError: (a) b), twice for the same reason |"
+            " Traceback",
+            "ValueError: (a) b: the command ended with exit code 1 at step 1,000, twice for the same reason",
+        ),
+        ("no such role", "no such role"),
+        ("word " * 200, "word word "),
+    ],
+)
+def test_the_last_line_of_a_failure_says_the_reason_first_and_repeats_no_traceback(why: str, said: str) -> None:
+    found = headline(why)
+    assert found.startswith(said)
+    assert "Traceback" not in found
+    assert len(found) <= 400
+    assert found.endswith((" ...", "section", "reason", "role"))
 
 
 def test_a_failure_names_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

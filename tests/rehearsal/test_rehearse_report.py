@@ -141,7 +141,7 @@ def test_a_failure_ends_with_its_reason_after_all_that_is_known(tmp_path: Path) 
     (tmp_path / "scratch").mkdir()
     said = list(rehearse._end(failed, 7.2, tmp_path / "scratch", tmp_path))
     assert said[0] == "\n$ gpufleet up\ndownloading\ngpufleet: no such role"
-    assert said[-1] == "FAILED after 7 s, at up: no such role"
+    assert said[-1] == "FAILED: no such role (at up, after 7 s)"
 
 
 @pytest.mark.parametrize(

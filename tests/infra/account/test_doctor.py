@@ -41,7 +41,7 @@ def test_pin_writes_ami_and_digest_and_then_everything_is_in_place(
     assert main(["doctor", "small-growth", "--pin"]) == 0
     said = capsys.readouterr().out
     assert "PROBLEM" not in said
-    assert said.endswith("Everything is in place. Next: `pulumi preview`, then `pulumi up`.\n")
+    assert "small-growth in us-east-2: everything is in place. Next: `pulumi preview`, then `pulumi up`.\n" in said
     loaded = definition(stack)
     assert loaded.fleet.ami == ami_id("us-east-2", AMI)
     assert loaded.job.image.startswith(f"{IMAGE}@sha256:")
@@ -55,7 +55,7 @@ def test_a_dataset_that_is_not_there_is_a_problem_since_up_refuses(
     assert main(["doctor", "small-growth", "--pin"]) == 1
     said = capsys.readouterr().out
     assert "PROBLEM inputs: storage.dataset, data/mine, is not prepared\n          Run `gpufleet prepare " in said
-    assert said.endswith("with them `pulumi up` would leave you without a node.\n")
+    assert "1 problem to put right first: with them `pulumi up` would leave you without a node." in said
 
 
 def test_unpinned_files_are_a_problem_with_the_command_that_solves_it(
@@ -138,7 +138,11 @@ def no_rights(cloud: Cloud) -> None:
         ),
         pytest.param(own_key, 0, "is encrypted with arn:aws:kms", "--sse AES256 s3://elsewhere/tokens", id="a key"),
         pytest.param(
-            no_rights, 0, "warning not checked: AWS does not let you call", "not all of it was", id="no rights"
+            no_rights,
+            0,
+            "warning not checked: AWS does not let you call",
+            "nothing that was checked stands",
+            id="no rights",
         ),
     ],
 )
@@ -156,7 +160,7 @@ def test_what_is_missing_is_named_with_what_to_do(
     assert main(["doctor", "small-growth"]) == code
     out = capsys.readouterr().out
     assert said in out
-    assert fix in out[out.index(said) :]
+    assert fix in out
 
 
 def test_a_stack_that_is_up_needs_no_more_vpcs(cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +169,7 @@ def test_a_stack_that_is_up_needs_no_more_vpcs(cloud: Cloud, stack: Path, capsys
     ec2 = cloud.client("ec2")
     last = ec2.describe_vpcs()["Vpcs"][-1]["VpcId"]
     ec2.create_tags(Resources=[last], Tags=[{"Key": "gpufleet:stack", "Value": "small-growth"}])
-    assert main(["doctor", "small-growth"]) == 0
+    assert main(["doctor", "small-growth", "--all"]) == 0
     assert "ok      network: VPCs per Region (L-F678F1CE) is 5; 5 in us-east-2, this stack's among them\n" in (
         capsys.readouterr().out
     )
@@ -178,7 +182,7 @@ def test_wrong_credentials_stop_at_the_first_line(
     assert main(["doctor", "small-growth"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("  PROBLEM credentials: AWS does not accept the credentials")
-    assert len(lines) == 3
+    assert len(lines) == 2
 
 
 def test_a_withdrawn_tag_is_a_sentence_not_a_traceback(
@@ -204,7 +208,7 @@ def test_an_image_in_a_private_ecr_is_pinned_and_checked_by_ecr_itself(
     ecr.put_image(repositoryName="team/train", imageManifest=manifest, imageManifestMediaType=MEDIA, imageTag="1")
     image = f"{cloud.account}.dkr.ecr.{region}.amazonaws.com/team/train"
     stack.write_text(stack.read_text().replace(IMAGE, f"{image}:1"))
-    assert main(["doctor", "small-growth", "--pin"]) == 0
+    assert main(["doctor", "small-growth", "--pin", "--all"]) == 0
     assert re.search(rf"image: {image}:1@sha256:[0-9a-f]{{64}}", stack.read_text())
     assert "a node logs in by its role" in capsys.readouterr().out
 

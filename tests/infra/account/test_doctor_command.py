@@ -58,6 +58,23 @@ def test_doctor_pins_both_images_and_finds_what_is_not_there_yet(
     assert "PROBLEM inputs: storage.inputs.more, s3://theirs/some/data, is not listed" in said
 
 
+def test_the_first_line_answers_and_what_is_in_order_is_only_counted(
+    cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "mine"]) == 1
+    first, *lines = capsys.readouterr().out.splitlines()
+    problems, warnings = (sum(line.startswith(f"  {mark} ") for line in lines) for mark in ("PROBLEM", "warning"))
+    assert problems > 1
+    assert first.startswith(f"mine in us-east-2: {problems} problems to put right first: with them `pulumi up` would")
+    assert first.endswith(f"node, and {warnings} warning{'s' * (warnings != 1)}." if warnings else "node.")
+    marks = [line.split()[0] for line in lines if not line.startswith("    ")]
+    assert marks == sorted(marks, key=["PROBLEM", "warning", "ok"].index)
+    assert marks.count("ok") == 1
+    assert main(["doctor", "mine", "--all"]) == 1
+    every = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ok ")]
+    assert lines[-1] == f"  ok      {len(every)} checks: `gpufleet doctor mine --all`"
+
+
 def test_all_is_in_place_once_it_is_there_and_listed(
     cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,7 +83,7 @@ def test_all_is_in_place_once_it_is_there_and_listed(
     cloud.client("s3").put_object(Bucket="theirs", Key="some/data/x.bin", Body=b"xyz")
 
     assert main(["prepare", "mine"]) == 0
-    assert main(["doctor", "mine", "--pin"]) == 0
+    assert main(["doctor", "mine", "--pin", "--all"]) == 0
 
     said = capsys.readouterr().out
     assert "code: 1 file, 0.0 MB of" in said
@@ -92,7 +109,7 @@ def test_a_secret_under_a_key_of_one_s_own_is_read_only_where_the_file_names_the
         capsys.readouterr().out
     )
     stack.write_text(stack.read_text() + f"account: {{kms_key: '{key['Arn']}'}}\n")
-    main(["doctor", "mine"])
+    main(["doctor", "mine", "--all"])
     assert "secret: ssm:/team/hf is there" in capsys.readouterr().out
 
 

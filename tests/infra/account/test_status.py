@@ -53,6 +53,34 @@ def test_status_tells_fleet_node_progress_and_money(cloud: Cloud, stack: StackDe
     assert "done" not in told
 
 
+def test_the_first_line_of_status_answers_and_details_are_under_all(
+    cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet, bucket = declare_fleet(cloud), declare_bucket(cloud)
+    cloud.tick()
+    (node,) = cloud.instances()
+    assert main(["status", "small-growth"]) == 0
+    assert ": a node is there, and has not told of itself yet\n" in capsys.readouterr().out
+    put(cloud, bucket, f"heartbeat/{node.id}.jsonl", BEAT)
+    put(cloud, bucket, f"attempts/{node.id}.json", {"instance": node.id, "type": "g5.2xlarge", "booted_at": "12:00"})
+    assert main(["status", "small-growth"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    state = "phase moe, step 120, loss 2.5000, 51,072 tokens/s"
+    assert first == f"small-growth, run r1, us-east-2: {state}, 0.4200 of 3.00 USD spent"
+    assert {"fleet", "node", "heartbeat", "checkpoint"} <= {line.split()[0] for line in lines}
+    assert re.fullmatch(r"all +\d more lines: `gpufleet status small-growth --all`", lines[-1])
+    assert len(lines) < 12
+    assert main(["status", "small-growth", "--all"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == first
+    cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)
+    cloud.tick()
+    assert main(["status", "small-growth"]) == 0
+    assert f": no node; last {state}, 0.4200" in capsys.readouterr().out
+    put(cloud, bucket, "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
+    assert main(["status", "small-growth"]) == 0
+    assert capsys.readouterr().out.startswith("small-growth, run r1, us-east-2: finished, 2026-11-21T12:01:00Z, 0.4200")
+
+
 def test_status_tells_of_the_fallback_and_its_hour(cloud: Cloud, stack: StackDefinition) -> None:
     late = replace(stack, fleet=replace(stack.fleet, fallback="on-demand"))
     declare_fleet(cloud)
@@ -210,7 +238,7 @@ def test_what_comes_next_for_an_earlier_run_names_it_and_destroys_nothing(
     assert "Next: `gpufleet logs small-growth --run r1 --follow`, `gpufleet results small-growth --run r1`.\n" in said
     put(cloud, bucket, "done.json", {"reason": "stopped", "at": "2026-11-21T12:11:00Z"})
     assert main(["status", *earlier]) == 0
-    assert capsys.readouterr().out.endswith("next        gpufleet results small-growth --run r1\n")
+    assert "next        gpufleet results small-growth --run r1\n" in capsys.readouterr().out
 
 
 def test_status_of_a_deleted_fleet_promises_no_node(cloud: Cloud, stack: StackDefinition) -> None:

@@ -167,7 +167,7 @@ def test_the_command_finds_the_measurement_and_says_how_right_earlier_bills_were
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(measurement()))
     keep(root, receipt("1.10"))
-    assert main(["cost", "small-growth"]) == 0
+    assert main(["cost", "small-growth", "--all"]) == 0
     said = capsys.readouterr().out
     assert "Calibrated: measured on NVIDIA A10G" in said
     assert "How right earlier bills were: 1 receipt: median error 10 %, 100 % inside p10-p90." in said
@@ -180,7 +180,7 @@ def test_the_command_finds_the_measurement_and_says_how_right_earlier_bills_were
     )
     assert plan.bill.calibrated
     file.write_text(json.dumps(replaced(measurement())))
-    assert main(["cost", "small-growth"]) == 0
+    assert main(["cost", "small-growth", "--all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "does not count any more: job.parameters.batch.sequences was 3, is 16" in shown
 

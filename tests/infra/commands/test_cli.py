@@ -20,6 +20,11 @@ from gpufleet.infra.account import aws
 from gpufleet.infra.commands import prices
 
 
+def test_the_package_itself_is_the_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "gpufleet", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "gpufleet")
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
@@ -43,11 +48,12 @@ def test_no_command_at_all_prints_the_help(capsys: pytest.CaptureFixture[str]) -
     assert "usage: gpufleet" in capsys.readouterr().out
 
 
-def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["costs"])
-    assert ended.value.code == 2
-    assert "cost" in capsys.readouterr().err
+def test_an_unknown_command_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The nearest where one is spelled alike."""
+    for word, nearest in (("cst", " Nearest: gpufleet cost."), ("stats", " Nearest: gpufleet status."), ("--x", "")):
+        assert cli.main([word]) == 2
+        said = capsys.readouterr().err
+        assert said == f"gpufleet: there is no command {word!r}.{nearest} `gpufleet --help` lists all of them.\n"
 
 
 def test_a_word_too_many_shows_the_usage_of_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:

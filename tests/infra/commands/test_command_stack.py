@@ -114,12 +114,12 @@ def _receipts(mine: OwnProject) -> tuple[str, ...]:
 
 
 COMMANDS: dict[str, tuple[Callable[[OwnProject], tuple[str, ...]], int, str]] = {
-    "cost": (lambda mine: ("cost", "mine"), 0, r"g5\.2xlarge train [\d.]+ 500\.0"),
+    "cost": (lambda mine: ("cost", "mine", "--all"), 0, r"g5\.2xlarge train [\d.]+ 500\.0"),
     "cost --json": (lambda mine: ("cost", "mine", "--json"), 0, '"step_ms": 500.0'),
-    "compare": (lambda mine: ("compare", "mine"), 0, "mine: train [0-9.]+ h on one GPU scenario"),
+    "compare": (lambda mine: ("compare", "mine", "--all"), 0, "mine: train [0-9.]+ h on one GPU scenario"),
     "replay": (lambda mine: ("replay", mine.trace(), "mine"), 0, "The stated interval held"),
     "diff, and the rules": (_diff, 1, r"max_usd_per_run.*p90 is .*`job\.work\.steps` \| `20000` \| `40000`"),
-    "receipts": (_receipts, 0, r"mine r1 finished 1\.0000 1\.1000 .* inside"),
+    "receipts": (_receipts, 0, r"mine r1 finished 1\.0000 1\.1000 .*inside"),
 }
 
 
@@ -152,10 +152,10 @@ def test_what_a_measurement_holds_goes_before_what_is_declared(
         return next(float(line["quantity"]) for line in lines if line["name"].startswith("S3 storage"))
 
     declared = storage()
-    assert "as declared, not measured" in said(capsys, "cost", "mine")
+    assert "as declared, not measured" in said(capsys, "cost", "mine", "--all")
     mine.measure()
     assert storage() < declared / 2  # 2 GB a checkpoint, not 9
-    found = said(capsys, "cost", "mine")
+    found = said(capsys, "cost", "mine", "--all")
     assert "measured on NVIDIA A10G on 2026-11-25 (probe of 200 steps" in found
     assert "outside of job.image" in found
     assert "job.stop.saves" not in found  # the probe's stop has shown that
@@ -165,9 +165,9 @@ def test_other_code_is_told_and_another_image_command_or_number_of_gpus_refuses(
     mine: OwnProject, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine.measure()
-    assert "the code has changed" not in said(capsys, "cost", "mine")
+    assert "the code has changed" not in said(capsys, "cost", "mine", "--all")
     (mine.code / "train.py").write_text("print('step 1')  # a comment\n")
-    found = said(capsys, "cost", "mine")
+    found = said(capsys, "cost", "mine", "--all")
     assert "measured on NVIDIA A10G" in found
     assert "the code has changed since" in found
     for changes, why in (
@@ -176,7 +176,7 @@ def test_other_code_is_told_and_another_image_command_or_number_of_gpus_refuses(
         ({"settings": {"command": "python other.py"}}, "job.command was python other.py, is python train.py"),
     ):
         mine.measure(**changes)
-        found = said(capsys, "cost", "mine")
+        found = said(capsys, "cost", "mine", "--all")
         assert why in found
         assert "as declared, not measured" in found
 
@@ -191,4 +191,4 @@ def test_hours_that_are_declared_stay_theirs_beside_a_measurement(
     after = said(capsys, "cost", "mine", "--json")
     hours = [float(json.loads(each)["hours"]["p50"]) for each in (before, after)]
     assert hours[1] == pytest.approx(hours[0], abs=0.1)
-    assert "work as declared" in said(capsys, "cost", "mine")
+    assert "work as declared" in said(capsys, "cost", "mine", "--all")

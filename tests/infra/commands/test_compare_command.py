@@ -14,6 +14,7 @@ from repository import ROOT
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import compare as compare_command
 from gpufleet.infra.compare import ranking
+from gpufleet.infra.compare import table as compare_table
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.scenarios import scenarios
 
@@ -83,7 +84,7 @@ def test_that_prices_are_old_is_told_of_a_comparison_and_of_a_sum(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The shipped ones of spot are of January 2026."""
-    for words in (["compare", "two-tower"], ["cost", "two-tower", "--times", "2"]):
+    for words in (["compare", "two-tower"], ["compare", "two-tower", "--all"], ["cost", "two-tower", "--times", "2"]):
         assert main(words) == 0
         assert "`gpufleet prices refresh`" in " ".join(capsys.readouterr().out.split())
 
@@ -104,10 +105,10 @@ def test_a_scenario_that_says_what_its_data_counts_keeps_its_word(
 
 
 def test_the_page_says_whose_counts_it_used(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["compare", "sft-h100"])
+    main(["compare", "sft-h100", "--all"])
     assert "as prepared" not in capsys.readouterr().out
     prepare(project)
-    main(["compare", "sft-h100"])
+    main(["compare", "sft-h100", "--all"])
     said = " ".join(capsys.readouterr().out.split())
     assert "Counted from data/sft as prepared, not as job.parameters.data expects, but for validation." in said
 
@@ -133,19 +134,35 @@ def test_what_asks_for_several_nodes_is_ranked_from_one_node_on(capsys: pytest.C
     assert float(one["wall_hours"]["p50"]) > float(two["wall_hours"]["p50"])
 
 
-def test_a_scenario_is_suggested_only_where_there_are_several(
+def test_the_first_line_names_what_costs_least_and_ten_rows_follow_and_what_to_do(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    found = [row for row in printed(capsys, "compare", "sft-h100")["options"] if "h100-optimized" in row["scenario"]]
+    assert main(["compare", "sft-h100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    keeps = next(row for row in found if not row["over_limit"] and row["late"] <= ranking.SURE)
+    first = f"sft-h100, h100-optimized: {keeps['type']} {keeps['capacity']}, about "
+    assert lines[0].startswith(first)
+    said = " ".join(" ".join(lines).split())
+    assert "costs least of what keeps the limits; the file's p5.4xlarge on demand costs about " in said
+    take = f"write fleet.instance_types: [{keeps['type']}] and fleet.capacity: {keeps['capacity']} into sft-h100.yaml"
+    assert take in said
+    (rule,) = (at for at, line in enumerate(lines) if line.startswith("-"))
+    rows = lines[rule + 1 : rule + 1 + compare_table.SHOWN]
+    assert [row.lstrip("* ").split()[0] for row in rows] == [row["type"] for row in found[: compare_table.SHOWN]]
+    assert ["over limit" in row for row in rows] == [row["over_limit"] for row in found[: compare_table.SHOWN]]
+    assert lines[-1].endswith("Every option, scenario and region: `gpufleet compare sft-h100 --all`")
+    assert len(lines) <= 20
+
+
+def test_what_the_file_has_already_is_nothing_to_do(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = project / "stacks" / "two-tower.yaml"
-    assert main(["compare", "two-tower"]) == 0
-    assert "--scenario NAME shows more of one scenario, --all shows every one." in " ".join(
-        capsys.readouterr().out.split()
-    )
-    path.write_text(path.read_text().partition("\nscenarios:")[0] + "\n")
+    path.write_text(path.read_text().replace("g5.xlarge", "g4dn.xlarge", 1).partition("\nscenarios:")[0] + "\n")
     assert main(["compare", "two-tower"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "more options could be run; --all shows every one." in said
-    assert "--scenario" not in said
+    assert "g4dn.xlarge spot, about 0.06 USD" in said
+    assert "costs least, as the file has it." in said
+    assert "write fleet.instance_types" not in said
 
 
 def test_a_scenario_of_another_region_is_compared_there_where_it_alone_is_asked_for(

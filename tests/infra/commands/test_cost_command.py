@@ -39,8 +39,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_prints_the_bill(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_answers_in_the_first_line_and_all_of_the_bill_is_under_all(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(STACK) == 0
+    assert capsys.readouterr().out.startswith(
+        f"{STACK}: about 0.89 USD (0.82 to 0.99 in eight runs of ten), 0.57 h, on"
+    )
+    assert run(STACK, "--all") == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"{STACK}, run ")
     assert "total = p50" in printed
@@ -63,7 +69,7 @@ def test_a_damaged_dataset_is_said_and_does_not_stop_the_bill(
     folder = project / "data" / "tinystories"
     folder.mkdir(parents=True)
     (folder / "dataset.json").write_text("{")
-    assert run(STACK) == 0
+    assert run(STACK, "--all") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "storage.dataset, data/tinystories, is damaged" in printed
     assert "the size of the dataset is assumed" in printed
@@ -75,7 +81,7 @@ def test_a_broken_rule_of_policy_yaml_is_said_beside_the_bill_and_is_exit_1(
     (project / "policy.yaml").write_text("max_usd_per_run: 0.50\nspot_only: true\n")
     assert run(STACK) == 1
     said = capsys.readouterr()
-    assert "total = p50" in said.out
+    assert "in eight runs of ten" in said.out
     assert said.err.startswith("gpufleet: breaks max_usd_per_run of policy.yaml: p90 is ")
     assert "spot_only" not in said.err
 
@@ -86,14 +92,14 @@ def test_it_finds_the_project_from_a_folder_inside_it(
     (project / "data").mkdir()
     monkeypatch.chdir(project / "data")
     assert run(STACK) == 0
-    assert capsys.readouterr().out.startswith(f"{STACK}, run ")
+    assert capsys.readouterr().out.startswith(f"{STACK}: about ")
 
 
 def test_json_prints_the_same_figures_for_programs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(STACK, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert sum(Decimal(line["amount"]) for line in found["lines"]) == Decimal(found["usd"]["p50"])
-    assert run(STACK) == 0
+    assert run(STACK, "--all") == 0
     assert found["usd"]["p50"] in capsys.readouterr().out
 
 
@@ -109,7 +115,7 @@ def test_a_cap_below_the_bill_shows_the_bill_and_is_then_an_error(
     path.write_text(path.read_text().replace("max_usd: 3.00", "max_usd: 0.50"))
     with pytest.raises(DefinitionError, match=r"limits\.max_usd"):
         run(STACK)
-    assert "total = p50" in capsys.readouterr().out
+    assert "in eight runs of ten" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,7 @@ def test_a_cap_below_the_bill_shows_the_bill_and_is_then_an_error(
 def test_a_scenario_that_cannot_be_launched_is_priced_as_compare_prices_it(
     stack: str, scenario: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(stack, "--scenario", scenario) == 0
+    assert run(stack, "--scenario", scenario, "--all") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith(f"{stack}, scenario {scenario}, run ")
     assert f"Cannot be launched: {why}. Only priced, so no limit of the file is held against it." in printed
@@ -159,9 +165,9 @@ def test_a_deadline_is_held_against_the_run(every_stack: None, capsys: pytest.Ca
     file = Path("stacks/sft-h100.yaml")
     text = file.read_text()
     file.write_text(text.replace("max_hours: 17", "max_hours: 16\n  deadline: in 14.5 h"))
-    assert run("sft-h100") == 0
+    assert run("sft-h100", "--all") == 0
     assert "of the assumed speed (set-up apart) limits.deadline stops" in " ".join(capsys.readouterr().out.split())
     file.write_text(text.replace("max_hours: 17", "max_hours: 16\n  deadline: in 10 h"))
     with pytest.raises(DefinitionError, match=r"limits.deadline: 'in 10 h' .* hours that p5.4xlarge needs"):
         run("sft-h100")
-    assert "total = p50" in capsys.readouterr().out
+    assert "in eight runs of ten" in capsys.readouterr().out

@@ -146,7 +146,7 @@ def test_a_row_of_regions_and_a_refresh_are_all_that_a_new_region_takes(
     assert (found["on_demand"]["priced"], found["spot"]["priced"]) == (1, 1)
     assert main(["cost", "small-growth", "--json"]) == 0
     assert Decimal(json.loads(capsys.readouterr().out)["usd"]["p90"]) > 0
-    assert main(["compare", "small-growth"]) == 0
+    assert main(["compare", "small-growth", "--all"]) == 0
     assert "OD ew3" in capsys.readouterr().out
 
 

@@ -154,7 +154,7 @@ def test_the_bill_names_them_and_where_all_are() -> None:
     options = replace(cheaper_options(asked), more=2, unsure=1)
     text = flat(price(asked, CATALOG), options)
     (first, *_) = options.rows
-    assert f"{first.type} on spot {first.gpus} {first.ranks} " in text
+    assert f"{first.type} spot {first.gpus} {first.ranks} " in text
     assert "2 more within the limits, 1 perhaps cheaper, in fewer than 80% of runs, " in text
     assert f"{options.beyond} cheaper ones beyond a limit or rule" in text
     assert "all: `gpufleet compare sft-h100`." in text
@@ -198,7 +198,7 @@ def test_an_assumed_speed_beside_a_declared_one_is_marked() -> None:
     options = cheaper_options(asked)
     assert options.assumed == {row.type for row in options.rows if not row.type.startswith("g5.")} != set()
     text = flat(price(asked, CATALOG), options)
-    assert all(f"{row.type} on spot *" in text for row in options.rows if row.type in options.assumed)
+    assert all(f"* {row.type} spot " in text for row in options.rows if row.type in options.assumed)
     assert "* at a speed that is assumed or guessed; the bill's own is measured or declared" in text
 
 

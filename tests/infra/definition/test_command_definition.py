@@ -47,6 +47,29 @@ def refused(path: Path) -> list[str]:
 
 # By the job's keys that are changed (or another section), what is said. `command` is on line 4, `checkpoint` on 5.
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "a number for an interval": (
+        {"checkpoint": {"format": "hf-trainer", "every": 50, "size_gb": 1}},
+        "line 5, job.checkpoint.every: '50' is not accepted; allowed: a section with the keys steps, minutes, epochs."
+        " Write {steps: 50} or {minutes: 50} or {epochs: 50}.",
+    ),
+    "an interval with its unit": (
+        {"checkpoint": {"format": "hf-trainer", "every": "10 min", "size_gb": 1}},
+        "line 5, job.checkpoint.every: '10 min' is not accepted; allowed: a section with the keys steps, minutes,"
+        " epochs. Write {minutes: 10}.",
+    ),
+    "a step's time with its unit": (
+        {"work": {"steps": 9, "step_ms": "300 ms"}},
+        "line 6, job.work.step_ms: '300 ms' is not accepted; allowed: a section, or nothing. Write step_ms:"
+        " {L40S: 300}.",
+    ),
+    "variables in a list": (
+        {"env": ["A=1"]},
+        "line 7, job.env: 'a list' is not accepted; allowed: a section, or nothing. Write env: {A: 1}.",
+    ),
+    "a price for an instance": (
+        {"fleet": {**FLEET, "max_price": 1.2}},
+        "line 7, fleet.max_price: unknown key. A ceiling for the price of an hour is limits.usd_per_hour. Allowed:",
+    ),
     "both kinds": (
         {"experiment": "sft-h100"},
         "line 2, job: 'both command and experiment' is not accepted; allowed: one of them.",

@@ -151,12 +151,12 @@ def test_the_command_writes_a_file_once_and_cost_counts_what_is_left(
     assert re.search(AT_STEP, value(path.read_text(), "job.checkpoint.each") or "")
     left = checks_left(path.read_text())
     assert left
-    assert cli.main(["cost", "mine"]) == 0
+    assert cli.main(["cost", "mine", "--all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{len(left)} lines of mine.yaml still marked CHECK ({left[0]}, {left[1]}" in shown
     assert "processes on each node" not in shown
     path.write_text(path.read_text().replace("--nproc_per_node={gpus}", "--nproc_per_node=8").replace("# CHECK", "#"))
-    assert cli.main(["cost", "mine"]) == 0
+    assert cli.main(["cost", "mine", "--all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "g6e.2xlarge has 1 GPU, and job.command starts 8 processes on each node" in shown
     assert "CHECK" not in shown

@@ -108,6 +108,13 @@ def test_a_command_that_fails_says_why(code: Path) -> None:
     seen = trial(code, Trial(command=f"{PYTHON} -c \"raise ValueError('no data')\""))
     assert seen.checkpoint is None
     assert "exit code 1: ValueError: no data" in seen.problems[0]
+    assert "the command ended by itself" in trial(code, Trial(command="true")).problems[0]
+
+
+def test_a_link_to_a_folder_elsewhere_is_named(code: Path, tmp_path: Path) -> None:
+    (code / "data").symlink_to(tmp_path)
+    with pytest.raises(GpufleetError, match=f"data leads to the folder {tmp_path}"):
+        trial(code, Trial(command="true"))
 
 
 def test_a_folder_too_large_to_copy_is_refused(code: Path) -> None:
@@ -204,6 +211,37 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "work"),
+    [
+        (
+            [f"Epoch [{epoch}/7], Step [{step}/900], loss 0.5" for epoch in (1, 2) for step in (100, 200)],
+            ": 7   # seen",
+        ),
+        ([f"Iteration {step} of 900" for step in (10, 20, 30)], "steps: 900   # seen"),
+        (["Epoch 1/7", "Epoch 1/9"], "# work: "),  # of two trainings
+        (["Epoch 1/7"], "# work: "),
+    ],
+)
+def test_how_long_it_trains_is_what_its_lines_say(tmp_path: Path, lines: list[str], work: str) -> None:
+    (tmp_path / "t.py").write_text("import torch\nwhile True:\n    loss.backward()")
+    found, seen = look(tmp_path, "python t.py"), TrialFindings()
+    made = draft("mine", found, folder="../mine", command="python t.py")
+    assert made.trial is not None
+    learn(seen, TrialRun(lines=list(enumerate(lines))), [])
+    with_seen(found, seen, made.out, made.trial)
+    text = draft("mine", found, folder="../mine", command="python t.py").text
+    assert work in text, text
+
+
+@pytest.mark.parametrize(("word", "group"), [("Epoch", "epoch"), ("ep", "epoch"), ("Episode", "step")])
+def test_an_episode_is_no_epoch(word: str, group: str) -> None:
+    seen = TrialFindings()
+    learn(seen, TrialRun(lines=[(float(count), f"{word} {count}, reward 9.5") for count in range(9)]), [])
+    assert seen.line is not None
+    assert seen.line.groups == {group}
+
+
+@pytest.mark.parametrize(
     ("files", "command", "written", "expected"),
     [
         ({"t.py": script("torch.save({'step': step}, 'last.pt')")}, "python t.py",
@@ -214,13 +252,17 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
          "code/sub/saved/last.pt", ("folder: sub/saved ",)),
         ({"t.py": SAVES_EVERY},
          "python t.py --save_every 200", "checkpoints/{}.pt", ("every: {steps: 200}",)),
+        ({"t.py": SAVES_EVERY, "requirements.txt": "torch==1.0", ".venv/bin/python": ""},
+         "python t.py", "checkpoints/{}.pt", ('    setup: ""   # seen',)),
+        ({"data.yaml": "train: images"}, "yolo train data=data.yaml epochs=12",
+         "checkpoints/train/weights/last.pt", ("project={checkpoints}", "args: 'model={checkpoint} resume=True'")),
     ],
 )  # fmt: skip
 def test_what_was_tried_keeps_the_place_and_the_interval_that_were_typed(
     tmp_path: Path, files: dict[str, str], command: str, written: str, expected: tuple[str, ...]
 ) -> None:
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     found, seen = look(tmp_path, command), TrialFindings()
     made = draft("mine", found, folder="../mine", command=command)

@@ -15,12 +15,13 @@ from gpufleet.infra.commands.receipts import table
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import calibration, observations, receipts, traces
 from gpufleet.infra.risk import hazard
+from gpufleet.job.contract.receipt import CAUSES
 
 
 def a_receipt(content: bytes, root: Path) -> None:
     place(root, "receipts/small-growth/r1.json", content)
     found, _ = receipts.read(root)
-    list(table(found))
+    list(table(found, CAUSES))
     receipts.grade(found)
     hazard.learn(observations.observations(root))
 

@@ -46,7 +46,7 @@ def test_a_run_whose_bill_has_no_range_is_in_the_error_and_not_in_the_share_insi
     assert str(found) == "1 receipt: median error 10 %"
     assert found is not None
     assert next(summary(found)) == "1 receipt: median error 10 %."
-    assert next(reversed(list(table(receipts.read(tmp_path)[0])))).endswith("  no range")
+    assert next(reversed(list(table(receipts.read(tmp_path)[0], ())))).endswith("  no range")
     place(tmp_path, receipt("1.20", run="r2"), "r2")
     assert str(receipts.score(tmp_path)) == "2 receipts: median error 15 %, 100 % inside p10-p90"
 
@@ -247,21 +247,48 @@ def test_the_command_shows_every_run_and_the_score(
     place(root, receipt("1.40", run="r2"), "r2")
     place(root, receipt("5.00", run="r3", device="cpu"), "r3")
     place(root, "{", "r4")
-    assert main(["receipts"]) == 0
-    said = capsys.readouterr()
-    assert said.out == (
-        "stack         run  ended by   estimate  actual    error    price  runtime  interruptions    other  graded\n"
-        "------------  ---  ---------  --------  ------  -------  -------  -------  -------------  -------  ---------\n"
-        "small-growth  r1   finished     1.0000  1.1000   +10.0%  +0.0000  +0.1000        +0.0000  +0.0000  inside\n"
-        "small-growth  r2   finished     1.0000  1.4000   +40.0%  +0.0000  +0.4000        +0.0000  +0.0000  above p90\n"
-        "small-growth  r3   rehearsal    1.0000  5.0000  +400.0%  +0.0000  +4.0000        +0.0000  +0.0000  -\n"
-        "\n"
+    score = (
         "2 receipts: median error 25 %, 50 % inside p10-p90 (target 80 %).\n"
         "Bias: +25.0 %, the median of actual against estimate.\n"
         "By cause, the median of each in % of the estimate: "
         "price 0.0 %, runtime 25.0 %, interruptions 0.0 %, other 0.0 %.\n"
     )
+    assert main(["receipts", "--all"]) == 0
+    assert capsys.readouterr().out == (
+        f"{score}"
+        "stack         run  ended by   estimate  actual    error    price  runtime  interruptions    other  graded\n"
+        "------------  ---  ---------  --------  ------  -------  -------  -------  -------------  -------  ---------\n"
+        "small-growth  r1   finished     1.0000  1.1000   +10.0%  +0.0000  +0.1000        +0.0000  +0.0000  inside\n"
+        "small-growth  r2   finished     1.0000  1.4000   +40.0%  +0.0000  +0.4000        +0.0000  +0.0000  above p90\n"
+        "small-growth  r3   rehearsal    1.0000  5.0000  +400.0%  +0.0000  +4.0000        +0.0000  +0.0000  -\n"
+    )
+    assert main(["receipts"]) == 0
+    said = capsys.readouterr()
+    assert said.out == (
+        f"{score}"
+        "stack         run  ended by   estimate  actual    error  graded\n"
+        "------------  ---  ---------  --------  ------  -------  ---------\n"
+        "small-growth  r1   finished     1.0000  1.1000   +10.0%  inside\n"
+        "small-growth  r2   finished     1.0000  1.4000   +40.0%  above p90\n"
+        "small-growth  r3   rehearsal    1.0000  5.0000  +400.0%  -\n"
+        "Why each differs from its bill: `gpufleet receipts --all`\n"
+    )
     assert "receipts/small-growth/r4.json is left out: it is not JSON" in said.err
+
+
+def test_ten_receipts_are_shown_the_newest_and_the_rest_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = project(tmp_path, monkeypatch).parents[1]
+    for number in range(12):
+        at = f"2026-11-{number + 1:02}T18:00:00.000Z"
+        place(root, receipt("1.10", run=f"r{number}", counted_until=at), f"r{number}")
+    assert main(["receipts", "small-growth"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split()[1] for line in lines if line.startswith("small-growth")]
+    assert shown == [f"r{number}" for number in range(2, 12)]
+    last = "2 earlier ones, and why each differs from its bill: `gpufleet receipts small-growth --all`"
+    assert lines[-1] == last
 
 
 def test_without_a_receipt_the_command_says_where_they_come_from(

@@ -99,6 +99,9 @@ def test_of_a_repository_a_virtual_environment_that_git_does_not_ignore_is_left_
     folder = mine(tmp_path, {"train.py": "1", ".venv/pyvenv.cfg": "", "a/venv/pyvenv.cfg": "", "a/venv.py": ""})
     (folder / ".venv" / "bin").mkdir()
     (folder / ".venv" / "bin" / "python").symlink_to("/usr/bin/env")  # which leads out of the folder
+    (tmp_path / "shared" / "pyvenv.cfg").parent.mkdir()
+    (tmp_path / "shared" / "pyvenv.cfg").write_text("")
+    (folder / "venv").symlink_to(tmp_path / "shared")
     git(folder, "init", "-q")
 
     assert shipped(tmp_path) == {"train.py", "a/venv.py"}

@@ -63,6 +63,8 @@ class SearchedRun:
          "nothing came into {checkpoints}; written were out/model_4.pth: say in job.checkpoint.folder and each which"
          " of these is a checkpoint"),
         ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["code/log.txt", "checkpoints/ckpt-1.tmp"], ""),
+        ("python train.py", {"each": ["model.pt"], "rewritten": True},
+         ["checkpoints/config.json", "checkpoints/training_args.bin"], ""),
         ("python train.py", {"each": ["model.pt"]}, ["checkpoints/events.out.tfevents.17.vm.1.0"], ""),
     ],
 )  # fmt: skip

@@ -51,7 +51,7 @@ HERE = [
     if Path(path).exists()
 ]
 ESCAPES = "tests/job/experiments/kernel/test_escapes.py"
-REPLACED = ("--name", "--network", "--log-driver", "--log-opt", "--ulimit")
+REPLACED = ("--name", "--network", "--pid", "--log-driver", "--log-opt", "--ulimit")
 # linux/capability.h
 CAPABILITIES = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "FSETID": 4, "KILL": 5, "SETGID": 6, "SETUID": 7}
 CAPABILITIES["LEASE"] = 28
@@ -76,6 +76,13 @@ except OSError as error:
     metadata = error.strerror
 own = socket.gethostbyname(socket.getfqdn())
 print(json.dumps({"interfaces": [name for _, name in socket.if_nameindex()], "metadata": metadata, "itself": own}))
+"""
+OPENS_BY_NUMBER = """
+import ctypes, json, os, platform, struct, sys
+number = {"x86_64": 304, "aarch64": 265}[platform.machine()]
+mount, handle = os.open(sys.argv[1], os.O_RDONLY), struct.pack("IiII", 8, 1, 2, 0)
+ctypes.CDLL(None, use_errno=True).syscall(number, mount, handle, os.O_RDONLY)
+print(json.dumps(os.strerror(ctypes.get_errno())))
 """
 
 
@@ -182,6 +189,22 @@ def test_the_supervisor_of_a_command_sees_no_other_process_and_has_rights_over_f
 
     rights = capability_mask("DAC_OVERRIDE", "FOWNER", "LEASE")
     assert is_ == {**NO_RIGHTS, "user": "0", "rights": [rights, rights], "writes": []}
+
+
+@pytest.mark.parametrize("who", ["supervisor", "command", "watcher", "job"])
+def test_none_of_a_node_s_containers_opens_a_file_of_the_machine_by_its_number(
+    settings: Settings, who: str, tmp_path: Path
+) -> None:
+    """Past all mounts: 2 is the root of a disk's file system. The kernel lets who has DAC_READ_SEARCH."""
+    settings = replace(settings, job_image="" if who == "job" else settings.image)
+    jobs = Jobs(settings, MACHINE, tmp_path)
+    commands = {
+        "supervisor": lambda: container.command(settings, MACHINE, tmp_path, 1.0),
+        "command": jobs.command,
+        "watcher": jobs.watcher,
+        "job": jobs.command,
+    }
+    assert json.loads(printed(commands[who](), "-c", OPENS_BY_NUMBER, str(ROOT))) == "Operation not permitted"
 
 
 # The node's own command lines, with this machine's programs in the empty image, without what another daemon refuses.

@@ -130,7 +130,7 @@ def test_who_watches_a_command_sees_its_processes_and_nothing_of_the_node(node: 
     assert run == (
         "docker run --name gpufleet-i-0123456789abcdef0-watcher --log-driver none"
         " --pid container:gpufleet-i-0123456789abcdef0-job --network none"
-        " --cap-drop ALL --cap-add DAC_READ_SEARCH --cap-add KILL --cap-add SYS_PTRACE"
+        " --cap-drop ALL --cap-add DAC_OVERRIDE --cap-add KILL --cap-add SYS_PTRACE"
         " --security-opt no-new-privileges --pids-limit 30000"
         f" -v {root}/app:/gpufleet/app:ro -v {root}/run/control/watcher:{place}"
         f" {node.image} python -I /gpufleet/app/gpufleet/job/command/processes.py watch {place}"

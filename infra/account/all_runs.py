@@ -1,0 +1,68 @@
+"""Every run of the account and the project: what AWS has of any stack, and what the project's files know beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from gpufleet.infra.account.aws import owner_of, pages, tags_of
+from gpufleet.infra.account.fleet import GONE, find_instances, is_over, wants
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
+from gpufleet.job.contract.receipt import Receipt
+from gpufleet.job.text import counted
+
+NAMES = ("stack", "run", "region", "owner", "state", "since")
+
+
+class ListedRun(NamedTuple):
+    """One run. `since`: when its fleet was made or it ended, UTC; empty for one that has not begun."""
+
+    stack: str
+    run: str
+    region: str
+    owner: str
+    state: str
+    since: str
+
+
+def all_runs(
+    definitions: Iterable[StackDefinition],
+    receipts: Sequence[Receipt],
+    regions: Iterable[str],
+    client: Callable[[str, str], Any],
+    now: datetime,
+) -> list[ListedRun]:
+    """Those with a fleet or a node in the `regions` first, then those that ended, then files that were not launched."""
+    found = [run for region in regions for run in _in_region(client("ec2", region), region, now)]
+    known = {(run.stack, run.run) for run in found}
+    for receipt in sorted(receipts, key=lambda receipt: receipt.at, reverse=True):
+        if (receipt.stack, receipt.run) not in known:
+            known.add((receipt.stack, receipt.run))
+            state = f"ended: {receipt.reason}, {receipt.actual:.2f} USD"
+            found.append(ListedRun(receipt.stack, receipt.run, "", "", state, receipt.at[:16].replace("T", " ")))
+    for each in definitions:
+        if (each.name, each.run.id) not in known:
+            found.append(ListedRun(each.name, each.run.id, each.fleet.region, each.run.owner, "not launched", ""))
+    return found
+
+
+def _in_region(ec2: Any, region: str, now: datetime) -> Iterable[ListedRun]:
+    """By the tags of fleets and instances; newest first."""
+    runs: dict[tuple[str, str, str], tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
+    nodes = [node for node in find_instances(ec2, [("tag-key", [STACK_TAG])]) if node["State"]["Name"] not in GONE]
+    for at, resources in enumerate((pages(ec2, "describe_fleets", "Fleets"), nodes)):
+        for each in resources:
+            tags = tags_of(each)
+            if STACK_TAG in tags:
+                key = tags[STACK_TAG], tags.get(RUN_TAG, ""), owner_of(each)
+                runs.setdefault(key, ([], []))[at].append(each)
+    listed = []
+    for (stack, run, owner), (fleets, own) in runs.items():
+        open_ = [fleet for fleet in fleets if not is_over(fleet, now)]
+        state = "looks for a node" if any(map(wants, open_)) else "rests at 0 nodes" if open_ else "over"
+        state = f"{counted(len(own), 'node')}, {own[0]['InstanceType']}" if own else state
+        since = min([fleet["CreateTime"] for fleet in fleets] or [node["LaunchTime"] for node in own])
+        listed.append(ListedRun(stack, run, region, owner, state, f"{since:%Y-%m-%d %H:%M}"))
+    return sorted(listed, key=lambda run: run.since, reverse=True)

@@ -1,0 +1,149 @@
+"""The bill in a dozen lines: what the run costs first, then its range as a picture, the charges that matter, and what
+to do before it is launched. infra.bill.table has all of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from datetime import date
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.side import Quantiles
+from gpufleet.infra.bill.table import interruptions_usd, stale_prices
+from gpufleet.infra.errors import BeforeLaunch
+from gpufleet.infra.text import about_hours, columns, wrap
+from gpufleet.job.text import counted
+
+if TYPE_CHECKING:
+    from gpufleet.infra.bill.fallback import Fallback
+
+LINES = 12
+CHARGES = 3  # that have a line of their own
+SHARE = Decimal("0.05")  # of p50, from which a charge matters
+_RUN = re.compile(r"(.*): run (`[^`]+`)\.")  # a warning that names its command
+
+
+def answer(
+    bill: Bill, command: str, *, today: date, cheaper: str = "", fallback: Fallback | None = None
+) -> Iterator[str]:
+    """The lines. `command` shows all of the bill; `cheaper` is the line of infra.compare.cheaper, or empty."""
+    usd = bill.usd if fallback is None else fallback.usd
+    lines = [*wrap(f"{_name(bill)}: {headline(bill, fallback)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
+    lines += _charges(bill, usd)
+    lines += wrap(cheaper) if cheaper else []
+    to_do = [each for each in bill.warnings if isinstance(each, BeforeLaunch)]
+    rest, old = len(bill.warnings) - len(to_do), stale_prices(bill, today)
+    actions = [*grouped(to_do), *([f"`gpufleet prices refresh`: {old}"] if old else [])]
+    yield from lines
+    if actions:
+        shown = actions[: max(1, LINES - len(lines) - 2)]
+        of = "" if len(shown) == len(actions) else f", the first {len(shown)} of {len(actions)}"
+        yield f"Before you launch{of}:"
+        for action in shown:
+            yield textwrap.shorten(f"- {action}", columns() - 2, placeholder=" ...").replace("- ", "  - ", 1)
+    worth = f"Worth knowing: {rest} more. " if rest else ""
+    yield from wrap(f"{worth}The whole bill, with every warning: `{command} --all`")
+
+
+def headline(bill: Bill, fallback: Fallback | None = None) -> str:
+    """What the run costs, how long it takes, on what, and where it stops."""
+    side, cap = bill.chosen, bill.cap
+    nodes = f"{side.exposure.nodes} x " if side.exposure.nodes > 1 else ""
+    market = {"spot": "spot", "on-demand": "on demand", "block": "in its capacity block"}[bill.capacity]
+    dearest = f", the dearest of {len(bill.types)} types," if len(bill.types) > 1 else ""
+    late = f", on demand when late ({fallback.on_time:.0%} are done by the deadline)," if fallback is not None else ""
+    place = f"on {nodes}{side.type} {market}{dearest}{late} in {bill.region}"
+    if cap is None:
+        stops = f"it cannot be launched: it {bill.only_priced}"
+    else:
+        stops = f"stops at {cap.max_usd.normalize():f} USD"
+        if cap.first != "limits.max_usd":
+            hours = counted(f"{cap.max_hours.normalize():f}", "node-hour")
+            first = hours if cap.first == "limits.max_hours" else "the block's end"
+            stops = f"stops at {first}, or {cap.max_usd.normalize():f} USD"
+        if bill.buys is None and cap.probability >= 0.01:
+            stops += f", {cap.probability:.0%} of runs before they are done"
+    if bill.buys is not None and cap is not None:
+        low, middle, high = figures_within(bill.buys)
+        money = (
+            f"{cap.max_usd.normalize():f} USD buy about {middle} h of training ({low} to {high} in eight runs of ten)"
+        )
+        return f"{money}, {place}; {stops}."
+    usd, wall = (bill.usd, side.wall_hours) if fallback is None else (fallback.usd, fallback.wall_hours)
+    low, middle, high = figures_within(usd)
+    return f"about {middle} USD ({low} to {high} in eight runs of ten), {about_hours(wall.p50)} h, {place}; {stops}."
+
+
+def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
+    """The range between nothing and the limit in characters: `[` stands at p10, `|` at p50, `]` at p90."""
+    end = max(usd.p90 * Decimal("1.1"), Decimal(most or 0))
+    if end <= 0:
+        return
+    left, right = "  0 ", f" {end:.0f} USD" if end >= 10 else f" {end:.2f} USD"
+    if most:
+        right += " (limit)" if end == most else " (! limit)"
+    width = min(columns(), 80) - len(left) - len(right)
+    at = [min(width - 1, int(value / end * width)) for value in (usd.p10, usd.p50, usd.p90)]
+    low, high = min(at[0], width - 3), max(at[2], at[0] + 2)
+    middle = min(max(at[1], low + 1), high - 1)
+    bar = ["."] * width
+    bar[low : high + 1] = ["="] * (high + 1 - low)
+    if most is not None and end > most:
+        bar[min(width - 1, int(most / end * width))] = "!"  # the limit, within the range or just beyond it
+    bar[low], bar[middle], bar[high] = "[", "|", "]"
+    yield f"{left}{''.join(bar)}{right}"
+
+
+def grouped(warnings: Iterable[str]) -> list[str]:
+    """What to do, by command: what two warnings ask for is one line."""
+    found: dict[str, list[str]] = {}
+    for warning in warnings:
+        match = _RUN.fullmatch(warning)
+        found.setdefault(match[2] if match else warning, []).extend([match[1]] if match else [])
+    return [f"{what}: {', and '.join(why)}" if why else what for what, why in found.items()]
+
+
+def _name(bill: Bill) -> str:
+    return f"{bill.stack}, scenario {bill.scenario}" if bill.scenario else bill.stack
+
+
+def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
+    """Those that matter, and one line of all others; they add up to p50."""
+    charges = [
+        (line.name, line.amount, f"{_plain(line.quantity)} x {line.unit_price:f} USD per {line.unit}")
+        for line in bill.chosen.lines
+    ]
+    if bill.buys is None:
+        charges.append(("interruptions", interruptions_usd(bill), f"{bill.chosen.interruptions.mean:.2g} expected"))
+    matter = sorted((each for each in charges if each[1] >= SHARE * usd.p50), key=lambda each: -each[1])[:CHARGES]
+    rest = usd.p50 - sum((amount for _, amount, _ in matter), Decimal(0))
+    other = f"{counted(len(charges) - len(matter), 'smaller charge')}, uncertain speed and price"
+    if usd.p50 == bill.usd.p50 != bill.chosen.needed_usd.p50:
+        other += ", less what a limit cuts off"
+    rows = [(name, _plain(amount, usd), why) for name, amount, why in matter] + [
+        ("everything else", _plain(rest, usd), other)
+    ]
+    names, amounts = (max(len(row[at]) for row in rows) for at in (0, 1))
+    for name, amount, why in rows:
+        yield textwrap.shorten(why, columns() - names - amounts - 6, placeholder=" ...").join(
+            (f"  {name:<{names}}  {amount:>{amounts}}  ", "")
+        )
+
+
+def figures_within(values: Quantiles) -> tuple[str, str, str]:
+    """p10, p50 and p90 with as many decimals as the range between them bears."""
+    return _plain(values.p10, values), _plain(values.p50, values), _plain(values.p90, values)
+
+
+def _plain(value: Decimal, within: Quantiles | None = None) -> str:
+    """The figure to the third digit of its own, or of the range `within` which it stands; at most cents from 0.1 on."""
+    span = abs(value) if within is None else max(within.p90 - within.p10, within.p90 / 100)
+    if not span:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(span)))
+    return f"{value:.{decimals if span < Decimal('0.1') and within is None else min(decimals, 2)}f}"

@@ -1,0 +1,44 @@
+"""`gpufleet ps`: every run of the account and of this project, one line each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gpufleet.infra import text
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.all_runs import NAMES, all_runs
+from gpufleet.infra.definition.loader import find, load, names_of, project_root
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.infra.evidence import receipts
+from gpufleet.job.text import counted
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Command-line arguments."""
+    parser.add_argument("--region", action="append", default=[], help="look here too, beside the stacks' regions")
+    parser.add_argument("--json", action="store_true", help="the same for programs: a list of runs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0, also where there is no run."""
+    root, now, definitions = project_root(Path.cwd()), datetime.now(UTC), []
+    for name in names_of(root):
+        try:
+            definitions.append(load(find(name, root), now=now, past_deadline=True))
+        except DefinitionError:  # `gpufleet cost` says what is wrong with it
+            continue
+    regions = sorted({*args.region, *(each.fleet.region for each in definitions)})
+    if not regions:
+        raise GpufleetError("there is no stacks/ with a definition here to say which regions to look in: --region NAME")
+    found = all_runs(definitions, receipts.read(root)[0], regions, aws.client, now)
+    if args.json:
+        print(json.dumps([each._asdict() for each in found], indent=2))
+        return 0
+    live = sum(bool(each.region and each.since) and each.state != "over" for each in found)
+    print(f"{counted(live, 'run')} in {', '.join(regions)}, {len(found) - live} over or not launched.")
+    if found:
+        print("\n".join(text.table(NAMES, found, spare=(5, 2, 3))))
+    return 0

@@ -1,0 +1,69 @@
+"""What a person sees: each line folded at a word where the terminal ends, the answer bold, what is wrong in colour. A
+pipe, and whoever sets NO_COLOR, gets the same words without any of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from typing import Any, TextIO
+
+from gpufleet.infra.progress import Screen
+from gpufleet.infra.text import columns
+from gpufleet.job.text import printable
+
+COLOURS = (
+    (re.compile(r"gpufleet:|\s*PROBLEM\b|FAILED\b"), "31"),
+    (re.compile(r"\s*[Ww]arning\b|Before you launch\b"), "33"),
+    (re.compile(r"\s*ok\b"), "32"),
+)  # of how a line begins, in the terminal's own palette
+
+
+class Shown:
+    """A stream on which nothing is printed that a terminal would obey, but what is added here: much of what commands
+    show was written by others, a job, a node, AWS, whoever may write to the bucket.
+    """
+
+    def __init__(self, stream: TextIO, screen: Screen) -> None:
+        self._stream, self._screen = stream, screen
+        self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._has_colour = self._is_terminal and not os.environ.get("NO_COLOR")
+        self.answers_first = False  # whether the next line is the command's answer
+        self.folds = True  # whether a line wider than the terminal may be broken: one for programs may not
+
+    def write(self, text: str) -> int:
+        """Writes the text, as the terminal shows it best."""
+        text = printable(text)
+        if self._is_terminal and self.folds:
+            text = "\n".join(map(self._line, text.split("\n")))
+        return self._screen.write(self._stream, text)
+
+    def flush(self) -> None:
+        """Sends what is written on its way."""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _line(self, line: str) -> str:
+        if not line:
+            return line
+        left = line[: len(line) - len(line.lstrip())]
+        folded = textwrap.wrap(
+            line,
+            columns(most=1000),
+            subsequent_indent=f"{left}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        text, is_answer = "\n".join(folded), self.answers_first
+        self.answers_first = False
+        if not self._has_colour:
+            return text
+        if is_answer:
+            return f"\x1b[1m{text}\x1b[0m"
+        for begins, colour in COLOURS:
+            if found := begins.match(text):
+                return f"\x1b[{colour}m{found[0]}\x1b[0m{text[found.end() :]}"
+        return text
