@@ -61,7 +61,7 @@ def pattern(text: str, allowed: str) -> Schema:
     return {"pattern": text, "patternErrorMessage": f"Allowed: {allowed}."}
 
 
-def at(path: str, value: Any) -> Schema:
+def limited(path: str, value: Any) -> Schema:
     """That `path`, where it stands, is as `value` says."""
     for key in reversed(path.split(".")):
         value = {"properties": {key: value}}
@@ -80,7 +80,7 @@ def has(path: str, value: Schema | None = None) -> Schema:
 def each_of(path: str, value: Schema, *, one: bool = False) -> Schema:
     """That the text at `path` is as `value` says, or each of a list of them; `one`: one of it."""
     text = {"type": "string", **value}
-    return at(path, {"if": {"type": "array"}, "then": {"contains" if one else "items": text}, "else": text})
+    return limited(path, {"if": {"type": "array"}, "then": {"contains" if one else "items": text}, "else": text})
 
 
 def when(condition: Schema, then: Schema) -> Schema:
@@ -108,7 +108,7 @@ _EMPTY: Schema = {"anyOf": [{"enum": [None, ""]}, {"type": ["array", "object"], 
 
 def _types(of: Any) -> Schema:
     """Only types of which `of` is true."""
-    return at(_LISTED, {"items": {"enum": sorted(name for name, kind in USABLE.items() if of(kind))}})
+    return limited(_LISTED, {"items": {"enum": sorted(name for name, kind in USABLE.items() if of(kind))}})
 
 
 def of_every_kind() -> Iterator[Schema]:
@@ -117,17 +117,17 @@ def of_every_kind() -> Iterator[Schema]:
     for region in known_regions().values():
         here = has("fleet.region", {"const": region.name})
         yield when(here, every(*_in_region(region, offers=region.name in told)))
-    yield at("storage.root", {"properties": {"size_gib": {"minimum": ROOT_MINIMUM_GIB}, "snapshot": _NONE}})
+    yield limited("storage.root", {"properties": {"size_gib": {"minimum": ROOT_MINIMUM_GIB}, "snapshot": _NONE}})
     several, one = has("fleet.nodes", {"minimum": 2}), {"maxItems": 1}
     alone: Schema = {"properties": {"zones": one, "instance_types": one}}
-    yield when(several, every(at("fleet", alone), at("fleet.fallback", {"const": "none"})))
+    yield when(several, every(limited("fleet", alone), limited("fleet.fallback", {"const": "none"})))
     yield when(has("fleet.cards", {"const": "all"}), every(several, _types(lambda kind: kind.efa_cards > 1)))
     yield when(has("fleet.capacity", {"const": "block"}), has("fleet.block"))
-    yield when(has("fleet.block"), at("fleet", alone))
-    falls_back = every(has("limits.deadline"), at("fleet.capacity", {"const": "spot"}))
+    yield when(has("fleet.block"), limited("fleet", alone))
+    falls_back = every(has("limits.deadline"), limited("fleet.capacity", {"const": "spot"}))
     yield when(has("fleet.fallback", {"const": "on-demand"}), falls_back)
-    silent = at("silent_hours", {"const": float(Notify().silent_hours)})
-    asked = {"properties": {"notify": some(_NONE, every(at("webhook", _NONE), silent), has("email"))}}
+    silent = limited("silent_hours", {"const": float(Notify().silent_hours)})
+    asked = {"properties": {"notify": some(_NONE, every(limited("webhook", _NONE), silent), has("email"))}}
     yield asked
 
 
@@ -137,10 +137,10 @@ def _in_region(region: Region, *, offers: bool) -> Iterator[Schema]:
     ids = {
         "items": {"type": "string", **pattern(f"^{prefix}az[1-8]$", f"ids of zones of {region.name}, as {prefix}az1")}
     }
-    yield at("fleet.zones", some(names, ids))
+    yield limited("fleet.zones", some(names, ids))
     if offers:
         yield _types(lambda kind: kind.regions is None or region.name in kind.regions)
-    yield at("account.kms_key", pattern(f"^arn:aws:kms:{region.name}:", f"a key of {region.name}"))
+    yield limited("account.kms_key", pattern(f"^arn:aws:kms:{region.name}:", f"a key of {region.name}"))
 
 
 def of_ready_made(name: str) -> Iterator[Schema]:
@@ -153,16 +153,16 @@ def of_ready_made(name: str) -> Iterator[Schema]:
     yield when(every(on_gpus, asked), _types(lambda kind: kind.gpu.bf16))
     yield when(has("fleet.fallback", {"const": "on-demand"}), _heartbeat("job.parameters"))
     if config.one_node:
-        yield at("fleet.nodes", {"maximum": 1})
+        yield limited("fleet.nodes", {"maximum": 1})
     if not config.sizes().base_weights:
-        yield at("storage.base_weights", _NONE)
+        yield limited("storage.base_weights", _NONE)
     else:
         generated = has("job.parameters.data.source", {"pattern": "^generated-"})
         yield when(no(generated), has("storage.base_weights"))
     if "gpus" in {*config.__dataclass_fields__}:
         yield from _enough_gpus("job.parameters.gpus", on_gpus)
     phases = sum(1 for phase in config.phases() if phase.steps)
-    yield at("estimate.step_ms", {"minItems": phases, "maxItems": phases})
+    yield limited("estimate.step_ms", {"minItems": phases, "maxItems": phases})
     lists = {"optim.lr": phases, "optim.betas": 2, "optim.momentum": 2}
     for path in (*lists, "eval.prompts", "towers.query", "towers.model"):
         value: Any = config
@@ -170,11 +170,11 @@ def of_ready_made(name: str) -> Iterator[Schema]:
             value = getattr(value, key, None)
         if isinstance(value, tuple):
             most = {"maxItems": lists[path]} if path in lists else {}
-            yield at(f"job.parameters.{path}", {"minItems": lists.get(path, 1), **most})
+            yield limited(f"job.parameters.{path}", {"minItems": lists.get(path, 1), **most})
 
 
 def _heartbeat(of: str) -> Schema:
-    return at(f"{of}.checkpoint.heartbeat_s", {"maximum": MOST_HEARTBEAT_S})
+    return limited(f"{of}.checkpoint.heartbeat_s", {"maximum": MOST_HEARTBEAT_S})
 
 
 def _enough_gpus(path: str, condition: Schema) -> Iterator[Schema]:
@@ -188,7 +188,7 @@ def _enough_gpus(path: str, condition: Schema) -> Iterator[Schema]:
 def of_a_command() -> Iterator[Schema]:
     """What holds for a file whose job is a command."""
     on_demand = has("fleet.capacity", {"enum": ["on-demand", "block"]})
-    yield at("estimate.step_ms", {"minItems": 1, "maxItems": 1})
+    yield limited("estimate.step_ms", {"minItems": 1, "maxItems": 1})
     saves_nothing = some(has("job.checkpoint", {"const": "none"}), has("job.checkpoint.format", {"const": "none"}))
     rewritten = has("job.checkpoint.rewritten", {"const": True})
     named = has("job.checkpoint.each", {"not": _EMPTY})
@@ -201,7 +201,7 @@ def of_a_command() -> Iterator[Schema]:
     said = some(*(has(f"job.checkpoint.every.{key}") for key in ("steps", "minutes", "epochs")))
     yield some(on_demand, saves_nothing, said)
     none_beside = dict.fromkeys(("each", "complete", "unless", "also"), _EMPTY)
-    yield when(saves_nothing, at("job.checkpoint", {"properties": none_beside}))
+    yield when(saves_nothing, limited("job.checkpoint", {"properties": none_beside}))
     yield from _lengths()
     yield from _output()
     yield from _signals()
@@ -222,9 +222,9 @@ def _lengths() -> Iterator[Schema]:
     yield when(has("job.work.epoch_minutes"), no(counts_steps))
     above_0 = {"exclusiveMinimum": 0}
     for key, most in (("step_ms", 1e9), ("epoch_minutes", 1e6)):
-        yield at(f"job.work.{key}", {"additionalProperties": {**above_0, "exclusiveMaximum": most}})
+        yield limited(f"job.work.{key}", {"additionalProperties": {**above_0, "exclusiveMaximum": most}})
     bounds = {"properties": {"low": above_0}, "required": ["low", "likely", "high"]}
-    yield when(hours, at("job.work.hours", bounds))
+    yield when(hours, limited("job.work.hours", bounds))
     falls_back = has("fleet.fallback", {"const": "on-demand"})
     yield when(falls_back, every(some(steps, epochs, hours), _heartbeat("job")))
 
@@ -252,10 +252,10 @@ def _signals() -> Iterator[Schema]:
     """What torchrun, and several nodes, ask of the command."""
     torchrun = has("job.command", {"pattern": r"^(?![\s\S]*--signals-to-handle)[\s\S]*torchrun"})
     apart = {"not": {"enum": ["USR1", "USR2"]}}
-    yield when(torchrun, at("job.stop", {"properties": {"signal": apart, "request": apart}}))
+    yield when(torchrun, limited("job.stop", {"properties": {"signal": apart, "request": apart}}))
     several = has("fleet.nodes", {"minimum": 2})
     together = rf"^(?![\s\S]*({ALONE.pattern}|{RANKS_ELSEWHERE.pattern}))"
-    yield when(several, at("job.command", pattern(together, f"{STATIC}, of several nodes")))
+    yield when(several, limited("job.command", pattern(together, f"{STATIC}, of several nodes")))
     ranks = pattern(rf"\{{node_rank\}}|{NODE_RANK}", "{node_rank}, by which each node knows its ranks")
     by_env = has("job.env", no({"additionalProperties": no(ranks)}))
     yield when(several, some(by_env, *(has(f"job.{key}", ranks) for key in ("command", "setup", "workdir"))))
@@ -265,14 +265,14 @@ def _hardware() -> Iterator[Schema]:
     yield from _enough_gpus("job.gpus", {})
     like = some(*({"items": {"enum": names}} for names in _by_gpus().values()))
     any_gpus = some(has("job.gpus"), has("job.checkpoint.same_gpus", {"const": False}))
-    yield some(any_gpus, at(_LISTED, like))
+    yield some(any_gpus, limited(_LISTED, like))
     on_gpus = no(has("job.device", {"const": "cpu"}))
     for memory in sorted({kind.gpu_memory_gb for kind in USABLE.values()}):
         too_much = has("job.memory_gb", {"exclusiveMinimum": memory - DEVICE_RESERVE_GB})
         yield when(every(on_gpus, too_much), _types(lambda kind, memory=memory: kind.gpu_memory_gb > memory))
     gpus = "|".join(sorted({kind.gpu.name for kind in SHIPPED.instances.values()}))
     names = {"propertyNames": pattern(f"^([1-9][0-9]{{0,2}} ?x ?)?({gpus})$", "a GPU, or so many: L40S, 8 x H100")}
-    yield at("job.work", {"properties": {"step_ms": names, "epoch_minutes": names}})
+    yield limited("job.work", {"properties": {"step_ms": names, "epoch_minutes": names}})
 
 
 def _by_gpus() -> dict[int, list[str]]:

@@ -70,7 +70,7 @@ class Page:
     section: str = ""  # within which the keys are, with its dot
 
     @classmethod
-    def of(cls, path: str, *tables: str) -> Page:
+    def read(cls, path: str, *tables: str) -> Page:
         """The tables under these headings, of which a later one counts; one without a text keeps an earlier one's."""
         rows: dict[str, tuple[str, str]] = {}
         for heading in tables:
@@ -84,16 +84,16 @@ class Page:
         named = [file for file in _files() if kind == tables[-1] or file.get("job", {}).get("experiment") == kind]
         found = cls(rows, named)
         for key in path.split("."):
-            found = found.below(key)
+            found = found.section_at(key)
         return replace(found, section="")
 
-    def below(self, key: str) -> Page:
-        """The keys of a section within this one."""
+    def section_at(self, key: str) -> Page:
+        """What the pages say of the keys of this section within it."""
         files = [file[key] for file in self.files if isinstance(file, dict) and key in file]
         return Page(self.rows, files, f"{self.section}{key}.")
 
     def words(self, key: str) -> tuple[str, str]:
-        """Of a key, by its own name where its section has a table of its own, or else of the section around it."""
+        """Value and why of a key: of its own row, which may be in a table of its section's, or else of its section."""
         for name in (f"{self.section}{key}", key, self.section.rstrip(".")):
             if name in self.rows:
                 return self.rows[name]
@@ -141,8 +141,8 @@ def plain(cell: str) -> str:
 
 def schema() -> Schema:
     """The schema, as JSON values."""
-    pages = {name: Page.of(name, name) for name in SECTIONS}
-    pages[COMMAND] = Page.of("job", "job", "A command of your own")
+    pages = {name: Page.read(name, name) for name in SECTIONS}
+    pages[COMMAND] = Page.read("job", "job", "A command of your own")
     kinds = {name: (_job(name, pages["job"]), f"parameters of {name}") for name in EXPERIMENTS}
     kinds[COMMAND] = (_section([Job, CommandConfig], pages[COMMAND], but=("experiment", "parameters")), COMMAND)
     kinds[COMMAND][0]["required"].append("command")
@@ -150,7 +150,7 @@ def schema() -> Schema:
     definitions = {}
     for name, config in EXPERIMENTS.items():
         tables = [f"job.parameters of {each}" for each in (_EXPLAINS.get(name), name) if each]
-        page = Page.of("job.parameters", "Keys of several experiments", *tables)
+        page = Page.read("job.parameters", "Keys of several experiments", *tables)
         definitions[f"parameters of {name}"] = _section([config], page)
     definitions[COMMAND] = _section([CommandConfig], pages[COMMAND], partial=True)
     definitions |= {
@@ -211,7 +211,7 @@ def _kind(name: str, job: Schema, overlay: str, laid_over: Schema) -> Schema:
     own = {"$ref": f"#/definitions/{overlay}"}
     of_job = own if name == COMMAND else _object({"parameters": own})
     sections = {"job": of_job, **laid_over}
-    variant = _section([Variant], Page.of("scenarios", "scenarios"))["properties"]
+    variant = _section([Variant], Page.read("scenarios", "scenarios"))["properties"]
     asks: Schema = {"required": ["command"]}
     storage: Schema = {"properties": {"dataset": {"enum": [None, ""]}, "base_weights": {"type": "null"}}}
     if name != COMMAND:
@@ -224,7 +224,7 @@ def _kind(name: str, job: Schema, overlay: str, laid_over: Schema) -> Schema:
                 "job": job,
                 "storage": storage,
                 "rehearsal": _object(
-                    {**sections, "interruptions": _section([Interruptions], Page.of("rehearsal", "rehearsal"))}
+                    {**sections, "interruptions": _section([Interruptions], Page.read("rehearsal", "rehearsal"))}
                 ),
                 "scenarios": {
                     "type": ["object", "null"],
@@ -263,10 +263,10 @@ def _section(
     found = _object(properties)
     if required:
         found |= {"type": "object", "required": required}
-    return {"description": _about(classes[-1])} | found
+    return {"description": _meaning(classes[-1])} | found
 
 
-def _about(cls: type[Any]) -> str:
+def _meaning(cls: type[Any]) -> str:
     """The first paragraph of what the section's class says of itself."""
     return inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
 
@@ -289,7 +289,7 @@ def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, defa
     inner, optional = unwrap(hint)
     if is_dataclass(inner) and isinstance(inner, type):
         own = kept if isinstance(kept, inner) else None
-        found: Schema = _section([inner], page.below(key_of(name)), partial=partial, default=own)
+        found: Schema = _section([inner], page.section_at(key_of(name)), partial=partial, default=own)
         if any(page.words(key_of(name))):
             found["description"] = page.describe(key_of(name), "")
         if optional and found["type"] == "object":
@@ -304,7 +304,7 @@ def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, defa
         empty = {"type": "null"} if optional else {"enum": [None, ""]}
         found = {"anyOf": [found, empty]}
     allowed = REQUIRED.get((cls, name)) or describe(hint, rule)
-    found["description"] = page.describe(key_of(name), allowed, _about(cls) if page.section else "")
+    found["description"] = page.describe(key_of(name), allowed, _meaning(cls) if page.section else "")
     if kept is not dataclasses.MISSING and kept is not None and not partial:
         found["default"] = list(kept) if isinstance(kept, tuple) else float(kept) if type(kept) is Decimal else kept
     if (cls, name) in _EXAMPLES:

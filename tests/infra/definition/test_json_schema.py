@@ -250,7 +250,7 @@ for name in EXPERIMENTS:
 @pytest.mark.parametrize("part", SAID)
 def test_hovering_over_a_key_shows_the_page_s_words_its_default_and_an_example(part: str) -> None:
     tree, headings = SAID[part]
-    keys, rows = parts(tree, ""), json_schema.Page.of(part, *headings).rows
+    keys, rows = parts(tree, ""), json_schema.Page.read(part, *headings).rows
     for path, key in keys.items():
         value, why = rows.get(path) or rows.get(path.rpartition(".")[2]) or ("", "")
         assert json_schema.plain(why).rstrip(".") in key["description"], path
