@@ -20,6 +20,7 @@ import functools
 import itertools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -285,7 +286,12 @@ class Cloud:
 
     def _launched(self, instance: CloudInstance) -> None:
         self._imds[instance.id] = Imds(
-            instance, account=self.account, access_key=NODE_KEY, secret_key=SECRET, clock=self.clock
+            instance,
+            account=self.account,
+            access_key=NODE_KEY,
+            secret_key=SECRET,
+            clock=self.clock,
+            address=loopback(len(self._imds)),
         )
         if self.launch is not None:
             try:
@@ -307,6 +313,13 @@ class Cloud:
     def _drive(self) -> None:
         while not self._stop.wait(TICK_S):
             self.tick()
+
+
+def loopback(number: int) -> str:
+    """An address of this machine for the rehearsed node of this number, from 0 on: as in a subnet, their order as text
+    is not that in which they were launched. Elsewhere than on Linux there is one for all.
+    """
+    return f"127.0.0.{9 + number % 240}" if sys.platform == "linux" else "127.0.0.1"
 
 
 class _QuietHandler(MotoRequestHandler):

@@ -60,6 +60,9 @@ def asked(
         return [AccessRequest(action=action, resource=f"arn:aws:{request.service}:{place}:{kept}")]
     if request.service == "sns":
         return [AccessRequest(action=action, resource=parse_qs(request.body.decode()).get("TopicArn", [""])[0])]
+    if request.service == "states":
+        named = json.loads(request.body or b"{}").get("stateMachineArn", "*")
+        return [AccessRequest(action=action, resource=str(named))]
     if request.service == "scheduler":
         return list(_of_scheduler(request, place))
     if request.service != "ec2" or request.action in UNNARROWED:

@@ -36,8 +36,10 @@ class Imds:
         access_key: str = "ASIA",
         secret_key: str = "secret",
         clock: Clock | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
         self.clock: Clock = clock or SystemClock()
+        self.address = address  # the machine's own
         self.instance = instance or _standalone_instance(self.clock.now())
         self.account, self.access_key, self.secret_key = account, access_key, secret_key
         self.fault: Fault | None = None  # on the two notice paths only, so that credentials still come
@@ -110,7 +112,7 @@ class Imds:
             "meta-data/instance-type": node.type,
             "meta-data/instance-life-cycle": "spot" if node.spot else "on-demand",
             "meta-data/ami-id": node.image,
-            "meta-data/local-ipv4": "127.0.0.1",  # all nodes are processes of one machine
+            "meta-data/local-ipv4": self.address,
             "meta-data/placement/availability-zone": node.zone,
             "meta-data/placement/region": node.region,
             "meta-data/tags/instance": "\n".join(tags) if tags else None,

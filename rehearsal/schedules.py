@@ -1,7 +1,8 @@
 """The schedules that moto keeps and never fires: one-time ones, at their hour by the Cloud's clock, as their role may.
 
 EventBridge Scheduler acts with a role's rights, if that trusts it for the schedule's group; an hour that has passed is
-refused where it is set. A state machine that it starts goes through its one step, with the rights of its own role.
+refused where it is set. A state machine that it or a node starts goes through its steps, with the rights of its own
+role.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from moto.ec2.exceptions import EC2ClientError
@@ -52,6 +53,9 @@ class Schedules:
         self._account, self._fleets, self._tags = account_id, fleets, tags
         self._done: set[tuple[str, str]] = set()  # ARN and expression
         self.fired: list[Fired] = []
+        # Of machines that wait: until when, in which region, before which state, and what they were given.
+        self._waiting: list[tuple[datetime, str, Any, str, Mapping[str, Any]]] = []
+        self._begun: set[str] = set()  # executions that a node has started
 
     def bring_forward(self, name: str) -> None:
         """The hour of the schedules of this name is now: nobody waits for it in a rehearsal."""
@@ -74,12 +78,21 @@ class Schedules:
                         self._done.add(key)
                         refused = self._do(region, group.arn, each.target)
                         self.fired.append(Fired(name=f"{group.name}/{each.name}", at=now, refused=refused))
+        for region, states in list(stepfunctions_backends[self._account].items()):
+            for machine in list(states.state_machines):
+                for execution in machine.executions:
+                    if execution.execution_arn not in self._begun:
+                        self._begun.add(execution.execution_arn)
+                        self._execute(region, machine.arn, json.loads(execution.execution_input))
+        for waiting in [each for each in self._waiting if each[0] <= now]:
+            self._waiting.remove(waiting)
+            self._go_on(*waiting[1:])
 
     def _do(self, region: str, group_arn: str, target: dict[str, Any]) -> str:
         asked, role_arn, of = json.loads(target["Input"]), target["RoleArn"], {"aws:SourceArn": group_arn}
         if target["Arn"].startswith("arn:aws:states:"):
             wish = AccessRequest(action="states:StartExecution", resource=target["Arn"])
-            return self._refused(role_arn, of, [wish]) or self._execute(region, target["Arn"])
+            return self._refused(role_arn, of, [wish]) or self._execute(region, target["Arn"], {})
         if target["Arn"] == f"{_TARGET}ec2:modifyFleet":
             return self._modify(region, asked, role_arn, of, SERVICE)
         if target["Arn"] == f"{_TARGET}sns:publish":
@@ -109,18 +122,45 @@ class Schedules:
         answer = self._fleets.delete(region, asked)
         return "; ".join(each["Error"]["Message"] for each in answer["UnsuccessfulFleetDeletions"])
 
-    def _execute(self, region: str, machine_arn: str) -> str:
-        """The one step that such a machine may have here, as its role may do it."""
+    def _execute(self, region: str, machine_arn: str, given: Mapping[str, Any]) -> str:
+        """What kept the steps of such a machine from being done, up to the first wait; nothing, if that is empty."""
         machines = stepfunctions_backends[self._account][region].state_machines
         machine = next((each for each in machines if each.arn == machine_arn), None)
         if machine is None:
             return f"there is no state machine {machine_arn}"
-        told = json.loads(machine.definition)
-        step = told["States"][told["StartAt"]]
-        if step["Resource"] != f"{_STEP}ec2:modifyFleet" or not step.get("End"):
-            return f"the embedded AWS has no step {step}"
-        of = {"aws:SourceAccount": self._account}
-        return self._modify(region, step["Parameters"], machine.roleArn, of, "states.amazonaws.com")
+        return self._go_on(region, machine, json.loads(machine.definition)["StartAt"], given)
+
+    def _go_on(self, region: str, machine: Any, state: str | None, given: Mapping[str, Any]) -> str:
+        """Does its steps from this one on, as its role may; a wait, and what Retry has of those, are the clock's. What
+        cannot be done is caught as it says.
+        """
+        steps, now = json.loads(machine.definition)["States"], self._fleets.clock.now()
+        while state is not None:
+            step = steps[state]
+            if step["Type"] == "Wait":
+                seconds = step.get("Seconds") or given[step["SecondsPath"].removeprefix("$.")]
+                self._waiting.append((now + timedelta(seconds=seconds), region, machine, step["Next"], given))
+                return ""
+            refused = self._step(region, step, machine.roleArn)
+            if refused and "Catch" in step:
+                tried = (
+                    each["IntervalSeconds"] * (each["BackoffRate"] ** each["MaxAttempts"] - 1)
+                    for each in step.get("Retry", ())
+                )
+                at = now + timedelta(seconds=sum(tried))
+                self._waiting.append((at, region, machine, step["Catch"][0]["Next"], given))
+            if refused:
+                return refused
+            state = step.get("Next")
+        return ""
+
+    def _step(self, region: str, step: Mapping[str, Any], role_arn: str) -> str:
+        of, service = {"aws:SourceAccount": self._account}, "states.amazonaws.com"
+        if step["Resource"] == f"{_STEP}ec2:modifyFleet":
+            return self._modify(region, step["Parameters"], role_arn, of, service)
+        if step["Resource"] == f"{_STEP}sns:publish":
+            return self._publish(region, of, role_arn, step["Parameters"], service)
+        return f"the embedded AWS has no step {step}"
 
     def _modify(self, region: str, asked: dict[str, Any], role_arn: str, of: Mapping[str, str], service: str) -> str:
         fleet = asked["FleetId"]
@@ -135,9 +175,11 @@ class Schedules:
             return str(error.message)
         return ""
 
-    def _publish(self, region: str, of: Mapping[str, str], role_arn: str, asked: dict[str, str]) -> str:
+    def _publish(
+        self, region: str, of: Mapping[str, str], role_arn: str, asked: dict[str, str], service: str = SERVICE
+    ) -> str:
         wish = AccessRequest(action="sns:Publish", resource=asked["TopicArn"])
-        if refused := self._refused(role_arn, of, [wish]):
+        if refused := self._refused(role_arn, of, [wish], service):
             return refused
         sns_backends[self._account][region].publish(
             asked["Message"], arn=asked["TopicArn"], subject=asked.get("Subject")

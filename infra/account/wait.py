@@ -232,8 +232,10 @@ class WaitLoop:
         return 1
 
     def _resting(self, fleet: dict[str, Any]) -> None:
+        let_go = "nodes let go that waited for others, and within four hours all are asked for again; or "
         self.say(
-            f"fleet {fleet['FleetId']} is at 0, and the run left no done marker: somebody has put it aside, or a node "
+            f"fleet {fleet['FleetId']} is at 0, and the run left no done marker: "
+            f"{let_go if self.definition.fleet.lets_go else ''}somebody has put it aside, or a node "
             "could not reach the bucket. With this it goes on from its last checkpoint; a new run.id begins anew."
         )
         self.say(

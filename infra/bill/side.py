@@ -13,10 +13,10 @@ from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.options import TypeCost
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.catalog import Catalog, Price
-from gpufleet.infra.definition.model import Capacity, Limits, StackDefinition
+from gpufleet.infra.definition.model import Capacity, Fleet, Limits, StackDefinition
 from gpufleet.infra.risk import simulation, unknown
 from gpufleet.infra.risk.cadence import BestInterval, optimal
-from gpufleet.infra.risk.hazard import HAZARD_WORDS, Floats, Hazard, Key, find, wait
+from gpufleet.infra.risk.hazard import HAZARD_WORDS, Floats, Hazard, Key, find, gather, wait
 from gpufleet.infra.risk.unknown import Unknown
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
 from gpufleet.job.kind import JobConfig
@@ -288,6 +288,7 @@ def _exposure(
         nodes=nodes,
         wait_h=wait_h,
         wait_sigma=wait_sigma,
+        gather_h=_gather_h(definition.fleet, wait_h),
         notice_missed=simulation.NOTICE_MISSED if missed is None else float(missed),
         max_usd=float(definition.limits.max_usd),
         max_hours=_max_hours(definition),
@@ -295,6 +296,12 @@ def _exposure(
         idle_h=0.0 if definition.variant.hold_hours is None else runtime.held_s / 3600,
         unknown=_unknown(definition, option, runtime, price_age_days),
     )
+
+
+def _gather_h(fleet: Fleet, wait_h: float) -> float:
+    if not fleet.lets_go:
+        return math.inf
+    return gather(wait_h) if fleet.gather_minutes is None else float(fleet.gather_minutes) / 60
 
 
 def _max_hours(definition: StackDefinition) -> float:

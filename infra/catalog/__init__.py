@@ -84,7 +84,7 @@ class Instance:
     nvme_gb: float  # instance store; 0 = none
     network_gbps: float  # of all its network cards together
     network_cards: int
-    card_gbps: float  # of the first
+    card_gbps: float  # of the first, where all of them reach the whole at once
     efa_cards: int  # those with an Elastic Fabric Adapter: all or none, but for p6-b300's first
     ebs_gbps: float
     regions: tuple[str, ...] | None  # where it is offered; None = not known
@@ -113,7 +113,11 @@ class Instance:
 
     def has_efa(self, cards: str) -> bool:
         """Whether these cards have an Elastic Fabric Adapter; without one nodes talk over TCP."""
-        return self.efa_cards > 0 if cards == "all" else self.efa_cards == self.network_cards
+        return self.efa_devices(cards) > 0
+
+    def efa_devices(self, cards: str) -> int:
+        """How many of them a node that is launched with these cards has."""
+        return self.efa_cards if cards == "all" else int(self.efa_cards == self.network_cards)
 
     @property
     def gpus(self) -> str:

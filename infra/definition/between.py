@@ -18,12 +18,12 @@ from gpufleet.job.kind import COMMAND, EXPERIMENTS
 from gpufleet.job.kind.command import (
     ALONE,
     FORMATS,
+    GIVES_RANKS,
     GROUPS,
     KEY_LIKE,
     NODE_RANK,
     PLACEHOLDER,
     PLACEHOLDER_NAMES,
-    RANKS_ELSEWHERE,
     STATIC,
 )
 from gpufleet.job.kind.common import DEVICE_RESERVE_GB
@@ -254,11 +254,11 @@ def _signals() -> Iterator[Schema]:
     apart = {"not": {"enum": ["USR1", "USR2"]}}
     yield when(torchrun, limited("job.stop", {"properties": {"signal": apart, "request": apart}}))
     several = has("fleet.nodes", {"minimum": 2})
-    together = rf"^(?![\s\S]*({ALONE.pattern}|{RANKS_ELSEWHERE.pattern}))"
-    yield when(several, limited("job.command", pattern(together, f"{STATIC}, of several nodes")))
+    yield when(several, limited("job.command", pattern(rf"^(?![\s\S]*{ALONE.pattern})", f"{STATIC}, of several nodes")))
     ranks = pattern(rf"\{{node_rank\}}|{NODE_RANK}", "{node_rank}, by which each node knows its ranks")
+    gives = has("job.command", {"pattern": GIVES_RANKS.pattern})
     by_env = has("job.env", no({"additionalProperties": no(ranks)}))
-    yield when(several, some(by_env, *(has(f"job.{key}", ranks) for key in ("command", "setup", "workdir"))))
+    yield when(several, some(by_env, gives, *(has(f"job.{key}", ranks) for key in ("command", "setup", "workdir"))))
 
 
 def _hardware() -> Iterator[Schema]:

@@ -92,9 +92,15 @@ class Fleet:
     capacity: Capacity = "spot"
     nodes: int = added_later(1)  # that train together; more than one are of one type, in one zone
     cards: Cards = added_later("one")  # of each of several nodes: which of its network cards carry their traffic
+    gather_minutes: Decimal | None = added_later(None)  # that nodes wait for missing ones; None: by the model of waits
     fallback: Fallback = added_later("none")  # once spot would miss the deadline
     block: CapacityBlock | None = added_later(None)  # None: capacity is another
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
+
+    @property
+    def lets_go(self) -> bool:
+        """Whether nodes that wait for others let go, so that AWS is asked for all of them later."""
+        return self.nodes > 1 and self.block is None
 
     @property
     def falls_back(self) -> bool:

@@ -67,6 +67,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Fleet, "zones"): Rule(most=6),  # us-east-1 has the most
     (Fleet, "instance_types"): Rule(most=20),  # a choice: a longer list is no longer read by anyone
     (Fleet, "nodes"): Rule(minimum=1, maximum=MOST_NODES),
+    (Fleet, "gather_minutes"): Rule(minimum=5, maximum=1_440, unit="minutes"),
     (CapacityBlock, "reservation"): Rule(
         pattern=r"cr-([0-9a-f]{8}|[0-9a-f]{17})", allowed="cr-... of the fleet's region"
     ),

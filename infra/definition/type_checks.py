@@ -118,6 +118,8 @@ def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Cat
 
 def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """Adds what keeps `fleet.nodes` of them from training together, all of it."""
+    if fleet.gather_minutes is not None and not fleet.lets_go:
+        findings.add("fleet.gather_minutes", "none, of one node or in a Capacity Block", "Nobody is asked again there.")
     if fleet.nodes == 1:
         if fleet.cards == "all":
             findings.add("fleet.cards", "one, where fleet.nodes is 1", "A single node has nobody to talk to.")

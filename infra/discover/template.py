@@ -16,6 +16,7 @@ from gpufleet.infra.discover.lines import BAR, PrintedLine
 from gpufleet.infra.discover.marks import PROCESSES
 from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts, Total
 from gpufleet.infra.discover.settings import Setting, with_setting
+from gpufleet.infra.discover.several import for_several
 from gpufleet.infra.discover.start import parts
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs.code import ENVIRONMENTS
@@ -68,6 +69,10 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
     typed = command or found.start.typed
     if not command and found.joins:
         typed = re.sub(r"^python ", "torchrun --standalone --nproc-per-node={gpus} ", typed)
+    if (several := for_several(typed)) is not None:
+        typed, writer.nodes = several.command, several.nodes or 2
+        writer.place.environment |= several.environment
+        writer.known("your command is for several nodes: it has their words, which each node fills for itself")
     typed, type_, type_check = writer.processes(typed)
     written = writer.switched_on(writer.told_where(typed))
     lines = [
@@ -96,8 +101,9 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         "",
         "fleet:",
         "  region: us-east-2",
-        "  zones: [us-east-2a, us-east-2b, us-east-2c]",
+        f"  zones: [us-east-2a{', us-east-2b, us-east-2c' if writer.nodes == 1 else ''}]",
         f"  instance_types: [{type_}]   # CHECK: {type_check}; `gpufleet compare` ranks others",
+        *([f"  nodes: {writer.nodes}{'' if several.nodes else '   # CHECK: how many'}"] if several else []),
         "  capacity: spot",
         f"  ami: unpinned     # gpufleet doctor {name} --pin",
         "",
@@ -281,6 +287,7 @@ class _Writer:
         self.passes_on = found.start.passes_on  # what is added to the command
         self.part = found.start.part  # of the command, to which something is added
         self.through = found.start.through[-1] if found.start.through else "your command"
+        self.nodes = 1
         self.starts_trainer = self.row is not None and self.row.format == "hf-trainer"
 
     def known(self, sentence: str, where: str = "") -> None:
@@ -295,7 +302,7 @@ class _Writer:
         match = PROCESSES.search(typed)
         number = match["count"] if match else self.found.start.processes
         count, changed = int(number) if number.isdigit() else 0, typed
-        if match and "{gpus}" not in number and (count > 1 or not number.isdigit()):
+        if match and number not in ("{gpus}", "{ranks}") and (count > 1 or not number.isdigit()):
             changed = f"{typed[: match.start('count')]}{{gpus}}{typed[match.end('count') :]}"
         elif not match and count > 1:
             changed = re.sub(rf"(?<=\s){count}(?=\s|$)", "{gpus}", typed, count=1)
@@ -321,7 +328,7 @@ class _Writer:
         place.below = f"{row.folder}/" if row is not None else ""
         place.below = place.below.lstrip("/")
         if row is not None and row.environment:
-            place.environment = dict(row.environment)
+            place.environment |= row.environment
             return typed
         if facts is None and row is not None and row.format == "nanochat":
             place.folder, place.why = '"{state}/base_checkpoints/d20"', "CHECK: d and the depth, or the model tag"
@@ -629,7 +636,8 @@ class _Writer:
         for each, value in wanted if self.passes_on else ():
             if each is not None and each.form and not each.is_flag and not isinstance(each.default, bool):
                 command = with_setting(command, each, value, self.part)
-        if self.found.runs_alone:  # one process on a CPU needs no launcher, and some scripts take any for GPUs
+        # One process on a CPU needs no launcher, and some scripts take any for GPUs.
+        if self.found.runs_alone and self.nodes == 1:
             command = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", command)
         if (setting := settings.first(COMPILE)) is not None and setting.form.endswith("={}"):
             command = with_setting(command, setting, False, self.part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from gpufleet.infra.risk.gathering import mean_billed_h
 from gpufleet.infra.risk.hazard import gang, left_share
 from gpufleet.infra.risk.simulation import NOTICE_H, Exposure
 
@@ -30,7 +31,7 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
     )
     torn = hazard * missed * exposure.interval_h / 2  # per hour of work
     exponent = hazard * (exposure.restart_h + NOTICE_H)
-    wait_h = exposure.wait_h * math.exp(exposure.wait_sigma**2 / 2)
+    wait_h = mean_billed_h(exposure.wait_h, exposure.wait_sigma, exposure.gather_h, exposure.restart_h)
     if exposure.interval_h > KEEPS_NOTHING * work_h:
         whole = hazard * (exposure.restart_h + work_h)
         begun_h = math.expm1(whole) / hazard if whole <= 50 else math.inf

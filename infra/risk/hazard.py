@@ -71,6 +71,9 @@ ZONE_WAIT_H, ZONE_WAIT_SIGMA = 0.45, 1.3
 ZONES_WAIT_H, ZONES_WAIT_SIGMA = 0.38, 1.2
 GANG_WAIT_H, GANG_WAIT_SIGMA = 0.5, 1.4
 
+# Two fifths of the median: what takes longer than that is mostly far longer, and billed for every node that is there.
+GATHER_SHARE, LEAST_GATHER_H, MOST_GATHER_H = 0.4, 1 / 12, 0.5
+
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
@@ -129,6 +132,11 @@ def wait(zones: int, nodes: int) -> tuple[float, float]:
     if nodes > 1:
         return GANG_WAIT_H, GANG_WAIT_SIGMA
     return (ZONE_WAIT_H, ZONE_WAIT_SIGMA) if zones == 1 else (ZONES_WAIT_H, ZONES_WAIT_SIGMA)
+
+
+def gather(wait_h: float) -> float:
+    """Hours that nodes wait for missing ones before they let go, unless the file says it. `wait_h`: median of waits."""
+    return min(max(GATHER_SHARE * wait_h, LEAST_GATHER_H), MOST_GATHER_H)
 
 
 def of_node(normals: Floats, unevenness: Floats | float, *, first: bool) -> Floats:

@@ -29,6 +29,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gpufleet.infra.risk.gathering import gathered
 from gpufleet.infra.risk.hazard import (
     ZONES_WAIT_H,
     ZONES_WAIT_SIGMA,
@@ -101,6 +102,7 @@ class Exposure:
     nodes: int = 1
     wait_h: float = ZONES_WAIT_H  # for capacity: median of a log-normal
     wait_sigma: float = ZONES_WAIT_SIGMA  # of its logarithm
+    gather_h: float = math.inf  # that several nodes wait for missing ones before they let go (risk/gathering.py)
     notice_missed: float = NOTICE_MISSED
     free_h: float = FREE_H
     max_usd: float | None = None
@@ -370,10 +372,12 @@ def _account(
     is_left = single is not None and single.leave is not None
     is_limited = is_left or bool(np.isfinite(cap_h).any())
     active = np.arange(count) if only is None else only
+    gather_h = per_exposure(lambda e: e.gather_h)
+    first_wait_h, first_billed_h = gathered(first_wait_h, gather_h, restart_h)
     wall += _patient(single, first_wait_h, wall, done, work_h)
     idle, waits_billed = np.zeros(count), bool(np.any(stay))
     if waits_billed:
-        idle = np.minimum(wall * stay, cap_h)
+        idle = np.minimum(np.minimum(wall, first_billed_h) * stay, cap_h)
         hours, billed = hours + idle, billed + idle
 
     for attempt in range(max(attempts, MAX_ATTEMPTS)):
@@ -418,10 +422,11 @@ def _account(
         done_h = done_h + np.where(interrupted, kept, trained)
         done[active] = done_h
 
-        wait_h = _patient(single, node.wait_h, wall_h, done_h, whole_h)
+        gathered_h, waited_h = gathered(node.wait_h, _select(gather_h, active), _select(restart_h, active))
+        wait_h = _patient(single, gathered_h, wall_h, done_h, whole_h)
         wall[active] = wall_h + np.where(interrupted, wait_h, 0.0)
         if waits_billed:
-            more = np.where(interrupted, wait_h, 0.0) * _select(stay, active)
+            more = np.where(interrupted, np.minimum(wait_h, waited_h), 0.0) * _select(stay, active)
             more = np.minimum(more, np.maximum(_select(cap_h, active) - hours[active], 0.0))
             idle[active] += more
             hours[active] += more

@@ -24,12 +24,14 @@ class Meeting:
         self._nodes, self._gpus, self._clock = nodes, gpus, clock
         self._size, self._here, self._since = 0, 0, 0.0
         self.is_open = nodes > 1
+        self.has_first = False  # rank 0 is one of this node's, by its number
         self.why = ""  # why the command is refused
 
-    def look(self, seen: tuple[int, int] | None) -> None:
+    def look(self, seen: tuple[int, int, bool] | None) -> None:
         """Takes the number of all ranks and of those of this node (processes.world), once they stay the same."""
         if seen is not None:
-            size, here = seen
+            size, here, has_first = seen
+            self.has_first = has_first or (self.has_first and size == self._size)
             if size == self._size:  # ranks of a node start, and end, one after the other
                 here = max(here, self._here)
             if (size, here) != (self._size, self._here):

@@ -52,7 +52,7 @@ class Place(Protocol):
     def alive(self) -> list[int]: ...
     def send(self, signal: str) -> int: ...
     def kill(self) -> bool: ...
-    def world(self) -> tuple[int, int] | None: ...
+    def world(self) -> tuple[int, int, bool] | None: ...
     def close(self) -> None: ...
 
 
@@ -181,9 +181,9 @@ class WatchedContainer(NodeContainer):
     def kill(self) -> bool:
         return bool(self._ask("kill"))
 
-    def world(self) -> tuple[int, int] | None:
-        seen: list[int] | None = self._ask("world")
-        return None if seen is None else (seen[0], seen[1])
+    def world(self) -> tuple[int, int, bool] | None:
+        seen = self._ask("world")
+        return None if seen is None else (seen[0], seen[1], seen[2])
 
     def close(self) -> None:
         if self._watcher is not None:
@@ -235,7 +235,7 @@ class GuardedProcesses:
     def kill(self) -> bool:
         return processes.kill(self._first)
 
-    def world(self) -> tuple[int, int] | None:
+    def world(self) -> tuple[int, int, bool] | None:
         return processes.world(self._first)
 
     def close(self) -> None:

@@ -120,9 +120,9 @@ def _rank(pid: int) -> bytes | None:
     return b" ".join(sorted(found)) or None
 
 
-def world(first: int) -> tuple[int, int] | None:
-    """The number of ranks that the processes below `first` were told of when they were started, and how many of these
-    are here. None: no environment tells, as where a script sets its own once it runs.
+def world(first: int) -> tuple[int, int, bool] | None:
+    """The number of ranks that the processes below `first` were told of when they were started, how many of these are
+    here, and whether rank 0 is. None: no environment tells, as where a script sets its own once it runs.
 
     A shell or a launcher may have numbers of its own, which it replaces for the ranks that it starts; they do not
     count.
@@ -138,8 +138,9 @@ def world(first: int) -> tuple[int, int] | None:
     if not size:
         return None
     ranks = {each for each in ranks if each[0] == size}
-    by_rank = len({rank for _, rank, _, _ in ranks})
-    return size, max(by_rank, *(max(local_size or 0, (local or 0) + 1) for _, _, local_size, local in ranks))
+    numbered = {rank for _, rank, _, _ in ranks}
+    here = max(len(numbered), *(max(local_size or 0, (local or 0) + 1) for _, _, local_size, local in ranks))
+    return size, here, 0 in numbered
 
 
 def _numbers(pid: int) -> tuple[int, int | None, int | None, int | None] | None:

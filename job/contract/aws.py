@@ -6,6 +6,11 @@ FREE_S = 3600  # AWS does not charge compute when it takes a spot instance back 
 MINIMUM_S = 60  # billed for each start at least
 NOTICE_S = 120  # before AWS takes a node: best effort
 NOTICE_PATH = "meta-data/spot/instance-action"  # of the metadata service
+OWN_TAGS = (
+    "gpufleet:stack",
+    "gpufleet:run",
+    "gpufleet:owner",
+)  # of all that a run owns (infra: tags.py)
 FLEET_TAG = "aws:ec2:fleet-id"  # that AWS gives a fleet's instances
 THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance that has not ended
 LAUNCHED, ENDED = "launched", "terminated"  # in a fleet's history, of a node (EC2 API, EventInformation)

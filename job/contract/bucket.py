@@ -25,6 +25,7 @@ CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
 MANIFEST_KEY = re.compile(rf"{CHECKPOINTS}step_(\d{{8}})/(?:g(\d{{6}})/)?{re.escape(MANIFEST)}")
 _CHECKPOINT_KEY = re.compile(rf"{CHECKPOINTS}step_(\d{{8}})/(?:g(\d{{6}})/)?.+")
 GENERATION_KEY = re.compile(rf"{GANG}(\d{{6}})\.json")
+LET_GO_KEY = re.compile(rf"{GANG}(\d{{6}})\.let_go_(\d{{3}})\.json")
 PRESENCE_KEY = re.compile(rf"{GANG}nodes/([\w.-]+)\.json")
 _NODE_KEY = re.compile(rf"{ATTEMPTS}([\w.-]+)\.json|{HEARTBEATS}([\w.-]+)\.jsonl")
 
@@ -61,6 +62,11 @@ def presence_key(instance: str) -> str:
 def generation_key(number: int) -> str:
     """The key of who trains together, the first time, the second, and so on."""
     return f"{GANG}{number:06d}.json"
+
+
+def let_go_key(number: int, count: int) -> str:
+    """The key that says that those who waited after this generation let go the first time, the second, and so on."""
+    return f"{GANG}{number:06d}.let_go_{count:03d}.json"
 
 
 def fleet_key(fleet: str) -> str:

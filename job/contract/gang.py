@@ -35,6 +35,9 @@ class Presence:
     rung: int = 0  # of the ladder, to begin at
     saved: int = -1  # the newest step whose checkpoint, or part of one, is whole on its disk and to be published
     named_by: str = ""  # of that one, where this node leads: commit.Commit.named_by
+    own_s: float = 0.0  # of its last steps, the usual time before they need the other nodes; 0: not known
+    look_s: float = 0.0  # that each of its last looks at the others took at least
+    first_in: int = 0  # the newest generation in which rank 0 was seen among this node's
 
     def to_json(self) -> dict[str, Any]:
         """The object."""
@@ -59,6 +62,9 @@ class Presence:
             rung=fields.take("rung", reading.whole_number, 0),
             saved=int(fields.take("saved", reading.number, -1)),
             named_by=fields.take("named_by", reading.text, ""),
+            own_s=fields.take("own_s", reading.seconds, 0.0),
+            look_s=fields.take("look_s", reading.seconds, 0.0),
+            first_in=fields.take("first_in", reading.whole_number, 0),
         )
 
 

@@ -101,6 +101,7 @@ class Spent(Message):
     """What the run has cost by `at`, for the log and the node's timer; and for a command which attempt this is, and the
     newest step that is in the bucket, -1 before the first. `trained_at`: when it last told of a step, 0 before that.
     `switch_at`: when the run has to begin on demand, 0 without a fallback; `switch_is_paid`: whether its limits allow.
+    `waits_since`: when this node became the oldest of several that wait for others, 0 where it is not.
     """
 
     FILE = workdir.SPENT
@@ -112,6 +113,7 @@ class Spent(Message):
     trained_at: float = 0.0
     switch_at: float = 0.0
     switch_is_paid: bool = True
+    waits_since: float = 0.0
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
@@ -124,7 +126,23 @@ class Spent(Message):
             trained_at=fields.take("trained_at", reading.number, 0.0),
             switch_at=fields.take("switch_at", reading.number, 0.0),
             switch_is_paid=fields.take("switch_is_paid", reading.flag, True),
+            waits_since=fields.take("waits_since", reading.number, 0.0),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskAgain(Message):
+    """For the node: those that waited let go. `name`: of this time, the same for all of them; `pause_s`: for how long
+    AWS is asked for no node.
+    """
+
+    FILE = workdir.ASK_AGAIN
+    name: str
+    pause_s: float
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Self:
+        return cls(name=fields.need("name", reading.text), pause_s=fields.need("pause_s", reading.number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +278,7 @@ class CommandEnd(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Observed(Message):
-    """What was seen of a command's newest start so far, for who rehearses it."""
+    """What was seen of a command's newest start so far, for its supervisor and for who rehearses it."""
 
     FILE = workdir.OBSERVED
     lines: int = 0  # that it has printed
@@ -273,6 +291,7 @@ class Observed(Message):
     why: str = ""
     elsewhere: str = ""  # what it has written where nobody looks, and the line to add
     met: str = ""  # the ranks of several nodes that train together; empty: they were not seen
+    has_first: bool = False  # rank 0 is one of this node's
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
@@ -287,6 +306,7 @@ class Observed(Message):
             why=fields.take("why", reading.text, ""),
             elsewhere=fields.take("elsewhere", reading.text, ""),
             met=fields.take("met", reading.text, ""),
+            has_first=fields.take("has_first", reading.flag, False),
         )
 
 

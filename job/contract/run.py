@@ -199,16 +199,17 @@ def document(
     inputs: Mapping[str, Any],
     image: str | None = None,
     nodes: int = 1,
+    gather_s: float | None = None,
 ) -> dict[str, Any]:
     """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
 
-    `rates`: per type {"on_demand", "spot": {zone: USD}, "gpus"}, of several nodes with "gbps"; `extras`:
+    `rates`: per type {"on_demand", "spot": {zone: USD}, "gpus"}, of several nodes with "gbps" and "efa"; `extras`:
     {"hourly_usd": {line: USD}, "fixed_usd"}.
     `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
     where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket. A
     command has "code" like `dataset` (and "commit", "changed") and "folders": {name: like `dataset`} in their place.
     `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own. `nodes` of
-    1 is not written. `fallback`: as contract/terms.py reads it.
+    1 is not written. `fallback`, `gather_s`: as contract/terms.py reads them.
     """
     return {
         "schema": SCHEMA,
@@ -223,6 +224,7 @@ def document(
         },
         "capacity": capacity,
         **({"nodes": nodes} if nodes > 1 else {}),
+        **({} if gather_s is None else {"gather_s": gather_s}),
         **({"fallback": dict(fallback)} if fallback else {}),
         "rates": dict(rates),
         "extras": dict(extras),

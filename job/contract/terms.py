@@ -48,13 +48,14 @@ class Rates:
 @dataclass(frozen=True)
 class TypePrices:
     """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0: unknown. `gbps`: of the
-    network cards by which several nodes meet, by EFA; 0: not known, or without.
+    network cards by which several nodes meet, by EFA; 0: not known, or without. `efa`: how many of these cards.
     """
 
     on_demand: Decimal
     spot: Mapping[str, Decimal]
     gpus: int
     gbps: float = 0.0
+    efa: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Terms:
     hourly: Mapping[str, Decimal]  # USD per node-hour beside compute, by line of the bill
     fixed_usd: Decimal
     nodes: int = 1  # that train together
+    gather_s: float | None = None  # that they wait for others before they let go; None: for ever
     fallback: FallbackTerms | None = None
 
     def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
@@ -111,6 +113,7 @@ def read(run: Fields) -> Terms:
         hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
         nodes=run.take("nodes", reading.choice(*range(1, MOST_NODES + 1)), 1),
+        gather_s=run.take("gather_s", reading.seconds, None),
         fallback=None
         if fallback is None
         else FallbackTerms(
@@ -131,6 +134,7 @@ def _prices(table: Mapping[str, Fields]) -> dict[str, TypePrices]:
             spot=row.take("spot", reading.mapping(reading.unsigned), {}),
             gpus=row.take("gpus", reading.whole_number, 0),
             gbps=row.take("gbps", reading.number, 0.0),
+            efa=row.take("efa", reading.whole_number, 0),
         )
         for name, row in table.items()
     }

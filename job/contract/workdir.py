@@ -23,7 +23,8 @@ ENDED = "ended.json"  # several ranks leave here the exit code that torchrun can
 UNREADABLE = "unreadable.json"
 PREFLIGHT = "preflight.json"
 COMPILED = "compiled.json"
-STEPPED = "stepped"  # of several nodes: how many steps are done, by each one's first rank with every step
+STEPPED = "stepped"  # of several nodes, by each one's first rank: steps done, seconds of one before the others
+ASK_AGAIN = "ask_again.json"  # of several nodes, for the node: they let go, and AWS is to be asked later
 LEFT = "left.json"  # how a command ended
 OBSERVED = "observed.json"  # what was seen of a command's start
 ALARM = "alarm.json"  # what people should hear while it trains
@@ -58,7 +59,7 @@ STEPS = "step_*"  # folders of checkpoints, as step_folder names them
 # Files at the top of the folder that are no results of the run.
 OWN = frozenset(
     {RUN, START, STOP, SAVE, ACCEPT, LEADER_SAVED, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT, DONE, OBSERVED}
-    | {ALARM}
+    | {ALARM, ASK_AGAIN}
 )
 
 

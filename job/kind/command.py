@@ -558,12 +558,8 @@ class CommandConfig(JobConfig):
     def trains_apart(self) -> str:
         if (found := ALONE.search(self.command)) is not None:
             return f"{STATIC} in the place of {found[0]}, with which each node trains alone"
-        if (found := RANKS_ELSEWHERE.search(self.command)) is not None:
-            return (
-                f"{STATIC} in the place of {found[0]}, which gives out ranks by host names: rank 0, which saves and"
-                " prints, may be on a node of which nobody takes that"
-            )
-        if not any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts()):
+        names_rank = any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts())
+        if not names_rank and not GIVES_RANKS.search(self.command):
             return (
                 "{node_rank}, by which each node knows its ranks, as in torchrun"
                 f" {STATIC}; where your script reads {NODE_RANK} by itself, job.env says so:"
@@ -799,7 +795,7 @@ PLACEHOLDERS = (
 NODE_RANK = "GPUFLEET_NODE_RANK"  # contract/environment.py has it
 STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # torchrun's
 ALONE = re.compile(r"(?<!\S)(--standalone\b|\S*(localhost|127\.0\.0\.1):0\b)")
-RANKS_ELSEWHERE = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
+GIVES_RANKS = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
 INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
 PLACEHOLDER = re.compile(r"(?<![{$])\{([A-Za-z_][A-Za-z0-9_.]*)(:[0-9a-z]+)?\}(?!\})")
 PLACEHOLDER_NAMES = re.compile(

@@ -7,6 +7,7 @@ with another code than 0, and the script that started it deletes the fleet and s
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
 from gpufleet.job.contract.bucket import ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.reading import Fields, iso
-from gpufleet.job.contract.workdir import RUN
+from gpufleet.job.contract.workdir import ASK_AGAIN, RUN
 from gpufleet.job.node import attempts, container, disks, means
 from gpufleet.job.node.allowance import LEAST_S, LOOK_S, Allowance
 from gpufleet.job.node.fallback import HandOver, delete_fleet
@@ -140,6 +141,7 @@ class NodeRun:
         container.give(self.settings, self.workdir)
         self._limit(self.workdir)
         self._check_gpu()
+        self._check_cards()
         began = self.clock()
         self._pull()
         pulled_s = self.clock() - began
@@ -290,6 +292,15 @@ class NodeRun:
             why = said
         self._crash("no working GPU", why=why)
 
+    def _check_cards(self) -> None:
+        """Without EFA nodes train over TCP, slowly and without a word: what a template says may not be taken over."""
+        known = self._terms()
+        listed = known.prices.get(self.machine.type) if known is not None else None
+        wanted = 0 if listed is None or self.settings.device == "cpu" else listed.efa
+        here = len(container.efa_devices(self.settings.root))
+        if wanted and here != wanted:
+            self._crash(f"{here} EFA devices are here where its launch template has {wanted}")
+
     def _pull(self) -> None:
         """The image, or the two of a command: its own may be another registry's, as its definition says."""
         if self.settings.job_image:
@@ -389,6 +400,9 @@ class NodeRun:
         ending = AttemptRecord.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
         if ending is not None and ending.reason == SUPERSEDED:
             self._stand_down()
+        asked = atomic.read_object(self.workdir / ASK_AGAIN) if self.workdir is not None else None
+        if asked is not None:
+            self._ask_again(str(asked.get("name")), float(asked.get("pause_s", 0)))
         self.allowance.open()
         self._upload_log()
         self.notices.tell(f"AWS takes the node{'' if self._is_in_block() else ', and the run waits for another'}")
@@ -398,6 +412,25 @@ class NodeRun:
             for _ in range(180):
                 time.sleep(5)
         self._leave("interrupted")
+
+    def _ask_again(self, name: str, pause_s: float) -> NoReturn:
+        """Others were missing for too long: no node is billed until the fleet is to have all of them again."""
+        group, account = self.settings.schedule.partition("/")[0], self.machine.account
+        machine = f"arn:aws:states:{self.settings.region}:{account}:stateMachine:{group}"
+        begun = retry(
+            3,
+            lambda: call(
+                *("aws", "stepfunctions", "start-execution", "--state-machine-arn", machine, "--output", "text"),
+                *("--name", f"{self.settings.run}-{name}", "--input", json.dumps({"pause_s": round(pause_s)})),
+            ),
+        )
+        then = f"AWS is asked for all again in {pause_s / 60:.0f} minutes" if begun else "its fleet asks at once"
+        say(f"others were missing: {then}")
+        self.allowance.open()
+        self._upload_log()
+        if self.notices.speaks_while_it_waits:
+            self.notices.tell(f"other nodes were missing, and those that waited let go: {then}")
+        self._leave("others were missing")
 
     def _leave(self, why: str) -> NoReturn:
         """The only way out."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gpufleet.job.contract.attempt import SUPERSEDED, AttemptRecord, Beat, last_beat, record
 from gpufleet.job.contract.bucket import MANIFEST_KEY
+from gpufleet.job.contract.gathering import LET_GO
 
 MOST_FUTILE = 3  # boots in a row that lead nowhere end the run
 
@@ -31,11 +32,11 @@ def beat(folder: Path, instance: str, aside: Callable[[str], None]) -> Beat | No
 def futile_boots(records: Iterable[AttemptRecord], manifest: str | None) -> int:
     """How many boots in a row, up to the newest, led nowhere: no checkpoint after `manifest`, which was the newest then
     as it is now, and no results of a later stage before the machine was taken or lost. Those that AWS interrupted with
-    a notice are passed over.
+    a notice are passed over, and those that let go while others were missing.
     """
     count = 0
     for boot in sorted(records, key=lambda boot: boot.booted_at, reverse=True):
-        noticed = boot.exit is not None and (boot.exit.notice or boot.exit.reason == SUPERSEDED)
+        noticed = boot.exit is not None and (boot.exit.notice or boot.exit.reason in (SUPERSEDED, LET_GO))
         if boot.manifest_at_boot != manifest or (boot.results and (noticed or boot.exit is None)):
             break
         count += not noticed

@@ -91,13 +91,18 @@ def devices(settings: Settings) -> list[str]:
     return options
 
 
-def network(nodes: int, alone: Sequence[str], devices: Path = Path("/dev/infiniband")) -> list[str]:
+def efa_devices(root: Path = Path("/")) -> list[Path]:
+    """Those of the machine's network cards that have an Elastic Fabric Adapter."""
+    return sorted((root / "dev/infiniband").glob("uverbs*"))
+
+
+def network(nodes: int, alone: Sequence[str], root: Path = Path("/")) -> list[str]:
     """The options by which a container that trains meets those of the run's other nodes: the machine's own address, and
     its network cards as EFA devices where it has such. Of one node: those of one `alone`.
     """
     if nodes == 1:
         return list(alone)
-    cards = (word for card in sorted(devices.glob("uverbs*")) for word in ("--device", str(card)))
+    cards = (word for card in efa_devices(root) for word in ("--device", str(card)))
     return ["--network", "host", *cards]
 
 

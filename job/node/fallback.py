@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from gpufleet.job import atomic
-from gpufleet.job.contract.aws import HANDOVER_S, SWITCH
+from gpufleet.job.contract.aws import HANDOVER_S, OWN_TAGS, SWITCH
 from gpufleet.job.contract.bucket import FALLBACK
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.workdir import SPENT
 from gpufleet.job.node.means import SpentByNow
-from gpufleet.job.node.outside import MetadataService, Objects, aws, nodes_there, retry, say, tries
+from gpufleet.job.node.outside import MetadataService, Objects, aws, retry, say, spot_nodes, tries
 from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import Settings
 
@@ -78,30 +78,36 @@ class HandOver:
             if not retry(4, lambda: self._objects.put(file, FALLBACK)):
                 raise OSError(f"{FALLBACK} cannot be written: a node on spot would train as well")
             self.took_over = True
-        spot = next((found for _ in tries(4) if (found := self._others(own)) is not None), None)
-        if spot is None:
+        known = next((found for _ in tries(4) if (found := self._others(own)) is not None), None)
+        if known is None:
             raise OSError("S3 does not say which fleet is on spot: a node of it would train as well")
-        for fleet in spot:
+        tags = {key: self._metadata.get(f"meta-data/tags/instance/{key}") for key in OWN_TAGS}
+        run = {key: value for key, value in tags.items() if value}
+        if run.keys() != tags.keys():
+            raise OSError("the metadata service does not tell this node's tags, by which those on spot are found")
+        # AWS knows of nodes whose fleet the bucket no longer names: a destroy takes the name back first.
+        there = next((nodes for _ in tries(4) if (nodes := spot_nodes(run)) is not None), {})
+        for fleet in sorted({*known, *filter(None, there.values())}):
             delete_fleet(fleet)  # refused where it is deleted already: the nodes are what counts
-        left = self._wait(spot, HANDOVER_S)
+        left = self._wait(run, HANDOVER_S)
         if left:
             say(f"still there after {HANDOVER_S} s, and ended now: {' '.join(sorted(left))}")
             aws("ec2", "terminate-instances", "--instance-ids", *sorted(left), "--output", "text")
-            if self._wait(spot, GONE_S):
+            if self._wait(run, GONE_S):
                 raise OSError("a node on spot cannot be ended, and two would train")
 
-    def _wait(self, fleets: Sequence[str], seconds: float) -> set[str]:
-        """The nodes of these that are there still, after so long at most. Raises OSError where AWS never said."""
+    def _wait(self, run: Mapping[str, str], seconds: float) -> set[str]:
+        """The run's nodes on spot that are there still, after so long at most. Raises OSError where AWS never said."""
         until, left = self._clock() + seconds, None
-        while fleets:
-            told = nodes_there(*fleets)
-            left = left if told is None else told
-            if told == set() or self._clock() >= until:
+        while True:
+            told = spot_nodes(run)
+            left = left if told is None else set(told)
+            if told == {} or self._clock() >= until:
                 break
             time.sleep(5)
-        if fleets and left is None:
+        if left is None:
             raise OSError("AWS does not say whether a node on spot is there: two would train")
-        return left or set()
+        return left
 
     def watch(self, workdir: Path) -> None:
         """In a thread, until the end, on spot: moves the hour while the run trains."""

@@ -30,6 +30,7 @@ class SpentByNow:
     attempt: int = 1  # the number of this node's
     switch_at: float = 0.0  # when the run has to begin on demand; 0: no fallback
     switch_is_paid: bool = True  # the limits allow it
+    waits_since: float = 0.0  # when this node became the oldest of several that wait for others; 0: it is not
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> SpentByNow | None:
@@ -44,6 +45,7 @@ class SpentByNow:
                 attempt=fields.take("attempt", reading.whole_number, 1),
                 switch_at=fields.take("switch_at", reading.number, 0.0),
                 switch_is_paid=fields.take("switch_is_paid", reading.flag, True),
+                waits_since=fields.take("waits_since", reading.number, 0.0),
             )
         except DoubtError:
             return None

@@ -20,6 +20,7 @@ from typing import Any
 from gpufleet.job import atomic
 from gpufleet.job.contract import terms
 from gpufleet.job.contract.aws import SILENCE
+from gpufleet.job.contract.gathering import TOLD_S
 from gpufleet.job.contract.reading import Fields
 from gpufleet.job.contract.workdir import ALARM, RUN, SPENT
 from gpufleet.job.node.container import secret
@@ -33,6 +34,7 @@ SEND_S, WAIT_S = 30, 20
 MOST_SHARE = Decimal("0.8")  # of a limit: then somebody is told
 TOLD_MOST = "told/most-of-the-cap"  # object of the run: a later node does not say it again
 TOLD_ALARM = "told/alarm-"  # and the kind
+TOLD_WAITS = "told/waits-"  # and since when
 
 
 class Notices:
@@ -119,7 +121,10 @@ class Notices:
                 self._moved_at = self._clock()
             if began:
                 self._send("it trains" if spent.attempt == 1 else f"it trains on, node {spent.attempt} of the run")
-        leads = self._nodes == 1 or spent.trained_at > 0  # of several nodes one speaks
+        if spent.waits_since and self._clock() - spent.waits_since >= TOLD_S:
+            waits = f"a node has waited for others for {(self._clock() - spent.waits_since) / 60:.0f} minutes, billed"
+            self._send_once(f"{TOLD_WAITS}{spent.waits_since:.0f}", waits)
+        leads = self._nodes == 1 or spent.trained_at > 0 or spent.waits_since > 0  # of several nodes one speaks
         if leads and (share := self._most(spent)) is not None:
             self._send_once(TOLD_MOST, share)
 
@@ -139,6 +144,12 @@ class Notices:
         shares = {"max_usd": spent.usd / limits.max_usd, "max_hours": spent.seconds / 3600 / limits.max_hours}
         name = max(shares, key=lambda each: shares[each])
         return f"{shares[name]:.0%} of {name} is used up" if shares[name] >= MOST_SHARE else None
+
+    @property
+    def speaks_while_it_waits(self) -> bool:
+        """Whether this node is the one that tells people, of several that wait."""
+        spent = self._spent()
+        return spent is not None and spent.waits_since > 0
 
     def _figures(self) -> str:
         spent, limits = self._spent(), self._limits

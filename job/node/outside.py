@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -164,6 +164,23 @@ def nodes_there(*fleets: str) -> set[str] | None:
         ),
     )
     return None if told is None else set(told.split()) - {"None"}
+
+
+def spot_nodes(tags: Mapping[str, str]) -> dict[str, str] | None:
+    """The nodes on spot with these tags that have not ended, each with its fleet (empty: of none); None where AWS does
+    not say.
+    """
+    named = [f"Name=tag:{key},Values={value}" for key, value in tags.items()]
+    fleet = f"Tags[?Key=='{FLEET_TAG}']|[0].Value"
+    told = aws(
+        *("ec2", "describe-instances", "--output", "text"),
+        *("--query", f"Reservations[].Instances[] | [?InstanceLifecycle=='spot'].[InstanceId,{fleet}]"),
+        *("--filters", *named, f"Name=instance-state-name,Values={','.join(THERE)}"),
+    )
+    if told is None:
+        return None
+    rows = [(*line.split(), "", "")[:2] for line in told.splitlines() if line.split()]
+    return {name: fleet if fleet.startswith("fleet-") else "" for name, fleet in rows if name != "None"}
 
 
 class MetadataService:

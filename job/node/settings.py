@@ -73,6 +73,7 @@ class InstanceIdentity:
     zone: str
     launched_at: str  # UTC, whole seconds, Z
     uptime: float = 0.0  # the machine's, when this was read
+    account: str = ""
 
     @property
     def launched(self) -> float:
@@ -89,4 +90,5 @@ class InstanceIdentity:
             zone=told["availabilityZone"],
             launched_at=told["pendingTime"],
             uptime=uptime(),
+            account=str(told.get("accountId", "")),
         )

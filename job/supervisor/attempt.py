@@ -348,6 +348,11 @@ class Supervisor:
             return ""
         return self.world.sampler.lost()
 
+    @property
+    def waits_since(self) -> float:
+        """When this node became the oldest of several that wait for others; 0: it is not."""
+        return 0.0
+
     def _tell_spent(self, now: float) -> None:
         self._spent_at, spent = now, self.meter.spent(now)
         usd, seconds = str(spent.usd), str(spent.seconds)
@@ -375,6 +380,7 @@ class Supervisor:
                 trained_at=trained_at,
                 switch_at=found.at,
                 switch_is_paid=found.is_paid,
+                waits_since=self.waits_since,
             )
         )
 

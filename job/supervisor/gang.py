@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration, Presence
 
 BEAT_S = 5.0  # between two writings of a presence
-LOST_S = 45.0  # without one a node is lost
+LOST_S = 45.0  # without one, and without a step of the ranks, a node is lost
+SILENT_S = 600.0  # and whatever the ranks do
+SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5  # times the others' steps; and of how many at once
 STEADY_S = 15.0  # of looks that succeeded, before one is: after an outage of the store all presences are old
 FENCE_S = 60.0  # a member that has reached no store and done no step for so long ends its trainer
 PROPOSE_S = 30.0  # for the oldest to propose; then anybody does
@@ -55,6 +58,7 @@ class View:
     others: Mapping[str, Sight] = field(default_factory=dict)
     newest: GangGeneration | None = None
     is_over: bool = False  # done.json is there
+    let_go: int | None = None  # how often those that waited since the newest generation have let go; None: not seen yet
     steady_s: float = 0.0
     age_s: float = 0.0
 
@@ -80,6 +84,11 @@ class Propose:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LetAllGo:
+    """Say that those that wait leave, so that AWS is asked for all nodes later."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Leave:
     """End this attempt."""
 
@@ -94,15 +103,23 @@ class Wait:
     why: str
 
 
-Action = Join | Propose | Leave | Wait
+Action = Join | Propose | LetAllGo | Leave | Wait
 
 
 def next_of(
-    view: View, nodes: int, *, ready_s: float, spare_s: float, lacking_s: float, origin: CheckpointPlace | None
+    view: View,
+    nodes: int,
+    *,
+    ready_s: float,
+    spare_s: float,
+    lacking_s: float,
+    gather_s: float,
+    origin: CheckpointPlace | None,
 ) -> Action:
     """What a node does that trains in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`:
     for how long the others have trained without this one; `lacking_s`: for how long a block's nodes have been too few;
-    `origin`: the checkpoint that the next generation begins from.
+    `gather_s`: how long the oldest may go on waiting for missing nodes; `origin`: the checkpoint that the next
+    generation begins from.
     """
     own, newest = view.own, view.newest
     if newest is not None and newest.number > own.generation and own.instance in newest.members:
@@ -120,6 +137,8 @@ def next_of(
         if lacking_s >= BLOCK_S:
             why = f"{len(ready)} of {nodes} nodes for {lacking_s:.0f} s, and a block's fleet replaces none"
             return Leave(code=AttemptExit.CRASHED, why=why)
+        if gather_s <= 0 and view.let_go is not None and acts(view):
+            return LetAllGo()
         return Wait(why=f"{len(ready)} of {nodes} nodes are ready")
     members = ready[:nodes]
     if own.instance == members[0].instance or (own in members and ready_s >= PROPOSE_S):
@@ -163,7 +182,11 @@ def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> 
     return known or every
 
 
-def _proposal(members: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
+def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
+    """The oldest leads, or the node on which rank 0 was last: a launcher that gives out ranks by host names puts it
+    there again.
+    """
+    members = sorted(ready, key=lambda each: -each.first_in)
     made = GangGeneration(
         number=newest.number + 1 if newest else 1,
         members=tuple(each.instance for each in members),
@@ -183,7 +206,8 @@ def _proposal(members: list[Presence], newest: GangGeneration | None, origin: Ch
 
 def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping: bool = False) -> str | None:
     """Why a member must end its trainer; None: it trains on. `idle_s`: since this node's ranks did a step, or began.
-    `stopping`: they have been asked to end, and one that follows need not end well while the leader's save.
+    `stopping`: they have been asked to end, or have done all steps, and one that follows need not end well while the
+    leader's save.
     """
     if view.age_s >= FENCE_S:
         return f"no store and no step for {min(view.age_s, idle_s):.0f} s" if idle_s >= FENCE_S else None
@@ -191,13 +215,17 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
         return f"generation {view.newest.number} has taken over"
     if view.is_over:
         return "the run is over"
+    for name, each in view.alive.items():
+        if each.first_in == generation.number and name != generation.leader:
+            return f"rank 0, which saves and prints, is on {name}: that one leads the next generation"
     for name in generation.members:
         if name == view.own.instance:
             continue
         seen = view.others.get(name)
         if seen is not None and seen.presence.state == "gone":
             return f"{name} has left"
-        if seen is None or not seen.is_there:
+        # All ranks take part in every step: one that this node's ranks do tells of them all.
+        if seen is None or (not seen.is_there and (idle_s > LOST_S or seen.age_s > SILENT_S)):
             if view.steady_s >= STEADY_S:
                 return f"{name} is lost"
         elif (
@@ -207,6 +235,19 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
         ):
             return f"{name}'s trainer ended with {seen.presence.ended}"
     return None
+
+
+def why_slow(view: View, generation: GangGeneration) -> str:
+    """In which way this node keeps the others waiting; empty: in none that shows."""
+    own = view.own
+    others = [view.others[name].presence for name in generation.members if name in view.others]
+    if own.look_s > SLOW_LOOK_S:
+        return f"its looks at S3 have taken {own.look_s:.0f} s and more, {SLOW_LOOKS} times in a row"
+    known = [each.own_s for each in others if each.generation == generation.number and each.own_s]
+    if own.own_s and known and own.own_s >= SLOW * median(known):
+        times = own.own_s / median(known)
+        return f"its last {SLOW_STEPS} steps took {times:.1f} times as long as the other nodes' before they exchange"
+    return ""
 
 
 def notice_in_s(view: View, generation: GangGeneration) -> float | None:

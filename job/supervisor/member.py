@@ -5,11 +5,14 @@ machine and the others, and nothing else. See docs/interruptions.md; who decides
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from statistics import median
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
@@ -18,7 +21,18 @@ from gpufleet.job.contract.attempt import Exit, Node
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration
-from gpufleet.job.contract.messages import Accept, Fatal, LeaderSaved, Preflight, Stop, UsedRung
+from gpufleet.job.contract.gathering import LET_GO, pause_s, wait_s
+from gpufleet.job.contract.messages import (
+    Accept,
+    Alarm,
+    AskAgain,
+    Fatal,
+    LeaderSaved,
+    Observed,
+    Preflight,
+    Stop,
+    UsedRung,
+)
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import (
@@ -27,6 +41,7 @@ from gpufleet.job.contract.workdir import (
     LEFT,
     LOG,
     METRICS,
+    OBSERVED,
     PREFLIGHT,
     RUNG,
     STEPPED,
@@ -69,7 +84,12 @@ class GangMember(Supervisor):
         self._spare_since: float | None = None
         self._ready_since: float | None = None
         self._lacking_since: float | None = None
+        self._gathers_since = 0.0  # that it has been ready, and trains in no generation
+        self._let_go: tuple[int, int] | None = None  # the newest generation, and how often was let go, as first seen
         self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when it was seen
+        self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)  # of the last of them, before they need the others
+        self._was_silent = False  # a member whose ranks go on
+        self._is_slow = False  # this node, and has said so
 
     def run(self) -> int:
         """As a single node's."""
@@ -126,6 +146,7 @@ class GangMember(Supervisor):
         LimitReachedError, StoreError.
         """
         self.watch.tell(state="ready")
+        self._gathers_since = self.clock()
         if self.pulse.leads:
             with suppress(StoreError, OSError):  # what it has printed since its last heartbeat
                 self.store.put_bytes(self.world.log.path.read_bytes(), LOG)
@@ -134,6 +155,9 @@ class GangMember(Supervisor):
             view = self.watch.view
             if view.is_over:
                 self._over = self._read_done()
+                return None
+            if self._has_let_go(view):
+                self._left = gang.Leave(code=AttemptExit.INTERRUPTED, why=LET_GO)
                 return None
             self._check()
             self._tell_now_and_then()
@@ -150,10 +174,31 @@ class GangMember(Supervisor):
                     informed = self._next(view, self._newest_published())
                     if isinstance(informed, gang.Propose):
                         self.watch.propose(informed.generation)
+            elif isinstance(action, gang.LetAllGo):
+                self.say(f"others have been missing for {self.clock() - self._gathers_since:.0f} s: all let go")
+                self.watch.let_go()
             elif action.why != self._waits_for:
                 self._waits_for = action.why
                 self.say(f"waits: {action.why}")
             self.world.sleep(TICK_S)
+
+    def _has_let_go(self, view: gang.View) -> bool:
+        """Whether the oldest of those that wait has said, since this node waits too, that all of them leave."""
+        if view.let_go is None:
+            return False
+        seen = (view.newest.number if view.newest else 0, view.let_go)
+        if self._let_go is None or self._let_go[0] != seen[0]:
+            self._let_go = seen
+        if seen == self._let_go:
+            return False
+        AskAgain(name=f"{seen[0]}-{seen[1]}", pause_s=pause_s(seen[1])).write(self.workdir)
+        return True
+
+    @property
+    def waits_since(self) -> float:
+        view = self.watch.view
+        waits = self.generation is None and view.own.state == "ready" and gang.acts(view)
+        return self._gathers_since if waits else 0.0
 
     def _next(self, view: gang.View, origin: CheckpointPlace | None = None) -> gang.Action:
         """`origin`: the newest published checkpoint, which a proposal has to know."""
@@ -164,12 +209,14 @@ class GangMember(Supervisor):
         self._lacking_since = (self._lacking_since or now) if lacking else None
         spare = bool(gang.busy_nodes(view)) and view.newest is not None and view.own.instance not in view.newest.members
         self._spare_since = (self._spare_since or now) if spare else None
+        may_wait_s = math.inf if self.run_file.gather_s is None else wait_s(self.run_file.gather_s, view.let_go or 0)
         return gang.next_of(
             view,
             nodes,
             ready_s=now - (self._ready_since or now),
             spare_s=now - (self._spare_since or now),
             lacking_s=now - (self._lacking_since or now),
+            gather_s=may_wait_s - (now - self._gathers_since),
             origin=origin,
         )
 
@@ -247,27 +294,40 @@ class GangMember(Supervisor):
     def _forget(self) -> None:
         """What an earlier generation left says nothing of this one."""
         self.cause, self.killed, self._kill_at = None, "", None
+        self._own_s.clear()
         self.uploader.calm()
-        for name in (STOP, RUNG, LEFT, STEPPED, LEADER_SAVED):
+        for name in (STOP, RUNG, LEFT, STEPPED, LEADER_SAVED, OBSERVED):
             with suppress(OSError):
                 (self.workdir / name).unlink(missing_ok=True)
 
     def _why_over(self, generation: GangGeneration) -> str | None:
         stopping = self.cause is not None or (self.workdir / STOP).exists()
+        stopping |= self._has_done_all  # the leader's ranks save for the last time
         return gang.why_over(self.watch.view, generation, idle_s=self._idle_s(), stopping=stopping)
+
+    @property
+    def _has_done_all(self) -> bool:
+        """No step is left to do."""
+        return self.forecast.done_share(self.progress.step) >= 1
 
     def _idle_s(self) -> float:
         """Since a rank of this node did a step, or began."""
         with suppress(OSError, ValueError):  # none yet, or just being written
-            step = int((self.workdir / STEPPED).read_text())
-            if step != self._stepped[0]:
-                self._stepped = step, self.clock()
+            step, own_s = (*(self.workdir / STEPPED).read_text().split(), "0")[:2]
+            if int(step) != self._stepped[0]:
+                self._stepped = int(step), self.clock()
+                self._own_s.append(float(own_s))
+                if int(step) % gang.SLOW_STEPS == 0 and len(self._own_s) == gang.SLOW_STEPS:
+                    self.watch.tell(own_s=round(median(self._own_s), 4))
         return self.clock() - max(self._stepped[1], self.progress.grew_at)
 
     def _tick(self) -> None:
         """A follower publishes nothing but its part, and judges no progress: it has no metrics."""
         if (leaving := self._leaving()) is not None:
             self.watch.tell(notice=leaving.deadline)
+        if (seen := Observed.read(self.workdir)) is not None and seen.has_first:
+            self.watch.tell(first_in=self.fence.generation)
+        self._tell_slow()
         if self._leaves_parts:
             self._tell_saved()
         if self.leads:
@@ -285,6 +345,22 @@ class GangMember(Supervisor):
         self._end_if_lost()
         if self._leader_stops() and not (self.workdir / STOP).exists():
             self._tell(Stop(reason="the run stops here", save=True))  # a trainer's ranks are told by rank 0
+
+    def _tell_slow(self) -> None:
+        """That this node keeps the others waiting: for its record, and so for status, receipt and people. A member that
+        is silent while the ranks go on costs a word.
+        """
+        assert self.generation is not None
+        view = self.watch.view
+        if (why := gang.why_slow(view, self.generation)) and not self._is_slow:
+            self._is_slow = True
+            self.say(f"warning: {why}")
+            with suppress(OSError):
+                Alarm(kind="slow", text=f"{self.node.instance} is slow: {why}").write(self.workdir)
+        silent = [name for name, each in view.others.items() if name in self.generation.members and not each.is_there]
+        if silent and not self._was_silent:
+            self.say(f"nothing is heard of {', '.join(silent)} for {gang.LOST_S:.0f} s; the ranks' steps decide")
+        self._was_silent = bool(silent)
 
     def _tell_now_and_then(self) -> None:
         """For the node's timer, which stands still without."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.contract.reading import DoubtError
-from gpufleet.job.supervisor.gang import BEAT_S, Sight, View
+from gpufleet.job.supervisor.gang import BEAT_S, SLOW_LOOKS, Sight, View
 from gpufleet.job.supervisor.store import ABSENT, ANY, Entry, Store, StoreError, SupersededError, create
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class Lookout:
         self._lock, self._looking = threading.Lock(), threading.Lock()
         self.changed = threading.Event()  # there is news of this node, which must not wait for the next beat
         self._complaint, self._has_left = "", False
+        self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # seconds of the last looks
 
     def tell(self, **news: Any) -> None:
         """Changes what this node says of itself: at once to `view`, to the others with the next look."""
@@ -80,6 +82,9 @@ class Lookout:
                 self._steady_since = self._clock()
             self._complaint = ""
             self._seen, self._reached_at = seen, self._clock()
+            self._took.append(self._reached_at - began)
+            with self._lock:  # told with the next look
+                self._own = replace(self._own, look_s=round(min(self._took)) if len(self._took) == SLOW_LOOKS else 0.0)
 
     def propose(self, generation: GangGeneration) -> None:
         """Creates its object, where nobody else has. Read with the next look. Never raises."""
@@ -88,6 +93,15 @@ class Lookout:
             create(self._store, content, bucket.generation_key(generation.number))
         except StoreError as error:
             self._say(f"generation {generation.number} is not proposed: {error}")
+        self.look()
+
+    def let_go(self) -> None:
+        """Says that those that wait leave, where nobody else has said it. Read with the next look. Never raises."""
+        number, count = self._seen.newest.number if self._seen.newest else 0, (self._seen.let_go or 0) + 1
+        try:
+            create(self._store, json.dumps({"by": self._own.instance}).encode(), bucket.let_go_key(number, count))
+        except StoreError as error:
+            self._say(f"the others cannot be told to let go: {error}")
         self.look()
 
     def _send(self, own: Presence) -> None:
@@ -106,7 +120,10 @@ class Lookout:
                 if told is not None and told.instance == named[1]:
                     others[named[1]] = Sight(presence=told, age_s=now - entry.at)
         numbers = (int(found[1]) for key in entries if (found := bucket.GENERATION_KEY.fullmatch(key)))
-        return View(own=own, others=others, newest=self._newest(numbers, entries), is_over=is_over)
+        newest = self._newest(numbers, entries)
+        since, said = newest.number if newest else 0, map(bucket.LET_GO_KEY.fullmatch, entries)
+        counts = [int(each[2]) for each in said if each is not None and int(each[1]) == since]
+        return View(own=own, others=others, newest=newest, is_over=is_over, let_go=max(counts, default=0))
 
     def _newest(self, numbers: Iterable[int], entries: dict[str, Entry]) -> GangGeneration | None:
         number = max(numbers, default=None)

@@ -37,6 +37,7 @@ ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"
 TRAINS = "-job"  # ends the name of the container that trains: job/node/jobs.py
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
+NAMED = "PET_LOCAL_ADDR"  # by which torchrun calls a machine: the host's name is that of all nodes here
 LOG_LINES = 50_000  # that wait to be sent, at most
 
 
@@ -47,7 +48,8 @@ def main(words: list[str]) -> int:
         if command != "run":
             os.execv(DOCKER, [DOCKER, *words])
         options = _run_options().parse_args(rest)
-        return _printed([DOCKER, "run", *_without_awslogs(rest, options)], options)
+        own = ["-e", NAMED] if options.network == "host" else []
+        return _printed([DOCKER, "run", *own, *_without_awslogs(rest, options)], options)
     commands = {"run": run, "pull": pull, "stop": stop, "inspect": inspect, "rm": remove}
     if command not in commands:
         print(f"docker: '{command}' is not stood in for in a rehearsal", file=sys.stderr)
@@ -84,7 +86,7 @@ def run(words: list[str]) -> int:
         "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # by which the runner finds what it must kill
         **({} if trains else {name: os.environ[name] for name in os.environ if name.startswith(SECRET)}),
         **({processes.FIRST_PROCESS: str(_first_process(watched))} if watched else {}),
-        **_environment(options.env, mounts),
+        **_environment([*options.env, *([NAMED] if options.network == "host" else [])], mounts),
     }
     argv = [_to_host_path(word, mounts) for word in options.command]
     if trains:

@@ -28,6 +28,7 @@ from waiting import wait_for
 from gpufleet import job
 from gpufleet.infra.inputs import archive
 from gpufleet.infra.program.boot import user_data
+from gpufleet.job.contract.aws import OWN_TAGS
 from gpufleet.job.contract.bucket import fleet_key
 from gpufleet.job.contract.reading import iso
 
@@ -35,7 +36,7 @@ JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
 CONTRACT = (
     *("__init__", "attempt", "aws", "bucket", "codes", "cost"),
-    *("done", "environment", "lives", "reading", "terms", "workdir"),
+    *("done", "environment", "gathering", "lives", "reading", "terms", "workdir"),
 )
 # What the node imports, all of it written for Python 3.9 (per-file-target-version in pyproject.toml).
 CODE = [
@@ -109,6 +110,7 @@ case "$1 $2" in
     fails scheduler && exit 254
     cp "${4#file://}" "$WORLD/moved" && cat "$WORLD/moved" >>"$WORLD/moves" && echo >>"$WORLD/moves" ;;
   "sns publish") fails sns && exit 254; printf '%s\n' "$8" "${10}" >>"$WORLD/told" ;;
+  "stepfunctions start-execution") fails states && exit 254; echo "${10}" >"$WORLD/asked" ;;
   "ssm get-parameter" | "secretsmanager get-secret-value") cat "$WORLD/secret" 2>/dev/null || echo "me:secret of $4" ;;
   "ecr get-authorization-token") fails ecr && exit 254; echo "token of ${4}" ;;
   *) exit 252 ;;
@@ -234,9 +236,11 @@ class StubNode:
         self.parameters: dict[str, Any] = {}
         self.limits: dict[str, Any] = {"max_usd": "1000", "max_hours": "100", "expires": EXPIRES}
         self.launched(minutes_ago=90)
-        self.nodes, self.capacity = 1, "spot"
+        self.nodes, self.efa, self.capacity = 1, 0, "spot"
         self.hourly_usd: dict[str, str] = {}
         self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
+        for key, value in zip(OWN_TAGS, ("tinystories-growth", "r1", "you"), strict=True):
+            self.imds(f"meta-data/tags/instance/{key}", value)
         self.put(fleet_key(FLEET), "known")
         (self.world / "calls").touch()
         (self.world / "schedule").write_text(json.dumps(DECLARED))
@@ -245,6 +249,7 @@ class StubNode:
     def launched(self, *, minutes_ago: float) -> None:
         self.launched_at = float(int(time.time() - 60 * minutes_ago))  # as AWS tells it, in whole seconds
         document = {
+            "accountId": "111122223333",
             "instanceId": INSTANCE,
             "instanceType": "g5.2xlarge",
             "availabilityZone": "us-east-2a",
@@ -306,9 +311,9 @@ class StubNode:
         lived = time.time() - self.began_at
         return pytest.approx(self.began_at + lived / 2 + seconds, abs=lived / 2 + 1)
 
-    def earlier_boots(self, count: int, *, manifest: str | None = None, notice: bool = False) -> None:
+    def earlier_boots(self, count: int, *, manifest: str | None = None, notice: bool = False, reason: str = "") -> None:
         for number in range(count):
-            exit_ = {"code": 75 if notice else 1, "reason": "", "notice": notice, "at": ""}
+            exit_ = {"code": 75 if notice else 1, "reason": reason, "notice": notice, "at": ""}
             attempt = {"booted_at": f"2026-11-21T1{number}:00:00Z", "manifest_at_boot": manifest, "exit": exit_}
             self.put(f"attempts/i-{number}.json", attempt)
 
@@ -324,7 +329,13 @@ class StubNode:
                 "limits": self.limits,
                 "capacity": self.capacity,
                 **({"nodes": self.nodes} if self.nodes > 1 else {}),
-                "rates": {"g5.2xlarge": {"on_demand": "1.20", "spot": {"us-east-2a": "0.40"}}},
+                "rates": {
+                    "g5.2xlarge": {
+                        "on_demand": "1.20",
+                        "spot": {"us-east-2a": "0.40"},
+                        **({"efa": self.efa} if self.efa else {}),
+                    }
+                },
                 "extras": {"hourly_usd": self.hourly_usd, "fixed_usd": "0"},
             }
         )

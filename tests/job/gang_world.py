@@ -31,7 +31,7 @@ from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.commit import Manifest
 from gpufleet.job.contract.gang import Presence
-from gpufleet.job.contract.messages import LeaderSaved
+from gpufleet.job.contract.messages import AskAgain, LeaderSaved, Observed
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import config_digest, load
 from gpufleet.job.kind import Checkpoint
@@ -311,6 +311,9 @@ class GangTrainer:
         self.stepped_at = machine.town.now
         self.output_at = machine.clock()
         self.fails: int | None = None
+        self.ends_at: float | None = None  # a leader that saves for the last time
+        if machine.town.first_rank_on == machine.name:
+            Observed(has_first=True).write(machine.workdir)
 
     def _read(self) -> tuple[int, int]:
         """The step to go on from, and the generation that saved it. Where each node left a part, they are all here."""
@@ -339,6 +342,9 @@ class GangTrainer:
         if self.fails is not None:
             self.code, self.fails = self.fails, None
         is_done = not self.parts or self._commit_part()
+        if self.ends_at is not None:
+            self.code = 0 if self.machine.town.now >= self.ends_at else None
+            return self.code
         if self.code is not None and is_done:
             return self.code
         if self.is_stuck or self.place.rank:
@@ -358,7 +364,7 @@ class GangTrainer:
             self.output_at = self.machine.clock()
             town.steps.append((self.place.number, self.step))
             for each in self.group.values():
-                (each.machine.workdir / "stepped").write_text(str(self.step))
+                (each.machine.workdir / "stepped").write_text(f"{self.step} {each.machine.own_s}")
             with (workdir / "metrics.jsonl").open("a") as file:
                 seen = {"ts": town.now, "step": self.step, "phase": "dense", "loss": 1.0, "tok_s": 1.0, "step_ms": 2e3}
                 file.write(json.dumps(seen) + "\n")
@@ -395,7 +401,9 @@ class GangTrainer:
             for name in ("a.bin", "b.bin"):
                 (self.machine.workdir / "final" / name).write_bytes(weights(self.step, self.place.number))
         for each in self.group.values():
-            each.code = code
+            each.code = self.machine.town.follower_code if code == 0 and each.place.rank else code
+        if code == 0 and self.machine.town.end_s:
+            self.code, self.ends_at = None, self.machine.town.now + self.machine.town.end_s
 
     def kill(self) -> None:
         since = max(each.stepped_at for each in self.group.values())
@@ -419,9 +427,13 @@ def commit(machine: TownNode, step: int, place: Rendezvous, reason: str) -> None
 
 
 class TownMember(GangMember):
-    """Its locks are the town's."""
+    """Its locks are the town's, and so is the last step."""
 
     machine: TownNode
+
+    @property
+    def _has_done_all(self) -> bool:
+        return self.progress.step >= self.machine.town.last
 
     def _register(self) -> None:
         super()._register()
@@ -437,6 +449,7 @@ class TownNode:
         self.launched_at = town.now
         self.is_dead = self.is_killed = self.is_cut = False
         self.slow = 1.0  # each call of the store takes so many times its usual time
+        self.own_s = 1.0  # of a step, before this node's ranks need the others
         self.stopped_until = 0.0  # SIGSTOP
         self.at_calls: list[AtCall] = []
         self.metadata = FakeMetadata()
@@ -539,7 +552,9 @@ class Town:
         self.folder, self.nodes, self.last, self.saves_every, self.parts = folder, nodes, last, saves_every, parts
         config = replace(runs.TINY, checkpoint=Checkpoint(interval_s=300, heartbeat_s=60))
         self.tree = runs.with_files(
-            runs.tree(config, nodes=nodes, **changes), folder, {"dataset.json": b'{"schema": 1, "files": []}'}
+            runs.tree(config, nodes=nodes, **{"gather_s": 900.0, **changes}),
+            folder,
+            {"dataset.json": b'{"schema": 1, "files": []}'},
         )
         self.tree["inputs"]["dataset"]["uri"] = str(folder / "inputs" / self.tree["inputs"]["dataset"]["sha256"])
         if parts:
@@ -557,7 +572,12 @@ class Town:
         self.wrong: list[str] = []  # ranks that began from a checkpoint that was none, or from different ones
         self.machines: list[TownNode] = []
         self.boot_s: float | None = 60.0
+        self.end_s, self.follower_code = 0.0, 0  # of the leader after the last step, and how followers end then
+        self.first_rank_on = ""  # a node on which a launcher puts rank 0, whichever leads
         self.was_cut = False  # a node from the store
+        self.comes: list[int] = []  # how many nodes AWS has each time that all are asked for; then it has all
+        self.awaited = 0  # times that all are asked for after a pause
+        self.asked = dict[str, float]()  # when those that waited let go, and all nodes were asked for later, by name
         self.back = threading.Event()
         self._numbers, self._order = itertools.count(1), itertools.count()
         self._queue: list[tuple[float, int, int, TownThread | Callable[[], None]]] = []
@@ -601,11 +621,21 @@ class Town:
 
     def ended(self, machine: TownNode) -> None:
         """Called by a node's thread, last."""
-        if self.boot_s is not None and not self.is_over:
+        if (again := AskAgain.read(machine.workdir)) is not None:
+            if again.name not in self.asked:
+                self.asked[again.name] = self.now
+                self.awaited += 1
+                self._push(self.now + again.pause_s, self._replace_all)
+        elif self.boot_s is not None and not self.is_over:
             self._push(self.now + self.boot_s, self._replace)
 
     def _push(self, at: float, what: TownThread | Callable[[], None], ticket: int = 0) -> None:
         heapq.heappush(self._queue, (at, next(self._order), ticket, what))
+
+    def _replace_all(self) -> None:
+        self.awaited -= 1
+        for _ in range(self.comes.pop(0) if self.comes else self.nodes):
+            self._replace()
 
     def _replace(self) -> None:
         if not self.is_over:
@@ -625,7 +655,7 @@ class Town:
             mock.patch.object(publish, "ThreadPoolExecutor", OneByOne),
             mock.patch.object(staging, "ThreadPoolExecutor", OneByOne),
         ):
-            while self._queue and not (self._is_quiet and (self.is_over or self.boot_s is None)):
+            while self._queue and not (self._is_quiet and (self.is_over or (self.boot_s is None and not self.awaited))):
                 at, _, ticket, what = heapq.heappop(self._queue)
                 if at > START + limit_s:
                     break

@@ -12,7 +12,7 @@ from typing import Any
 import forked
 import pytest
 from botocore.exceptions import ClientError
-from declared import as_node, living
+from declared import as_node, describe, fleet, living, template
 from engine_world import STACK, pinned, project
 
 from gpufleet.infra.account import iam_policy
@@ -20,12 +20,14 @@ from gpufleet.infra.account.iam_policy import AccessRequest
 from gpufleet.infra.program.resources import fallback, stop
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.bucket import FLEETS
+from gpufleet.rehearsal import account
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess
 from gpufleet.rehearsal.schedules import moment
 
 HOURS = 6.0
+ON_DEMAND = {"TotalTargetCapacity": 0, "DefaultTargetCapacityType": "on-demand"}
 
 
 @dataclass
@@ -157,8 +159,8 @@ def test_the_role_of_the_schedule_may_not_change_a_fleet_and_that_of_the_machine
         policies = iam.list_role_policies(RoleName=role)["PolicyNames"]
         documents = [iam.get_role_policy(RoleName=role, PolicyName=each)["PolicyDocument"] for each in policies]
         statements = [statement for each in documents for statement in each["Statement"]]
-        for part, fleet in run.fleets().items():
-            arn = f"arn:aws:ec2:us-east-2:{run.cloud.account}:fleet/{fleet['FleetId']}"
+        for part, each in run.fleets().items():
+            arn = f"arn:aws:ec2:us-east-2:{run.cloud.account}:fleet/{each['FleetId']}"
             answer = iam_policy.allowed(statements, AccessRequest(action="ec2:ModifyFleet", resource=arn))
             assert bool(answer) == (may and part == "on-demand")
 
@@ -203,6 +205,46 @@ def test_the_fallback_is_begun_at_its_hour_and_twice_is_once(run: FallbackRun) -
     run.passes(0.05)
     assert run.refused[before:] == ["", ""]
     assert run.wanted() == (1, 1)
+
+
+@pytest.mark.parametrize("with_topic", [True, False])
+def test_a_switch_that_cannot_be_made_is_told_once_after_42_minutes_and_tried_on(
+    tmp_path: Path, with_topic: bool
+) -> None:
+    clock = ManualClock()
+    with Cloud(tmp_path, clock=clock) as cloud:
+        iam, states, sns = cloud.client("iam"), cloud.client("stepfunctions"), cloud.client("sns")
+        topic = sns.create_topic(Name="t")["TopicArn"] if with_topic else ""
+        other = fleet(cloud, template(cloud), TargetCapacitySpecification=ON_DEMAND)
+        group = f"arn:aws:scheduler:{cloud.region}:{cloud.account}:schedule-group/g"
+        iam.create_role(RoleName="switch", AssumeRolePolicyDocument=json.dumps(fallback.trust(group)))
+
+        def may(fleet: str) -> None:
+            rights = fallback.may_modify(f"arn:aws:ec2:{cloud.region}:{cloud.account}:fleet/{fleet}", topic)
+            iam.put_role_policy(RoleName="switch", PolicyName="rights", PolicyDocument=json.dumps(rights))
+
+        def told_after(minutes: float) -> tuple[list[str], int]:
+            """Messages by now, and the nodes that the fleet is to have."""
+            clock.advance(60 * minutes)
+            cloud.tick()
+            capacity = describe(cloud, other)["TargetCapacitySpecification"]
+            return account.messages(cloud.account), capacity["TotalTargetCapacity"]
+
+        may("fleet-of-another")
+        machine = states.create_state_machine(
+            name="m",
+            definition=json.dumps(fallback.steps(other, topic, "gpufleet x, run r1")),
+            roleArn=f"arn:aws:iam::{cloud.account}:role/switch",
+        )
+        states.start_execution(stateMachineArn=machine["stateMachineArn"], input="{}")
+        said = ["gpufleet x, run r1: no node on demand"] * with_topic
+        assert told_after(0) == ([], 0)
+        assert told_after(42) == ([], 0)
+        assert told_after(1) == (said, 0)
+        assert [told_after(60) for _ in range(3)] == [(said, 0)] * 3
+        may(other)
+        told_after(60)
+        assert told_after(60) == (said, 1)
 
 
 def test_the_stop_schedule_ends_both_fleets_and_what_fires_after_that_does_nothing(run: FallbackRun) -> None:

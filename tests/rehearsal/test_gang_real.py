@@ -132,18 +132,45 @@ COMMAND = (
 )
 
 
-@pytest.mark.parametrize("saves", ["rank 0", "each rank"])
-def test_a_script_of_one_s_own_trains_on_two_nodes_of_which_one_is_noticed(saves: str, tmp_path: Path) -> None:
-    each: dict[str, Any] = {"each": ["ckpt-{step}.pt"]} if saves == "rank 0" else {"format": "dcp"}
-    parameters = command.parameters(
-        COMMAND + ("" if saves == "rank 0" else " --dcp"),
-        checkpoint={**each, "heartbeat_s": 1.0, "every": {"steps": 40}},
+C10D = COMMAND.replace("--node-rank {node_rank} ", "").replace(
+    "--master-addr {master} --master-port {port}",
+    "--rdzv-id {run} --rdzv-backend c10d --rdzv-endpoint {master}:{port}",
+)
+
+
+def parameters(command_line: str, **checkpoint: Any) -> dict[str, Any]:
+    return command.parameters(
+        command_line,
+        checkpoint={**checkpoint, "heartbeat_s": 1.0, "every": {"steps": 40}},
         resume={"args": "--resume={checkpoint}"},
         stop={"saves": "true", "grace_s": 8.0},
         work={"steps": STEPS},
         gpus=1,
     )
-    tree = tree_of("command", parameters, {}, phase="command")
+
+
+def test_ranks_in_the_order_of_addresses_are_served_wherever_rank_0_is(tmp_path: Path) -> None:
+    tree = tree_of("command", parameters(C10D, each=["ckpt-{step}.pt"]), {}, phase="command")
+    tree["inputs"]["dataset"] = None
+    with cloud_of_two(tmp_path, tree, job_image=IMAGE, programs=Path(sys.executable).parent) as run:
+        run.wait(lambda: trains(run, len(run.generations()) or 1, 50), "steps that somebody takes")
+        leader = run.generations()[-1]
+        run.cloud.interrupt(leader["members"][0])
+        run.wait(lambda: run.store.size(bucket.DONE) is not None, "the end of the run")
+        done, made = run.json(bucket.DONE), run.generations()
+        places = bucket.published(entry.key for entry in run.store.entries(bucket.CHECKPOINTS))
+    assert leader["addresses"] == ["127.0.0.10", "127.0.0.9"]  # which is their order as text
+    assert [each["addresses"] for each in made[-2:]] == [["127.0.0.9", "127.0.0.11"], ["127.0.0.11", "127.0.0.9"]]
+    assert made[-1]["step"] >= 50
+    assert (done["reason"], done["instance"]) == ("finished", made[-1]["members"][0])
+    assert places[-1].step == STEPS
+
+
+@pytest.mark.parametrize("saves", ["rank 0", "each rank"])
+def test_a_script_of_one_s_own_trains_on_two_nodes_of_which_one_is_noticed(saves: str, tmp_path: Path) -> None:
+    each: dict[str, Any] = {"each": ["ckpt-{step}.pt"]} if saves == "rank 0" else {"format": "dcp"}
+    told = parameters(COMMAND + ("" if saves == "rank 0" else " --dcp"), **each)
+    tree = tree_of("command", told, {}, phase="command")
     tree["inputs"]["dataset"] = None
     with cloud_of_two(tmp_path, tree, job_image=IMAGE, programs=Path(sys.executable).parent) as run:
         run.wait(lambda: trains(run, 1, 50), "steps of the first generation")

@@ -47,6 +47,7 @@ def run_config(
         inputs=inputs,
         image=definition.job.image if definition.job.parameters.code_may_change else None,
         nodes=definition.fleet.nodes,
+        gather_s=round(bill.chosen.exposure.gather_h * 3600, 1) if definition.fleet.lets_go else None,
     )
 
 
@@ -56,4 +57,5 @@ def _rates(definition: StackDefinition, bill: Bill) -> dict[str, Any]:
     for option in bill.types if fleet.nodes > 1 else ():
         if option.type in rates and option.instance.has_efa(fleet.cards):
             rates[option.type]["gbps"] = option.instance.between_nodes_gbps(fleet.cards)
+            rates[option.type]["efa"] = option.instance.efa_devices(fleet.cards)
     return rates

@@ -13,6 +13,7 @@ from gpufleet.infra.bill.fallback import switch_at
 from gpufleet.infra.program.plan import Plan
 from gpufleet.infra.program.resources.fallback import FallbackSwitch
 from gpufleet.infra.program.resources.fleet import FleetComponent
+from gpufleet.infra.program.resources.gather import GatherMachine
 from gpufleet.infra.program.resources.identity import Identity
 from gpufleet.infra.program.resources.network import GivenVpc, Network
 from gpufleet.infra.program.resources.notices import NoticesComponent
@@ -116,13 +117,21 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 stop=stop,
                 at=switch_at(priced, due, plan.now) if priced else due,
                 enabled=priced is None or priced.paid_from_start,
+                topic_arn=notices.topic.arn if notices else "",
                 permissions_boundary=around.permissions_boundary,
                 opts=options,
             ).ready
         launched = fleet.declare_fleet(switch)
         both = [launched, *([fleet.fallback] if fleet.fallback else [])]
         ends = stop.declare_for(both, verdict.run.valid_until)
-        fleet.declare_known(launched, [ends, *(notices.declare_for(both) if notices else [])])
+        known: list[pulumi.Resource] = [ends, *(notices.declare_for(both) if notices else [])]
+        if definition.fleet.lets_go:
+            boundary = around.permissions_boundary
+            again = GatherMachine(
+                f"{prefix}gather", definition, fleet=launched, stop=stop, permissions_boundary=boundary, opts=options
+            )
+            known.append(again.machine)
+        fleet.declare_known(launched, known)
     return DeclaredRun(
         bucket=storage.bucket.bucket,
         log_group=identity.log_group.name,

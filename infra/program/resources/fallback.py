@@ -2,7 +2,7 @@
 could not be kept otherwise. A node that trains moves its hour (job/node/switch.py), so it fires when none does.
 
 Whoever may move the hour may give the schedule any target that its role may do, and ModifyFleet has no condition on
-the number of nodes. So the role may only start a state machine, whose one step is written here: that fleet to 1
+the number of nodes. So the role may only start a state machine, whose steps are written here: that fleet to 1
 (docs/decisions/2026-11-26-fallback.md). A node that has been taken over gains nothing by it.
 """
 
@@ -20,7 +20,10 @@ from gpufleet.infra.program.resources.stop import FleetStop, one_time
 from gpufleet.infra.program.resources.tags import tags
 from gpufleet.job.contract.aws import SWITCH
 
-MODIFY_FLEET = "arn:aws:states:::aws-sdk:ec2:modifyFleet"  # an AWS SDK integration (Step Functions guide, 2026-11)
+# AWS SDK integrations (Step Functions guide, 2026-11)
+MODIFY_FLEET, PUBLISH = "arn:aws:states:::aws-sdk:ec2:modifyFleet", "arn:aws:states:::aws-sdk:sns:publish"
+AGAIN = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8, "BackoffRate": 2.0}  # 42 minutes
+PAUSE_S, LONGEST_S = 900, 7 * 86_400  # then, between two tries; and until it gives up
 
 
 class FallbackSwitch(pulumi.ComponentResource):
@@ -37,41 +40,37 @@ class FallbackSwitch(pulumi.ComponentResource):
         stop: FleetStop,
         at: datetime,
         enabled: bool,
+        topic_arn: pulumi.Input[str] = "",
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
         """`fleet`: on demand, at 0. `stop`: its group and role are the schedule's too. `at`: when to switch with
         nothing done. `enabled`: whether the limits pay for all of the work on demand; where not, a node enables it once
-        they pay for the rest.
+        they pay for the rest. `topic_arn`: where people are told; empty: nowhere.
         """
         super().__init__("gpufleet:infra:FallbackSwitch", name, None, opts)
-        child, labels = pulumi.ResourceOptions(parent=self), tags(definition)
-        role = aws.iam.Role(
-            f"gpufleet-{definition.name}-switch",
-            assume_role_policy=stop.group.arn.apply(lambda arn: json.dumps(trust(arn))),
-            description="begins a gpufleet run's fallback",
-            permissions_boundary=permissions_boundary or definition.account.permissions_boundary,
-            tags=labels,
-            opts=child,
-        )
-        may_switch = aws.iam.RolePolicy(
-            f"{name}-rights",
-            role=role.name,
-            policy=fleet.arn.apply(lambda arn: json.dumps(may_modify(arn))),
-            opts=child,
-        )
-        machine = aws.sfn.StateMachine(
-            f"gpufleet-{definition.name}",
-            role_arn=role.arn,
-            definition=fleet.id.apply(lambda each: json.dumps(steps(each))),
-            tags=labels,
-            opts=pulumi.ResourceOptions(parent=self, depends_on=[may_switch]),
+        machine = state_machine(
+            name,
+            definition,
+            role=f"gpufleet-{definition.name}-switch",
+            does="begins a gpufleet run's fallback",
+            named=None,
+            stop=stop,
+            fleet=fleet,
+            steps=pulumi.Output.all(fleet.id, topic_arn).apply(
+                lambda given: json.dumps(
+                    steps(given[0], given[1], f"gpufleet {definition.name}, run {definition.run.id}")
+                )
+            ),
+            topic_arn=topic_arn,
+            permissions_boundary=permissions_boundary,
+            parent=self,
         )
         may_start = aws.iam.RolePolicy(
             f"{name}-start",
             role=stop.role.name,
             policy=machine.arn.apply(lambda arn: json.dumps(may_begin(arn))),
-            opts=child,
+            opts=pulumi.ResourceOptions(parent=self),
         )
         schedule = one_time(
             f"{name}-schedule",
@@ -90,12 +89,77 @@ class FallbackSwitch(pulumi.ComponentResource):
         self.register_outputs({})
 
 
-def steps(fleet: str) -> dict[str, Any]:
-    """The state machine: one step, with nothing of its input in it."""
+def state_machine(
+    name: str,
+    definition: StackDefinition,
+    *,
+    role: str,
+    does: str,
+    named: pulumi.Input[str] | None,
+    stop: FleetStop,
+    fleet: aws.ec2.Fleet,
+    steps: pulumi.Input[str],
+    topic_arn: pulumi.Input[str] = "",
+    permissions_boundary: pulumi.Input[str] | None,
+    parent: pulumi.Resource,
+) -> aws.sfn.StateMachine:
+    """A machine of these steps, with a role that may change this fleet, and tell people at the topic. `named` None: by
+    a name of the engine's.
+    """
+    child, labels = pulumi.ResourceOptions(parent=parent), tags(definition)
+    own = aws.iam.Role(
+        role,
+        assume_role_policy=stop.group.arn.apply(lambda arn: json.dumps(trust(arn))),
+        description=does,
+        permissions_boundary=permissions_boundary or definition.account.permissions_boundary,
+        tags=labels,
+        opts=child,
+    )
+    may = aws.iam.RolePolicy(
+        f"{name}-rights",
+        role=own.name,
+        policy=pulumi.Output.all(fleet.arn, topic_arn).apply(lambda arns: json.dumps(may_modify(*arns))),
+        opts=child,
+    )
+    return aws.sfn.StateMachine(
+        f"gpufleet-{definition.name}",
+        name=named,
+        role_arn=own.arn,
+        definition=steps,
+        tags=labels,
+        opts=pulumi.ResourceOptions(parent=parent, depends_on=[may]),
+    )
+
+
+def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
+    """The state machine: that fleet to 1, with nothing of its input in it. AWS may refuse it for long, for capacity of
+    its own services or a right that is gone: people are told once, and it goes on trying until the run's fleets go.
+    """
     asked = {"FleetId": fleet, "TargetCapacitySpecification": {"TotalTargetCapacity": 1}}
-    again = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8, "BackoffRate": 2.0}
-    switch = {"Type": "Task", "Resource": MODIFY_FLEET, "Parameters": asked, "Retry": [again], "End": True}
-    return {"Comment": "a gpufleet run goes on on demand", "StartAt": "Switch", "States": {"Switch": switch}}
+    switch = {"Type": "Task", "Resource": MODIFY_FLEET, "Parameters": asked, "Retry": [AGAIN], "End": True}
+
+    def otherwise(next_state: str) -> dict[str, Any]:
+        return {"Catch": [{"ErrorEquals": ["States.ALL"], "Next": next_state}]}
+
+    words = (
+        f"{run}: on spot it would miss its deadline, and AWS has not let its fleet on demand begin for 42 minutes. It"
+        f" is asked every 15 minutes. Fleet {fleet}"
+    )
+    told = {"TopicArn": topic_arn, "Subject": f"{run}: no node on demand"[:100], "Message": words}
+    states = {
+        "Switch": {**switch, **otherwise("Tell" if topic_arn else "Pause")},
+        "Tell": {"Type": "Task", "Resource": PUBLISH, "Parameters": told, "Next": "Pause", **otherwise("Pause")},
+        "Pause": {"Type": "Wait", "Seconds": PAUSE_S, "Next": "Later"},
+        "Later": {**switch, **otherwise("Pause")},
+    }
+    if not topic_arn:
+        del states["Tell"]
+    return {
+        "Comment": "a gpufleet run goes on on demand",
+        "StartAt": "Switch",
+        "TimeoutSeconds": LONGEST_S,
+        "States": states,
+    }
 
 
 def trust(group_arn: str) -> dict[str, Any]:
@@ -106,10 +170,11 @@ def trust(group_arn: str) -> dict[str, Any]:
     return {"Version": "2012-10-17", "Statement": [allow]}
 
 
-def may_modify(fleet_arn: str) -> dict[str, Any]:
+def may_modify(fleet_arn: str, topic_arn: str = "") -> dict[str, Any]:
     """Everything the machine may do."""
-    allow = {"Sid": "OwnFallback", "Effect": "Allow", "Action": "ec2:ModifyFleet", "Resource": fleet_arn}
-    return {"Version": "2012-10-17", "Statement": [allow]}
+    allow = {"Sid": "OwnFleet", "Effect": "Allow", "Action": "ec2:ModifyFleet", "Resource": fleet_arn}
+    tell = {"Sid": "Tell", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}
+    return {"Version": "2012-10-17", "Statement": [allow, *([tell] if topic_arn else [])]}
 
 
 def may_begin(machine_arn: str) -> dict[str, Any]:

@@ -190,24 +190,27 @@ def interfaces(
     definition: StackDefinition, group: pulumi.Input[str]
 ) -> list[aws.ec2.LaunchTemplateNetworkInterfaceArgs]:
     """What each of several nodes has: its first network card, with a public address, or all of them without. The subnet
-    is the override's.
+    is the override's. As AWS lays them out since 2026 (EC2 User Guide, efa-acc-inst-types): device 0 of the first card
+    is a plain interface and device 1 its EFA, each further card has its EFA as device 0. An address can only be given
+    to one interface: over one card that is both.
     """
     kind = load_catalog().instances[definition.fleet.instance_types[0]]
-    every = definition.fleet.cards == "all"
-    found = []
-    for card in range(kind.network_cards if every else 1):
-        efa = kind.efa_cards == kind.network_cards or (card > 0 and kind.efa_cards > 0)
-        found.append(
-            aws.ec2.LaunchTemplateNetworkInterfaceArgs(
-                network_card_index=card,
-                device_index=min(card, 1),  # the first device of each further card is its second
-                interface_type=("efa-only" if card else "efa") if efa else None,
-                security_groups=[group],
-                associate_public_ip_address=None if every else "true",
-                delete_on_termination="true",
-            )
+    every, on_first = definition.fleet.cards == "all", kind.efa_cards == kind.network_cards
+    places: list[tuple[int, int, str | None]] = [(0, 0, "efa" if on_first and not every else None)]
+    if every:
+        places += [(0, 1, "efa-only")] if on_first else []
+        places += [(card, 0, "efa-only") for card in range(1, kind.network_cards)]
+    return [
+        aws.ec2.LaunchTemplateNetworkInterfaceArgs(
+            network_card_index=card,
+            device_index=device,
+            interface_type=efa,
+            security_groups=[group],
+            associate_public_ip_address=None if every else "true",
+            delete_on_termination="true",
         )
-    return found
+        for card, device, efa in places
+    ]
 
 
 def disks(definition: StackDefinition) -> list[aws.ec2.LaunchTemplateBlockDeviceMappingArgs]:

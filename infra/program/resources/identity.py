@@ -20,6 +20,7 @@ import pulumi_aws as aws
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program import ecr
+from gpufleet.infra.program.resources.gather import machine_arn
 from gpufleet.infra.program.resources.stop import SERVICE, with_its_nodes
 from gpufleet.infra.program.resources.tags import own_tags, tags
 from gpufleet.job.contract import bucket
@@ -168,6 +169,7 @@ def node_statements(
             "Action": ["scheduler:GetSchedule", "scheduler:UpdateSchedule"],
             "Resource": [schedule_arn, *(f"{group}/{each}" for each in others)] if others else schedule_arn,
         },
+        *([_ask_again(schedule_arn)] if definition.fleet.lets_go else []),
         *([{"Sid": "Tell", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}] if topic_arn else []),
         {
             "Sid": "WithItsRole",
@@ -196,6 +198,12 @@ def node_statements(
             "Resource": "*",
         },
     ]
+
+
+def _ask_again(schedule_arn: str) -> dict[str, Any]:
+    """To start what empties the fleet and asks for its nodes later, as the program has written it."""
+    arn = machine_arn(schedule_arn)
+    return {"Sid": "AskAgain", "Effect": "Allow", "Action": "states:StartExecution", "Resource": arn}
 
 
 def log_retention(days: int) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.job.contract.aws import OWN_TAGS
 
-STACK_TAG, RUN_TAG, OWNER_TAG = "gpufleet:stack", "gpufleet:run", "gpufleet:owner"
+STACK_TAG, RUN_TAG, OWNER_TAG = OWN_TAGS
 
 
 def own_tags(definition: StackDefinition) -> dict[str, str]:

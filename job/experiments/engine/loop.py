@@ -41,6 +41,7 @@ from gpufleet.job.experiments.engine.experiment import (
 )
 from gpufleet.job.experiments.engine.guard import SpikeGuard
 from gpufleet.job.experiments.engine.journal import Journal
+from gpufleet.job.experiments.engine.own_time import OwnTime
 from gpufleet.job.kind.common import Rung
 
 
@@ -63,6 +64,7 @@ class Loop:
         given = session.inputs if self.world.first else None
         self._base_weights = None if given is None else committed.weights_identity(given)
         self._clock = metrics.StepClock(session.device.synchronize)
+        self._own = OwnTime(session.device.torch)
         self._journal = Journal(session, experiment.phases)
         self._cadence = Cadence(session, improvements=experiment.saves_improvements, event=self._journal.event)
         self._guard = SpikeGuard(self.config.guard)
@@ -235,13 +237,14 @@ class Loop:
         """One optimizer step with its log line; the validation loss where this step is evaluated."""
         lr = self._lower(opt, self.experiment.schedule(phase, opt, self.step))
         self._clock.start()
+        self._own.begin()
         work = self.experiment.batch(phase, self.step, rung)
-        result = step.update(self.experiment, module, opt, work, self.step)
+        result = step.update(self.experiment, module, opt, work, self.step, before_exchange=self._own.end)
         self._finite &= result.loss.isfinite() & result.grad_norm.isfinite()
         self.step += 1
         if self.world.nodes > 1 and self.world.first_here:
             with suppress(OSError):
-                (self.session.workdir / STEPPED).write_text(str(self.step))
+                (self.session.workdir / STEPPED).write_text(f"{self.step} {self._own.seconds:.4f}")
         evaluated = self.experiment.evaluated(phase, self.step)
         values = None
         if first or evaluated or self._look or (self.step - phase.first) % self.config.log.every == 0:

@@ -7,7 +7,7 @@ the compute dtype, so there is no autocast and no second copy to keep. Loss and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,12 +29,21 @@ class StepResult(NamedTuple):
     aux: dict[str, Tensor]  # this rank's part of the figures
 
 
-def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work, step: int) -> StepResult:
+def update(
+    experiment: Experiment,
+    module: nn.Module,
+    opt: Optimizer,
+    work: Work,
+    step: int,
+    *,
+    before_exchange: Callable[[], None] = lambda: None,
+) -> StepResult:
     """Forward and backward over the micro-batches of the global batch after `step` steps, then one update.
 
     Loss and gradient are means over the tokens of the whole batch, so how it is cut over micro-batches and ranks does
     not change them (an auxiliary term, a mean itself, is weighted by each micro-batch's share). Random numbers drawn
-    within the model are a function of (seed, step, place of the micro-batch).
+    within the model are a function of (seed, step, place of the micro-batch). `before_exchange` is called before the
+    last backward pass, in which several nodes sum their gradients.
     """
     loss: Tensor | None = None
     aux: dict[str, Tensor] = {}
@@ -52,6 +61,8 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
             part = share * figure if figure.is_floating_point() else figure
             aux[name] = aux[name] + part if name in aux else part
         parallel.reduce_between(module, world, wanted=is_last)
+        if is_last:
+            before_exchange()
         torch.autograd.backward(objective)
     assert loss is not None
     parallel.reduce(optimizer.parameters(opt), world)

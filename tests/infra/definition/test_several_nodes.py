@@ -104,7 +104,8 @@ def test_a_file_without_the_keys_is_the_run_that_it_was_before_them(tmp_path: Pa
     ("accelerate launch --num_machines {nodes} t.py", {}, "{node_rank}, by which"),
     ("torchrun --standalone --nproc-per-node={gpus} t.py {node_rank}", {}, "in the place of --standalone, with"),
     ("torchrun --rdzv-endpoint=localhost:0 t.py {node_rank}", {}, "in the place of --rdzv-endpoint=localhost:0, with"),
-    ("torchrun --rdzv-backend c10d --rdzv-endpoint {master}:{port} t.py {node_rank}", {}, "of --rdzv-backend c10d,"),
+    ("torchrun --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint {master}:{port} t.py", {}, ""),
+    ("torchrun --rdzv_backend=static --rdzv_endpoint={master}:{port} t.py", {}, "{node_rank}, by which"),
 ])  # fmt: skip
 def test_a_command_with_which_several_nodes_train_apart_is_refused_with_the_flags_to_write(
     command: str, env: dict[str, str], apart: str, tmp_path: Path

@@ -162,3 +162,52 @@ def test_the_command_writes_a_file_once_and_cost_counts_what_is_left(
     assert "CHECK" not in shown
     assert cli.main(command) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+OURS = "--nnodes {nodes} --node-rank {node_rank}"
+
+
+@pytest.mark.parametrize(("typed", "written", "nodes", "environment"), [
+    (
+        "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 456 --rdzv_endpoint $MASTER:29500 t.py --lr 1",
+        f"torchrun {OURS} --nproc_per_node {{gpus}} --rdzv_id {{run}} --rdzv_endpoint {{master}}:{{port}} t.py --lr 1",
+        2, {},
+    ),
+    (
+        "torchrun --nnodes=1:4 --nproc-per-node=gpu --rdzv-id=$RANDOM --rdzv-backend=c10d"
+        " --rdzv-endpoint=$head_node_ip:29500 train.py",
+        "torchrun --nnodes={nodes} --nproc-per-node={gpus} --rdzv-id={run} --rdzv-backend=c10d"
+        " --rdzv-endpoint={master}:{port} train.py",
+        4, {},
+    ),
+    (
+        "python -m torch.distributed.run --nnodes $SLURM_NNODES --node_rank $SLURM_NODEID --master_addr ${HEAD}"
+        " --master_port 29400 --nproc_per_node 1 train.py",
+        "python -m torch.distributed.run --nnodes {nodes} --node_rank {node_rank} --master_addr {master}"
+        " --master_port {port} --nproc_per_node 1 train.py",
+        2, {},
+    ),
+    (
+        "accelerate launch --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500"
+        " --num_processes 16 train.py",
+        "accelerate launch --num_machines {nodes} --machine_rank {node_rank} --main_process_ip {master}"
+        " --main_process_port {port} --num_processes {ranks} train.py",
+        2, {},
+    ),
+    (
+        "python train.py --trainer.num_nodes 2",
+        "python train.py --trainer.num_nodes {nodes}",
+        2, {"NODE_RANK": "{node_rank}", "MASTER_ADDR": "{master}", "MASTER_PORT": "{port}"},
+    ),
+    ("torchrun --nnodes 1 --nproc_per_node 8 train.py", "torchrun --nnodes 1 --nproc_per_node {gpus} train.py", 1, {}),
+])  # fmt: skip
+def test_a_command_for_several_nodes_becomes_one_in_our_words(
+    typed: str, written: str, nodes: int, environment: dict[str, str], tmp_path: Path
+) -> None:
+    made = drafted(folder(tmp_path, dict.fromkeys(("train.py", "t.py"), "import torch\n")), typed)
+    tree = yaml.safe_load(made.text)
+    assert tree["job"]["command"] == written
+    assert tree["job"].get("env", {}) == environment
+    assert (tree["fleet"].get("nodes", 1), len(tree["fleet"]["zones"])) == (nodes, 1 if nodes > 1 else 3)
+    assert "{nodes}" in tree["rehearsal"]["job"]["command"] or nodes == 1
+    assert ("CHECK: how many" in made.text) is ("SLURM_NNODES" in typed)

@@ -94,7 +94,9 @@ def test_several_nodes_are_told_how_many_they_are_and_how_fast_their_cards(
     pair = replace(pair, fleet=replace(pair.fleet, nodes=2, zones=pair.fleet.zones[:1]))
     read = written(pair, price(pair, load_catalog(), dataset_bytes=DATASET_BYTES, runs=50))
     assert read["nodes"] == 2
-    assert {name: row.get("gbps") for name, row in read["rates"].items()} == {"p5.4xlarge": 100.0}
+    assert {name: (row.get("gbps"), row.get("efa")) for name, row in read["rates"].items()} == {
+        "p5.4xlarge": (100.0, 1)
+    }
 
 
 def test_the_same_run_is_the_same_bytes(definition: StackDefinition, bill: Bill) -> None:

@@ -88,13 +88,11 @@ def test_a_type_without_efa_has_a_plain_interface(tmp_path: Path) -> None:
     assert "interfaceType" not in interface
 
 
-def test_over_all_cards_each_has_one_interface_and_the_node_no_public_address(over_all: Declared) -> None:
+def test_over_all_cards_each_has_an_efa_of_its_own_and_the_node_no_public_address(over_all: Declared) -> None:
     interfaces = over_all.one(TEMPLATE)["networkInterfaces"]
-    assert len(interfaces) == load_catalog().instances["p5.48xlarge"].network_cards == 32
-    assert [each["networkCardIndex"] for each in interfaces] == list(range(32))
-    assert [(each["deviceIndex"], each["interfaceType"]) for each in interfaces[:3]] == [
-        (0, "efa"), (1, "efa-only"), (1, "efa-only"),
-    ]  # fmt: skip
+    laid_out = [(each["networkCardIndex"], each["deviceIndex"], each.get("interfaceType")) for each in interfaces]
+    assert laid_out == [(0, 0, None), (0, 1, "efa-only"), *((card, 0, "efa-only") for card in range(1, 32))]
+    assert load_catalog().instances["p5.48xlarge"].efa_devices("all") == 32
     assert not any("associatePublicIpAddress" in each for each in interfaces)
 
 
@@ -103,9 +101,14 @@ def test_a_first_card_without_efa_is_a_plain_interface(tmp_path: Path) -> None:
     found = declare(tmp_path / "project", "pretrain-d64", text)
     assert found.result.ok, found.result.text
     interfaces = found.one(TEMPLATE)["networkInterfaces"]
-    assert len(interfaces) == 17
-    assert "interfaceType" not in interfaces[0]
-    assert {each["interfaceType"] for each in interfaces[1:]} == {"efa-only"}
+    laid_out = [(each["networkCardIndex"], each["deviceIndex"], each.get("interfaceType")) for each in interfaces]
+    assert laid_out == [(0, 0, None), *((card, 0, "efa-only") for card in range(1, 17))]
+
+
+def test_what_cards_reach_together_is_what_their_node_reaches() -> None:
+    for kind in load_catalog().instances.values():
+        if kind.efa_cards:
+            assert kind.card_gbps * kind.efa_cards == pytest.approx(kind.network_gbps, rel=0.13), kind.type
 
 
 def test_over_all_cards_nodes_are_in_a_private_subnet_behind_a_nat_gateway(over_all: Declared) -> None:

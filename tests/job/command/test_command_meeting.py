@@ -24,21 +24,24 @@ RANK = "LOCAL_RANK={0} RANK={0} WORLD_SIZE=2 sleep 600"
     ("started", "seen"),
     [
         ("sleep 600", None),
-        ("env WORLD_SIZE=1 sleep 600", (1, 1)),
-        ("env WORLD_SIZE=4 RANK=2 sleep 600", (4, 1)),
-        ("env WORLD_SIZE=4 LOCAL_WORLD_SIZE=4 sleep 600", (4, 4)),
-        ("env WORLD_SIZE=2 LOCAL_RANK=1 sleep 600", (2, 2)),  # Lightning's first rank has no variables
-        (f"{{ env {RANK.format(0)} & env {RANK.format(1)} & wait; }}", (2, 2)),
-        ("env OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_SIZE=4 sleep 600", (8, 4)),
+        ("env WORLD_SIZE=1 sleep 600", (1, 1, False)),
+        ("env WORLD_SIZE=4 RANK=2 sleep 600", (4, 1, False)),
+        ("env WORLD_SIZE=4 RANK=0 sleep 600", (4, 1, True)),
+        ("env WORLD_SIZE=4 LOCAL_WORLD_SIZE=4 sleep 600", (4, 4, False)),
+        ("env WORLD_SIZE=2 LOCAL_RANK=1 sleep 600", (2, 2, False)),  # Lightning's first rank has no variables
+        (f"{{ env {RANK.format(0)} & env {RANK.format(1)} & wait; }}", (2, 2, True)),
+        ("env OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_SIZE=4 OMPI_COMM_WORLD_RANK=0 sleep 600", (8, 4, True)),
         # What a launcher has replaced, below a shell in between, does not count.
-        ("env WORLD_SIZE=8 sh -c 'sh -c \"env WORLD_SIZE=1 sleep 600; true\"; true'", (1, 1)),
-        (f"env {ACCELERATE} sleep 600", (1, 1)),
-        (f"env {ACCELERATE} sh -c 'env WORLD_SIZE=4 RANK=0 sleep 600; true'", (4, 1)),
+        ("env WORLD_SIZE=8 RANK=0 sh -c 'sh -c \"env WORLD_SIZE=1 RANK=1 sleep 600; true\"; true'", (1, 1, False)),
+        (f"env {ACCELERATE} sleep 600", (1, 1, True)),
+        (f"env {ACCELERATE} sh -c 'env WORLD_SIZE=4 RANK=1 sleep 600; true'", (4, 1, False)),
         (f"env {ACCELERATE} ACCELERATE_USE_DEEPSPEED=true sleep 600", None),
         ("env ACCELERATE_USE_CPU=1 sleep 600", None),  # anybody's, before torchrun has started a rank
     ],
 )
-def test_a_world_is_what_the_innermost_processes_were_started_with(started: str, seen: tuple[int, int] | None) -> None:
+def test_a_world_is_what_the_innermost_processes_were_started_with(
+    started: str, seen: tuple[int, int, bool] | None
+) -> None:
     process = subprocess.Popen(["sh", "-c", f"{started} & wait"])
     count = started.count("sleep")
     try:
@@ -61,9 +64,9 @@ class Looked:
         self.now = 100.0
         self.meeting = Meeting(nodes=nodes, gpus=gpus, clock=lambda: self.now)
 
-    def look_after(self, seconds: float, seen: tuple[int, int] | None) -> str:
+    def look_after(self, seconds: float, seen: tuple[int, int] | None, has_first: bool = False) -> str:
         self.now += seconds
-        self.meeting.look(seen)
+        self.meeting.look(None if seen is None else (*seen, has_first))
         return self.meeting.why
 
 
@@ -102,6 +105,16 @@ def test_ranks_that_start_one_after_the_other_have_time_and_those_that_met_are_n
     assert (
         looked.look_after(STABLE_S, (1, 1)) == looked.look_after(STABLE_S, (1, 1)) == ""
     )  # a rank starts a program of its own
+
+
+def test_rank_0_is_here_where_it_was_seen_among_those_that_met() -> None:
+    looked = Looked(2, 8)
+    looked.look_after(0, (1, 1), True)  # before its launcher has started the others
+    looked.look_after(1, (16, 7), False)
+    assert not looked.meeting.has_first
+    looked.look_after(1, (16, 8), True)
+    looked.look_after(STABLE_S, (16, 8), False)  # it ends as it is looked at
+    assert looked.meeting.has_first
 
 
 AT_ONCE = "from gpufleet.job.command import meeting\nmeeting.STABLE_S = 0.0\n"

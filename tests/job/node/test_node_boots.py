@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,53 @@ def test_a_node_of_several_that_has_no_address_runs_nothing(node: StubNode) -> N
     outcome = node.boot()
     assert outcome.calls_starting(RUN) == []
     assert "does not tell this machine's address" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
+
+
+@pytest.mark.parametrize(("wanted", "here", "why"), [
+    (2, 2, ""),
+    (2, 1, "1 EFA devices are here where its launch template has 2"),
+    (2, 0, "0 EFA devices are here where its launch template has 2"),
+    (0, 1, ""),
+])  # fmt: skip
+def test_a_node_of_several_with_other_cards_than_declared_trains_nothing(
+    node: StubNode, wanted: int, here: int, why: str
+) -> None:
+    node.nodes, node.efa = 2, wanted
+    node.imds("meta-data/local-ipv4", "10.1.2.3")
+    for number in range(here):
+        (node.root / "dev/infiniband").mkdir(parents=True, exist_ok=True)
+        (node.root / f"dev/infiniband/uverbs{number}").touch()
+    outcome = node.boot()
+    assert outcome.calls_starting(RUN, "docker pull") == ([] if why else ["docker pull", RUN])
+    if why:
+        assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"] == why
+
+
+ASKS = "aws stepfunctions start-execution"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_node_that_has_let_go_starts_what_asks_for_all_again_and_ends_itself_alone(
+    node: StubNode, refused: bool
+) -> None:
+    node.nodes = 2
+    node.imds("meta-data/local-ipv4", "10.1.2.3")
+    if refused:
+        node.fails("states")
+    told = json.dumps({"name": "3-2", "pause_s": 7200.0})
+    node.job_ends_with(75, f"echo '{told}' >$(find {node.root} -path '*/run/run.json' -printf '%h')/ask_again.json")
+    outcome = node.boot()
+    assert outcome.calls_starting(ASKS, DELETE, SHUTDOWN) == [*[ASKS] * (3 if refused else 1), SHUTDOWN]
+    call = next(each for each in outcome.calls if each.startswith(ASKS))
+    assert "--state-machine-arn arn:aws:states:us-east-2:111122223333:stateMachine:gpufleet-schedules" in call
+    assert "--name r1-3-2" in call
+    assert json.loads((node.world / "asked").read_text()) == {"pause_s": 7200} if not refused else True
+    assert ("AWS is asked for all again in 120 minutes" in outcome.log) is not refused
+
+
+def test_boots_that_let_go_are_not_counted(node: StubNode) -> None:
+    node.earlier_boots(4, reason="let go")
+    assert node.boot().calls_starting(RUN) == [RUN]
 
 
 def test_a_node_alone_is_given_no_address(node: StubNode) -> None:

@@ -42,7 +42,7 @@ def deleted(calls: list[str]) -> list[str]:
 
 
 def test_a_node_on_demand_ends_the_fleet_on_spot_and_trains_once_its_nodes_are_gone(on_demand: StubNode) -> None:
-    (on_demand.world / "there").write_text("i-spot\n")
+    (on_demand.world / "there").write_text(f"i-spot\t{OTHER}\n")
     aws = on_demand.bin / "aws"  # it has gone when it is looked for again
     there = 'cat "$WORLD/there"'
     aws.write_text(aws.read_text().replace(f"{there} 2>/dev/null", f'{there}; : >"$WORLD/there"', 1))
@@ -56,11 +56,29 @@ def test_a_node_on_demand_ends_the_fleet_on_spot_and_trains_once_its_nodes_are_g
     assert on_demand.stored(f"attempts/{INSTANCE}.json")["capacity"] == "on-demand"
     assert deleted(outcome.calls)[0] == OTHER
     told = [call for call in outcome.calls if call.startswith((DELETE, RUN)) or "--filters" in call]
-    assert told[0].startswith(DELETE)
-    assert "fleet-spot" in told[1]
-    assert told[1].startswith("aws ec2 describe-instances")
+    assert told[0].startswith("aws ec2 describe-instances")
+    assert told[1].startswith(DELETE)
+    for asked in (told[0], told[2]):
+        assert "Name=tag:gpufleet:run,Values=r1" in asked
+        assert "Name=tag:gpufleet:owner,Values=you" in asked
+        assert "InstanceLifecycle=='spot'" in asked
     assert "-e GPUFLEET_CAPACITY=on-demand" in next(call for call in outcome.calls if call.startswith(RUN))
     assert TERMINATE + " --instance-ids i-spot" not in "\n".join(outcome.calls)
+
+
+def test_a_node_on_spot_whose_fleet_the_bucket_no_longer_names_does_not_train_on_beside_it(on_demand: StubNode) -> None:
+    """A `destroy` takes the name back, and may then fail to delete the fleet."""
+    (on_demand.s3 / "r1" / fleet_key(OTHER)).unlink()
+    (on_demand.world / "there").write_text(f"i-spot\t{OTHER}\n")
+    aws, contract = on_demand.bin / "aws", on_demand.code / "contract/aws.py"
+    contract.write_text(contract.read_text().replace("HANDOVER_S, SWITCH_MARGIN_S = 600", "HANDOVER_S, _ = 0"))
+    ends = "echo TERMINATINGINSTANCES"
+    aws.write_text(aws.read_text().replace(ends, f'{ends}; : >"$WORLD/there"'))
+    outcome = on_demand.boot()
+    assert deleted(outcome.calls)[0] == OTHER
+    calls = [call for call in outcome.calls if call.startswith((TERMINATE, RUN))]
+    assert calls[0].startswith(f"{TERMINATE} --instance-ids i-spot")
+    assert calls[1].startswith(RUN)
 
 
 def test_a_node_on_spot_that_does_not_leave_in_time_is_ended(on_demand: StubNode) -> None:

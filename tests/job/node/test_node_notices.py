@@ -35,11 +35,19 @@ def node(tmp_path: Path) -> StubNode:
 
 
 def spends(
-    node: StubNode, usd: float, *, trained: bool = True, attempt: int = 1, alarm: Alarm | None = None, until: str
+    node: StubNode,
+    usd: float,
+    *,
+    trained: bool = True,
+    attempt: int = 1,
+    alarm: Alarm | None = None,
+    waits_min: float = 0,
+    until: str,
 ) -> None:
     """A job that has told this, and ends once `until` holds."""
     told = {"spent_usd": str(usd), "spent_s": "3600", "at": time.time(), "attempt": attempt}
     told |= {"trained_at": time.time()} if trained else {}
+    told |= {"waits_since": time.time() - 60 * waits_min} if waits_min else {}
     node.job_ends_with(
         0,
         f"find {node.root} -path '*/run/run.json' -printf '%h\\n' >$WORLD/folder\n"
@@ -85,6 +93,27 @@ def test_a_later_node_trains_on(node: StubNode) -> None:
     spends(node, 3.2, attempt=2, until='grep -q "it trains" $WORLD/told')
     node.boot()
     assert subjects(node)[0] == "it trains on, node 2 of the run"
+
+
+@pytest.mark.parametrize("minutes", [14, 16])
+def test_the_oldest_of_several_that_wait_tells_after_a_quarter_of_an_hour_and_of_most_of_the_cap(
+    node: StubNode, minutes: float
+) -> None:
+    node.nodes = 2
+    node.imds("meta-data/local-ipv4", "10.1.2.3")
+    spends(node, 850, waits_min=minutes, trained=False, until='grep -q "is used up" $WORLD/told')
+    node.boot()
+    waits = [each for each in subjects(node) if each.startswith("a node has waited for others for")]
+    assert waits == [f"a node has waited for others for {minutes} minutes, billed"][: minutes >= 15]
+    assert "85% of max_usd is used up" in subjects(node)
+
+
+def test_one_of_several_that_neither_waits_as_the_oldest_nor_trains_says_nothing(node: StubNode) -> None:
+    node.nodes = 2
+    node.imds("meta-data/local-ipv4", "10.1.2.3")
+    spends(node, 850, trained=False, until="[ -e $WORLD/s3/gpufleet-test/r1/attempts ] && /bin/sleep 0.5")
+    node.boot()
+    assert not [each for each in subjects(node) if "used up" in each or "waited" in each]
 
 
 def test_while_nothing_trains_the_hour_stays_where_it_is(node: StubNode) -> None:

@@ -10,7 +10,7 @@ import pytest
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.supervisor import gang
-from gpufleet.job.supervisor.gang import Join, Leave, Propose, Sight, View, Wait
+from gpufleet.job.supervisor.gang import Join, Leave, LetAllGo, Propose, Sight, View, Wait
 
 SEVENTH = CheckpointPlace(7, 2)
 
@@ -31,9 +31,11 @@ def act(
     ready_s: float = 0.0,
     spare_s: float = 0.0,
     lacking_s: float = 0.0,
+    gather_s: float = 1.0,
     origin: CheckpointPlace | None = SEVENTH,
 ) -> gang.Action:
-    return gang.next_of(seen, nodes, ready_s=ready_s, spare_s=spare_s, lacking_s=lacking_s, origin=origin)
+    waits = {"ready_s": ready_s, "spare_s": spare_s, "lacking_s": lacking_s, "gather_s": gather_s}
+    return gang.next_of(seen, nodes, **waits, origin=origin)
 
 
 OLD, NEW = node("i-1", 10), node("i-2", 20)
@@ -56,6 +58,46 @@ def test_another_proposes_where_the_oldest_does_not() -> None:
     assert isinstance(act(view(NEW, OLD), ready_s=gang.PROPOSE_S), Propose)
 
 
+def test_who_had_rank_0_last_leads_the_next_generation() -> None:
+    proposed = act(view(replace(OLD, first_in=1), replace(NEW, first_in=2), node("i-3", 5)), nodes=3)
+    assert proposed == Wait(why="i-3 is to propose")
+    proposed = act(view(node("i-3", 5), replace(OLD, first_in=1), replace(NEW, first_in=2)), nodes=3)
+    assert isinstance(proposed, Propose)
+    assert proposed.generation.members == ("i-2", "i-1", "i-3")
+    assert proposed.generation.addresses == ("10.0.0.2", "10.0.0.1", "10.0.0.3")
+
+
+def test_a_generation_ends_where_rank_0_is_not_the_leader_s() -> None:
+    here = replace(SECOND, first_in=PAIR.number)
+    for seen in (view(FIRST, here), view(here, FIRST)):
+        assert (why_over(seen) or "").startswith("rank 0, which saves and prints, is on i-2")
+    assert why_over(view(replace(FIRST, first_in=PAIR.number), SECOND)) is None
+    assert why_over(view(FIRST, replace(SECOND, first_in=PAIR.number - 1))) is None  # as it led an earlier one
+
+
+def test_a_member_whose_steps_arrive_is_not_lost_however_late_its_presence_is() -> None:
+    late = view(FIRST, SECOND, ages={"i-2": gang.LOST_S + 1})
+    assert why_over(late, idle_s=gang.LOST_S) is None
+    assert why_over(late, idle_s=gang.LOST_S + 1) == "i-2 is lost"
+    assert why_over(view(FIRST, SECOND, ages={"i-2": gang.SILENT_S + 1})) == "i-2 is lost"
+    assert why_over(view(FIRST, replace(SECOND, state="gone"), ages={"i-2": 50.0})) == "i-2 has left"
+
+
+def test_who_is_slower_than_the_others_or_looks_slowly_knows_it() -> None:
+    third = replace(node("i-3", 30), state="busy", generation=3, own_s=1.0)
+    trio = replace(PAIR, members=("i-1", "i-2", "i-3"), addresses=("a", "b", "c"))
+
+    def slowness(own_s: float, other_s: float, look_s: float = 0.0) -> str:
+        own, other = replace(FIRST, own_s=own_s, look_s=look_s), replace(SECOND, own_s=other_s)
+        return gang.why_slow(view(own, other, third), trio)
+
+    assert slowness(1.5, 1.0).startswith("its last 20 steps took 1.5 times as long as the other nodes'")
+    assert slowness(1.49, 1.0) == slowness(1.0, 1.5) == slowness(0.0, 1.0) == ""
+    assert slowness(1.0, 1.0, look_s=16.0).startswith("its looks at S3 have taken 16 s and more, 5 times in a row")
+    unknown = gang.why_slow(view(replace(FIRST, own_s=9.0), replace(SECOND, generation=2, own_s=1.0)), PAIR)
+    assert unknown == ""  # an earlier generation's
+
+
 def test_two_of_one_age_agree_by_name() -> None:
     both = node("i-1", 10), node("i-2", 10)
     assert isinstance(act(view(*both)), Propose)
@@ -65,6 +107,17 @@ def test_two_of_one_age_agree_by_name() -> None:
 def test_nobody_trains_until_all_nodes_are_there() -> None:
     assert act(view(OLD, NEW), nodes=3) == Wait(why="2 of 3 nodes are ready")
     assert act(view(OLD, NEW, ages={"i-2": gang.LOST_S + 1})) == Wait(why="1 of 2 nodes are ready")
+
+
+def test_the_oldest_that_waits_lets_go_and_one_that_is_never_ready_counts_as_not_there() -> None:
+    for other in (replace(NEW, state="staging"), replace(NEW, notice=500.0)):
+        assert act(view(OLD, other, let_go=0), gather_s=1.0) == Wait(why="1 of 2 nodes are ready")
+        assert act(view(OLD, other, let_go=0), gather_s=0.0) == LetAllGo()
+    assert act(view(NEW, OLD, let_go=0), nodes=3, gather_s=0.0) == Wait(why="2 of 3 nodes are ready")
+    assert act(view(OLD, let_go=None), gather_s=0.0) == Wait(why="1 of 2 nodes are ready")  # it has not looked yet
+    busy = replace(NEW, state="busy", generation=3)
+    assert act(view(OLD, busy, let_go=0), gather_s=0.0) == Wait(why="i-2 not ready yet")
+    assert isinstance(act(view(OLD, NEW, let_go=0), gather_s=0.0), Propose)
 
 
 def test_a_node_under_notice_is_never_in_the_next_generation() -> None:
@@ -105,8 +158,8 @@ def test_members_train_on_while_each_is_there() -> None:
 
 
 def test_a_member_lost_for_45_s_ends_the_generation() -> None:
-    assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.0})) is None
-    assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.1})) == "i-2 is lost"
+    assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.0}), idle_s=99.0) is None
+    assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.1}), idle_s=99.0) == "i-2 is lost"
     assert why_over(view(SECOND, newest=PAIR)) == "i-1 is lost"
 
 

@@ -1,0 +1,49 @@
+"""A command for several nodes, as clusters start it on each of them, in the words of a definition."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+# Settings of torchrun, of `accelerate launch`, and of Lightning's trainers, which ask the environment for the rest.
+_NODES = r"nnodes|num[-_]machines|(?:trainer\.)?num[-_]nodes"
+_WORDS = {
+    r"node[-_]rank|machine[-_]rank": "{node_rank}",
+    r"master[-_]addr|main[-_]process[-_]ip": "{master}",
+    r"master[-_]port|main[-_]process[-_]port": "{port}",
+    r"rdzv[-_]endpoint": "{master}:{port}",
+    r"rdzv[-_]id": "{run}",  # $RANDOM and a job's number are another on each node, or nowhere set
+}
+_TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b")
+_BY_ENVIRONMENT = {"NODE_RANK": "{node_rank}", "MASTER_ADDR": "{master}", "MASTER_PORT": "{port}"}
+
+
+class SeveralNodes(NamedTuple):
+    """`command` in our words, for `nodes` nodes (0: its text does not say how many), and what `environment` tells."""
+
+    command: str
+    nodes: int
+    environment: dict[str, str]
+
+
+def for_several(command: str) -> SeveralNodes | None:
+    """None: it is for one node."""
+    found = _value(_NODES).search(command)
+    if found is None or found["value"] in ("1", "1:1"):
+        return None
+    most = found["value"].rpartition(":")[2]
+    count = int(most) if most.isdigit() else 0
+    command = _value(_NODES).sub(r"\g<flag>{nodes}", command)
+    for flags, word in _WORDS.items():
+        command = _value(flags).sub(rf"\g<flag>{word}", command)
+    if "accelerate" in command:
+        command = _value(r"num[-_]processes").sub(r"\g<flag>{ranks}", command)
+    meets = re.search(r"--rdzv[-_]backend[= ]+(?!static)", command)
+    if _TORCHRUN.search(command) and "{node_rank}" not in command and not meets:
+        command = command.replace("{nodes}", "{nodes} --node-rank {node_rank}", 1)
+    by_environment = "{node_rank}" not in command and not meets
+    return SeveralNodes(command, count, dict(_BY_ENVIRONMENT) if by_environment else {})
+
+
+def _value(flags: str) -> re.Pattern[str]:
+    return re.compile(rf"(?P<flag>(?<!\S)--(?:{flags})[= ]+)(?P<value>\"[^\"]*\"|\$\([^)]*\)|\$\{{[^}}]*\}}\S*|\S+)")

@@ -1,0 +1,54 @@
+"""Several nodes wait for missing ones, billed, until they let go; then AWS is asked for all of them now and then.
+
+How long they wait and how long nobody is asked for is the nodes' own rule (job/contract/gathering.py).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+
+from gpufleet.infra.risk.hazard import Floats
+from gpufleet.job.contract.gathering import LATER_S, pause_s
+
+_MOST_TIMES = 40  # that AWS is asked: a week of pauses
+_POINTS = 2000  # of a log-normal, equally likely, for its mean
+
+
+def gathered(wait_h: Floats, gather_h: Floats | float, boot_h: Floats | float) -> tuple[Floats, Floats]:
+    """Hours until all nodes train again, and hours of them that whoever is there is billed, for waits that would have
+    been `wait_h` had nobody let go. `gather_h`: how long they wait, inf: for ever; `boot_h`: a node's start, which is
+    billed each time that AWS is asked in vain, as is the wait after it.
+    """
+    if not (wait_h > gather_h).any():
+        return wait_h, wait_h
+    until, billed = np.array(wait_h), np.minimum(wait_h, gather_h)
+    asked_h = np.broadcast_to(np.asarray(gather_h, dtype=float), wait_h.shape).copy()  # when the next time begins
+    later_h = np.minimum(LATER_S / 3600, asked_h)
+    (lacking,) = np.nonzero(wait_h > asked_h)
+    boot = np.broadcast_to(np.asarray(boot_h, dtype=float), wait_h.shape)
+    for time in range(1, _MOST_TIMES):
+        asked_h[lacking] += pause_s(time) / 3600
+        ready_h = asked_h + boot
+        came = wait_h[lacking] <= (ready_h + later_h)[lacking]
+        there = lacking[came]
+        until[there] = np.maximum(asked_h[there], wait_h[there] - boot[there])  # a node's start is counted with its run
+        billed[there] += np.maximum(wait_h[there] - ready_h[there], 0.0)
+        lacking = lacking[~came]
+        if not lacking.size:
+            break
+        billed[lacking] += (boot + later_h)[lacking]
+        asked_h[lacking] = (ready_h + later_h)[lacking]
+    return until, billed
+
+
+@lru_cache(maxsize=256)
+def mean_billed_h(median_h: float, sigma: float, gather_h: float, boot_h: float) -> float:
+    """The mean of what `gathered` says is billed, for log-normal waits."""
+    if math.isinf(gather_h):
+        return median_h * math.exp(sigma**2 / 2)
+    normals = np.array([NormalDist().inv_cdf((point + 0.5) / _POINTS) for point in range(_POINTS)])
+    return float(gathered(median_h * np.exp(sigma * normals), gather_h, boot_h)[1].mean())
