@@ -256,7 +256,7 @@ def _signals() -> Iterator[Schema]:
     several = has("fleet.nodes", {"minimum": 2})
     yield when(several, limited("job.command", pattern(rf"^(?![\s\S]*{ALONE.pattern})", f"{STATIC}, of several nodes")))
     ranks = pattern(rf"\{{node_rank\}}|{NODE_RANK}", "{node_rank}, by which each node knows its ranks")
-    gives = has("job.command", {"pattern": GIVES_RANKS.pattern})
+    gives = has("job.command", pattern(GIVES_RANKS.pattern, "a rendezvous, which gives out ranks"))
     by_env = has("job.env", no({"additionalProperties": no(ranks)}))
     yield when(several, some(by_env, gives, *(has(f"job.{key}", ranks) for key in ("command", "setup", "workdir"))))
 
