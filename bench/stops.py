@@ -30,7 +30,7 @@ from typing import Any
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
-from gpufleet.infra.definition.model import WAITING_TIME
+from gpufleet.infra.market.market import WAITING_TIME
 from gpufleet.infra.program.boot.run_config import run_config
 from gpufleet.job.contract import bucket, cost, run
 from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Node, last_beat, record

@@ -96,8 +96,8 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     log = JobLog(workdir / LOG)
     gpus = machine.gpus() if run.config.device == "cuda" else ()
     ranks = run.config.ranks(len(gpus), run.nodes)
-    launched = run.config.launched(ranks // run.nodes)
-    ended = workdir / ENDED if launched > 1 or (run.nodes > 1 and run.config.several_ranks) else None
+    launched, alone = run.config.launched(ranks // run.nodes), run.nodes == 1
+    ended = workdir / ENDED if launched > 1 or (run.config.several_ranks and not alone) else None
     # A command has a container too, without gpufleet's Python: its host, here, asks for that.
     contained = JOB_CONTAINER in environment and not run.config.is_users_own
     above = leash.ABOVE if contained else ""
@@ -127,12 +127,14 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
     sampler = Sampler(gpus=len(gpus), clock=clock) if gpus else None
     # Importing torch takes seconds: meanwhile this process stages what it trains on.
-    early = [begin()] if run.nodes == 1 else []
+    early = [begin()] if alone else []
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=clock, say=log.say
     )
     with MetadataThread(metadata), ThreadPoolExecutor(1) as uploads, ThreadPoolExecutor(1) as pulse:
         store = open_store(environment.get(RUN_URI) or f"{parent(str(workdir))}/store/{run.run}")
+
+        takes_over = bool(node.capacity) and not run.rates(node.type, node.zone, node.capacity).moves
 
         def known_fleets() -> list[str]:  # of a run that may use both markets
             return [each.key.removeprefix(FLEETS) for each in store.entries(FLEETS)] if node.capacity else []
@@ -140,20 +142,20 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         world = Outside(
             store=store,
             metadata=metadata,
-            start=start if run.nodes == 1 else join,
+            start=start if alone else join,
             terminated=lambda: terminated[0] if terminated else None,
             uploads=uploads,
             pulse=pulse,
             log=log,
             spot_price=spot_history(node.type, node.zone, say=log.say),
             ranks=ranks,
-            fleet_history=fleet.of_node(node.instance, others=known_fleets, on_demand=node.capacity == "on-demand"),
+            fleet_history=fleet.of_node(node.instance, others=known_fleets, on_demand=takes_over),
             gpus=lambda: gpus,
             sampler=sampler,
             clock=clock,
         )
         try:
-            if run.nodes == 1:
+            if alone:
                 return Supervisor(run, node, workdir, world).run()
             from gpufleet.job.contract.gang import Presence
             from gpufleet.job.supervisor.member import GangMember

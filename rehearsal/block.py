@@ -6,7 +6,7 @@ import json
 from datetime import datetime, timedelta
 from typing import cast
 
-from gpufleet.infra.definition.model import CapacityBlock, StackDefinition
+from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
 from gpufleet.job.text import stamp
 from gpufleet.rehearsal.account import zone_name
@@ -16,8 +16,11 @@ from gpufleet.rehearsal.pace import Change
 NOT_BOUGHT = "cr-00000000000000000"  # stands for a block that the file only prices
 
 
-def begun(block: CapacityBlock, changed: Change | None, now: datetime) -> Change:
-    """Lays a block that is as long and began a minute ago over the tree, after `changed`."""
+def begun(definition: StackDefinition, changed: Change | None, now: datetime) -> Change | None:
+    """Lays a block that is as long and began a minute ago over the tree, after `changed`; without one that alone."""
+    block = definition.fleet.block
+    if not block:
+        return changed
     start = now - timedelta(minutes=1)
     told = {
         "reservation": block.reservation or NOT_BOUGHT,
@@ -31,13 +34,14 @@ def begun(block: CapacityBlock, changed: Change | None, now: datetime) -> Change
 def bought(definition: StackDefinition) -> Reservation | None:
     """What the account has of it: room for the run's nodes. None without a block."""
     fleet = definition.fleet
-    if fleet.block is None:
+    block = fleet.block
+    if not block:
         return None
     return Reservation(
-        id=fleet.block.reservation or NOT_BOUGHT,
+        id=block.reservation or NOT_BOUGHT,
         type=fleet.instance_types[0],
         zone=zone_name(fleet.zones[0], fleet.region),
         count=definition.nodes,
-        start=fleet.block.start,
-        end=fleet.block.end,
+        start=block.start,
+        end=block.end,
     )

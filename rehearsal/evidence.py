@@ -143,7 +143,7 @@ class Evidence:
         """One per interruption, in order."""
         watch = self.rehearsal.watch
         assert watch is not None
-        if self.rehearsal.definition.nodes > 1:
+        if self.rehearsal.definition.fleet.is_gang:
             return [
                 self._of_several(view, watch.generations[before + 1])
                 for view, before in watch.taken
@@ -199,7 +199,8 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
         figure=f"{counted[0]} with notice, {counted[1]} without",
         held=counted == (planned.with_notice, planned.without_notice),
     )
-    nodes = planned.with_notice + planned.without_notice + definition.nodes
+    lost = planned.with_notice + planned.without_notice
+    nodes = lost + definition.nodes
     yield Promise(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)
     for moment in rehearsal.timeline.select("seen"):
         seconds = float(moment.facts["seconds"])
@@ -213,7 +214,7 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
         yield Promise(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
     for resumption in evidence.resumptions():
         yield from _resumed(evidence, resumption)
-    if definition.nodes > 1:
+    if definition.fleet.is_gang:
         for view, generation in rehearsal.watch.taken:
             if generation + 1 not in rehearsal.watch.generations:
                 yield Promise(name="went on together", figure=f"nobody did after {view.name} was gone", held=False)
@@ -227,7 +228,7 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
     silent = [view.name for view in views if f"{definition.run.id}/{view.node.instance.id}" not in logged]
     if definition.notify.email:
         yield _messages(rehearsal)
-    if definition.fleet.falls_back and nodes > 1:
+    if definition.fleet.market.stands_by and lost:
         yield _fallback(evidence)
     yield Promise(
         name="container logs in CloudWatch", figure=f"{len(views) - len(silent)} of {len(views)} nodes", held=not silent

@@ -14,7 +14,7 @@ from moto.ec2.models.instance_types import INSTANCE_TYPES
 from moto.ec2.utils import convert_tag_spec, parse_user_data
 from moto.iam.models import iam_backends
 
-from gpufleet.infra.definition.model import BLOCK_ENDING
+from gpufleet.infra.market.reservation import BLOCK_ENDING
 from gpufleet.rehearsal.account import QUOTAS, quota_code, spot_price
 
 FLEET_ROLE = "AWSServiceRoleForEC2Fleet"

@@ -122,7 +122,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     views = list(rehearsal.watch.views.values())
     told = sum(view.observed.told for view in views)
     yield Promise(name=f"lines that tell its {_unit(config)}", figure=f"from {told} of {len(views)} nodes", held=True)
-    if definition.nodes > 1 and not rehearsal.stand_in:
+    if definition.fleet.is_gang and not rehearsal.stand_in:
         yield trains_together([view.observed for view in views])
     nodes = [each.observed for each in evidence.resumptions() if each.observed.resumes]
     if nodes and not rehearsal.stand_in:

@@ -163,9 +163,7 @@ def _attempt(
 ) -> int:
     """The rehearsal, in a new `folder`, of the definition with `changed` laid over it."""
     trains = "your script on this machine's CPU" if definition.job.parameters.is_users_own else "job"
-    laid = changed
-    if definition.fleet.block is not None:
-        laid = block.begun(definition.fleet.block, changed, datetime.now(UTC))
+    laid = block.begun(definition, changed, datetime.now(UTC))
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=laid)})
     if stand_in:
         trains = "a stand-in for your script, which tests the file and not the script"
@@ -396,7 +394,7 @@ def _follow(rehearsal: Rehearsal) -> None:
         str(outputs["bucket"]),
         definition.run.id,
         stage_lines=definition.interruptions.stage_results,
-        falls_back=definition.fleet.falls_back,
+        falls_back=bool(definition.fleet.market.stands_by),
         saves=counted.saves,
         **({"doubts": own.doubts(counted)} if isinstance(counted, CommandConfig) and not rehearsal.stand_in else {}),
     )

@@ -45,13 +45,9 @@ class Planned:
 
 
 def possible(definition: StackDefinition) -> Interruptions:
-    """The definition's, as far as AWS makes such: it gives no notice to a node on demand, and credits it no hour; in a
-    block it takes none, and what is lost there nothing replaces.
-    """
-    planned = definition.interruptions
-    if definition.fleet.capacity == "block":
-        return replace(planned, with_notice=0, without_notice=0)
-    return replace(planned, with_notice=0) if definition.fleet.capacity == "on-demand" else planned
+    """The definition's, as far as AWS makes such."""
+    none: dict[str, Any] = dict.fromkeys(definition.fleet.market.never, 0)
+    return replace(definition.interruptions, **none)
 
 
 def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Planned, ...]:

@@ -43,6 +43,7 @@ ROOMS = {
             "terminal",
             "catalog",
             "prices",
+            "market",
             "definition",
             "inputs",
             "discover",

@@ -51,7 +51,7 @@ def identity(sts: Any) -> Check:
 
 def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     """A fleet made through the API does not create the roles it launches with."""
-    for role, service in _roles(definition).items():
+    for role, service in definition.fleet.market.roles.items():
         try:
             iam.get_role(RoleName=role)
         except ClientError as error:
@@ -61,16 +61,6 @@ def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
             yield Check(name="role", state="problem", found=f"{role} does not exist: the fleet may not launch", fix=fix)
         else:
             yield Check(name="role", found=f"{role} exists")
-
-
-def _roles(definition: StackDefinition) -> dict[str, str]:
-    """The service-linked roles with which a fleet launches, and whose each is. Into a block whoever runs `up` does."""
-    if definition.fleet.block:
-        return {}
-    roles = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}
-    if definition.fleet.capacity == "spot":
-        roles["AWSServiceRoleForEC2Spot"] = "spot.amazonaws.com"
-    return roles
 
 
 def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
@@ -224,14 +214,14 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
             fix=f"aws kms enable-key --region {region} --key-id {key}",
         )
         return
-    if definition.fleet.block:
+    if not definition.fleet.market.roles:
         needs = f"whoever runs `up` launches, and needs {', '.join(LAUNCH_OPERATIONS)}"
         yield Check(name="disk key", state="warning", found=f"{what} encrypted with your key {key}: {needs}")
         return
     key = str(metadata["Arn"])  # an alias, which the account may have chosen, is refused below
     grants = [_as_statement(grant) for grant in pages(kms, "list_grants", "Grants", KeyId=key)]
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]).get("Statement", [])
-    for role in _roles(definition):
+    for role in definition.fleet.market.roles:
         try:
             arn = str(iam.get_role(RoleName=role)["Role"]["Arn"])
         except ClientError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
@@ -75,8 +74,9 @@ def too_many(fleets: list[dict[str, Any]], definition: StackDefinition) -> list[
     """Those of a run's fleets that may launch of which it needs no second: it has one, with a fallback one of each
     market.
     """
-    kinds = Counter(market(each) if definition.fleet.falls_back else "" for each in fleets)
-    return [each for each in fleets if kinds[market(each) if definition.fleet.falls_back else ""] > 1]
+    stands_by = definition.fleet.market.stands_by
+    kinds = [market(each) if market(each) in stands_by else "" for each in fleets]
+    return [each for each, kind in zip(fleets, kinds, strict=True) if kinds.count(kind) > 1]
 
 
 def wants(fleet: dict[str, Any]) -> int:

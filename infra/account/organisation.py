@@ -117,7 +117,7 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
         for each in [
             *node_statements(definition, f"arn:aws:s3:::{made}", log_group, schedule, role, topic),
             *stop_statements(definition),
-            *(fallback if definition.fleet.falls_back or definition.fleet.lets_go else []),
+            *(fallback if definition.fleet.market.stands_by or definition.fleet.lets_go else []),
         ]
         if each["Effect"] == "Allow"
         for wish in _wishes(each)

@@ -36,18 +36,18 @@ class Need:
     recommended: int  # with one node more: after a node ends, its vCPUs stay counted until EC2 has noticed
 
 
-_CODES = (  # family, spot, on demand
-    (r"g|vt", "L-3819A6DF", "L-DB2E81BA"),
-    (r"p[234]", "L-7212CCBC", "L-417A185B"),
-    (r"p5", "L-C4BD4855", "L-417A185B"),
+_CODES = (  # family, and by market the quota that counts it; capacity blocks count apart
+    (r"g|vt", {"spot": "L-3819A6DF", "on-demand": "L-DB2E81BA"}),
+    (r"p[234]", {"spot": "L-7212CCBC", "on-demand": "L-417A185B"}),
+    (r"p5", {"spot": "L-C4BD4855", "on-demand": "L-417A185B"}),
 )
 
 
 def quota_code(instance_type: str, capacity: str) -> str | None:
     """The quota's code; None where it is not known (P6)."""
-    for family, spot, on_demand in _CODES:
+    for family, codes in _CODES:
         if re.match(rf"({family})[0-9a-z-]*\.", instance_type):
-            return spot if capacity == "spot" else on_demand
+            return codes.get(capacity)
     return None
 
 
@@ -81,12 +81,12 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
 
 def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = None) -> Iterator[Check]:
     """vCPUs of one node, better two, of what other machines leave free. `ec2`: made here unless given."""
-    if definition.fleet.block:  # counts apart
+    if not (counted_in := definition.fleet.market.quotas):
         return
     others = _others(definition, ec2 or aws.client("ec2", definition.fleet.region))
     unknown = list[str]()
-    for capacity in (definition.fleet.capacity, *(["on-demand"] if definition.fleet.falls_back else [])):
-        found, unknown = needs(definition.fleet, capacity)
+    for market in counted_in:
+        found, unknown = needs(definition.fleet, market)
         checks = [_quota(definition, need, others.get(need.code, {}), service_quotas) for need in found]
         if all(check.state == "problem" for check in checks):
             yield from checks
@@ -160,8 +160,7 @@ def _others(definition: StackDefinition, ec2: Any) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for each in machines:
         kind, capacity = each["InstanceType"], each.get("InstanceLifecycle", "on-demand")
-        code = quota_code(kind, capacity) if capacity in ("spot", "on-demand") else None  # capacity blocks count apart
-        if code:
+        if code := quota_code(kind, capacity):
             found.setdefault(code, {})[f"{each['InstanceId']} ({kind})"] = vcpus[kind]
     return found
 
@@ -170,8 +169,8 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
     quota, used = _granted(service_quotas, "ec2", need.code), sum(others.values())
     free = int(quota["Value"]) - used
     kinds = ", ".join(need.types)
-    nodes = "one node" if definition.nodes == 1 else f"{definition.nodes} nodes"
-    takes = f"take{'s' if definition.nodes == 1 else ''} "
+    market = definition.fleet.market
+    nodes, takes = market.filled_in("{number} node{s}"), market.filled_in("take{es} ")
     takes += f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"
     users = ", ".join(list(others)[:USERS_SHOWN]) + (" and others" if len(others) > USERS_SHOWN else "")
     in_use = f", {used} of them in use by {users}" if used else ""
@@ -185,7 +184,7 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
     if free < need.vcpu:
         return Check(name="quota", state="warning", found=f"{found}: the larger types cannot launch", fix=fix)
     if free < need.recommended:
-        worth = "two" if definition.nodes == 1 else definition.nodes + 1
+        worth = {2: "two"}.get(definition.nodes + 1, definition.nodes + 1)
         why = f"; {worth} nodes' worth lets a replacement start while the old node still counts"
         return Check(name="quota", state="warning", found=found + why, fix=fix)
     return Check(name="quota", found=found)

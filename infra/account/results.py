@@ -31,6 +31,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.evidence import receipts
+from gpufleet.infra.market import INTERRUPTED
 from gpufleet.job import atomic, progress
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
@@ -277,7 +278,7 @@ def _history(definition: StackDefinition, ec2: Any) -> fleet.Ask:
             told = [fleet.history(ec2, each["FleetId"], since) for each in own]
         except (BotoCoreError, ClientError):
             return None
-        noticed = [each for each, of in zip(told, own, strict=True) if len(own) == 1 or market(of) == "spot"]
+        noticed = [each for each, of in zip(told, own, strict=True) if len(own) == 1 or market(of) in INTERRUPTED]
         changes = tuple(at for each in noticed for at in each.changes)
         return fleet.History(changes=changes, ended=dict(ChainMap(*(each.ended for each in told)))) if told else None
 

@@ -54,7 +54,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
     yield from _fleet(fleets, definition.run.owner, now)
     for other in fleets[1:]:
         own = aws.owner_of(other) == definition.run.owner
-        if own and definition.fleet.falls_back and market(other) != market(fleets[0]):
+        if own and sorted((market(fleets[0]), market(other))) == sorted(definition.fleet.market.fleets):
             if not is_over(other, now):
                 does = "looks for a node too" if wants(other) else "stands by"
                 yield f"            and {other['FleetId']}, {market(other)}, {does}"
@@ -64,7 +64,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
             if own and may_launch(other, now):
                 shown = f"a run has one: gpufleet wait {definition.argument} says how to end the other"
             yield f"            also {theirs}; {shown}"
-    if definition.fleet.falls_back and scheduler is not None:
+    if definition.fleet.market.stands_by and scheduler is not None:
         yield from _switch(scheduler, definition, now)
     nodes = [node for node in nodes_of(ec2, definition) if node["State"]["Name"] not in GONE]
     yield from _nodes(nodes, definition.run.owner)

@@ -33,6 +33,7 @@ from gpufleet.infra.account.fleet import (
 from gpufleet.infra.account.run_folder import find_folder
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused
+from gpufleet.infra.market import WAYS
 from gpufleet.infra.program.resources.tags import RUN_TAG
 from gpufleet.job.contract.done import Done
 from gpufleet.job.text import counted
@@ -92,7 +93,8 @@ class WaitLoop:
             if expired:
                 return self._no_more(fleet, "expired")
             if len(looking) > 1:
-                self._say("The hour has come to go on on demand (fleet.fallback): both fleets look for a node.")
+                place = WAYS[self.definition.fleet.market.fleets[-1]].place
+                self._say(f"The hour has come to go on {place} (fleet.fallback): both fleets look for a node.")
             for each in looking:
                 self._history(each)
             final = next((reason for reason in self.reasons if reason.final), None)

@@ -54,10 +54,9 @@ def headline(bill: Bill, fallback: Fallback | None = None) -> str:
     """What the run costs, how long it takes, on what, and where it stops."""
     side, cap = bill.chosen, bill.cap
     nodes = f"{side.exposure.nodes} x " if side.exposure.nodes > 1 else ""
-    market = {"spot": "spot", "on-demand": "on demand", "block": "in its capacity block"}[bill.capacity]
     dearest = f", the dearest of {len(bill.types)} types," if len(bill.types) > 1 else ""
     late = f", on demand when late ({fallback.on_time:.0%} are done by the deadline)," if fallback is not None else ""
-    place = f"on {nodes}{side.type} {market}{dearest}{late} in {bill.region}"
+    place = f"on {nodes}{side.type} {bill.market.bought}{dearest}{late} in {bill.region}"
     if cap is None:
         stops = f"it cannot be launched: it {bill.only_priced}"
     else:

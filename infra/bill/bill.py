@@ -14,6 +14,7 @@ from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.options import TypeCost
 from gpufleet.infra.bill.side import Quantiles, Side
 from gpufleet.infra.definition.model import Capacity, Deadline
+from gpufleet.infra.market.market import Market
 from gpufleet.infra.risk.cadence import BestInterval
 from gpufleet.infra.risk.hazard import Hazard
 
@@ -25,7 +26,7 @@ class Cap:
     max_usd: Decimal
     max_hours: Decimal
     probability: float  # that the run is stopped before its work is done
-    first: str  # limits.max_usd, limits.max_hours or fleet.block.end: the one that stops it
+    first: str  # the key of the one that stops it
     at_hours: Decimal  # node-hours at which it does
     deadline: Deadline | None = None  # in no figure: the bill knows no clock
 
@@ -51,17 +52,17 @@ class Bill:
     run: str
     region: str
     zones: tuple[str, ...]  # the definition's, by name
-    capacity: Capacity
-    lines: tuple[Line, ...]  # of the chosen capacity, `interruptions` last; their sum is usd.p50
+    market: Market
+    lines: tuple[Line, ...]  # of that market, `interruptions` last; their sum is usd.p50
     usd: Quantiles
     hours: Quantiles
     spot: Side | None
     on_demand: Side | None
-    block: Side | None  # in the definition's block; None where it is paid by the hour
+    chosen: Side  # in the definition's own market
     hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
-    chance: Hazard | None  # per node-hour, what it is drawn from and where that comes from; spot only
-    cadence: BestInterval | None  # the checkpoint interval that costs least; spot only
-    usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); spot only
+    chance: Hazard | None  # per node-hour, with where it comes from; None where AWS takes no node
+    cadence: BestInterval | None  # the checkpoint interval that costs least; as `chance`
+    usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); as `chance`
     span_usd: Mapping[str, tuple[Decimal, Decimal]]  # p10, p90 to finish, with `speed` or `price` alone unknown
     measured_usd: (
         Quantiles | None
@@ -80,7 +81,6 @@ class Bill:
     hourly_usd: Mapping[str, Decimal]  # per node-hour, by line: what a node costs beside compute
 
     @property
-    def chosen(self) -> Side:
-        side = {"spot": self.spot, "on-demand": self.on_demand, "block": self.block}[self.capacity]
-        assert side is not None  # infra.bill.estimate raises without it
-        return side
+    def capacity(self) -> Capacity:
+        """The market's name."""
+        return self.market.name

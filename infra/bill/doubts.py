@@ -43,14 +43,8 @@ def warnings(
     for type_, calibration in calibrations.items():
         if isinstance(calibration, RefusedCalibration) and type_ in definition.fleet.instance_types:
             yield f"{type_}: {calibration.why}"
-    if definition.nodes > 1 and not config.is_endless:
-        if not bill.chosen.option.instance.has_efa(definition.fleet.cards):
-            yield "nodes of this type have no EFA on these cards: they talk over TCP, whose speed nobody has measured"
-        if bill.capacity == "spot":
-            more = gang(definition.nodes)
-            yield f"that {definition.nodes} nodes are interrupted {more:.1f} times as often as one is an assumption"
-    if definition.nodes > 1 and definition.storage.data and definition.storage.data.snapshot:
-        yield f"each of {definition.nodes} nodes has a data volume of its own from the snapshot, loaded as it is read"
+    if definition.fleet.is_gang:
+        yield from _several(definition, bill)
     yield from map(BeforeLaunch, schedule(definition.job.parameters, bill.chosen.runtime))
     if not config.is_endless:
         yield from map(BeforeLaunch, _limits(bill))
@@ -62,7 +56,7 @@ def warnings(
             f"job.exit.hold_minutes: a run that fails keeps its node for {config.held_minutes:g} min more, which costs"
             f" {usd:.2f} USD, and never passes a limit"
         )
-    for notice in bill.notice if bill.capacity == "spot" and config.saves else ():
+    for notice in bill.notice if bill.market.is_interrupted and config.saves else ():
         if not notice.saves:
             why = "job.stop.saves is false" if config.saves_on_signal is False else "nobody has shown job.stop.saves"
             yield (
@@ -86,6 +80,17 @@ def warnings(
         yield "not priced: what account.vpc has of its own, NAT gateways and endpoints and their traffic"
     if definition.account.kms_key:
         yield "not priced: account.kms_key and the requests to it"
+
+
+def _several(definition: StackDefinition, bill: Bill) -> Iterator[str]:
+    """What is not known of nodes that train together."""
+    nodes, endless = definition.nodes, definition.job.parameters.is_endless
+    if not endless and not bill.chosen.option.instance.has_efa(definition.fleet.cards):
+        yield "nodes of this type have no EFA on these cards: they talk over TCP, whose speed nobody has measured"
+    if not endless and bill.market.is_interrupted:
+        yield f"that {nodes} nodes are interrupted {gang(nodes):.1f} times as often as one is an assumption"
+    if definition.storage.data and definition.storage.data.snapshot:
+        yield f"each of {nodes} nodes has a data volume of its own from the snapshot, loaded as it is read"
 
 
 def _speed(bill: Bill) -> tuple[float, float]:
@@ -127,7 +132,7 @@ def _leave_out(definition: StackDefinition, zones: Sequence[SpotPrice], prefix: 
     *others, high = zones
     if not others or high.price.amount < _SPOILS * others[-1].price.amount:
         return ""
-    kept = others if definition.nodes == 1 else others[:1]  # several nodes are in one zone
+    kept = others[:1] if definition.fleet.is_gang else others  # a gang is in one zone
     named = ", ".join(sorted(prefix + zone.zone for zone in kept))
     subnets = ", and account.vpc.subnets by these" if definition.account.vpc else ""
     return f". Without {prefix}{high.zone} that is {kept[-1].price.amount}: fleet.zones: [{named}]{subnets}"
@@ -150,13 +155,14 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
     config, prefix = definition.job.parameters, known_regions()[bill.region].zone_id_prefix
     needs_gb = fit.scratch_gb(config)
     for option in bill.types:
-        if reason := option.left_out.get(bill.capacity):
+        offer = option.offers[bill.capacity]
+        if reason := offer.left_out:
             yield f"left out of the fleet: {reason}"
             continue
         instance, nodes = option.instance, definition.nodes
         used, paid = config.ranks(instance.gpu_count, nodes), instance.gpu_count * nodes
         if used < paid and config.device == "cuda":
-            has = f"{option.type} has" if nodes == 1 else f"{nodes} nodes of {option.type} have"
+            has = f"{nodes} nodes of {option.type} have" if definition.fleet.is_gang else f"{option.type} has"
             yield f"{has} {paid} GPUs, this job uses {'one' if used == 1 else used}"
         asked = processes_asked(getattr(config, "command", ""))
         if asked is not None and asked != instance.gpu_count and config.device == "cuda":
@@ -173,14 +179,14 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
                 f"{option.type}: checkpoints and exports may need {needs_gb:.0f} GB of scratch, there are about"
                 f" {room_gb:.0f}; raise storage.root.size_gib"
             )
-        if option.spot and bill.capacity == "spot":
-            low, high = option.spot[0], option.spot[-1]
+        if offer.zones:
+            low, high = offer.zones[0], offer.zones[-1]
             if high.price.amount >= _SPREAD * low.price.amount:
                 yield (
                     f"{option.type}: spot zones differ, {low.price.amount} ({low.zone}) to {high.price.amount}"
-                    f" ({high.zone}); the bill stands on the dearest{_leave_out(definition, option.spot, prefix)}"
+                    f" ({high.zone}); the bill stands on the dearest{_leave_out(definition, offer.zones, prefix)}"
                 )
-            known = {zone.zone for zone in option.spot}
+            known = {zone.zone for zone in offer.zones}
             unknown = [prefix + zone for zone in definition.fleet.zone_ids if zone not in known]
             if unknown and definition.limits.usd_per_hour is not None:
                 named = ", ".join(unknown)

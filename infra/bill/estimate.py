@@ -24,15 +24,15 @@ from gpufleet.infra.bill.side import (
     Side,
     cadence,
     exact,
-    hours_bound_by,
     price_side,
     span_usd,
     supposed,
 )
 from gpufleet.infra.catalog import Catalog
-from gpufleet.infra.definition.model import MARKETS, StackDefinition
+from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.evidence.speeds import Speeds
+from gpufleet.infra.market import COMPARED
 from gpufleet.infra.risk import closed_form, simulation
 
 
@@ -61,7 +61,7 @@ def price(
         definition = replace(definition, limits=UNBOUND)
     known = known_steps(definition, catalog, calibrations or {})
     types = options.type_costs(definition, catalog, calibrations, speeds, known)
-    capacity = definition.fleet.capacity
+    market, capacity = definition.fleet.market, definition.fleet.capacity
     if options.dearest(types, capacity) is None:
         raise options.refuse(definition, types)
     sides = {
@@ -75,13 +75,13 @@ def price(
             hazards=hazards,
             today=today,
         )
-        for kind in dict.fromkeys((*MARKETS, capacity))
+        for kind in dict.fromkeys((*COMPARED, capacity))
     }
     spot, on_demand, chosen = sides["spot"], sides["on-demand"], sides[capacity]
     assert chosen is not None
     endless = definition.job.parameters.is_endless
     unmeasured = not (chosen.runtime.calibrated or endless)
-    at_hazards, measured_usd = supposed(chosen, spot=capacity == "spot", measured=unmeasured)
+    at_hazards, measured_usd = supposed(chosen, interrupted=market.is_interrupted, measured=unmeasured)
     bill = Bill(
         stack=definition.name,
         scenario=definition.scenario,
@@ -89,16 +89,16 @@ def price(
         run=definition.run.id,
         region=definition.fleet.region,
         zones=definition.fleet.zones,
-        capacity=capacity,
+        market=market,
         lines=(*chosen.lines, _interruptions(chosen)),
         usd=chosen.usd,
         hours=chosen.hours,
         spot=spot,
         on_demand=on_demand,
-        block=sides.get("block"),
+        chosen=chosen,
         hazard=definition.estimate.hazard_per_hour,
-        chance=chosen.exposure.chance if capacity == "spot" else None,
-        cadence=cadence(chosen) if capacity == "spot" else None,
+        chance=chosen.exposure.chance if market.is_interrupted else None,
+        cadence=cadence(chosen),
         usd_at_hazard=at_hazards,
         span_usd=span_usd(chosen),
         measured_usd=measured_usd,
@@ -149,11 +149,12 @@ def _break_even(spot: Side | None, on_demand: Side | None) -> float | None:
 
 def _cap(definition: StackDefinition, chosen: Side) -> Cap:
     by_money, by_hours = chosen.exposure.hours_at_cap()
+    by_time, *_ = definition.fleet.market.time_limit(definition.limits.max_hours, chosen.exposure.max_hours)
     return Cap(
         max_usd=definition.limits.max_usd,
         max_hours=definition.limits.max_hours,
         probability=chosen.probability_stopped,
-        first="limits.max_usd" if by_money < by_hours else hours_bound_by(definition, chosen),
+        first="limits.max_usd" if by_money < by_hours else by_time,
         at_hours=exact(min(by_money, by_hours) * definition.nodes),
         deadline=definition.limits.deadline,
     )

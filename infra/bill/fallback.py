@@ -78,19 +78,17 @@ class Fallback:
 
     def run_json(self) -> dict[str, Any]:
         """run.json's `fallback`: what a node has to know to push the hour, in seconds, and what a policy asks."""
+        parts = {"work": self.work_h, "train": self.train_h, "start": self.start_h, "margin": self.margin_h}
         return {
             "usd_p90": str(self.usd.p90),
-            "work_s": round(3600 * self.work_h, 1),
-            "train_s": round(3600 * self.train_h, 1),
-            "start_s": round(3600 * self.start_h, 1),
-            "margin_s": round(3600 * self.margin_h, 1),
+            **{f"{part}_s": round(3600 * each, 1) for part, each in parts.items()},
         }
 
 
 def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fallback | None:
     """None where the definition has no fallback, is only priced, or has no price of one of the two."""
     left_h, spot, on_demand = definition.hours_left(now), bill.spot, bill.on_demand
-    if not definition.fleet.falls_back or bill.only_priced or left_h is None or spot is None or on_demand is None:
+    if not definition.fleet.market.stands_by or bill.only_priced or left_h is None or not (spot and on_demand):
         return None
     from gpufleet.infra.risk.deadline import finished  # here: most bills have none
 
@@ -152,7 +150,7 @@ def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, floa
 
 def fallback_problems(definition: StackDefinition, bill: Bill, found: Fallback | None) -> Iterator[Problem]:
     """No price of on demand, and limits that do not pay for half of the runs."""
-    if not definition.fleet.falls_back or bill.only_priced:
+    if not definition.fleet.market.stands_by or bill.only_priced:
         return
     if bill.on_demand is None:
         yield definition.problem("fleet.fallback", "on-demand", "types with an on-demand price: none of the listed has")

@@ -14,11 +14,11 @@ from decimal import ROUND_CEILING, Decimal
 
 from gpufleet.infra.bill import options
 from gpufleet.infra.bill.bill import Bill
-from gpufleet.infra.bill.side import Side, hours_bound_by, reserve_h
-from gpufleet.infra.definition.model import WAITING_TIME, StackDefinition, deadline_text
+from gpufleet.infra.bill.side import Side, reserve_h
+from gpufleet.infra.definition.model import StackDefinition, deadline_text
 from gpufleet.infra.errors import Problem
+from gpufleet.infra.market.market import DEADLINE, WAITING_TIME
 from gpufleet.infra.risk.simulation import MINIMUM_H
-from gpufleet.job.text import stamp
 
 _HALF = "half of the simulated runs need that or more"
 AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
@@ -31,16 +31,15 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     if definition.job.parameters.is_endless:  # it trains until a limit, whichever that is
         yield from _first_save(definition, bill)
         return
-    (stop_usd, stop_h), side, block = bill.chosen.reserve, bill.chosen, definition.fleet.block
+    (stop_usd, stop_h), side = bill.chosen.reserve, bill.chosen
     max_usd, max_hours, nodes = definition.limits.max_usd, definition.limits.max_hours, definition.nodes
     all_hours = side.needed_hours.times(nodes)
     needs = [
         ("limits.max_usd", str(max_usd), max_usd, side.metered_usd, stop_usd, f"USD: {_HALF} {AS_COUNTED}"),
         ("limits.max_hours", str(max_hours), max_hours, all_hours, nodes * stop_h, f"node-hours: {_HALF}"),
     ]
-    if block is not None:
-        unit = f"hours from its start to 30 minutes before its end: {_HALF}"
-        needs.append(("fleet.block.end", stamp(block.end), Decimal(block.hours), side.needed_hours, stop_h, unit))
+    for key, written, hours, unit in definition.fleet.market.ends():
+        needs.append((key, written, hours, side.needed_hours, stop_h, f"{unit}: {_HALF}"))
     for path, written, limit, need, stop, unit in needs:
         if limit >= need.p50 + stop:
             continue
@@ -55,13 +54,12 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
 def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     """A limit that comes before the first checkpoint."""
     exposure, (by_money, by_hours) = bill.chosen.exposure, bill.chosen.exposure.hours_at_cap()
-    limits, block = definition.limits, definition.fleet.block
+    limits = definition.limits
     needed_h = exposure.setup_h + (exposure.interval_h if definition.job.parameters.saves else 0.0)
     hours = Decimal(needed_h + exposure.reserve_h)
     usd = enough(Decimal(exposure.metered(needed_h + exposure.reserve_h)))
-    by_time = ("limits.max_hours", str(limits.max_hours), f"{enough(hours * definition.nodes)} node-hours")
-    if block is not None and hours_bound_by(definition, bill.chosen) == "fleet.block.end":
-        by_time = ("fleet.block.end", stamp(block.end), f"{enough(hours)} hours from its start to 30 minutes before it")
+    key, written, nodes, unit = definition.fleet.market.time_limit(limits.max_hours, exposure.max_hours)
+    by_time = (key, written, f"{enough(hours * nodes)} {unit}")
     by_usd = ("limits.max_usd", str(limits.max_usd), f"{usd} USD")
     for (key, written, least), by_h in ((by_usd, by_money), (by_time, by_hours)):
         if by_h < needed_h:
@@ -87,7 +85,7 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
     needs = {
         option.type: max(option.runtime.total_s / 3600, MINIMUM_H) + reserve_h(definition.job.parameters, option)
         for option in bill.types
-        if option.runtime and option.holds_the_job and not option.why and bill.capacity not in option.left_out
+        if option.runtime and option.holds_the_job and not option.why and not option.offers[bill.capacity].left_out
     }
     if bill.only_priced or due is None or left_h is None or not needs:
         return []
@@ -95,12 +93,9 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
     if needs[slowest_type] <= left_h:
         return []
     need = f"at least the {needs[slowest_type]:.2f} hours that {slowest_type} needs uninterrupted and to stop in"
-    deadline, block = definition.limits.deadline, definition.fleet.block
-    if block is not None and key == "fleet.block.end":
-        if now <= block.start:  # `problems` has held all of it against the p50
-            return []
-        allowed = f"{need}; {max(left_h, 0):.2f} are left until 30 minutes before the block's end"
-        return [definition.problem(key, stamp(block.end), allowed, "Take a longer block, or shorten the run.")]
+    deadline = definition.limits.deadline
+    if key != DEADLINE:
+        return [definition.problem(key, *said) for said in definition.fleet.market.too_short(need, left_h, now)]
     assert deadline is not None
     first = due + timedelta(hours=needs[slowest_type] - left_h, minutes=1)
     allowed = f"{need}, {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from {_begin(definition, now)}"
@@ -117,19 +112,15 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
     speed all would, where the deadline comes before the other limits.
     """
     left_h, exposure, key = definition.hours_left(now), bill.chosen.exposure, definition.due_by(now)
-    whole = definition.begins_at(now) > now and key == "fleet.block.end"  # which is among the limits
+    whole = definition.begins_at(now) > now and key != DEADLINE  # its own end, which is among the limits
     if bill.only_priced or left_h is None or whole:
         return
     late = float((bill.chosen.needed.wall_hours + exposure.reserve_h > left_h).mean())
-    if late >= 0.01 and not definition.fleet.falls_back:  # its own share is on the bill
-        switch = (
-            f", waits for capacity included; `gpufleet compare {definition.argument}` says when to switch to on demand,"
-            " fleet.fallback: on-demand does it"
-        )
+    hint = definition.fleet.market.late_hint(definition.argument)
+    if late >= 0.01 and hint is not None:
         yield (
             f"{late:.0%} of runs miss {key}, {left_h:.1f} h from {_begin(definition, now)}: p50 is"
-            f" {bill.chosen.wall_hours.p50:.2f} h"
-            f"{'' if definition.fleet.block else switch}"
+            f" {bill.chosen.wall_hours.p50:.2f} h{hint}"
         )
     by_h = left_h - exposure.reserve_h
     if by_h < min(exposure.hours_at_cap()) and (slow := too_slow(bill, by_h, key)):
@@ -143,7 +134,7 @@ def too_slow(bill: Bill, by_h: float, limit: str) -> str:
     share = slowest(bill.chosen, by_h)
     if bill.calibrated or not 0.5 < share < 1:
         return ""
-    drawn = ", even uninterrupted" if bill.capacity == "spot" else ""
+    drawn = ", even uninterrupted" if bill.market.is_interrupted else ""
     return (
         f"uncalibrated: below about {share:.0%} of the assumed speed (set-up apart) {limit} stops the run"
         f" before it is done{drawn}"
@@ -157,21 +148,16 @@ def expiry_warning(bill: Bill) -> str:
     cap, needed, stop_h = bill.cap, bill.chosen.needed, bill.chosen.exposure.reserve_h
     if cap is None or cap.deadline is not None:
         return ""
-    nodes = bill.chosen.exposure.nodes
-    lives_h = float(cap.max_hours) / nodes + _hours(WAITING_TIME)
+    lives_h = bill.market.lives_hours(cap.max_hours)
     unstopped = needed.hours <= min(bill.chosen.exposure.hours_at_cap())
     late = float((unstopped & (needed.wall_hours + stop_h > lives_h)).mean())
     if late < 0.01:
         return ""
-    said = "limits.max_hours" if nodes == 1 else f"limits.max_hours / {nodes}"
+    said = f"limits.max_hours / {bill.market.nodes}".removesuffix(" / 1")
     return (
         f"{late:.0%} of runs wait so long for capacity that they are not done when their fleet expires,"
-        f" {said} + {_hours(WAITING_TIME):.0f} h after `up`; limits.deadline sets another time"
+        f" {said} + {WAITING_TIME / timedelta(hours=1):.0f} h after `up`; limits.deadline sets another time"
     )
-
-
-def _hours(span: timedelta) -> float:
-    return span.total_seconds() / 3600
 
 
 def enough(needed: Decimal) -> Decimal:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.catalog import Catalog, Price
-from gpufleet.infra.definition.model import CapacityBlock, Disk, StackDefinition
+from gpufleet.infra.definition.model import Disk, StackDefinition
 from gpufleet.job.contract.aws import MINIMUM_S
 from gpufleet.job.kind.common import PART_BYTES
 
@@ -29,7 +29,6 @@ SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive togeth
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
 LOG_LINE_BYTES = 250
 IMAGE_GB = 20  # through a NAT gateway at each boot; 15 to 20 were seen
-FEE = "capacity_block"  # an item that no price list has
 UNKEPT_DAYS = 1  # a bucket that goes with the stack: assumed destroyed within a day
 
 # What AWS gives every account each month, by item (its price pages of EC2 data transfer and CloudWatch, read 2026-11).
@@ -202,9 +201,8 @@ def bucket_lines(
             fixed("NAT gateway's address", wall_h, "public_ipv4"),
             fixed("NAT traffic", IMAGE_GB * definition.nodes, "nat_traffic"),
         ]
-    block = definition.fleet.block
     return [
-        *([_fee(block, catalog)] if block else []),
+        *(line(name, 1, usd, "fixed", item) for name, item, usd in definition.fleet.market.fees(catalog.as_of)),
         *nat,
         fixed("S3 storage", held.total * days * 24 / float(MONTH_H), "s3_storage"),
         fixed("S3 write requests", writes / 1000, "s3_write_requests"),
@@ -212,14 +210,6 @@ def bucket_lines(
         fixed("transfer of results", held.final + held.small, "transfer_out"),
         fixed("logs", logs_gb, "logs_ingestion"),
     ]
-
-
-def _fee(block: CapacityBlock, catalog: Catalog) -> Line:
-    """What has been paid for the nodes, however long they run."""
-    price = Price(
-        amount=block.fee_usd, unit="block", source="fleet.block.fee_usd", as_of=catalog.as_of, status="verified"
-    )
-    return line("capacity block", 1, price, "fixed", FEE)
 
 
 def _disks(definition: StackDefinition, catalog: Catalog) -> list[Charge]:

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
-from decimal import Decimal
-from typing import Any
 
 from gpufleet.infra.bill import fit
 from gpufleet.infra.bill import runtime as runtimes
-from gpufleet.infra.bill.lines import CENT_100
 from gpufleet.infra.bill.own_steps import StepTime, known_steps, step_time, untried
 from gpufleet.infra.catalog import Catalog, Instance, Price, SpotPrice
-from gpufleet.infra.definition.model import MARKETS, Capacity, StackDefinition
+from gpufleet.infra.definition.model import Capacity, StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
 from gpufleet.infra.evidence.calibration import Calibration, RefusedCalibration
 from gpufleet.infra.evidence.speeds import Speeds
+from gpufleet.infra.market import COMPARED, WAYS
+from gpufleet.infra.market.market import Offer
 
 Calibrations = Mapping[str, Calibration | RefusedCalibration]  # by instance type: evidence.calibration.find_all
 
@@ -43,30 +41,32 @@ class TypeCost:
     runtime: runtimes.Runtime | None
     fits: tuple[fit.Fit, ...]
     notices: tuple[fit.Notice, ...]
-    spot: tuple[SpotPrice, ...]  # cheapest zone first
-    on_demand: Price | None
-    block: Price | None  # in the definition's block, whose fee pays for it: nothing
+    offers: Mapping[Capacity, Offer]  # of the definition's own market, and of those that are compared
     why: str
-    left_out: Mapping[Capacity, str] = field(default_factory=dict)  # why limits.usd_per_hour keeps it from the fleet
     untried: str = ""  # that nobody knows whether its GPUs hold a command
 
     def hourly(self, capacity: Capacity) -> Price | None:
         """The dearest price per node-hour that the fleet can meet; None where it takes no such node."""
-        if capacity in self.left_out:
-            return None
-        if capacity != "spot":
-            return self.on_demand if capacity == "on-demand" else self.block
-        return self.spot[-1].price if self.spot else None
+        return self.offers[capacity].hourly
 
     def likely(self, capacity: Capacity) -> Price | None:
-        """What a fleet that picks by price and capacity may expect to pay: of spot zones each counts the more, the
-        cheaper it is (harmonic mean).
-        """
-        dearest = self.hourly(capacity)
-        if capacity != "spot" or dearest is None:
-            return dearest
-        mean = len(self.spot) / sum((1 / zone.price.amount for zone in self.spot), Decimal(0))
-        return replace(dearest, amount=mean.quantize(CENT_100))
+        """What a fleet that picks by price and capacity may expect to pay."""
+        return self.offers[capacity].likely
+
+    @property
+    def spot(self) -> tuple[SpotPrice, ...]:
+        """Cheapest zone first."""
+        return self.offers["spot"].zones
+
+    @property
+    def on_demand(self) -> Price | None:
+        """The price, whether or not the fleet may take it."""
+        return self.offers["on-demand"].price
+
+    @property
+    def left_out(self) -> dict[Capacity, str]:
+        """By market why limits.usd_per_hour keeps it from the fleet."""
+        return {market: offer.left_out for market, offer in self.offers.items() if offer.left_out}
 
     @property
     def holds_the_job(self) -> bool:
@@ -113,14 +113,14 @@ def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetEr
 def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:
     """One problem per listed type without a price or a known speed: the fleet could pick it."""
     allowed, capacity = "types with a known price and speed", definition.fleet.capacity
-    if types and all(capacity in option.left_out for option in types):
-        reasons = "; ".join(option.left_out[capacity] for option in types)
+    if types and all(option.offers[capacity].left_out for option in types):
+        reasons = "; ".join(option.offers[capacity].left_out for option in types)
         return [definition.problem("limits.usd_per_hour", str(definition.limits.usd_per_hour), CEILING, f"{reasons}.")]
     found = []
     for index, option in enumerate(types):
-        if option.why and capacity not in option.left_out:
-            instead = "on-demand" if definition.fleet.capacity == "spot" else "spot"
-            known = bool(option.on_demand if instead == "on-demand" else option.spot)
+        if option.why and not option.offers[capacity].left_out:
+            instead = next(market for market in COMPARED if market != capacity)
+            known = bool(option.offers[instead].price)
             priced = bool(option.hourly(definition.fleet.capacity))
             other = f", write fleet.capacity: {instead}" if known and not priced else ""
             read = "" if priced else f", or ask AWS: `gpufleet prices refresh --region {definition.fleet.region}`"
@@ -134,7 +134,7 @@ def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list
     problems = []
     for index, option in enumerate(types):
         bad = [phase for phase in option.fits if not phase.fits]
-        if bad and definition.fleet.capacity not in option.left_out:
+        if bad and not option.offers[definition.fleet.capacity].left_out:
             worst = max(bad, key=lambda phase: phase.needs_gb)
             path, allowed = listed(index), f"types on which every phase fits; phase {worst.phase}: {worst.why}"
             problems.append(definition.problem(path, option.type, allowed, f"Nearest: {worst.nearest}."))
@@ -146,57 +146,19 @@ CEILING = "a price that a listed type has (a rule of policy.yaml may lower it)"
 
 def pools(definition: StackDefinition, catalog: Catalog, capacity: Capacity) -> tuple[tuple[str, str], ...]:
     """(type, zone) of all that the fleet may launch: without those above limits.usd_per_hour."""
+    fleet, ceiling, way = definition.fleet, definition.limits.usd_per_hour, WAYS[capacity]()
     return tuple(
         (type_, zone)
-        for type_ in sorted(definition.fleet.instance_types)
-        for zone in sorted(within_ceiling(definition, catalog, type_, capacity))
+        for type_ in sorted(fleet.instance_types)
+        for zone in sorted(fleet.zones if ceiling is None else way.zones_below(catalog, type_, fleet, ceiling))
     )
 
 
-def within_ceiling(definition: StackDefinition, catalog: Catalog, type_: str, capacity: Capacity) -> tuple[str, ...]:
-    """The fleet's zones in which a node of the type is known to cost at most limits.usd_per_hour; all without such a
-    limit. Prices know zones by id: of zones by name, whose ids differ per account, the dearest of the region decides.
-    """
+def offers_of(definition: StackDefinition, catalog: Catalog, type_: str) -> dict[Capacity, Offer]:
+    """What a node of the type costs in the definition's region, without zones that its fleet leaves out, by market."""
     fleet, ceiling = definition.fleet, definition.limits.usd_per_hour
-    if ceiling is None or capacity == "block":
-        return fleet.zones
-    if capacity == "on-demand":
-        price = catalog.on_demand_prices.get((type_, fleet.region))
-        return fleet.zones if price is not None and price.amount <= ceiling else ()
-    below = {each.zone for each in catalog.spot_zones(type_, fleet.region) if each.price.amount <= ceiling}
-    if fleet.zone_ids:
-        return tuple(zone for zone, own in zip(fleet.zones, fleet.zone_ids, strict=True) if own in below)
-    return fleet.zones if below and len(below) == len(catalog.spot_zones(type_, fleet.region)) else ()
-
-
-def _left_out(definition: StackDefinition, catalog: Catalog, type_: str, capacity: Capacity) -> str:
-    """Why the fleet takes no node of this type where it has a price; or nothing."""
-    region, ceiling = definition.fleet.region, definition.limits.usd_per_hour
-    if ceiling is None or within_ceiling(definition, catalog, type_, capacity):
-        return ""
-    if capacity == "on-demand":
-        price = catalog.on_demand_prices.get((type_, region))
-        return f"{type_} on demand costs {price.amount} USD an hour, above {ceiling}" if price else ""
-    zones, prefix = catalog.spot_zones(type_, region, definition.fleet.zone_ids), catalog.zone_id_prefix(region)
-    if not zones:
-        return ""
-    below = [prefix + each.zone for each in zones if each.price.amount <= ceiling]
-    kept = f"; by id it would stay in fleet.zones: [{', '.join(sorted(below))}]" if below else ""
-    return (
-        f"{type_} costs up to {zones[-1].price.amount} USD an hour in {prefix}{zones[-1].zone}, above {ceiling}{kept}"
-    )
-
-
-def prices(definition: StackDefinition, catalog: Catalog, type_: str) -> dict[str, Any]:
-    """The type's prices in the definition's region as fields of a TypeCost, without zones that its fleet leaves out."""
-    fleet, ceiling = definition.fleet, definition.limits.usd_per_hour
-    spot = catalog.spot_zones(type_, fleet.region, fleet.zone_ids)
-    reasons = {market: _left_out(definition, catalog, type_, market) for market in MARKETS}
-    return {
-        "spot": tuple(each for each in spot if ceiling is None or each.price.amount <= ceiling),
-        "on_demand": catalog.on_demand_prices.get((type_, fleet.region)),
-        "left_out": {market: why for market, why in reasons.items() if why},
-    }
+    ways = (*(WAYS[name]() for name in COMPARED), fleet.market)
+    return {way.name: way.offer(catalog, type_, fleet, ceiling) for way in ways}
 
 
 def listed(index: int) -> str:
@@ -228,18 +190,12 @@ def type_cost(
     estimate = definition.estimate if _is_of(definition, type_, catalog) else replace(definition.estimate, step_ms=None)
     known = known_steps(definition, catalog, calibrations or {}) if known is None else known
     why, runtime = [], None
-    zones = definition.fleet.zone_ids
-    priced = prices(definition, catalog, type_)
-    spot, on_demand = priced["spot"], priced["on_demand"]
-    capacity, block = definition.fleet.capacity, definition.fleet.block
-    price = on_demand if capacity == "on-demand" else spot[-1].price if capacity == "spot" and spot else None
-    config = config.bounded(_most_hours(definition, price))
+    offers, market, limits = offers_of(definition, catalog, type_), definition.fleet.market, definition.limits
+    price = offers[market.name].price
+    config = config.bounded(market.node_hours(limits.max_hours, limits.max_usd, price))
     ranks = config.ranks(instance.gpu_count, definition.nodes)
     try:  # the other price may be missing: it is only compared with
-        if capacity == "spot":
-            catalog.spot(type_, region, zones)
-        elif block is None:
-            catalog.on_demand(type_, region)
+        market.require(catalog, type_, definition.fleet)
     except PriceMissing as missing:
         why.append(str(missing))
     try:
@@ -268,8 +224,7 @@ def type_cost(
         )
         if runtime
         else (),
-        **priced,
-        block=None if block is None else _paid(catalog.as_of),
+        offers=offers,
         why="; ".join(why),
         untried="" if config.memory_is_predicted else untried(known, instance, ranks),
     )
@@ -286,16 +241,3 @@ def _is_of(definition: StackDefinition, type_: str, catalog: Catalog) -> bool:
 
     listed = definition.fleet.instance_types
     return definition.estimate.step_ms is None or type_ in listed or device(type_) in map(device, listed)
-
-
-def _paid(day: date) -> Price:
-    """What an hour in a block costs beyond its fee."""
-    return Price(amount=Decimal(0), unit="node-hour", source="paid by the block's fee", as_of=day, status="verified")
-
-
-def _most_hours(definition: StackDefinition, price: Price | None) -> float:
-    """That the limits pay for at this price per node-hour."""
-    limits, block = definition.limits, definition.fleet.block
-    if block is not None:
-        return min(float(limits.max_hours), block.hours * definition.nodes)
-    return float(min(limits.max_hours, limits.max_usd / price.amount) if price else limits.max_hours)

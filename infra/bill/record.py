@@ -47,7 +47,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.chosen.compute.quantity)},
         "spot": bill.spot and _side(bill.spot),
         "on_demand": bill.on_demand and _side(bill.on_demand),
-        **({"block": _side(bill.block)} if bill.block else {}),
+        bill.capacity.replace("-", "_"): _side(bill.chosen),
         "interruptions": quantiles(bill.chosen.interruptions),
         "interruptions_expected": round(float(bill.chosen.interruptions.mean), 3),
         "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
@@ -102,13 +102,12 @@ def rates(bill: Bill) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for option in bill.types:
-        spot = None if bill.block else option.hourly("spot")
-        fallback = option.block or option.on_demand or spot
-        if fallback is None:
+        most, spot = bill.market.metered(option.offers)
+        if most is None:
             continue
         by_zone = {zone: str(spot.amount) for zone in bill.zones} if spot else {}
         gpus = option.instance.gpu_count
-        found[option.type] = {"on_demand": str(fallback.amount), "spot": by_zone, "gpus": gpus}
+        found[option.type] = {"on_demand": str(most.amount), "spot": by_zone, "gpus": gpus}
     return found
 
 

@@ -14,6 +14,7 @@ from gpufleet.infra.bill.options import TypeCost
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.catalog import Catalog, Price
 from gpufleet.infra.definition.model import Capacity, Fleet, Limits, StackDefinition
+from gpufleet.infra.market import WAYS
 from gpufleet.infra.risk import simulation, unknown
 from gpufleet.infra.risk.cadence import BestInterval, optimal
 from gpufleet.infra.risk.hazard import HAZARD_WORDS, Floats, Hazard, Key, find, gather, wait
@@ -50,7 +51,7 @@ class Prepared:
     """A side before its luck: what it is, its lines, and what one run puts at risk."""
 
     option: TypeCost
-    zone: str | None  # by zone id; None on demand
+    zone: str | None  # by zone id; None where one price holds in all
     price: Price  # per node-hour
     lines: tuple[Line, ...]  # without interruptions
     runtime: Runtime
@@ -127,11 +128,12 @@ def prepare(
         return None
     node = lines.node_lines(definition, catalog, option.runtime.total_s / 3600, hourly)
     bucket = lines.bucket_lines(definition, catalog, option.runtime, dataset_bytes)
-    chance = _chance(definition, option, hazards or {}) if capacity == "spot" else 0.0
-    age = ((today or catalog.as_of) - hourly.as_of).days if capacity == "spot" else 0
+    offer, way = option.offers[capacity], WAYS[capacity]
+    chance = _chance(definition, option, hazards or {}) if way.is_interrupted else 0.0
+    age = ((today or catalog.as_of) - hourly.as_of).days if offer.zones else 0  # prices that differ by zone move
     return Prepared(
         option=option,
-        zone=option.spot[-1].zone if capacity == "spot" and not likely else None,
+        zone=offer.zones[-1].zone if offer.zones and not likely else None,
         price=hourly,
         lines=(*node, *bucket),
         runtime=option.runtime,
@@ -221,12 +223,12 @@ def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
 
 
 def supposed(
-    side: Side, *, spot: bool, measured: bool
+    side: Side, *, interrupted: bool, measured: bool
 ) -> tuple[tuple[tuple[str, float, Decimal], ...], Quantiles | None]:
-    """USD to finish under other suppositions. On `spot`: (word, interruptions per node-hour, mean) of each word. For
-    `measured`: as far as they would be known if the job had been measured on this GPU; else None.
+    """USD to finish under other suppositions. If `interrupted`: (word, interruptions per node-hour, mean) of each
+    word. For `measured`: as far as they would be known if the job had been measured on this GPU; else None.
     """
-    unlimited, words = side.exposure.unlimited, HAZARD_WORDS if spot else ()
+    unlimited, words = side.exposure.unlimited, HAZARD_WORDS if interrupted else ()
     exposures = [replace(unlimited.interruptions_alone, hazard=hazard) for _, hazard in words]
     if measured:
         known = replace(side.exposure.unknown, faster=unknown.MEASURED, slower=unknown.MEASURED)
@@ -305,15 +307,9 @@ def _gather_h(fleet: Fleet, wait_h: float) -> float:
 
 
 def _max_hours(definition: StackDefinition) -> float:
-    """That each node may run: by the limit of all nodes' hours, and while their block lasts."""
-    block, hours = definition.fleet.block, float(definition.limits.max_hours) / definition.nodes
-    return hours if block is None or definition.variant.only_priced else min(hours, block.hours)
-
-
-def hours_bound_by(definition: StackDefinition, side: Side) -> str:
-    """The key that says how long each node may run."""
-    block = definition.fleet.block
-    return "fleet.block.end" if block and side.exposure.max_hours == block.hours else "limits.max_hours"
+    """That each node may run."""
+    fleet = replace(definition.fleet, block=None) if definition.variant.only_priced else definition.fleet
+    return fleet.market.each_hours(definition.limits.max_hours)
 
 
 def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, price_age_days: int) -> Unknown:

@@ -5,7 +5,7 @@ Short enough to be read at every preview. What each figure means is in docs/bill
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from decimal import Decimal
 from typing import TYPE_CHECKING
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.limits import AS_COUNTED
-from gpufleet.infra.bill.lines import FEE, NOT_PRICED, account_discount
-from gpufleet.infra.bill.side import Quantiles
-from gpufleet.infra.definition.model import MARKETS, Capacity, deadline_text
+from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
+from gpufleet.infra.bill.side import Quantiles, Side
+from gpufleet.infra.definition.model import Capacity, deadline_text
+from gpufleet.infra.market import WAYS
 from gpufleet.infra.risk.hazard import word
 from gpufleet.infra.text import table, wrap
 from gpufleet.job.contract.aws import NOTICE_S
@@ -38,28 +39,22 @@ def render(
     `fallback` what the run costs with it.
     """
     types = [_types(bill)] if len(bill.types) > 1 else []
+    fallbacks = list(filter(None, [fallback]))
     options = [] if cheaper is None else [cheaper]
-    rest = _rest(bill, today, accuracy, fallback)
-    blocks = [_head(bill), _lines(bill), _totals(bill, fallback), *options, *types, _phases(bill), rest]
+    rest = _rest(bill, today, accuracy, fallbacks)
+    blocks = [_head(bill), _lines(bill), _totals(bill, fallbacks), *options, *types, _phases(bill), rest]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
 def _head(bill: Bill) -> Iterator[str]:
     side = bill.chosen
     dearest = "the dearest listed type, " if len(bill.types) > 1 else ""
-    price = "paid by its fee" if bill.block else f"at {side.price.amount} USD/h"
+    price = bill.market.at_price(side.price.amount)
     if side.zone:
-        spot = next(option.spot for option in bill.types if option.type == side.type)
-        price += " (dearest zone)" if len(spot) > 1 else ""
+        price += " (dearest zone)" if len(side.option.offers[bill.capacity].zones) > 1 else ""
     name = f"{bill.stack}, scenario {bill.scenario}" if bill.scenario else bill.stack
-    yield from wrap(f"{name}, run {bill.run}: {_nodes(bill)} in {bill.region}, {dearest}{side.type} {price}")
-
-
-def _nodes(bill: Bill) -> str:
-    nodes = bill.chosen.exposure.nodes
-    if bill.block:
-        return f"{'one node' if nodes == 1 else f'{nodes} nodes'} of a capacity block"
-    return f"one {bill.capacity} node" if nodes == 1 else f"{nodes} {bill.capacity} nodes"
+    nodes = bill.market.filled_in(bill.market.counts)
+    yield from wrap(f"{name}, run {bill.run}: {nodes} in {bill.region}, {dearest}{side.type} {price}")
 
 
 def _lines(bill: Bill) -> Iterator[str]:
@@ -93,7 +88,7 @@ def interruptions_usd(bill: Bill) -> Decimal:
     return bill.chosen.alone_usd.p50 - bill.chosen.total
 
 
-def _totals(bill: Bill, fallback: Fallback | None) -> Iterator[str]:
+def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     chosen = bill.chosen
     if bill.buys is not None and bill.cap is not None:
         node_hours = bill.hours.times(chosen.exposure.nodes)
@@ -114,12 +109,11 @@ def _totals(bill: Bill, fallback: Fallback | None) -> Iterator[str]:
     beside = bill.cap is not None and counted_usd[2:4] != figures("", chosen.needed_usd)[2:4]
     if beside:
         rows.append(counted_usd)
-    rows += [_other(bill, market) for market in MARKETS if market != bill.capacity]
-    if fallback is not None:
-        rows.append(figures(*fallback.row()))
-    hours = "hours of each node" if chosen.exposure.nodes > 1 else "node-hours"
-    rows.append(figures(hours, bill.hours))
-    if bill.capacity == "spot":
+    by_the_hour = (("spot", bill.spot), ("on-demand", bill.on_demand))
+    rows += [_other(bill, name, side) for name, side in by_the_hour if name != bill.capacity]
+    rows += [figures(*each.row()) for each in fallbacks]
+    rows.append(figures(bill.market.hours_of, bill.hours))
+    if bill.market.is_interrupted:
         rows.append(figures("hours with waits for capacity", chosen.wall_hours))
     yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
     if beside:
@@ -128,7 +122,7 @@ def _totals(bill: Bill, fallback: Fallback | None) -> Iterator[str]:
 
 def _parts(bill: Bill) -> Iterator[tuple[str, ...]]:
     """What the range is made of, each part as if all else were as the lines say; and what would narrow it."""
-    if bill.capacity == "spot":
+    if bill.market.is_interrupted:
         yield figures("  interruptions alone", bill.chosen.alone_usd)
     if bill.chosen.idle_usd.mean:
         yield figures("  waiting for the others, of it", bill.chosen.idle_usd)
@@ -159,11 +153,11 @@ def figures(name: str, values: Quantiles) -> tuple[str, ...]:
     return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
 
 
-def _other(bill: Bill, market: Capacity) -> tuple[str, ...]:
+def _other(bill: Bill, market: Capacity, other: Side | None) -> tuple[str, ...]:
     """The run bought in another way."""
-    place, other = ("on spot", bill.spot) if market == "spot" else ("on demand", bill.on_demand)
+    place = WAYS[market].place
     if other is None:
-        above = any(market in option.left_out for option in bill.types)
+        above = any(option.offers[market].left_out for option in bill.types)
         return f"USD {place}: {'above limits.usd_per_hour' if above else 'no price known'}", "", "", "", ""
     return figures(f"USD {place}, {other.type} at {other.price.amount} USD/h", other.needed_usd)
 
@@ -173,7 +167,7 @@ def _types(bill: Bill) -> Iterator[str]:
     for option in bill.types:
         hourly, runtime = option.hourly(bill.capacity), option.runtime
         low, high = (option.spot[0].price.amount, option.spot[-1].price.amount) if option.spot else (None, None)
-        compute = "left out" if bill.capacity in option.left_out else "no price or speed"
+        compute = "left out" if option.offers[bill.capacity].left_out else "no price or speed"
         if hourly and runtime:
             node_s = Decimal(max(runtime.total_s, 60)) * bill.chosen.exposure.nodes
             compute = f"{hourly.amount * node_s / 3600:.4f}"
@@ -191,7 +185,7 @@ def _types(bill: Bill) -> Iterator[str]:
     heads = ("listed type", "GPU", "hours", "spot USD/h by zone", "on demand", "compute USD", "fits")
     yield from table(heads, rows, right=(2, 5))
     for option in bill.types:
-        if option.why and bill.capacity not in option.left_out:
+        if option.why and not option.offers[bill.capacity].left_out:
             yield from wrap(f"{option.type}: {option.why}")
 
 
@@ -248,12 +242,12 @@ def _setup_and_idle(bill: Bill) -> str:
     return f"{bill.chosen.type}: {', '.join(parts)}; {used} in use."
 
 
-def _rest(bill: Bill, today: date | None, accuracy: object, fallback: Fallback | None) -> Iterator[str]:
+def _rest(bill: Bill, today: date | None, accuracy: object, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     yield from wrap(_interruptions(bill))
     if bill.cadence is not None:
         said = bill.cadence.sentence()
         yield from wrap(f"{said[0].upper()}{said[1:]}.")
-    yield from wrap(_limits(bill, fallback))
+    yield from wrap(_limits(bill, fallbacks))
     yield from wrap(kept_sentence(bill))
     days = [line.as_of for line in bill.lines]
     age = "" if today is None else f"; {price_age(bill, today)}"
@@ -284,9 +278,7 @@ def price_age(bill: Bill, today: date) -> str:
 
     The share is of the uninterrupted run's dollars: the line `interruptions` has no price of its own.
     """
-    age = (today - bill.chosen.price.as_of).days
-    said = f"compute is {age} days old" if age >= 0 else f"compute is of {-age} days from now, which cannot be"
-    said = "the block's fee is the file's" if bill.block else said
+    said = bill.market.price_age((today - bill.chosen.price.as_of).days)
     old = stale_prices(bill, today)
     return f"{said}; {old}: `gpufleet prices refresh`" if old else said
 
@@ -301,14 +293,8 @@ def stale_prices(bill: Bill, today: date) -> str:
 
 
 def _interruptions(bill: Bill) -> str:
-    if bill.block:
-        fee = next(line.amount for line in bill.lines if line.item == FEE)
-        return (
-            f"Interruptions: none in a block. Its fee, {fee:.2f} USD, is paid whatever the run does, which takes"
-            f" {bill.hours.p50:.2f} h of it (p50)."
-        )
-    if bill.capacity == "on-demand":
-        return "Interruptions: none on demand."
+    if never := bill.market.uninterrupted(bill.hours.p50):
+        return never
     if bill.on_demand is None:
         against = "no on-demand price to compare with"
     elif bill.break_even_hazard == 0:
@@ -341,7 +327,7 @@ def _hazard(bill: Bill) -> str:
     )
 
 
-def _limits(bill: Bill, fallback: Fallback | None) -> str:
+def _limits(bill: Bill, fallbacks: Sequence[Fallback]) -> str:
     cap = bill.cap
     if cap is None:
         return f"Cannot be launched: it {bill.only_priced}. Only priced, so no limit of the file is held against it."
@@ -356,11 +342,10 @@ def _limits(bill: Bill, fallback: Fallback | None) -> str:
         return f"Limits: {money}, {hours}. The first one ends the run."
     chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
     said = f"Limits: {money}, {hours}; chance that one stops the run: {chance}."
-    if fallback is not None:
-        return f"{said} {fallback.sentence()}"
-    if cap.deadline is None:
-        return said
-    return (
-        f"{said} limits.deadline, {deadline_text(cap.deadline)}, is not part of this chance, nor of any figure"
-        " here: `gpufleet compare` holds it against the hours."
-    )
+    notes = [each.sentence() for each in fallbacks]
+    if cap.deadline is not None and not notes:
+        notes.append(
+            f"limits.deadline, {deadline_text(cap.deadline)}, is not part of this chance, nor of any figure here:"
+            " `gpufleet compare` holds it against the hours."
+        )
+    return " ".join([said, *notes])

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     first = [*limits.deadline_warnings(definition, bill, now), *left]
     bill = replace(bill, warnings=(*bill.warnings, *map(BeforeLaunch, first)))
     fallback, without = None, list[Problem]()
-    if definition.fleet.falls_back:
+    if definition.fleet.market.stands_by:
         from gpufleet.infra.bill.fallback import fallback_problems, price_fallback  # here: most bills have none
 
         fallback = price_fallback(definition, bill, now)
@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         command = f"gpufleet cost {definition.priced_argument}"
         print("\n".join(answer(bill, command, today=now.date(), cheaper=line, fallback=fallback)))
     sys.stdout.flush()
-    broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill, fallback))
+    facts = policy.facts(definition, bill, fallback)
+    broken = () if definition.variant.only_priced else policy.broken(rules, facts)
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
     late = [*limits.deadline_problems(definition, bill, now), *without]

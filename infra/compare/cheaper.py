@@ -23,6 +23,7 @@ from gpufleet.infra.compare.columns import sheet
 from gpufleet.infra.compare.rows import Row, filled
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.observations import observations
+from gpufleet.infra.market import WAYS
 from gpufleet.infra.review import policy
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import learn
@@ -63,8 +64,8 @@ class Cheaper:
         """The cheapest of them in one line; empty where none is sure to cost less."""
         for row in self.rows[:1]:
             assert row.usd is not None
-            place = "spot" if row.capacity == "spot" else "on demand"
             sure = "" if row.cheaper is None else f" in {row.cheaper:.0%} of runs"
+            place = WAYS[row.capacity].bought
             return f"Cheaper{sure}: {row.type} {place}, about {row.usd.p50:.2f} USD; all: `{self.command}`"
         return ""
 
@@ -148,7 +149,7 @@ def cheaper(
     """`allowed`: whether the project's rules let the row be. None for what cannot be taken to another type: several
     nodes, a block that is paid for, or a run that was elsewhere.
     """
-    if definition.nodes > 1 or definition.fleet.block or definition.variant.reference:
+    if not definition.fleet.market.moves_elsewhere or definition.variant.reference:
         return None
     if definition.variant.only_priced:  # no limit is held against its bill either
         definition, hours_left = replace(definition, limits=UNBOUND), None
@@ -213,7 +214,7 @@ def _half_setup(
 
 def _listed(row: Row, definition: StackDefinition) -> bool:
     """The fleet may pick it as it is."""
-    return row.type in definition.fleet.instance_types and row.capacity == definition.fleet.capacity
+    return row.type in definition.fleet.instance_types and definition.fleet.market.name == row.capacity
 
 
 def _mean(row: Row) -> Decimal:

@@ -28,8 +28,8 @@ def fill(axes: Any, rows: Sequence[Row], frontier: Sequence[Row], *, spot: str, 
 
     able = [row for row in rows if row.ranked][:SHOWN]
     able += [row for row in frontier if row not in able]
-    for capacity, colour in (("spot", spot), ("on-demand", on_demand)):
-        own = [row for row in able if row.capacity == capacity and row.usd and row.wall_hours]
+    for market, colour in (("spot", spot), ("on-demand", on_demand)):
+        own = [row for row in able if market == row.capacity and row.usd and row.wall_hours]
         if not own:
             continue
         hours, usd = [row.wall_hours for row in own if row.wall_hours], [row.usd for row in own if row.usd]
@@ -44,7 +44,7 @@ def fill(axes: Any, rows: Sequence[Row], frontier: Sequence[Row], *, spot: str, 
             elinewidth=0.8,
             alpha=0.75,
             markersize=4,
-            label=capacity,
+            label=market,
         )
     edge = sorted(
         ((float(row.wall_hours.p50), float(row.usd.p50), row) for row in frontier if row.wall_hours and row.usd),

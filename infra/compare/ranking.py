@@ -23,7 +23,9 @@ from gpufleet.infra.bill.own_steps import known_steps
 from gpufleet.infra.bill.side import Hazards, Side
 from gpufleet.infra.catalog import Catalog, Price
 from gpufleet.infra.compare.rows import Row, draft, filled, rate
-from gpufleet.infra.definition.model import MARKETS, Capacity, Fleet, StackDefinition
+from gpufleet.infra.definition.model import Capacity, Fleet, StackDefinition
+from gpufleet.infra.market import COMPARED, WAYS
+from gpufleet.infra.market.fallback import SpotThenOnDemand
 from gpufleet.infra.risk import simulation
 
 if TYPE_CHECKING:
@@ -37,8 +39,6 @@ REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those t
 # USD per GB from one region to another: most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost more.
 BETWEEN_REGIONS = Decimal("0.02")
 SURE = 0.5  # an option that misses the deadline more often than this is none
-# The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or fewer.
-FREE = Decimal("0.5")
 LEAST = Decimal("0.02")  # of dollars or hours: what an option is better by, at least; less is noise of the simulation
 
 
@@ -134,12 +134,12 @@ def every_option(
                 if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                     option = replace(option, why="")
                 there = replace(bill_inputs, definition=found_work.on_nodes(count))
-                for capacity in MARKETS:
-                    price = option.likely(capacity) if likely else option.hourly(capacity)
-                    if _may_cost_less(_compute_usd(option, price), capacity, below):
-                        row = draft(there, name, option, capacity, catalog, hazards or {}, today, likely=likely)
+                for market in COMPARED:
+                    price = option.likely(market) if likely else option.hourly(market)
+                    if _may_cost_less(_compute_usd(option, price), market, below):
+                        row = draft(there, name, option, market, catalog, hazards or {}, today, likely=likely)
                         whole = None if row.prepared is None else row.prepared.total
-                        if _may_cost_less(whole, capacity, below):
+                        if _may_cost_less(whole, market, below):
                             drafts.append(row)
         fleets[name] = work.fleet
     rows = filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH, below=below)
@@ -163,12 +163,12 @@ def _compute_usd(option: TypeCost, price: Price | None) -> Decimal | None:
 
 
 def _may_cost_less(usd: Decimal | None, capacity: Capacity, below: Decimal | None) -> bool:
-    """Whether a run of so many USD without interruptions may have a mean below that: interrupted first hours, which are
-    free, save a part of one on spot, and nothing saves a part of one on demand.
+    """Whether a run of so many USD without interruptions may have a mean below that: interrupted first hours are
+    free.
     """
     if below is None:
         return True
-    return usd is not None and usd * (FREE if capacity == "spot" else 1) <= below
+    return usd is not None and usd * WAYS[capacity].least_share <= below
 
 
 def every_region(
@@ -184,7 +184,7 @@ def every_region(
     """The work in each region whose prices a bill needs are known, the cheapest first: there on the type and capacity
     whose uninterrupted run costs least, with what it takes to bring inputs that lie in a bucket.
     """
-    if definition.nodes > 1 or definition.variant.reference:
+    if not _by_the_hour(definition).fleet.market.moves_elsewhere or definition.variant.reference:
         return []
     bill_inputs = found(definition, catalog.instances)
     work = _by_the_hour(bill_inputs.definition)
@@ -194,7 +194,9 @@ def every_region(
             continue
         fleet = replace(work.fleet, region=region, zones=catalog.zones(region))
         there = replace(bill_inputs, definition=replace(work, fleet=fleet))
-        priced = (replace(each, **options.prices(there.definition, catalog, each.type), why="") for each in known)
+        priced = (
+            replace(each, offers=options.offers_of(there.definition, catalog, each.type), why="") for each in known
+        )
         if (cheapest := _cheapest(priced, hours_left)) is not None:
             row = draft(there, work.name, *cheapest, catalog, hazards or {}, today, likely=True)
             drafts.append(replace(row, inputs_usd=_brought(work, region)))
@@ -216,7 +218,7 @@ def every_batch(
     capacity whose uninterrupted run costs least. Empty where they allow none.
     """
     larger = [*definition.job.parameters.larger_batches()]
-    if definition.nodes > 1 or definition.variant.reference or not larger:
+    if not _by_the_hour(definition).fleet.market.moves_elsewhere or definition.variant.reference or not larger:
         return []
     drafts: list[Row] = []
     doubted = 0
@@ -257,10 +259,10 @@ def _cheapest(known: Iterable[TypeCost], hours_left: float | None) -> tuple[Type
     """
     most_s = math.inf if hours_left is None else hours_left * 3600
     priced = [
-        (option.runtime.total_s > most_s, float(price.amount) * option.runtime.total_s, option, capacity)
+        (option.runtime.total_s > most_s, float(price.amount) * option.runtime.total_s, option, market)
         for option in known
-        for capacity in MARKETS
-        if (price := option.likely(capacity)) and option.runtime and option.holds_the_job
+        for market in COMPARED
+        if (price := option.likely(market)) and option.runtime and option.holds_the_job
     ]
     return min(priced, key=lambda each: each[:2])[2:] if priced else None
 
@@ -389,8 +391,8 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
 
 
 def _by_the_hour(definition: StackDefinition) -> StackDefinition:
-    """The definition without its block, whose fee no other way to run it pays."""
-    return replace(definition, fleet=definition.fleet.bought_as("on-demand")) if definition.fleet.block else definition
+    """The definition without what is paid in advance, as a block is: no other way to run it pays that."""
+    return replace(definition, fleet=definition.fleet.bought_as(definition.fleet.market.by_the_hour))
 
 
 def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
@@ -424,7 +426,7 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
     price = float(row.side.price.amount * row.nodes / (best.side.price.amount * best.nodes))
     again = row.side.usd.mean - row.side.total - (best.side.usd.mean - best.side.total)
     words = [f"+{row.usd.mean - best.usd.mean:.2f} USD: {hours:.2f}x the hours at {price:.2f}x the price"]
-    if row.capacity == "spot" and again >= Decimal("0.01"):
+    if WAYS[row.capacity].is_interrupted and again >= Decimal("0.01"):
         words.append(f"interruptions cost {again:.2f} more")
     if row.late >= 0.1:
         words.append(f"late in {row.late:.0%} of runs")
@@ -452,18 +454,11 @@ def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple
 
     if left is None:
         return None
+    spot, on_demand = SpotThenOnDemand().fleets
+    sides = {(row.capacity, row.type, row.nodes, row.scenario): row.side for row in rows}
     for row in rows:
-        if not row.ranked or row.capacity != "spot" or row.side is None or scenario not in row.scenario.split(", "):
-            continue
-        sure = next(
-            (
-                each
-                for each in rows
-                if (each.type, each.nodes, each.scenario) == (row.type, row.nodes, row.scenario)
-                and each.capacity == "on-demand"
-            ),
-            None,
-        )
-        if sure is not None and sure.side is not None:
-            return deadline.switch(row.side.exposure, sure.side.exposure, left), row.type
+        same = row.type, row.nodes, row.scenario
+        begun, sure = sides.get((spot, *same)), sides.get((on_demand, *same))
+        if row.ranked and row.side is begun and begun and sure and scenario in row.scenario.split(", "):
+            return deadline.switch(begun.exposure, sure.exposure, left), row.type
     return None

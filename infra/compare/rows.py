@@ -83,7 +83,7 @@ class Row:
     @property
     def place(self) -> str:
         """`p5.4xlarge`, or `p5.4xlarge x2` on two nodes."""
-        return self.type if self.nodes == 1 else f"{self.type} x{self.nodes}"
+        return f"{self.type} x{self.nodes}".removesuffix(" x1")
 
     @property
     def ranked(self) -> bool:
@@ -110,7 +110,7 @@ def draft(
     config, variant = definition.job.parameters, definition.variant
     unfit = next((phase for phase in option.fits if not phase.fits), None)
     why = _unlaunchable(option, fleet.region) or _lacking(config, instance)
-    if definition.nodes > 1 and config.one_node:
+    if fleet.is_gang and config.one_node:
         why = f"is for one node: {config.one_node}"
     prepared = None
     if runtime is not None and option.hourly(capacity) is not None and unfit is None:

@@ -23,6 +23,9 @@ from gpufleet.infra.definition.model import (
 )
 from gpufleet.infra.definition.schema import Findings, nearest
 from gpufleet.infra.definition.type_checks import declared_steps, gpus_asked, instance_types, several_nodes
+from gpufleet.infra.market import asked
+from gpufleet.infra.market.market import DEADLINE, MAX_HOURS, Beside
+from gpufleet.infra.market.reservation import END
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.text import counted, stamp
 
@@ -32,8 +35,6 @@ if TYPE_CHECKING:
 ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
 IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
 MIBPS_PER_IOPS = 0.25  # the same
-LONGEST_BLOCK = timedelta(days=182)  # EC2 User Guide, Capacity Blocks for ML, read 2026-11-26
-MOST_HEARTBEAT_S = 300  # with a fallback: a hand-over waits ten minutes
 BASE_IOPS = 3000  # included with any size
 TAG_KEY = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
 PLACE = "a folder inside the project, or s3://bucket/prefix"
@@ -56,10 +57,13 @@ def check(
     """
     impossible = _model(s.job.parameters, findings)
     _placement(s.fleet, findings, catalog)
-    _block(s.fleet, findings, now, past_deadline)
     # If the job's parameters are invalid, skip the checks that need them; still check the instance types.
     unknown = impossible or bool(findings.bad & {"job", "job.experiment", "job.parameters"})
-    instance_types(s.fleet, None if unknown else s.job.parameters, findings, catalog, launchable=launchable)
+    config = None if unknown else s.job.parameters
+    market, *fallbacks = asked(s.fleet.capacity, s.fleet.fallback, s.nodes, s.fleet.block)
+    beside = Beside(config, s.limits.deadline, now, past_deadline)
+    market.check(findings, s.fleet, beside)
+    instance_types(s.fleet, config, findings, catalog, launchable=launchable)
     if not unknown:
         declared_steps(s.job.parameters, findings, catalog)
     if launchable and not unknown:
@@ -76,7 +80,8 @@ def check(
         _base_weights(s, findings)
         _saves(s, findings)
         _estimate(s, findings)
-    _fallback(s, findings, unknown=unknown)
+    for each in fallbacks:
+        each.check(findings, s.fleet, beside)
 
 
 def _model(config: JobConfig, findings: Findings) -> bool:
@@ -174,59 +179,16 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
 
 
 def _saves(s: StackDefinition, findings: Findings) -> None:
-    """On spot the price of a loss is how much of the work it repeats."""
+    """The price of a lost node is how much of the work it repeats."""
     where = f"{s.job.parameters.path}.checkpoint.every"
     said = s.job.parameters.says_when_it_saves or any(path.startswith(where) for path in findings.bad)
-    if s.fleet.capacity == "spot" and not said:
+    if s.fleet.market.is_interrupted and not said:
         findings.add(
             where,
             "how often the command saves by itself, {steps: N}, {epochs: N} or {minutes: N}",
-            "On spot a loss repeats what came after the last save: the bill prices it by this. A command that saves"
-            " nothing: checkpoint: none.",
+            f"{s.fleet.market.place.capitalize()} a loss repeats what came after the last save: the bill prices it by"
+            " this. A command that saves nothing: checkpoint: none.",
         )
-
-
-def _fallback(s: StackDefinition, findings: Findings, *, unknown: bool) -> None:
-    """What decides when to fall back is the deadline, and the work that is left."""
-    if not s.fleet.falls_back:
-        return
-    if s.fleet.capacity != "spot":
-        hint = "Write fallback: none beside that capacity."
-        findings.add("fleet.fallback", f"none where fleet.capacity is {s.fleet.capacity}", hint)
-    if s.nodes > 1:
-        findings.add("fleet.fallback", f"none where fleet.nodes is {s.nodes}", "A single node falls back.")
-    if s.limits.deadline is None and "limits.deadline" not in findings.bad:
-        hint = "The fallback begins when spot alone would miss it: write a time, or `in 10 h`."
-        findings.add("limits.deadline", "a deadline, with fleet.fallback: on-demand", hint)
-    if not unknown and s.job.parameters.checkpoint.heartbeat_s > MOST_HEARTBEAT_S:
-        hint = "A node on spot hears by then that the run goes on on demand, and saves."
-        path = f"{s.job.parameters.path}.checkpoint.heartbeat_s"
-        findings.add(path, f"at most {MOST_HEARTBEAT_S}, with fleet.fallback: on-demand", hint)
-    if not unknown and s.job.parameters.is_endless:
-        hint = f"Say how long the run is, in {s.job.parameters.path}.work."
-        findings.add("fleet.fallback", "none for a run of which nobody says how much work it is", hint)
-
-
-def _block(fleet: Fleet, findings: Findings, now: datetime, past_end: bool) -> None:
-    """A block is of one type in one zone, for a time, and the fleet keeps to it."""
-    block = fleet.block
-    if block is None:
-        if fleet.capacity == "block":
-            findings.add("fleet.block", "a section with start, end and fee_usd, and reservation once it is bought")
-        return
-    for key, names in (("zones", fleet.zones), ("instance_types", fleet.instance_types)):
-        if len(names) > 1:
-            findings.add(f"fleet.{key}", "the block's one, where fleet.capacity is block", value=", ".join(names))
-    if findings.bad & {"fleet.block.start", "fleet.block.end"}:
-        return
-    if block.last <= block.start:
-        hint = "EC2 begins to end its nodes 30 minutes before its end."
-        findings.add("fleet.block.end", f"more than 30 minutes after its start, {stamp(block.start)}", hint)
-    elif block.end - block.start > LONGEST_BLOCK:
-        findings.add("fleet.block.end", f"at most {LONGEST_BLOCK.days} days after its start: AWS sells none longer")
-    elif block.last <= now and not past_end:
-        hint = "EC2 begins to end its nodes 30 minutes before its end. Another block wants a new run.id."
-        findings.add("fleet.block.end", f"more than 30 minutes after now, {stamp(now)}", hint)
 
 
 def check_account(account: Account, fleet: Fleet, findings: Findings) -> None:
@@ -312,17 +274,16 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
 
 def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
     """Refused rather than kept for longer in silence: what is kept is on the bill."""
-    if findings.bad & {"limits.max_hours", "limits.deadline", "fleet.block.end"}:
+    if findings.bad & {MAX_HOURS, DEADLINE, END}:
         return
     now = s.begins_at(now)
     end = s.expiry(now)
-    ends = "limits.deadline, or limits.max_hours + 24 h from its start" if s.fleet.block is None else "fleet.block.end"
     least = days_to_keep(now, end)
     if s.storage.keep.days < least:
         findings.add(
             "storage.keep.days",
             f"at least {least} (days), so that run.json and the record of what was spent outlive the fleet",
-            f"It may live until {end:%Y-%m-%dT%H:%MZ}: {ends}.",
+            f"It may live until {end:%Y-%m-%dT%H:%MZ}: {s.fleet.market.keep_ends}.",
             default=str(s.storage.keep.days),
         )
 

@@ -47,8 +47,7 @@ def definition(
         node = tree.entries.get(name)
         is_plain = plain is not None and plain.tree is not None and plain.tree.entries.get(name) is node
         parts[name] = getattr(plain, name) if is_plain else build(cls, node, name, findings)
-    if parts["fleet"].capacity != "block":  # of a scenario, say, that does without
-        parts["fleet"] = replace(parts["fleet"], block=None)
+    parts["fleet"] = parts["fleet"].bought_as(parts["fleet"].capacity)  # a scenario may do without the file's block
     interruptions = build(
         Interruptions, find_node(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings
     )

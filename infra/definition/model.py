@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from gpufleet.infra import market
 from gpufleet.infra.definition.yaml_tree import Mapping, Scalar, find_node
 from gpufleet.infra.errors import Problem
+from gpufleet.infra.market.market import Market
+from gpufleet.infra.market.reservation import CapacityBlock as CapacityBlock
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.kind.common import added_later
 from gpufleet.job.text import stamp
@@ -47,39 +50,17 @@ class Job:
         return tuple(filter(None, (self.image, self.supervisor_image)))
 
 
-Capacity = Literal["spot", "on-demand", "block"]
-MARKETS: tuple[Capacity, ...] = ("spot", "on-demand")  # in which a node is paid by its time
+if TYPE_CHECKING:
+    Capacity = str
+    Fallback = str
+else:  # what a file may write: a row of infra/market each
+    Capacity, Fallback = Literal[tuple(market.WAYS)], Literal[tuple(market.FALLBACKS)]
 Cards = Literal["one", "all"]
-Fallback = Literal["none", "on-demand"]
-
-
-# EC2 begins to end a block's nodes so long before its end (EC2 User Guide, work with Capacity Blocks, read 2026-11-26).
-BLOCK_ENDING = timedelta(minutes=30)
 
 
 def is_zone_id(zone: str) -> bool:
     """Whether it is a zone's id, use2-az1, and not its name."""
     return "-az" in zone
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityBlock:
-    """A Capacity Block for ML, which its user has bought or thinks of buying: gpufleet buys none."""
-
-    reservation: str | None = None  # cr-...; None: not bought, so that it is priced and cannot be run
-    start: datetime
-    end: datetime
-    fee_usd: Decimal  # paid at once; of a block that several runs share, this one's part
-
-    @property
-    def last(self) -> datetime:
-        """Until when a node may train."""
-        return self.end - BLOCK_ENDING
-
-    @property
-    def hours(self) -> float:
-        """That a node has in it."""
-        return (self.last - self.start) / timedelta(hours=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,14 +79,19 @@ class Fleet:
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
 
     @property
-    def lets_go(self) -> bool:
-        """Whether nodes that wait for others let go, so that AWS is asked for all of them later."""
-        return self.nodes > 1 and self.block is None
+    def is_gang(self) -> bool:
+        """Whether several nodes train as one."""
+        return self.nodes > 1
 
     @property
-    def falls_back(self) -> bool:
-        """Whether a second fleet stands by, on demand."""
-        return self.fallback == "on-demand"
+    def lets_go(self) -> bool:
+        """Whether nodes that wait for others let go, so that AWS is asked for all of them later."""
+        return self.is_gang and self.market.replaces
+
+    @property
+    def market(self) -> Market:
+        """How these nodes are bought."""
+        return market.find(self.capacity, self.fallback, nodes=self.nodes, block=self.block)
 
     @property
     def zone_ids(self) -> tuple[str, ...]:
@@ -114,7 +100,7 @@ class Fleet:
 
     def bought_as(self, capacity: Capacity) -> Fleet:
         """These nodes, paid in another way."""
-        return self if capacity == self.capacity else replace(self, capacity=capacity, block=None)
+        return replace(self, capacity=capacity, block=self.block if market.WAYS[capacity].has_block else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +162,6 @@ class Storage:
 def _local(place: str, root: Path) -> Path | None:
     return None if place.startswith("s3://") else root / place
 
-
-# Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
-WAITING_TIME = timedelta(hours=24)
 
 Deadline = datetime | timedelta  # a time in UTC, or so long after the first `up` of the run
 
@@ -368,22 +351,20 @@ class StackDefinition:
 
     def begins_at(self, now: datetime) -> datetime:
         """When it can begin: now, or with its block."""
-        return max(now, self.fleet.block.start) if self.fleet.block else now
+        return self.fleet.market.begins_at(now)
 
     def due(self, now: datetime) -> datetime | None:
         """When a run that begins as soon as it can has to be done: by its deadline, and while its block lasts."""
-        ends = [self.limits.due(self.begins_at(now)), self.fleet.block.last if self.fleet.block else None]
+        ends = [self.limits.due(self.begins_at(now)), self.fleet.market.last]
         return min(filter(None, ends), default=None)
 
     def due_by(self, now: datetime) -> str:
         """The key that says when it is due."""
-        block, due = self.fleet.block, self.due(now)
-        return "fleet.block.end" if block and block.last == due else "limits.deadline"
+        return self.fleet.market.due_by(self.due(now))
 
     def expiry(self, now: datetime) -> datetime:
         """When AWS ends a fleet that begins now, whatever the job says."""
-        hours = float(self.limits.max_hours) / self.nodes
-        return self.due(now) or now + timedelta(hours=hours) + WAITING_TIME
+        return self.due(now) or now + timedelta(hours=self.fleet.market.lives_hours(self.limits.max_hours))
 
     def hours_left(self, now: datetime) -> float | None:
         """From its begin until it is due; negative once that has passed, None where it never is."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from gpufleet.infra.definition.model import (
     Account,
-    CapacityBlock,
     Claim,
     Disk,
     Estimate,
@@ -24,6 +23,7 @@ from gpufleet.infra.definition.model import (
     Variant,
     Vpc,
 )
+from gpufleet.infra.market.reservation import CapacityBlock
 from gpufleet.job.contract.terms import MOST_NODES
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.job.kind.convert import Rule

@@ -120,7 +120,7 @@ def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: 
     """Adds what keeps `fleet.nodes` of them from training together, all of it."""
     if fleet.gather_minutes is not None and not fleet.lets_go:
         findings.add("fleet.gather_minutes", "none, of one node or in a Capacity Block", "Nobody is asked again there.")
-    if fleet.nodes == 1:
+    if not fleet.is_gang:
         if fleet.cards == "all":
             findings.add("fleet.cards", "one, where fleet.nodes is 1", "A single node has nobody to talk to.")
         return

@@ -9,6 +9,7 @@ from pathlib import Path
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import receipts
 from gpufleet.infra.evidence.observation import Observation
+from gpufleet.infra.market import INTERRUPTED
 
 TRACES = "traces"
 
@@ -21,9 +22,9 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
     """
     found = _of_traces(root / TRACES, {path.resolve() for path in but})
     for receipt in receipts.read(root)[0]:
-        if receipts.is_rehearsal(receipt) or receipt.capacity != "spot":
+        if receipts.is_rehearsal(receipt):
             continue
-        on_spot = [node for node in receipt.attempts if node.capacity != "on-demand"]
+        on_spot = [node for node in receipt.attempts if (node.capacity or receipt.capacity) in INTERRUPTED]
         for place in dict.fromkeys((node.type, node.zone) for node in on_spot):
             own = [node for node in on_spot if (node.type, node.zone) == place]
             hours = sum(float(node.lived_s) / 3600 for node in own)

@@ -61,14 +61,12 @@ def exchange_ms(
     each = ranks // nodes
     gradients = size.params_trained * GRADIENT_BYTES
     link_rate = instance.gpu.link_gb_s * REACHED[instance.gpu.link] * 1e9
-    within = between = 0.0
+    within = 0.0
     if each > 1:
         micros = config.micro_batches(_rung(instance, config, ranks), ranks)
         summed = micros * gradients if size.sharded else 2 * gradients
         within = (each - 1) / each * (micros * size.gathered_bytes + summed) / link_rate
-    if nodes > 1:
-        rate = instance.between_nodes_gbps(cards) / 8 * NETWORK_REACHED * 1e9
-        between = between_nodes_bytes(size, nodes) / rate
+    between = between_nodes_bytes(size, nodes) / (instance.between_nodes_gbps(cards) / 8 * NETWORK_REACHED * 1e9)
     return within * 1e3, between * 1e3
 
 

@@ -11,11 +11,7 @@ from gpufleet.job.contract.inputs import DATASET, WEIGHTS, other_size, read_data
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     """What `pulumi up` needs first, one sentence each. Not errors: the bill and the preview work without."""
-    name, sentences = definition.argument, []
-    if (block := definition.fleet.block) is not None and block.reservation is None:
-        sentences.append(
-            "fleet.block has no reservation: buy the block (gpufleet buys none) and write its cr-... there."
-        )
+    name, sentences = definition.argument, [*definition.fleet.market.not_ready()]
     if definition.fleet.ami == "unpinned":
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
     for key, image in (("image", definition.job.image), ("supervisor_image", definition.job.supervisor_image)):

@@ -35,7 +35,6 @@ from gpufleet.infra.program.run_guard import Previous, RunDecision, judge
 from gpufleet.infra.review import policy
 from gpufleet.job.contract import run as run_file
 from gpufleet.job.contract.inputs import DatasetManifest, InputManifest, WeightsManifest, read_weights, verify
-from gpufleet.job.text import stamp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,8 +125,8 @@ def make(
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
     goes_on = (previous.outputs.get("run") or {}).get("id") == definition.run.id
-    if (block := definition.fleet.block) is not None and now < block.start and not goes_on:
-        missing.insert(0, f"the block begins at {stamp(block.start)}: before that AWS launches nothing into it.")
+    if not goes_on:
+        missing[:0] = definition.fleet.market.not_begun(now)
     if missing and not preview:
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
     dataset = prepared_dataset(definition, root)
@@ -168,10 +167,6 @@ def make(
         rules = policy.find_policy(root)
         definition = policy.held_to(definition, rules)
         bill, cheaper = bill_and_cheaper(definition, root, catalog, now=now, rules=rules)
-    markets: tuple[Capacity, ...] = (
-        definition.fleet.capacity,
-        *(("on-demand",) if definition.fleet.falls_back else ()),
-    )
     wrong, late = problems(definition, bill), list[str]()
     far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
     unshown = rehearsed.saves_doubt(definition, root)
@@ -191,7 +186,7 @@ def make(
         definition=definition,
         bill=bill,
         fallback=fallback,
-        pools={market: options.pools(definition, catalog, market) for market in markets},
+        pools={market: options.pools(definition, catalog, market) for market in definition.fleet.market.fleets},
         cheaper=cheaper,
         verdict=verdict,
         archive=own,

@@ -159,7 +159,7 @@ def _continued(
             "or undo the change.",
         )
     end, gone = datetime.fromisoformat(recorded.valid_until), not previous.fleets & {run_id, ""}
-    if end <= now or (gone and definition.fleet.block is None):
+    if end <= now or (gone and definition.fleet.market.replaces):
         why = f"since {recorded.valid_until}" if end <= now else "its fleet no longer exists"
         over = (
             f"Run {run_id} is over ({why}): no fleet is declared. What it saved stays in the bucket; "
@@ -260,10 +260,8 @@ def _digested(value: Any, version: str) -> Any:
 
 
 def timer_seconds(definition: StackDefinition) -> int:
-    """Seconds after boot when the node ends itself, whatever the job says. Of several some wait for the others while
-    the hours of all do not run: each has half as long again.
-    """
-    hours = float(definition.limits.max_hours) / definition.nodes * (1.5 if definition.nodes > 1 else 1)
+    """Seconds after boot when the node ends itself, whatever the job says."""
+    hours = definition.fleet.market.timer_hours(definition.limits.max_hours)
     return int(hours * 3600) + int(TIMER_MARGIN.total_seconds())
 
 

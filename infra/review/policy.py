@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpufleet.infra import market
 from gpufleet.infra.definition.schema import Findings, build, nearest
 from gpufleet.infra.definition.yaml_tree import Items, Mapping, Scalar, UnreadableError, decode, read
 from gpufleet.infra.errors import DefinitionError, GpufleetError
@@ -72,16 +73,16 @@ RULES = {  # rule -> what it demands, for people; the policy pack shows it
 
 
 def facts(definition: StackDefinition, bill: Bill | None, fallback: Fallback | None = None) -> Facts:
-    """What the rules of a policy look at: the facts of a definition file and its bill, with what a fallback costs."""
-    p90 = [*([bill.usd.p90] if bill else []), *([fallback.usd.p90] if fallback else [])]
-    markets = (definition.fleet.capacity, *(("on-demand",) if definition.fleet.falls_back else ()))
-    hourly = [each for option in (bill.types if bill else ()) for market in markets if (each := option.hourly(market))]
+    """What the rules of a policy look at: the facts of a definition file, its bill, what its fallback costs."""
+    priced: tuple[Bill | Fallback | None, ...] = (bill, fallback)
+    markets = definition.fleet.market.fleets
+    hourly = [each for option in (bill.types if bill else ()) for name in markets if (each := option.hourly(name))]
     return Facts(
         region=definition.fleet.region,
         instance_types=definition.fleet.instance_types,
-        capacity=_markets(definition.fleet.capacity, definition.fleet.falls_back),
+        capacity=_in_words(markets),
         owner=definition.run.owner,
-        usd_p90=max(p90, default=None),
+        usd_p90=max((each.usd.p90 for each in priced if each), default=None),
         usd_per_hour=max((each.amount for each in hourly), default=None),
     )
 
@@ -106,27 +107,28 @@ def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts |
         return None
     run = json.loads(properties["content"])
     fallback = run.get("fallback")
-    p90 = [run["estimate"]["usd"]["p90"], *([fallback["usd_p90"]] if fallback else [])]
+    p90 = [run["estimate"]["usd"]["p90"], (fallback or {}).get("usd_p90", 0)]
+    markets = market.find(run["capacity"], "on-demand" if fallback else "none").fleets
     hourly = [
         Decimal(usd)
         for option in run["estimate"]["types"]
-        for market, prices in (("spot", option["spot"].values()), ("on-demand", [option["on_demand"]]))
-        if market == run["capacity"] or (fallback and market == "on-demand")
+        for name, prices in (("spot", option["spot"].values()), ("on-demand", [option["on_demand"]]))
+        if name in markets
         for usd in prices
-        if usd and market not in option.get("left_out", {})
+        if usd and name not in option.get("left_out", {})
     ]
     return Facts(
         region=run["region"],
         instance_types=tuple(option["type"] for option in run["estimate"]["types"]),
-        capacity=_markets(run["capacity"], bool(fallback)),
+        capacity=_in_words(markets),
         owner=run["run"]["owner"],
         usd_p90=max(map(Decimal, p90)),
         usd_per_hour=max(hourly, default=None),
     )
 
 
-def _markets(capacity: str, falls_back: bool) -> str:
-    return f"{capacity}, then on-demand" if falls_back else capacity
+def _in_words(markets: Sequence[str]) -> str:
+    return ", then ".join(markets)
 
 
 def broken(policy: Policy, found: Facts) -> tuple[Broken, ...]:

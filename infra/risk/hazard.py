@@ -100,8 +100,6 @@ class Hazard:
         """Interruptions per hour of a run of so many nodes, any of which interrupts it: the less certain, the more
         nodes. A figure that is fixed stays one.
         """
-        if nodes == 1:
-            return self
         sigma = math.hypot(self.sigma, GANG_POWER_SIGMA * math.log(nodes)) if self.sigma else 0.0
         return replace(self, median=self.median * gang(nodes), sigma=sigma)
 
@@ -129,9 +127,8 @@ def left_share(nodes: int) -> float:
 
 def wait(zones: int, nodes: int) -> tuple[float, float]:
     """Median hours and sigma of the wait for all of so many nodes, in any of so many zones (in one, if several)."""
-    if nodes > 1:
-        return GANG_WAIT_H, GANG_WAIT_SIGMA
-    return (ZONE_WAIT_H, ZONE_WAIT_SIGMA) if zones == 1 else (ZONES_WAIT_H, ZONES_WAIT_SIGMA)
+    alone = {1: (ZONE_WAIT_H, ZONE_WAIT_SIGMA), 2: (ZONES_WAIT_H, ZONES_WAIT_SIGMA)}  # by zones
+    return {1: alone[min(zones, 2)]}.get(nodes, (GANG_WAIT_H, GANG_WAIT_SIGMA))
 
 
 def gather(wait_h: float) -> float:

@@ -61,7 +61,7 @@ def of_node(
         lived_s=lived,
         usd=(compute + hours(seconds) * rates.extras).quantize(CENT_100),
         compute_usd=compute.quantize(CENT_100),
-        ceiling_s=untold if rates.capacity == "spot" else Decimal(0),
+        ceiling_s=untold if rates.moves else Decimal(0),
     )
 
 
@@ -91,6 +91,8 @@ def untold(launched: Mapping[str, float]) -> list[AttemptRecord]:
     return [AttemptRecord(instance=name, launched_at=iso(at)) for name, at in launched.items()]
 
 
-def next_launch(launched: float, launches: Iterable[float]) -> float | None:
-    """The first of the launches that came after this one."""
-    return min((each for each in launches if each > launched), default=None)
+def next_launch(launched: float, launches: Iterable[float], nodes: int = 1) -> float | None:
+    """The first of the launches that came after this one. Several nodes live at once: the launch of one says nothing of
+    another's end.
+    """
+    return None if nodes > 1 else min((each for each in launches if each > launched), default=None)

@@ -209,8 +209,9 @@ def document(
     where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket. A
     command has "code" like `dataset` (and "commit", "changed") and "folders": {name: like `dataset`} in their place.
     `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own. `nodes` of
-    1 is not written. `fallback`, `gather_s`: as contract/terms.py reads them.
+    1 is left out. `fallback`, `gather_s`: as contract/terms.py reads them.
     """
+    optional = {"nodes": None if nodes == 1 else nodes, "gather_s": gather_s, "fallback": fallback}
     return {
         "schema": SCHEMA,
         "run": {"id": run, "stack": stack, "experiment": experiment, "owner": owner},
@@ -223,9 +224,7 @@ def document(
             "expires": expires,
         },
         "capacity": capacity,
-        **({"nodes": nodes} if nodes > 1 else {}),
-        **({} if gather_s is None else {"gather_s": gather_s}),
-        **({"fallback": dict(fallback)} if fallback else {}),
+        **{key: value for key, value in optional.items() if value is not None},
         "rates": dict(rates),
         "extras": dict(extras),
         "estimate": dict(estimate),

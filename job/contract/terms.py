@@ -6,7 +6,7 @@ The node's own Python reads this: no newer than 3.9 here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 
 from gpufleet.job.contract import reading
@@ -37,7 +37,12 @@ class Rates:
     @property
     def ceiling(self) -> Decimal:
         """Compute at the most: a fleet that sets no maximum pays no spot price above the on-demand price."""
-        return max(self.on_demand, self.spot or self.on_demand) if self.capacity == "spot" else self.on_demand
+        return max(self.on_demand, self.spot or self.on_demand) if self.moves else self.on_demand
+
+    @property
+    def moves(self) -> bool:
+        """Whether the price of an hour is that of its start, which AWS tells."""
+        return self.capacity == "spot"
 
     @property
     def extras(self) -> Decimal:
@@ -83,6 +88,15 @@ class Terms:
     gather_s: float | None = None  # that they wait for others before they let go; None: for ever
     fallback: FallbackTerms | None = None
 
+    @property
+    def replaces(self) -> bool:
+        """Whether the fleet launches another node where one has gone; one into a block does not."""
+        return self.capacity != "block"
+
+    def gives_way(self, capacity: str) -> bool:
+        """Whether a node of that market ends where another market's takes the run over."""
+        return self.fallback is not None and capacity == "spot"
+
     def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
         """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed.
         `capacity`: the node's own market, empty: the run's.
@@ -100,7 +114,6 @@ class Terms:
 def read(run: Fields) -> Terms:
     """Those of run.json. Raises DoubtError."""
     limits, extras = run.section("limits"), run.section("extras")
-    fallback = run.section("fallback") if "fallback" in run.tree else None
     return Terms(
         limits=RunLimits(
             max_usd=limits.need("max_usd", reading.unsigned),
@@ -114,15 +127,12 @@ def read(run: Fields) -> Terms:
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
         nodes=run.take("nodes", reading.choice(*range(1, MOST_NODES + 1)), 1),
         gather_s=run.take("gather_s", reading.seconds, None),
-        fallback=None
-        if fallback is None
-        else FallbackTerms(
-            work_s=fallback.need("work_s", reading.seconds),
-            train_s=fallback.need("train_s", reading.seconds),
-            start_s=fallback.need("start_s", reading.seconds),
-            margin_s=fallback.need("margin_s", reading.seconds),
-        ),
+        fallback=_fallback(run.section("fallback")) if "fallback" in run.tree else None,
     )
+
+
+def _fallback(section: Fields) -> FallbackTerms:
+    return FallbackTerms(**{each.name: section.need(each.name, reading.seconds) for each in fields(FallbackTerms)})
 
 
 def _prices(table: Mapping[str, Fields]) -> dict[str, TypePrices]:

@@ -332,7 +332,7 @@ class JobConfig(ABC):
         if not self.several_ranks:
             return 1
         each = processes(self.device, self.gpus, gpu_count, self.rows())
-        return each if nodes == 1 else min(each * nodes, self.rows())
+        return min(each * nodes, max(each, self.rows()))
 
     def launched(self, ranks: int) -> int:
         """Processes that the supervisor starts where `ranks` train."""

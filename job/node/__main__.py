@@ -75,7 +75,7 @@ class NodeRun:
         self.allowance = Allowance(Schedule(settings.schedule, settings.folder), self.clock, settings.timer_s)
         self.metadata = MetadataService(settings.metadata)
         self.objects = Objects(settings.bucket, settings.run)
-        self.fallback = HandOver(settings, self.metadata, self.objects, self.clock)
+        self.hand_over = HandOver(settings, self.metadata, self.objects, self.clock)
         self.notices = Notices(settings, machine, self.objects, self.clock)
         self.record = AttemptRecord(
             instance=machine.instance,
@@ -148,7 +148,7 @@ class NodeRun:
         self._yield()
         say("starting the container")
         self.notices.watch(self.workdir, self.keys)
-        self.fallback.watch(self.workdir)
+        self.hand_over.watch(self.workdir)
         self._job_looks = True
         nodes = self._nodes()
         told = (self.metadata.get("meta-data/local-ipv4") for _ in tries(3))
@@ -157,7 +157,7 @@ class NodeRun:
             self._crash("the metadata service does not tell this machine's address")
         here = (self.settings, self.machine, scratch)
         with Jobs(*here, nodes) as self.command:
-            return self._run_job(container.command(*here, pulled_s, address.strip(), self.fallback.market))
+            return self._run_job(container.command(*here, pulled_s, address.strip(), self.hand_over.market))
 
     def _terms(self) -> terms.Terms | None:
         """The run's, as far as run.json is here."""
@@ -174,7 +174,7 @@ class NodeRun:
     def _is_in_block(self) -> bool:
         """Whether its fleet is a block's, as far as that is known."""
         known = self._terms()
-        return known is not None and known.capacity == "block"
+        return known is not None and not known.replaces
 
     def _is_futile(self, boots: int) -> bool:
         """So many boots in a row led nowhere that the run ends. Several nodes boot at once."""
@@ -195,15 +195,15 @@ class NodeRun:
         """Those of the other market: one node trains at a time."""
         try:
             own = self._find_fleet()
-            trains = self.fallback.meet(own, self.keys)
+            trains = self.hand_over.meet(own, self.keys)
         except OSError as error:
             self._crash(str(error))
         if not trains:
             self._stand_down()
-        if self.fallback.market and own:  # what is spent on spot must not end the fleet that waits on demand
+        if self.hand_over.market and own:  # what is spent on spot must not end the fleet that waits on demand
             self.allowance.fleets = [own]
-        self.record = replace(self.record, capacity=self.fallback.market)
-        if self.fallback.took_over:
+        self.record = replace(self.record, capacity=self.hand_over.market)
+        if self.hand_over.took_over:
             self.notices.tell("on spot it would miss its deadline: it goes on on demand")
         self._leave_if_over()  # what the others have left by now counts
 
@@ -229,7 +229,7 @@ class NodeRun:
             beats = self.folder / HEARTBEATS
             told = ((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
             self.others = OtherNodes(self.machine.instance, told)
-        self.record = replace(self.record, manifest_at_boot=self.manifest, capacity=self.fallback.market)
+        self.record = replace(self.record, manifest_at_boot=self.manifest, capacity=self.hand_over.market)
         self._ask_others()
         if not self._record(self.record):
             self._crash("the attempt cannot be recorded")
@@ -245,7 +245,7 @@ class NodeRun:
         """Whether AWS was asked when other nodes ended, which this one's record then tells to later ones."""
         fleet = self._find_fleet() if self.others.doubtful else None
         if fleet is not None:
-            self.others.ask([fleet, *self.fallback.others(fleet)], self.clock())
+            self.others.ask([fleet, *self.hand_over.others(fleet)], self.clock())
         self.record = replace(self.record, ended=dict(self.others.ended), untold=self.others.untold)
         return fleet is not None
 
@@ -253,7 +253,7 @@ class NodeRun:
         """By the run config as it came: who trains may change the other copy."""
         money, here = terms.read(Fields(atomic.read_object(self.folder / RUN))), self.machine
         others, lives = self.others.nodes, self.others.lives
-        return means.of_node(money, here.type, here.zone, here.launched, others, lives, self.fallback.market)
+        return means.of_node(money, here.type, here.zone, here.launched, others, lives, self.hand_over.market)
 
     def _limit(self, workdir: Path) -> None:
         """Sets timer and schedule by what the run may still spend. Where that is too little, it ends here."""
@@ -355,7 +355,7 @@ class NodeRun:
             say("the done marker cannot be written")
         if self._speaks():  # AWS may end this machine in what follows
             self.notices.end(f"it is over: {reason}{detail and ', '}{detail}")
-        self.fallback.end()
+        self.hand_over.end()
         self._stop_fleet()
         self._leave(reason)
 
@@ -543,7 +543,7 @@ class NodeRun:
         nothing: whoever has ended the run of several waits for the others, and deletes it.
         """
         fleet = next((found for _ in tries(3) if (found := self._find_fleet())), None)
-        others = [] if alone else self.fallback.others(fleet)
+        others = [] if alone else self.hand_over.others(fleet)
         for other in others:
             if not delete_fleet(other):
                 say(f"fleet {other} cannot be deleted, or is already")

@@ -84,14 +84,11 @@ def of_node(
     listed = list(others)
     launches = [launched, *(node.launched for node, _ in listed)]
 
-    def next_launch(node: AttemptRecord) -> float | None:
-        """Several nodes live at once: the launch of one says nothing of another's end."""
-        return None if terms.nodes > 1 else cost.next_launch(node.launched, launches)
+    def paid_for(node: AttemptRecord, beat: Beat | None) -> cost.NodeCost:
+        until = cost.next_launch(node.launched, launches, terms.nodes)
+        return cost.of_node(terms.rates(node.type, node.zone, node.capacity), node, beat, lives, until)
 
-    paid = [
-        cost.of_node(terms.rates(node.type, node.zone, node.capacity), node, beat, lives, next_launch(node))
-        for node, beat in listed
-    ]
+    paid = [paid_for(node, beat) for node, beat in listed]
     rates = terms.rates(kind, zone, capacity)
     return Means(
         limits=terms.limits,

@@ -709,7 +709,7 @@ class Supervisor:
         self.others.look(self.clock())
         self.meter.count(self.others.spent, self.clock())
         self.asked = self.asked or self.store.get_bytes(bucket.ASKED) is not None
-        waits = self.run_file.fallback and self.node.capacity == "spot" and self.superseded_at is None
+        waits = self.run_file.gives_way(self.node.capacity) and self.superseded_at is None
         if waits and self.store.get_bytes(bucket.FALLBACK) is not None:
             self.superseded_at = self.clock()
 

@@ -164,11 +164,8 @@ def read(
     known = {name: taken for each in records.values() for name, taken in each.reclaimed.items()}
     told = {name: at for each in records.values() for name, at in each.ended.items()}
     lives = replace(lives, ended={**told, **lives.ended})
-    # Several nodes live at once: the launch of one says nothing of another's end.
     found = [
-        attempt_from_record(
-            run, each, beat(name), lives, None if run.nodes > 1 else cost.next_launch(each.launched, launches)
-        )
+        attempt_from_record(run, each, beat(name), lives, cost.next_launch(each.launched, launches, run.nodes))
         for name, each in records.items()
     ]
     return with_reclaims(sorted(found, key=lambda each: each.launched_at), known)

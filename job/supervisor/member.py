@@ -205,7 +205,7 @@ class GangMember(Supervisor):
         now, nodes = self.clock(), self.run_file.nodes
         enough = len(gang.ready_nodes(view)) >= nodes and not gang.busy_nodes(view)
         self._ready_since = (self._ready_since or now) if enough else None
-        lacking = self.run_file.capacity == "block" and len(gang.ready_nodes(view)) < nodes
+        lacking = not self.run_file.replaces and len(gang.ready_nodes(view)) < nodes
         self._lacking_since = (self._lacking_since or now) if lacking else None
         spare = bool(gang.busy_nodes(view)) and view.newest is not None and view.own.instance not in view.newest.members
         self._spare_since = (self._spare_since or now) if spare else None

@@ -74,7 +74,7 @@ class Meter:
 
     def refresh(self, now: float) -> None:
         """Looks up the price of each hour begun and not yet known, at most once a minute."""
-        if self.rates.capacity != "spot" or (self._asked_at is not None and now - self._asked_at < ASK_AGAIN_S):
+        if not self.rates.moves or (self._asked_at is not None and now - self._asked_at < ASK_AGAIN_S):
             return
         for hour in range(int((now - self.launched_at) // HOUR_S) + 1):
             if hour not in self._prices:
@@ -106,7 +106,7 @@ class Meter:
         while left > 0:
             part, price = min(left, Decimal(HOUR_S)), self._prices.get(hour)
             compute += hours(part) * (self.rates.ceiling if price is None else price)
-            ceiling_s += part if price is None and self.rates.capacity == "spot" else 0
+            ceiling_s += part if price is None and self.rates.moves else 0
             left, hour = left - part, hour + 1
         compute = compute.quantize(CENT_100)
         attempt = compute + (hours(seconds) * self.rates.extras).quantize(CENT_100)

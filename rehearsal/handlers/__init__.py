@@ -1,17 +1,10 @@
 """Every resource type our program declares, over boto3. A type that is not in this table is an error, not a success."""
 
 from gpufleet.rehearsal.handlers import compute, identity, network, notices, scheduler, states, storage
-from gpufleet.rehearsal.handlers.table import ResourceHandler, UnsupportedError
+from gpufleet.rehearsal.handlers.table import ResourceHandler, UnsupportedError, handlers
 
-HANDLERS: dict[str, ResourceHandler] = {
-    **network.HANDLERS,
-    **storage.HANDLERS,
-    **identity.HANDLERS,
-    **compute.HANDLERS,
-    **scheduler.HANDLERS,
-    **states.HANDLERS,
-    **notices.HANDLERS,
-}
+_MODULES = (network, storage, identity, compute, scheduler, states, notices)
+HANDLERS = handlers({kind: calls for module in _MODULES for kind, calls in module.CALLS.items()})
 
 
 def handler(kind: str) -> ResourceHandler:

@@ -11,19 +11,9 @@ from datetime import datetime
 from typing import Any
 
 from gpufleet.job.text import stamp
-from gpufleet.rehearsal.handlers.network import retag, tag_specification
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Properties,
-    ResourceHandler,
-    UnsupportedError,
-    absent,
-    api,
-    fields,
-    from_api,
-    tagged,
-    to_api,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.network import retag
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, UnsupportedError, absent, deleted, tagged
 
 _POLL_S = 0.05
 # How long the provider waits for `deleted`; no instant fleet comes there soon (docs/decisions, capacity block).
@@ -31,23 +21,20 @@ _DELETE_S = {"maintain": 1800.0, "instant": 600.0}
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
 _NOT_FOUND = ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound")
 # Inputs that are part of the template's data.
-_DATA = fields(
+_DATA = table.fields(
     "imageId userData iamInstanceProfile vpcSecurityGroupIds networkInterfaces instanceInitiatedShutdownBehavior "
     "metadataOptions blockDeviceMappings tagSpecifications instanceMarketOptions capacityReservationSpecification"
 )
 
 
 def _template_data(inputs: Properties) -> dict[str, Any]:
-    return dict(to_api({key: value for key, value in inputs.items() if key in _DATA}))
+    return dict(table.to_api({key: value for key, value in inputs.items() if key in _DATA}))
 
 
 def _create_template(aws: Aws, inputs: Properties) -> str:
-    template = aws.ec2.create_launch_template(
-        LaunchTemplateName=inputs["name"],
-        LaunchTemplateData=_template_data(inputs),
-        TagSpecifications=tag_specification("launch-template", inputs),
-    )["LaunchTemplate"]
-    return str(template["LaunchTemplateId"])
+    said = {**inputs, "launchTemplateName": inputs["name"], "launchTemplateData": _template_data(inputs)}
+    keys, made = "launchTemplateName launchTemplateData", "LaunchTemplate.LaunchTemplateId"
+    return table.created("create_launch_template", "launch-template", made, keys)(aws, said)
 
 
 def _update_template(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -72,7 +59,7 @@ def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties |
     newest = aws.ec2.describe_launch_template_versions(LaunchTemplateId=resource_id, Versions=["$Latest"])
     data = newest["LaunchTemplateVersions"][0]["LaunchTemplateData"]
     return {
-        **from_api(data),
+        **table.from_api(data),
         "name": template["LaunchTemplateName"],
         "latestVersion": template["LatestVersionNumber"],
         "defaultVersion": template["DefaultVersionNumber"],
@@ -84,8 +71,8 @@ def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties |
 def _fleet_configs(inputs: Properties) -> list[dict[str, Any]]:
     return [
         {
-            "LaunchTemplateSpecification": to_api(config["launchTemplateSpecification"]),
-            "Overrides": to_api(config.get("overrides", [])),
+            "LaunchTemplateSpecification": table.to_api(config["launchTemplateSpecification"]),
+            "Overrides": table.to_api(config.get("overrides", [])),
         }
         for config in inputs["launchTemplateConfigs"]
     ]
@@ -95,14 +82,14 @@ def _create_fleet(aws: Aws, inputs: Properties) -> str:
     request: dict[str, Any] = {
         "Type": inputs.get("type", "maintain"),
         "LaunchTemplateConfigs": _fleet_configs(inputs),
-        "TargetCapacitySpecification": to_api(inputs["targetCapacitySpecification"]),
+        "TargetCapacitySpecification": table.to_api(inputs["targetCapacitySpecification"]),
         "ExcessCapacityTerminationPolicy": inputs.get("excessCapacityTerminationPolicy", "termination"),
         "TerminateInstancesWithExpiration": inputs.get("terminateInstancesWithExpiration", False),
         "ReplaceUnhealthyInstances": inputs.get("replaceUnhealthyInstances", False),
-        "TagSpecifications": tag_specification("fleet", inputs),
+        "TagSpecifications": table.tag_specification("fleet", inputs),
     }
     if "spotOptions" in inputs:
-        request["SpotOptions"] = to_api(inputs["spotOptions"])
+        request["SpotOptions"] = table.to_api(inputs["spotOptions"])
     if "validUntil" in inputs:
         request["ValidUntil"] = datetime.fromisoformat(inputs["validUntil"])
     fleet = str(aws.ec2.create_fleet(**request)["FleetId"])
@@ -119,9 +106,9 @@ def _read_fleet(aws: Aws, resource_id: str, like: Properties) -> Properties | No
     fleet = _fleet(aws, resource_id)
     if fleet is None or fleet["FleetState"] in _GONE_STATES:
         return None
-    times = {key: stamp(fleet[api(key)]) for key in ("validFrom", "validUntil") if fleet.get(api(key))}
+    times = {key: stamp(fleet[table.api(key)]) for key in ("validFrom", "validUntil") if fleet.get(table.api(key))}
     arn = aws.arn("ec2", f"fleet/{resource_id}")
-    return {**from_api(fleet), **times, "arn": arn, **tagged(fleet.get("Tags"))}
+    return {**table.from_api(fleet), **times, "arn": arn, **tagged(fleet.get("Tags"))}
 
 
 def _update_fleet(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -157,54 +144,12 @@ def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-HANDLERS = {
-    "aws:ec2/launchTemplate:LaunchTemplate": ResourceHandler(
-        source="ec2/ec2_launch_template",
-        optional=fields("name updateDefaultVersion tags") | _DATA,
-        replaces=fields("name"),
-        computed=fields("arn latestVersion defaultVersion tagsAll"),
-        volatile=fields("latestVersion defaultVersion tagsAll"),
-        only_ours=fields("updateDefaultVersion"),
-        allowed={
-            "instanceInitiatedShutdownBehavior": fields("stop terminate"),
-            "metadataOptions.httpTokens": fields("optional required"),
-            "metadataOptions.httpEndpoint": fields("enabled disabled"),
-            "metadataOptions.instanceMetadataTags": fields("enabled disabled"),
-            "instanceMarketOptions.marketType": fields("spot capacity-block"),
-        },
-        name="name",
-        create=_create_template,
-        read=_read_template,
-        update=_update_template,
-        delete=lambda aws, resource_id, state: aws.ec2.delete_launch_template(LaunchTemplateId=resource_id),
+CALLS = {
+    "aws:ec2/launchTemplate:LaunchTemplate": Calls(
+        _create_template,
+        _read_template,
+        deleted("ec2", "delete_launch_template", "LaunchTemplateId"),
+        _update_template,
     ),
-    "aws:ec2/fleet:Fleet": ResourceHandler(
-        source="ec2/ec2_fleet",
-        required=fields("launchTemplateConfigs targetCapacitySpecification"),
-        optional=fields(
-            "type spotOptions excessCapacityTerminationPolicy terminateInstances terminateInstancesWithExpiration "
-            "replaceUnhealthyInstances validUntil tags"
-        ),
-        replaces=fields(
-            "type validFrom validUntil terminateInstancesWithExpiration replaceUnhealthyInstances spotOptions "
-            "targetCapacitySpecification.defaultTargetCapacityType"
-        ),
-        computed=fields("arn fleetState fulfilledCapacity tagsAll"),
-        volatile=fields("fulfilledCapacity tagsAll"),
-        only_ours=fields("terminateInstances"),
-        answered=fields("validFrom"),
-        allowed={
-            "type": fields("maintain instant"),
-            "excessCapacityTerminationPolicy": fields("termination no-termination"),
-            "spotOptions.allocationStrategy": fields(
-                "diversified lowestPrice capacity-optimized capacity-optimized-prioritized price-capacity-optimized"
-            ),
-            "spotOptions.instanceInterruptionBehavior": fields("hibernate stop terminate"),
-            "targetCapacitySpecification.defaultTargetCapacityType": fields("spot on-demand capacity-block"),
-        },
-        create=_create_fleet,
-        read=_read_fleet,
-        update=_update_fleet,
-        delete=_delete_fleet,
-    ),
+    "aws:ec2/fleet:Fleet": Calls(_create_fleet, _read_fleet, _delete_fleet, _update_fleet),
 }

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import json
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Properties,
-    ResourceHandler,
-    absent,
-    fields,
-    retag_by,
-    tag_diff,
-    tag_list,
-    tagged,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, absent, deleted, tagged
 
 
 def _create_role(aws: Aws, inputs: Properties) -> str:
@@ -22,7 +13,7 @@ def _create_role(aws: Aws, inputs: Properties) -> str:
         RoleName=inputs["name"],
         AssumeRolePolicyDocument=inputs["assumeRolePolicy"],
         Description=inputs.get("description", ""),
-        Tags=tag_list(inputs.get("tags") or {}),
+        Tags=table.tag_list(inputs.get("tags") or {}),
         **({"PermissionsBoundary": inputs["permissionsBoundary"]} if "permissionsBoundary" in inputs else {}),
     )
     return str(inputs["name"])
@@ -38,7 +29,7 @@ def _update_role(aws: Aws, resource_id: str, old: Properties, new: Properties) -
             aws.iam.put_role_permissions_boundary(RoleName=resource_id, PermissionsBoundary=boundary)
         else:
             aws.iam.delete_role_permissions_boundary(RoleName=resource_id)
-    retag_by(aws.iam.tag_role, aws.iam.untag_role, {"RoleName": resource_id}, old, new)
+    table.retag_by(aws.iam.tag_role, aws.iam.untag_role, {"RoleName": resource_id}, old, new)
 
 
 def _read_role(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -62,10 +53,6 @@ def _put_policy(aws: Aws, inputs: Properties) -> str:
     return f"{inputs['role']}:{inputs['name']}"
 
 
-def _update_policy(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    _put_policy(aws, new)
-
-
 def _read_policy(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     role, _, name = resource_id.partition(":")
     answer = absent(lambda: aws.iam.get_role_policy(RoleName=role, PolicyName=name), "NoSuchEntity")
@@ -81,7 +68,7 @@ def _delete_policy(aws: Aws, resource_id: str, state: Properties) -> None:
 
 def _create_profile(aws: Aws, inputs: Properties) -> str:
     name = inputs["name"]
-    aws.iam.create_instance_profile(InstanceProfileName=name, Tags=tag_list(inputs.get("tags") or {}))
+    aws.iam.create_instance_profile(InstanceProfileName=name, Tags=table.tag_list(inputs.get("tags") or {}))
     aws.iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=inputs["role"])
     return str(name)
 
@@ -92,7 +79,7 @@ def _update_profile(aws: Aws, resource_id: str, old: Properties, new: Properties
             aws.iam.remove_role_from_instance_profile(InstanceProfileName=resource_id, RoleName=old["role"])
         aws.iam.add_role_to_instance_profile(InstanceProfileName=resource_id, RoleName=new["role"])
     target = {"InstanceProfileName": resource_id}
-    retag_by(aws.iam.tag_instance_profile, aws.iam.untag_instance_profile, target, old, new)
+    table.retag_by(aws.iam.tag_instance_profile, aws.iam.untag_instance_profile, target, old, new)
 
 
 def _read_profile(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -133,7 +120,7 @@ def _put_retention(aws: Aws, resource_id: str, old: Properties, new: Properties)
 def _update_group(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     _put_retention(aws, resource_id, old, new)
     arn = aws.arn("logs", f"log-group:{resource_id}")
-    gone, changed = tag_diff(old, new)
+    gone, changed = table.tag_diff(old, new)
     if gone:
         aws.client("logs").untag_resource(resourceArn=arn, tagKeys=gone)
     if changed:
@@ -156,51 +143,13 @@ def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | No
     }
 
 
-HANDLERS = {
-    "aws:iam/role:Role": ResourceHandler(
-        source="iam/role",
-        required=fields("assumeRolePolicy"),
-        optional=fields("name description permissionsBoundary tags"),
-        replaces=fields("name"),
-        computed=fields("arn uniqueId tagsAll"),
-        name="name",
-        create=_create_role,
-        read=_read_role,
-        update=_update_role,
-        delete=lambda aws, resource_id, state: aws.iam.delete_role(RoleName=resource_id),
+CALLS = {
+    "aws:iam/role:Role": Calls(_create_role, _read_role, deleted("iam", "delete_role", "RoleName"), _update_role),
+    "aws:iam/rolePolicy:RolePolicy": Calls(
+        _put_policy, _read_policy, _delete_policy, lambda aws, resource_id, old, new: _put_policy(aws, new)
     ),
-    "aws:iam/rolePolicy:RolePolicy": ResourceHandler(
-        source="iam/role_policy",
-        required=fields("role policy"),
-        optional=fields("name"),
-        replaces=fields("role name"),
-        name="name",
-        create=_put_policy,
-        read=_read_policy,
-        update=_update_policy,
-        delete=_delete_policy,
-    ),
-    "aws:iam/instanceProfile:InstanceProfile": ResourceHandler(
-        source="iam/instance_profile",
-        required=fields("role"),
-        optional=fields("name tags"),
-        replaces=fields("name"),
-        computed=fields("arn tagsAll"),
-        name="name",
-        create=_create_profile,
-        read=_read_profile,
-        update=_update_profile,
-        delete=_delete_profile,
-    ),
-    "aws:cloudwatch/logGroup:LogGroup": ResourceHandler(
-        source="logs/group",
-        optional=fields("name retentionInDays tags"),
-        replaces=fields("name"),
-        computed=fields("arn tagsAll"),
-        name="name",
-        create=_create_group,
-        read=_read_group,
-        update=_update_group,
-        delete=lambda aws, resource_id, state: aws.client("logs").delete_log_group(logGroupName=resource_id),
+    "aws:iam/instanceProfile:InstanceProfile": Calls(_create_profile, _read_profile, _delete_profile, _update_profile),
+    "aws:cloudwatch/logGroup:LogGroup": Calls(
+        _create_group, _read_group, deleted("logs", "delete_log_group", "logGroupName"), _update_group
     ),
 }

@@ -9,21 +9,18 @@ from typing import Any
 
 from gpufleet.rehearsal.handlers.table import (
     Aws,
+    Calls,
     Properties,
-    ResourceHandler,
     absent,
     api,
+    created,
+    deleted,
     described,
-    fields,
     tag_diff,
     tag_list,
+    tag_specification,
+    to_api,
 )
-
-
-def tag_specification(kind: str, inputs: Properties) -> list[dict[str, Any]]:
-    """TagSpecifications of a create call."""
-    tags = inputs.get("tags")
-    return [{"ResourceType": kind, "Tags": tag_list(tags)}] if tags else []
 
 
 def retag(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -54,9 +51,9 @@ _NAT = described("describe_nat_gateways", "NatGatewayIds", "NatGateways", "NatGa
 
 
 def _create_vpc(aws: Aws, inputs: Properties) -> str:
-    vpc = aws.ec2.create_vpc(CidrBlock=inputs["cidrBlock"], TagSpecifications=tag_specification("vpc", inputs))["Vpc"]
-    _update_vpc(aws, vpc["VpcId"], {"tags": inputs.get("tags")}, inputs)
-    return str(vpc["VpcId"])
+    vpc = created("create_vpc", "vpc", "Vpc.VpcId", "cidrBlock")(aws, inputs)
+    _update_vpc(aws, vpc, {"tags": inputs.get("tags")}, inputs)
+    return vpc
 
 
 def _update_vpc(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -76,14 +73,10 @@ def _read_vpc(aws: Aws, resource_id: str, like: Properties) -> Properties | None
 
 
 def _create_subnet(aws: Aws, inputs: Properties) -> str:
-    subnet = aws.ec2.create_subnet(
-        VpcId=inputs["vpcId"],
-        CidrBlock=inputs["cidrBlock"],
-        TagSpecifications=tag_specification("subnet", inputs),
-        **{api(key): inputs[key] for key in ("availabilityZone", "availabilityZoneId") if key in inputs},
-    )["Subnet"]
-    _update_subnet(aws, subnet["SubnetId"], {"tags": inputs.get("tags")}, inputs)
-    return str(subnet["SubnetId"])
+    keys = "vpcId cidrBlock availabilityZone availabilityZoneId"
+    subnet = created("create_subnet", "subnet", "Subnet.SubnetId", keys)(aws, inputs)
+    _update_subnet(aws, subnet, {"tags": inputs.get("tags")}, inputs)
+    return subnet
 
 
 def _update_subnet(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -94,10 +87,10 @@ def _update_subnet(aws: Aws, resource_id: str, old: Properties, new: Properties)
 
 
 def _create_gateway(aws: Aws, inputs: Properties) -> str:
-    specification = tag_specification("internet-gateway", inputs)
-    gateway = aws.ec2.create_internet_gateway(TagSpecifications=specification)["InternetGateway"]["InternetGatewayId"]
+    made = "InternetGateway.InternetGatewayId"
+    gateway = created("create_internet_gateway", "internet-gateway", made, "")(aws, inputs)
     aws.ec2.attach_internet_gateway(InternetGatewayId=gateway, VpcId=inputs["vpcId"])
-    return str(gateway)
+    return gateway
 
 
 def _read_gateway(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -112,15 +105,9 @@ def _delete_gateway(aws: Aws, resource_id: str, state: Properties) -> None:
 
 
 def _create_endpoint(aws: Aws, inputs: Properties) -> str:
-    answer = aws.ec2.create_vpc_endpoint(
-        VpcId=inputs["vpcId"],
-        ServiceName=inputs["serviceName"],
-        VpcEndpointType=inputs.get("vpcEndpointType", "Gateway"),
-        RouteTableIds=inputs.get("routeTableIds", []),
-        PolicyDocument=inputs["policy"],
-        TagSpecifications=tag_specification("vpc-endpoint", inputs),
-    )
-    return str(answer["VpcEndpoint"]["VpcEndpointId"])
+    keys = "vpcId serviceName vpcEndpointType routeTableIds policyDocument"
+    create = created("create_vpc_endpoint", "vpc-endpoint", "VpcEndpoint.VpcEndpointId", keys)
+    return create(aws, {**inputs, "policyDocument": inputs["policy"]})
 
 
 def _update_endpoint(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -134,12 +121,6 @@ def _update_endpoint(aws: Aws, resource_id: str, old: Properties, new: Propertie
     if changes := {key: value for key, value in changes.items() if value}:
         aws.ec2.modify_vpc_endpoint(VpcEndpointId=resource_id, **changes)
     retag(aws, resource_id, old, new)
-
-
-def _create_table(aws: Aws, inputs: Properties) -> str:
-    specification = tag_specification("route-table", inputs)
-    table = aws.ec2.create_route_table(VpcId=inputs["vpcId"], TagSpecifications=specification)
-    return str(table["RouteTable"]["RouteTableId"])
 
 
 def _table(aws: Aws, table: str) -> dict[str, Any] | None:
@@ -172,11 +153,6 @@ def _read_route(aws: Aws, resource_id: str, like: Properties) -> Properties | No
     return None
 
 
-def _create_association(aws: Aws, inputs: Properties) -> str:
-    answer = aws.ec2.associate_route_table(RouteTableId=inputs["routeTableId"], SubnetId=inputs["subnetId"])
-    return str(answer["AssociationId"])
-
-
 def _read_association(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     table = _table(aws, like["routeTableId"])
     for association in table["Associations"] if table else []:
@@ -186,17 +162,13 @@ def _read_association(aws: Aws, resource_id: str, like: Properties) -> Propertie
 
 
 def _create_group(aws: Aws, inputs: Properties) -> str:
-    group = aws.ec2.create_security_group(
-        GroupName=inputs["name"],
-        Description=inputs["description"],
-        VpcId=inputs["vpcId"],
-        TagSpecifications=tag_specification("security-group", inputs),
-    )["GroupId"]
+    create = created("create_security_group", "security-group", "GroupId", "groupName description vpcId")
+    group = create(aws, {**inputs, "groupName": inputs["name"]})
     # The provider removes the rule that AWS adds to every new group: everything out.
     rules = aws.ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"][0]["IpPermissionsEgress"]
     if rules:
         aws.ec2.revoke_security_group_egress(GroupId=group, IpPermissions=rules)
-    return str(group)
+    return group
 
 
 def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -241,8 +213,8 @@ def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -
     retag(aws, resource_id, old, new)
 
 
-def _rules(way: str) -> ResourceHandler:
-    """The handler of rules `ingress` or `egress`."""
+def _rules(way: str) -> Calls:
+    """The calls of rules `ingress` or `egress`."""
 
     def create(aws: Aws, inputs: Properties) -> str:
         answer = getattr(aws.ec2, f"authorize_security_group_{way}")(
@@ -256,31 +228,7 @@ def _rules(way: str) -> ResourceHandler:
         revoke = getattr(aws.ec2, f"revoke_security_group_{way}")
         revoke(GroupId=state["securityGroupId"], SecurityGroupRuleIds=[resource_id])
 
-    return ResourceHandler(
-        source=f"ec2/vpc_security_group_{way}_rule",
-        required=fields("securityGroupId ipProtocol"),
-        optional=fields("fromPort toPort cidrIpv4 referencedSecurityGroupId description tags"),
-        replaces=fields("securityGroupId"),
-        computed=fields("arn securityGroupRuleId tagsAll"),
-        create=create,
-        read=_read_rule,
-        update=_update_rule,
-        delete=delete,
-    )
-
-
-def _create_address(aws: Aws, inputs: Properties) -> str:
-    specification = tag_specification("elastic-ip", inputs)
-    return str(aws.ec2.allocate_address(Domain=inputs["domain"], TagSpecifications=specification)["AllocationId"])
-
-
-def _create_nat(aws: Aws, inputs: Properties) -> str:
-    answer = aws.ec2.create_nat_gateway(
-        AllocationId=inputs["allocationId"],
-        SubnetId=inputs["subnetId"],
-        TagSpecifications=tag_specification("natgateway", inputs),
-    )
-    return str(answer["NatGateway"]["NatGatewayId"])
+    return Calls(create, _read_rule, delete, _update_rule)
 
 
 def _read_nat(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -288,49 +236,18 @@ def _read_nat(aws: Aws, resource_id: str, like: Properties) -> Properties | None
     return live and {**live, "allocationId": live["natGatewayAddresses"][0]["allocationId"]}
 
 
-HANDLERS = {
-    "aws:ec2/vpc:Vpc": ResourceHandler(
-        source="ec2/vpc_",
-        required=fields("cidrBlock"),
-        optional=fields("enableDnsSupport enableDnsHostnames tags"),
-        replaces=fields("cidrBlock"),
-        computed=fields("arn tagsAll"),
-        create=_create_vpc,
-        read=_read_vpc,
-        update=_update_vpc,
-        delete=lambda aws, resource_id, state: aws.ec2.delete_vpc(VpcId=resource_id),
+CALLS = {
+    "aws:ec2/vpc:Vpc": Calls(_create_vpc, _read_vpc, deleted("ec2", "delete_vpc", "VpcId"), _update_vpc),
+    "aws:ec2/subnet:Subnet": Calls(
+        _create_subnet,
+        described("describe_subnets", "SubnetIds", "Subnets", "InvalidSubnetID.NotFound", arn="subnet"),
+        deleted("ec2", "delete_subnet", "SubnetId"),
+        _update_subnet,
     ),
-    "aws:ec2/subnet:Subnet": ResourceHandler(
-        source="ec2/vpc_subnet",
-        required=fields("vpcId cidrBlock"),
-        optional=fields("availabilityZone availabilityZoneId mapPublicIpOnLaunch tags"),
-        replaces=fields("vpcId cidrBlock availabilityZone availabilityZoneId"),
-        computed=fields("arn tagsAll"),
-        create=_create_subnet,
-        read=described("describe_subnets", "SubnetIds", "Subnets", "InvalidSubnetID.NotFound", arn="subnet"),
-        update=_update_subnet,
-        delete=lambda aws, resource_id, state: aws.ec2.delete_subnet(SubnetId=resource_id),
-    ),
-    "aws:ec2/internetGateway:InternetGateway": ResourceHandler(
-        source="ec2/vpc_internet_gateway; the provider moves a gateway between VPCs, here it is replaced",
-        required=fields("vpcId"),
-        optional=fields("tags"),
-        replaces=fields("vpcId"),
-        computed=fields("arn tagsAll"),
-        create=_create_gateway,
-        read=_read_gateway,
-        update=retag,
-        delete=_delete_gateway,
-    ),
-    "aws:ec2/vpcEndpoint:VpcEndpoint": ResourceHandler(
-        source="ec2/vpc_endpoint",
-        required=fields("vpcId serviceName vpcEndpointType policy"),
-        optional=fields("routeTableIds tags"),
-        replaces=fields("vpcId serviceName vpcEndpointType"),
-        computed=fields("arn state tagsAll"),
-        allowed={"vpcEndpointType": fields("Gateway")},
-        create=_create_endpoint,
-        read=described(
+    "aws:ec2/internetGateway:InternetGateway": Calls(_create_gateway, _read_gateway, _delete_gateway, retag),
+    "aws:ec2/vpcEndpoint:VpcEndpoint": Calls(
+        _create_endpoint,
+        described(
             "describe_vpc_endpoints",
             "VpcEndpointIds",
             "VpcEndpoints",
@@ -338,79 +255,45 @@ HANDLERS = {
             arn="vpc-endpoint",
             policy="policyDocument",
         ),
-        update=_update_endpoint,
-        delete=lambda aws, resource_id, state: aws.ec2.delete_vpc_endpoints(VpcEndpointIds=[resource_id]),
+        lambda aws, resource_id, state: aws.ec2.delete_vpc_endpoints(VpcEndpointIds=[resource_id]),
+        _update_endpoint,
     ),
-    "aws:ec2/routeTable:RouteTable": ResourceHandler(
-        source="ec2/vpc_route_table; routes are resources of their own",
-        required=fields("vpcId"),
-        optional=fields("tags"),
-        replaces=fields("vpcId"),
-        computed=fields("arn tagsAll"),
-        create=_create_table,
-        read=described(
+    "aws:ec2/routeTable:RouteTable": Calls(
+        created("create_route_table", "route-table", "RouteTable.RouteTableId", "vpcId"),
+        described(
             "describe_route_tables", "RouteTableIds", "RouteTables", "InvalidRouteTableID.NotFound", arn="route-table"
         ),
-        update=retag,
-        delete=lambda aws, resource_id, state: aws.ec2.delete_route_table(RouteTableId=resource_id),
+        deleted("ec2", "delete_route_table", "RouteTableId"),
+        retag,
     ),
-    "aws:ec2/route:Route": ResourceHandler(
-        source="ec2/vpc_route",
-        required=fields("routeTableId destinationCidrBlock"),
-        optional=fields("gatewayId natGatewayId"),
-        replaces=fields("routeTableId destinationCidrBlock"),
-        computed=fields("state origin"),
-        create=_create_route,
-        read=_read_route,
-        update=lambda aws, resource_id, old, new: aws.ec2.replace_route(**_target(new)),
-        delete=lambda aws, resource_id, state: aws.ec2.delete_route(
+    "aws:ec2/route:Route": Calls(
+        _create_route,
+        _read_route,
+        lambda aws, resource_id, state: aws.ec2.delete_route(
             RouteTableId=state["routeTableId"], DestinationCidrBlock=state["destinationCidrBlock"]
         ),
+        lambda aws, resource_id, old, new: aws.ec2.replace_route(**_target(new)),
     ),
-    "aws:ec2/routeTableAssociation:RouteTableAssociation": ResourceHandler(
-        source="ec2/vpc_route_table_association; another table changes the id, so here it replaces",
-        required=fields("routeTableId subnetId"),
-        replaces=fields("routeTableId subnetId"),
-        create=_create_association,
-        read=_read_association,
-        delete=lambda aws, resource_id, state: aws.ec2.disassociate_route_table(AssociationId=resource_id),
+    "aws:ec2/routeTableAssociation:RouteTableAssociation": Calls(
+        lambda aws, inputs: str(aws.ec2.associate_route_table(**to_api(inputs))["AssociationId"]),
+        _read_association,
+        deleted("ec2", "disassociate_route_table", "AssociationId"),
     ),
-    "aws:ec2/securityGroup:SecurityGroup": ResourceHandler(
-        source="ec2/vpc_security_group; rules are resources of their own",
-        required=fields("vpcId description"),
-        optional=fields("name tags"),
-        replaces=fields("vpcId description name"),
-        computed=fields("arn ingress tagsAll"),
-        name="name",
-        create=_create_group,
-        read=_read_group,
-        update=retag,
-        delete=lambda aws, resource_id, state: aws.ec2.delete_security_group(GroupId=resource_id),
+    "aws:ec2/securityGroup:SecurityGroup": Calls(
+        _create_group, _read_group, deleted("ec2", "delete_security_group", "GroupId"), retag
     ),
     "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": _rules("egress"),
     "aws:vpc/securityGroupIngressRule:SecurityGroupIngressRule": _rules("ingress"),
-    "aws:ec2/eip:Eip": ResourceHandler(
-        source="ec2/ec2_eip",
-        required=fields("domain"),
-        optional=fields("tags"),
-        replaces=fields("domain"),
-        computed=fields("arn allocationId publicIp tagsAll"),
-        create=_create_address,
-        read=described(
-            "describe_addresses", "AllocationIds", "Addresses", "InvalidAllocationID.NotFound", arn="elastic-ip"
-        ),
-        update=retag,
-        delete=lambda aws, resource_id, state: aws.ec2.release_address(AllocationId=resource_id),
+    "aws:ec2/eip:Eip": Calls(
+        created("allocate_address", "elastic-ip", "AllocationId", "domain"),
+        described("describe_addresses", "AllocationIds", "Addresses", "InvalidAllocationID.NotFound", arn="elastic-ip"),
+        deleted("ec2", "release_address", "AllocationId"),
+        retag,
     ),
-    "aws:ec2/natGateway:NatGateway": ResourceHandler(
-        source="ec2/vpc_nat_gateway",
-        required=fields("allocationId subnetId"),
-        optional=fields("tags"),
-        replaces=fields("allocationId subnetId"),
-        computed=fields("arn publicIp tagsAll"),
-        create=_create_nat,
-        read=_read_nat,
-        update=retag,
-        delete=lambda aws, resource_id, state: aws.ec2.delete_nat_gateway(NatGatewayId=resource_id),
+    "aws:ec2/natGateway:NatGateway": Calls(
+        created("create_nat_gateway", "natgateway", "NatGateway.NatGatewayId", "allocationId subnetId"),
+        _read_nat,
+        deleted("ec2", "delete_nat_gateway", "NatGatewayId"),
+        retag,
     ),
 }

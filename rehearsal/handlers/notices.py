@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import json
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Properties,
-    ResourceHandler,
-    absent,
-    fields,
-    retag_by,
-    tag_list,
-    tagged,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, absent, deleted, tagged
 
 _NO_TOPIC = ("NotFound", "NotFoundException")
 _NO_RULE = "ResourceNotFoundException"
 
 
 def _create_topic(aws: Aws, inputs: Properties) -> str:
-    made = aws.client("sns").create_topic(Name=inputs["name"], Tags=tag_list(inputs.get("tags") or {}))
+    made = aws.client("sns").create_topic(Name=inputs["name"], Tags=table.tag_list(inputs.get("tags") or {}))
     return str(made["TopicArn"])
 
 
@@ -34,17 +26,13 @@ def _read_topic(aws: Aws, resource_id: str, like: Properties) -> Properties | No
 
 def _update_topic(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     sns = aws.client("sns")
-    retag_by(sns.tag_resource, sns.untag_resource, {"ResourceArn": resource_id}, old, new)
+    table.retag_by(sns.tag_resource, sns.untag_resource, {"ResourceArn": resource_id}, old, new)
 
 
 def _put_policy(aws: Aws, inputs: Properties) -> str:
     arn, policy = str(inputs["arn"]), inputs["policy"]
     aws.client("sns").set_topic_attributes(TopicArn=arn, AttributeName="Policy", AttributeValue=policy)
     return arn
-
-
-def _update_policy(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    _put_policy(aws, new)
 
 
 def _read_policy(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -80,7 +68,11 @@ def _read_subscription(aws: Aws, resource_id: str, like: Properties) -> Properti
 
 
 def _put_rule(aws: Aws, inputs: Properties) -> str:
-    asked = {"Name": inputs["name"], "EventPattern": inputs["eventPattern"], "Tags": tag_list(inputs.get("tags") or {})}
+    asked = {
+        "Name": inputs["name"],
+        "EventPattern": inputs["eventPattern"],
+        "Tags": table.tag_list(inputs.get("tags") or {}),
+    }
     aws.client("events").put_rule(**asked, Description=inputs.get("description", ""))
     return str(inputs["name"])
 
@@ -98,7 +90,7 @@ def _read_rule(aws: Aws, resource_id: str, like: Properties) -> Properties | Non
 def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     _put_rule(aws, new)
     events, arn = aws.client("events"), aws.arn("events", f"rule/{resource_id}")
-    retag_by(events.tag_resource, events.untag_resource, {"ResourceARN": arn}, old, new)
+    table.retag_by(events.tag_resource, events.untag_resource, {"ResourceARN": arn}, old, new)
 
 
 def _put_target(aws: Aws, inputs: Properties) -> str:
@@ -108,10 +100,6 @@ def _put_target(aws: Aws, inputs: Properties) -> str:
     refused = aws.client("events").put_targets(Rule=inputs["rule"], Targets=[target])["FailedEntries"]
     assert not refused, refused
     return f"{inputs['rule']}-{inputs['targetId']}"
-
-
-def _update_target(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    _put_target(aws, new)
 
 
 def _read_target(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -133,57 +121,18 @@ def _delete_target(aws: Aws, resource_id: str, state: Properties) -> None:
     absent(lambda: aws.client("events").remove_targets(Rule=state["rule"], Ids=[state["targetId"]]), _NO_RULE)
 
 
-HANDLERS = {
-    "aws:sns/topic:Topic": ResourceHandler(
-        source="sns/topic",
-        optional=fields("name tags"),
-        replaces=fields("name"),
-        computed=fields("arn tagsAll"),
-        name="name",
-        create=_create_topic,
-        read=_read_topic,
-        update=_update_topic,
-        delete=lambda aws, resource_id, state: aws.client("sns").delete_topic(TopicArn=resource_id),
+CALLS = {
+    "aws:sns/topic:Topic": Calls(_create_topic, _read_topic, deleted("sns", "delete_topic", "TopicArn"), _update_topic),
+    "aws:sns/topicPolicy:TopicPolicy": Calls(
+        _put_policy, _read_policy, _delete_policy, lambda aws, resource_id, old, new: _put_policy(aws, new)
     ),
-    "aws:sns/topicPolicy:TopicPolicy": ResourceHandler(
-        source="sns/topic_policy",
-        required=fields("arn policy"),
-        replaces=fields("arn"),
-        create=_put_policy,
-        read=_read_policy,
-        update=_update_policy,
-        delete=_delete_policy,
+    "aws:sns/topicSubscription:TopicSubscription": Calls(
+        _subscribe, _read_subscription, deleted("sns", "unsubscribe", "SubscriptionArn")
     ),
-    "aws:sns/topicSubscription:TopicSubscription": ResourceHandler(
-        source="sns/topic_subscription",
-        required=fields("topic protocol endpoint"),
-        replaces=fields("topic protocol endpoint"),
-        computed=fields("arn"),
-        create=_subscribe,
-        read=_read_subscription,
-        delete=lambda aws, resource_id, state: aws.client("sns").unsubscribe(SubscriptionArn=resource_id),
+    "aws:cloudwatch/eventRule:EventRule": Calls(
+        _put_rule, _read_rule, deleted("events", "delete_rule", "Name"), _update_rule
     ),
-    "aws:cloudwatch/eventRule:EventRule": ResourceHandler(
-        source="events/rule",
-        required=fields("eventPattern"),
-        optional=fields("name description tags"),
-        replaces=fields("name"),
-        computed=fields("arn tagsAll"),
-        name="name",
-        create=_put_rule,
-        read=_read_rule,
-        update=_update_rule,
-        delete=lambda aws, resource_id, state: aws.client("events").delete_rule(Name=resource_id),
-    ),
-    "aws:cloudwatch/eventTarget:EventTarget": ResourceHandler(
-        source="events/target",
-        required=fields("rule arn"),
-        optional=fields("targetId inputTransformer"),
-        replaces=fields("rule targetId"),
-        name="targetId",
-        create=_put_target,
-        read=_read_target,
-        update=_update_target,
-        delete=_delete_target,
+    "aws:cloudwatch/eventTarget:EventTarget": Calls(
+        _put_target, _read_target, _delete_target, lambda aws, resource_id, old, new: _put_target(aws, new)
     ),
 }

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Properties,
-    ResourceHandler,
-    absent,
-    fields,
-    from_api,
-    retag_by,
-    tag_list,
-    tagged,
-    to_api,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, absent, deleted, tagged
 
 _GONE = "ResourceNotFoundException"
-_SCHEDULE = fields(
+_SCHEDULE = table.fields(
     "name groupName description scheduleExpression scheduleExpressionTimezone flexibleTimeWindow state target "
     "actionAfterCompletion"
 )
 
 
 def _create_group(aws: Aws, inputs: Properties) -> str:
-    aws.client("scheduler").create_schedule_group(Name=inputs["name"], Tags=tag_list(inputs.get("tags") or {}))
+    aws.client("scheduler").create_schedule_group(Name=inputs["name"], Tags=table.tag_list(inputs.get("tags") or {}))
     return str(inputs["name"])
 
 
@@ -41,11 +31,11 @@ def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | No
 def _update_group(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     scheduler = aws.client("scheduler")
     arn = aws.arn("scheduler", f"schedule-group/{resource_id}")
-    retag_by(scheduler.tag_resource, scheduler.untag_resource, {"ResourceArn": arn}, old, new)
+    table.retag_by(scheduler.tag_resource, scheduler.untag_resource, {"ResourceArn": arn}, old, new)
 
 
 def _request(inputs: Properties) -> dict[str, Any]:
-    return dict(to_api({key: value for key, value in inputs.items() if key in _SCHEDULE}))
+    return dict(table.to_api({key: value for key, value in inputs.items() if key in _SCHEDULE}))
 
 
 def _create_schedule(aws: Aws, inputs: Properties) -> str:
@@ -56,7 +46,7 @@ def _create_schedule(aws: Aws, inputs: Properties) -> str:
 def _read_schedule(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     group, _, name = resource_id.partition("/")
     found = absent(lambda: aws.client("scheduler").get_schedule(GroupName=group, Name=name), _GONE)
-    return None if found is None else from_api({key: value for key, value in found.items() if value is not None})
+    return None if found is None else table.from_api({key: value for key, value in found.items() if value is not None})
 
 
 def _delete_schedule(aws: Aws, resource_id: str, state: Properties) -> None:
@@ -64,29 +54,14 @@ def _delete_schedule(aws: Aws, resource_id: str, state: Properties) -> None:
     absent(lambda: aws.client("scheduler").delete_schedule(GroupName=group, Name=name), _GONE)
 
 
-HANDLERS = {
-    "aws:scheduler/scheduleGroup:ScheduleGroup": ResourceHandler(
-        source="scheduler/schedule_group",
-        optional=fields("name tags"),
-        replaces=fields("name"),
-        computed=fields("arn state tagsAll"),
-        name="name",
-        create=_create_group,
-        read=_read_group,
-        update=_update_group,
-        delete=lambda aws, resource_id, state: aws.client("scheduler").delete_schedule_group(Name=resource_id),
+CALLS = {
+    "aws:scheduler/scheduleGroup:ScheduleGroup": Calls(
+        _create_group, _read_group, deleted("scheduler", "delete_schedule_group", "Name"), _update_group
     ),
-    "aws:scheduler/schedule:Schedule": ResourceHandler(
-        source="scheduler/schedule",
-        required=fields("flexibleTimeWindow scheduleExpression target groupName name"),
-        optional=_SCHEDULE - fields("flexibleTimeWindow scheduleExpression target groupName name"),
-        replaces=fields("name groupName"),
-        computed=fields("arn"),
-        volatile=fields(""),
-        allowed={"state": fields("ENABLED DISABLED"), "flexibleTimeWindow.mode": fields("OFF FLEXIBLE")},
-        create=_create_schedule,
-        read=_read_schedule,
-        update=lambda aws, resource_id, old, new: aws.client("scheduler").update_schedule(**_request(new)),
-        delete=_delete_schedule,
+    "aws:scheduler/schedule:Schedule": Calls(
+        _create_schedule,
+        _read_schedule,
+        _delete_schedule,
+        lambda aws, resource_id, old, new: aws.client("scheduler").update_schedule(**_request(new)),
     ),
 }

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Properties,
-    ResourceHandler,
-    UnsupportedError,
-    absent,
-    fields,
-    tag_diff,
-    tagged,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, UnsupportedError, absent, deleted, tagged
 
 _GONE = "StateMachineDoesNotExist"
 
@@ -54,26 +46,15 @@ def _update(aws: Aws, resource_id: str, old: Properties, new: Properties) -> Non
     _validate(aws, new)
     states = aws.client("stepfunctions")
     states.update_state_machine(stateMachineArn=resource_id, definition=new["definition"], roleArn=new["roleArn"])
-    gone, changed = tag_diff(old, new)
+    gone, changed = table.tag_diff(old, new)
     if gone:
         states.untag_resource(resourceArn=resource_id, tagKeys=gone)
     if changed:
         states.tag_resource(resourceArn=resource_id, tags=_tags(changed))
 
 
-HANDLERS = {
-    "aws:sfn/stateMachine:StateMachine": ResourceHandler(
-        source="sfn/state_machine",
-        required=fields("definition roleArn"),
-        optional=fields("name tags"),
-        replaces=fields("name"),
-        computed=fields("arn status tagsAll"),
-        name="name",
-        create=_create,
-        read=_read,
-        update=_update,
-        delete=lambda aws, resource_id, state: aws.client("stepfunctions").delete_state_machine(
-            stateMachineArn=resource_id
-        ),
+CALLS = {
+    "aws:sfn/stateMachine:StateMachine": Calls(
+        _create, _read, deleted("stepfunctions", "delete_state_machine", "stateMachineArn"), _update
     ),
 }

@@ -9,19 +9,8 @@ from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Properties,
-    ResourceHandler,
-    UnsupportedError,
-    absent,
-    api,
-    fields,
-    from_api,
-    tag_list,
-    tagged,
-    to_api,
-)
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, UnsupportedError, absent, tagged
 
 _GONE = ("NoSuchBucket", "404")
 
@@ -37,7 +26,7 @@ def _create_bucket(aws: Aws, inputs: Properties) -> str:
 
 def _update_bucket(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     if new.get("tags") and new.get("tags") != old.get("tags"):
-        aws.s3.put_bucket_tagging(Bucket=resource_id, Tagging={"TagSet": tag_list(new["tags"])})
+        aws.s3.put_bucket_tagging(Bucket=resource_id, Tagging={"TagSet": table.tag_list(new["tags"])})
 
 
 def _read_bucket(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -74,15 +63,13 @@ def _delete_bucket(aws: Aws, resource_id: str, state: Properties) -> None:
 
 
 def _setting(
-    kind: str,
     put: Callable[[Aws, Properties], Any],
     get: str,
     absent_code: str,
     remove: str,
     *,
     answer: str = "",
-    **more: Any,
-) -> ResourceHandler:
+) -> Calls:
     """A setting of a bucket: its id is the bucket's name, and it moves to no other. `get`: the operation that reads it,
     which answers under the key `answer`.
     """
@@ -93,31 +80,24 @@ def _setting(
 
     def read(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
         found = absent(lambda: getattr(aws.s3, get)(Bucket=resource_id), absent_code, *_GONE)
-        return found and {**from_api(found[answer] if answer else found), "bucket": resource_id}
+        return found and {**table.from_api(found[answer] if answer else found), "bucket": resource_id}
 
-    return ResourceHandler(
-        source=f"s3/{kind}",
-        replaces=fields("bucket"),
-        create=create,
-        read=read,
-        update=lambda aws, resource_id, old, new: put(aws, new),
-        delete=lambda aws, resource_id, state: absent(
-            lambda: getattr(aws.s3, remove)(Bucket=resource_id), absent_code, *_GONE
-        ),
-        **more,
-    )
+    def delete(aws: Aws, resource_id: str, state: Properties) -> None:
+        absent(lambda: getattr(aws.s3, remove)(Bucket=resource_id), absent_code, *_GONE)
+
+    return Calls(create, read, delete, lambda aws, resource_id, old, new: put(aws, new))
 
 
 _FLAGS = ("blockPublicAcls", "blockPublicPolicy", "ignorePublicAcls", "restrictPublicBuckets")
 
 
 def _put_closed(aws: Aws, inputs: Properties) -> None:
-    flags = {api(name): bool(inputs.get(name)) for name in _FLAGS}
+    flags = {table.api(name): bool(inputs.get(name)) for name in _FLAGS}
     aws.s3.put_public_access_block(Bucket=inputs["bucket"], PublicAccessBlockConfiguration=flags)
 
 
 def _put_encryption(aws: Aws, inputs: Properties) -> None:
-    rules = {"Rules": to_api(inputs["rules"])}
+    rules = {"Rules": table.to_api(inputs["rules"])}
     aws.s3.put_bucket_encryption(Bucket=inputs["bucket"], ServerSideEncryptionConfiguration=rules)
 
 
@@ -126,7 +106,7 @@ def _put_policy(aws: Aws, inputs: Properties) -> None:
 
 
 def _put_lifecycle(aws: Aws, inputs: Properties) -> None:
-    rules = {"Rules": to_api(inputs["rules"])}
+    rules = {"Rules": table.to_api(inputs["rules"])}
     aws.s3.put_bucket_lifecycle_configuration(Bucket=inputs["bucket"], LifecycleConfiguration=rules)
 
 
@@ -146,7 +126,7 @@ def _update_object(aws: Aws, resource_id: str, old: Properties, new: Properties)
     if any(old.get(key) != new.get(key) for key in ("source", "content")):
         _put_object(aws, new)
     else:
-        tagging = {"TagSet": tag_list(new.get("tags") or {})}
+        tagging = {"TagSet": table.tag_list(new.get("tags") or {})}
         aws.s3.put_object_tagging(Bucket=new["bucket"], Key=new["key"], Tagging=tagging)
 
 
@@ -164,65 +144,32 @@ def _read_object(aws: Aws, resource_id: str, like: Properties) -> Properties | N
     }
 
 
-HANDLERS = {
-    "aws:s3/bucket:Bucket": ResourceHandler(
-        source="s3/bucket",
-        optional=fields("bucket forceDestroy tags"),
-        replaces=fields("bucket"),
-        computed=fields("arn bucketDomainName bucketRegionalDomainName tagsAll"),
-        only_ours=fields("forceDestroy"),
-        name="bucket",
-        create=_create_bucket,
-        read=_read_bucket,
-        update=_update_bucket,
-        delete=_delete_bucket,
-    ),
+CALLS = {
+    "aws:s3/bucket:Bucket": Calls(_create_bucket, _read_bucket, _delete_bucket, _update_bucket),
     "aws:s3/bucketPublicAccessBlock:BucketPublicAccessBlock": _setting(
-        "bucket_public_access_block",
         _put_closed,
         "get_public_access_block",
         "NoSuchPublicAccessBlockConfiguration",
         "delete_public_access_block",
         answer="PublicAccessBlockConfiguration",
-        required=fields("bucket"),
-        optional=frozenset(_FLAGS),
     ),
     "aws:s3/bucketServerSideEncryptionConfiguration:BucketServerSideEncryptionConfiguration": _setting(
-        "bucket_server_side_encryption_configuration",
         _put_encryption,
         "get_bucket_encryption",
         "ServerSideEncryptionConfigurationNotFoundError",
         "delete_bucket_encryption",
         answer="ServerSideEncryptionConfiguration",
-        required=fields("bucket rules"),
     ),
     "aws:s3/bucketPolicy:BucketPolicy": _setting(
-        "bucket_policy",
-        _put_policy,
-        "get_bucket_policy",
-        "NoSuchBucketPolicy",
-        "delete_bucket_policy",
-        required=fields("bucket policy"),
+        _put_policy, "get_bucket_policy", "NoSuchBucketPolicy", "delete_bucket_policy"
     ),
     "aws:s3/bucketLifecycleConfiguration:BucketLifecycleConfiguration": _setting(
-        "bucket_lifecycle_configuration",
-        _put_lifecycle,
-        "get_bucket_lifecycle_configuration",
-        "NoSuchLifecycleConfiguration",
-        "delete_bucket_lifecycle",
-        required=fields("bucket rules"),
+        _put_lifecycle, "get_bucket_lifecycle_configuration", "NoSuchLifecycleConfiguration", "delete_bucket_lifecycle"
     ),
-    "aws:s3/bucketObjectv2:BucketObjectv2": ResourceHandler(
-        source="s3/object",
-        required=fields("bucket key"),
-        optional=fields("source content tags"),
-        replaces=fields("bucket key"),
-        computed=fields("arn etag tagsAll"),
-        volatile=fields("etag tagsAll"),
-        only_ours=fields("source content"),
-        create=_put_object,
-        read=_read_object,
-        update=_update_object,
-        delete=lambda aws, resource_id, state: aws.s3.delete_object(Bucket=state["bucket"], Key=state["key"]),
+    "aws:s3/bucketObjectv2:BucketObjectv2": Calls(
+        _put_object,
+        _read_object,
+        lambda aws, resource_id, state: aws.s3.delete_object(Bucket=state["bucket"], Key=state["key"]),
+        _update_object,
     ),
 }

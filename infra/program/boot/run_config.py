@@ -25,8 +25,8 @@ def run_config(
     """The object of run.json; `inputs` and `expires` as job.contract.run.document has them. The fleet ends at the
     deadline, where there is one.
     """
-    limits, block = definition.limits, definition.fleet.block
-    by_block = block is not None and expires == stamp(block.last)
+    limits, market = definition.limits, definition.fleet.market
+    by_market = market.last is not None and expires == stamp(market.last)
     return run.document(
         run=definition.run.id,
         stack=definition.name,
@@ -36,9 +36,9 @@ def run_config(
         parameters=asdict(definition.job.parameters),
         max_usd=limits.max_usd,
         max_hours=limits.max_hours,
-        deadline=None if limits.deadline is None or by_block else expires,
+        deadline=None if limits.deadline is None or by_market else expires,
         expires=expires,
-        capacity=definition.fleet.capacity,
+        capacity=market.metered_as,
         fallback=None if fallback is None else fallback.run_json(),
         rates=_rates(definition, bill),
         extras=record.extras(bill),
@@ -54,7 +54,7 @@ def run_config(
 def _rates(definition: StackDefinition, bill: Bill) -> dict[str, Any]:
     """With what several nodes find out by whether EFA is in use."""
     rates, fleet = record.rates(bill), definition.fleet
-    for option in bill.types if fleet.nodes > 1 else ():
+    for option in bill.types if fleet.is_gang else ():
         if option.type in rates and option.instance.has_efa(fleet.cards):
             rates[option.type]["gbps"] = option.instance.between_nodes_gbps(fleet.cards)
             rates[option.type]["efa"] = option.instance.efa_devices(fleet.cards)

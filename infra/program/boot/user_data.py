@@ -15,6 +15,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.run_guard import timer_seconds
 
 ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux 2023 AMIs, the Deep Learning Base AMI among them
+_OPTIONAL = ("JOB_IMAGE", "NOTIFY", "FALLBACK")  # not set where they say nothing
 DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL2023 links it to its /dev/nvme* name
 
 
@@ -27,7 +28,7 @@ def known(definition: StackDefinition) -> dict[str, Any]:
         "region": definition.fleet.region,
         "image": definition.job.supervisor_image or definition.job.image,
         "job_image": definition.job.image if definition.job.supervisor_image else "",
-        "fallback": definition.fleet.falls_back,
+        "fallback": bool(definition.fleet.market.stands_by),
         "timer_seconds": timer_seconds(definition),
         "device": definition.job.parameters.device,
         "container_options": definition.job.parameters.container_options,
@@ -70,12 +71,12 @@ def render(
         "RUN_ID": run_id,
         "REGION": region,
         "IMAGE": image,
-        **({"JOB_IMAGE": job_image} if job_image else {}),
+        "JOB_IMAGE": job_image,
         "BUCKET": bucket,
         "LOG_GROUP": log_group,
         "SCHEDULE": schedule,
-        **({"NOTIFY": notify} if notify else {}),
-        **({"FALLBACK": "1"} if fallback else {}),
+        "NOTIFY": notify,
+        "FALLBACK": "1" * fallback,
         "ARCHIVE_SHA256": archive_sha256,
         "RUN_CONFIG_SHA256": run_config_sha256,
         "TIMER_SECONDS": str(timer_seconds),
@@ -86,7 +87,8 @@ def render(
     }
     if any("\0" in value for value in values.values()):
         raise ValueError("a value for the node script holds a NUL character, which no shell variable can")
-    header = "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
+    said = {name: value for name, value in values.items() if value or name not in _OPTIONAL}
+    header = "".join(f"{name}={shlex.quote(value)}\n" for name, value in said.items())
     return f"#!/bin/bash\nset -a\n{header}{_body()}"
 
 

@@ -108,12 +108,12 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
     launched = None
     if not verdict.over:
         switch: list[pulumi.Resource] = []
-        if fleet.fallback:
+        for standing_by in fleet.standing_by:
             due, priced = datetime.fromisoformat(verdict.run.valid_until), plan.fallback  # None: prices are gone
             switch = FallbackSwitch(
                 f"{prefix}fallback",
                 definition,
-                fleet=fleet.fallback,
+                fleet=standing_by,
                 stop=stop,
                 at=switch_at(priced, due, plan.now) if priced else due,
                 enabled=priced is None or priced.paid_from_start,
@@ -122,7 +122,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 opts=options,
             ).ready
         launched = fleet.declare_fleet(switch)
-        both = [launched, *([fleet.fallback] if fleet.fallback else [])]
+        both = [launched, *fleet.standing_by]
         ends = stop.declare_for(both, verdict.run.valid_until)
         known: list[pulumi.Resource] = [ends, *(notices.declare_for(both) if notices else [])]
         if definition.fleet.lets_go:

@@ -9,8 +9,7 @@ Nothing updates a fleet in place: the provider's update resends capacity and tem
 run. A new run id replaces it, old one first. `on_demand_options` is left out on purpose: for a maintain fleet the
 provider turns the block into settings that only instant fleets take (docs/decisions/2026-11-21-provider-arguments.md).
 
-Into a Capacity Block only an `instant` fleet launches. It asks once, replaces no node, and has no expiry: AWS's own end
-is the schedule's (stop.py), and half an hour before the block's.
+What differs between markets, infra/market says.
 """
 
 from __future__ import annotations
@@ -23,23 +22,20 @@ import pulumi_aws as aws
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Capacity, Disk, StackDefinition
+from gpufleet.infra.market import WAYS
+from gpufleet.infra.market.market import Market
 from gpufleet.infra.program.boot.user_data import DATA_DEVICE, ROOT_DEVICE
 from gpufleet.infra.program.resources.tags import named, tags
 from gpufleet.job.contract.bucket import fleet_key
 
-# An instant fleet may stay in `deleted_terminating` for hours after its nodes have gone
-# (docs/decisions/2026-11-26-capacity-block.md): waited for in vain, and the next destroy finds it gone.
-BLOCK_DELETE_TIMEOUT = "10m"
-DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted`; its default of 10 is too short
-
 
 class FleetComponent(pulumi.ComponentResource):
-    """The launch template, and the fleet at 0 of a run with a fallback that is not over. `declare_fleet` adds the one
+    """The launch template, and the fleet at 0 that stands by for a run that is not over. `declare_fleet` adds the one
     that keeps a node, or several, alive until the run is over, `declare_known` what tells its nodes that it is known.
     """
 
     template: aws.ec2.LaunchTemplate
-    fallback: aws.ec2.Fleet | None
+    standing_by: list[aws.ec2.Fleet]
 
     def __init__(
         self,
@@ -69,9 +65,7 @@ class FleetComponent(pulumi.ComponentResource):
             user_data=user_data_base64,
             update_default_version=True,
             iam_instance_profile=aws.ec2.LaunchTemplateIamInstanceProfileArgs(arn=profile_arn),
-            # One or the other: they exclude each other.
-            vpc_security_group_ids=[security_group_id] if definition.nodes == 1 else None,
-            network_interfaces=interfaces(definition, security_group_id) if definition.nodes > 1 else None,
+            **_attached(definition, security_group_id),
             instance_initiated_shutdown_behavior="terminate",  # `stop` would leave the disks billed
             metadata_options=aws.ec2.LaunchTemplateMetadataOptionsArgs(
                 http_endpoint="enabled",
@@ -85,7 +79,7 @@ class FleetComponent(pulumi.ComponentResource):
             # launch fail, and volumes of spot nodes in a maintain fleet cannot be tagged from a template.
             tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
-            **_into_block(definition),
+            **definition.fleet.market.template_arguments(),
             # A run that goes on keeps its code, and the hops that this code needs.
             opts=pulumi.ResourceOptions(
                 parent=self,
@@ -93,97 +87,84 @@ class FleetComponent(pulumi.ComponentResource):
                 ignore_changes=["userData", "metadataOptions"] if frozen else None,
             ),
         )
-        self._name, self._frozen, self._bucket = name, frozen, bucket
-        places = {capacity: [(kind, subnets[zone]) for kind, zone in some] for capacity, some in pools.items()}
-        self._spec = (definition, self.template, places, valid_until, label)
-        self.fallback = None
-        if definition.fleet.falls_back and not over:
-            self.fallback = _fleet(f"{name}-fallback-fleet", *self._spec, "on-demand", 0, [], parent=self)
+        self._name, self._definition, self._frozen, self._bucket = name, definition, frozen, bucket
+        self._places = {market: [(kind, subnets[zone]) for kind, zone in some] for market, some in pools.items()}
+        self._valid_until, self._label = valid_until, label
+        others = [] if over else definition.fleet.market.stands_by
+        self.standing_by = [self._fleet(f"{name}-fallback-fleet", WAYS[each](), 0, []) for each in others]
         self.register_outputs({})
 
     def declare_fleet(self, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
         """The fleet that launches nodes."""
-        definition, *_ = self._spec
         # Ignored on a fleet that exists. One that has to be made again for a run that has begun already (the run
-        # deleted it, and a refresh has just found out) starts nothing; but into a block, which replaces no node.
-        target = 0 if self._frozen and definition.fleet.block is None else definition.nodes
-        capacity = definition.fleet.capacity
-        return _fleet(f"{self._name}-fleet", *self._spec, capacity, target, depends_on, parent=self)
+        # deleted it, and a refresh has just found out) starts nothing; but where fleets replace no node.
+        market = self._definition.fleet.market
+        target = 0 if self._frozen and market.replaces else self._definition.nodes
+        return self._fleet(f"{self._name}-fleet", market, target, depends_on)
 
     def declare_known(self, fleet: aws.ec2.Fleet, depends_on: Sequence[pulumi.Resource]) -> None:
         """The fleets' names in the bucket, once all is there on which they depend."""
-        definition, *_ = self._spec
-        for part, each in ((self._name, fleet), (f"{self._name}-fallback", self.fallback)):
-            if each:
-                aws.s3.BucketObjectv2(
-                    f"{part}-known",
-                    bucket=self._bucket,
-                    key=each.id.apply(lambda id: f"{definition.run.id}/{fleet_key(id)}"),
-                    content="The stack's state knows of this fleet.\n",
-                    tags=tags(definition),
-                    opts=pulumi.ResourceOptions(parent=self, depends_on=list(depends_on)),
-                )
-
-
-def _fleet(
-    name: str,
-    definition: StackDefinition,
-    template: aws.ec2.LaunchTemplate,
-    places: Mapping[Capacity, Sequence[tuple[str, pulumi.Input[str]]]],
-    valid_until: str,
-    label: Mapping[str, str],
-    capacity: Capacity,
-    target: int,
-    depends_on: Sequence[pulumi.Resource],
-    *,
-    parent: pulumi.Resource,
-) -> aws.ec2.Fleet:
-    block = definition.fleet.block is not None
-    return aws.ec2.Fleet(
-        name,
-        type="instant" if block else "maintain",
-        launch_template_configs=[
-            aws.ec2.FleetLaunchTemplateConfigArgs(
-                launch_template_specification=aws.ec2.FleetLaunchTemplateConfigLaunchTemplateSpecificationArgs(
-                    launch_template_id=template.id,
-                    version=template.latest_version.apply(str),
-                ),
-                overrides=[
-                    aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnet)
-                    for kind, subnet in places[capacity]
-                ],
+        others = [(f"{self._name}-fallback", each) for each in self.standing_by]
+        for part, each in ((self._name, fleet), *others):
+            aws.s3.BucketObjectv2(
+                f"{part}-known",
+                bucket=self._bucket,
+                key=each.id.apply(lambda id: f"{self._definition.run.id}/{fleet_key(id)}"),
+                content="The stack's state knows of this fleet.\n",
+                tags=tags(self._definition),
+                opts=pulumi.ResourceOptions(parent=self, depends_on=list(depends_on)),
             )
-        ],
-        target_capacity_specification=aws.ec2.FleetTargetCapacitySpecificationArgs(
-            default_target_capacity_type="capacity-block" if block else capacity, total_target_capacity=target
-        ),
-        spot_options=spot_options(capacity),
-        excess_capacity_termination_policy="termination",
-        terminate_instances=True,  # the default leaves GPUs running after a destroy
-        terminate_instances_with_expiration=None if block else True,
-        replace_unhealthy_instances=False,
-        valid_until=None if block else valid_until,
-        tags=label,
-        opts=pulumi.ResourceOptions(
-            parent=parent,
-            depends_on=list(depends_on),
-            replacement_trigger=definition.run.id,
-            delete_before_replace=True,  # the other order runs two GPUs on one run
-            ignore_changes=[
-                "validUntil",
-                "targetCapacitySpecification.totalTargetCapacity",
-                "launchTemplateConfigs",
-                "tags",
-                # What AWS answers may be spelled otherwise, and a difference here would replace a fleet.
-                "targetCapacitySpecification",
-                "spotOptions",
-                "onDemandOptions",
-                "excessCapacityTerminationPolicy",
-                "validFrom",  # as onDemandOptions: not declared, but the provider takes it from AWS's answer
+
+    def _fleet(self, name: str, market: Market, target: int, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
+        return aws.ec2.Fleet(
+            name,
+            launch_template_configs=[
+                aws.ec2.FleetLaunchTemplateConfigArgs(
+                    launch_template_specification=aws.ec2.FleetLaunchTemplateConfigLaunchTemplateSpecificationArgs(
+                        launch_template_id=self.template.id,
+                        version=self.template.latest_version.apply(str),
+                    ),
+                    overrides=[
+                        aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnet)
+                        for kind, subnet in self._places[market.name]
+                    ],
+                )
             ],
-            custom_timeouts=pulumi.CustomTimeouts(delete=BLOCK_DELETE_TIMEOUT if block else DELETE_TIMEOUT),
-        ),
-    )
+            target_capacity_specification=aws.ec2.FleetTargetCapacitySpecificationArgs(
+                default_target_capacity_type=market.asks_for, total_target_capacity=target
+            ),
+            **market.fleet_arguments(self._valid_until),
+            excess_capacity_termination_policy="termination",
+            terminate_instances=True,  # the default leaves GPUs running after a destroy
+            replace_unhealthy_instances=False,
+            tags=self._label,
+            opts=pulumi.ResourceOptions(
+                parent=self,
+                depends_on=list(depends_on),
+                replacement_trigger=self._definition.run.id,
+                delete_before_replace=True,  # the other order runs two GPUs on one run
+                ignore_changes=[
+                    "validUntil",
+                    "targetCapacitySpecification.totalTargetCapacity",
+                    "launchTemplateConfigs",
+                    "tags",
+                    # What AWS answers may be spelled otherwise, and a difference here would replace a fleet.
+                    "targetCapacitySpecification",
+                    "spotOptions",
+                    "onDemandOptions",
+                    "excessCapacityTerminationPolicy",
+                    "validFrom",  # as onDemandOptions: not declared, but the provider takes it from AWS's answer
+                ],
+                custom_timeouts=pulumi.CustomTimeouts(delete=market.delete_timeout),
+            ),
+        )
+
+
+def _attached(definition: StackDefinition, group: pulumi.Input[str]) -> dict[str, Any]:
+    """How nodes are on the network: a group or interfaces, which exclude each other."""
+    if definition.fleet.is_gang:
+        return {"network_interfaces": interfaces(definition, group)}
+    return {"vpc_security_group_ids": [group]}
 
 
 def interfaces(
@@ -219,31 +200,6 @@ def disks(definition: StackDefinition) -> list[aws.ec2.LaunchTemplateBlockDevice
     if definition.storage.data:
         mappings.append(_mapping(DATA_DEVICE, definition.storage.data, definition.account.kms_key))
     return mappings
-
-
-def _into_block(definition: StackDefinition) -> dict[str, Any]:
-    """What a template says of the block that its nodes are launched into; nothing without one."""
-    block = definition.fleet.block
-    if block is None:
-        return {}
-    target = aws.ec2.LaunchTemplateCapacityReservationSpecificationCapacityReservationTargetArgs(
-        capacity_reservation_id=block.reservation
-    )
-    return {
-        "instance_market_options": aws.ec2.LaunchTemplateInstanceMarketOptionsArgs(market_type="capacity-block"),
-        "capacity_reservation_specification": aws.ec2.LaunchTemplateCapacityReservationSpecificationArgs(
-            capacity_reservation_target=target
-        ),
-    }
-
-
-def spot_options(capacity: Capacity) -> aws.ec2.FleetSpotOptionsArgs | None:
-    """Stated: the provider's default strategy is lowestPrice. No maintenance strategy: rebalancing runs two nodes."""
-    if capacity != "spot":
-        return None
-    return aws.ec2.FleetSpotOptionsArgs(
-        allocation_strategy="price-capacity-optimized", instance_interruption_behavior="terminate"
-    )
 
 
 def _mapping(device: str, disk: Disk, key: str | None) -> aws.ec2.LaunchTemplateBlockDeviceMappingArgs:

@@ -104,7 +104,7 @@ def node_statements(
     of the run, empty: nowhere.
     """
     run, group = definition.run.id, schedule_arn.rpartition("/")[0]
-    others = [*([SILENCE] if topic_arn else []), *([SWITCH] if definition.fleet.falls_back else [])]
+    others = [*([SILENCE] if topic_arn else []), *(SWITCH for _ in definition.fleet.market.stands_by)]
     return [
         {
             "Sid": "OwnObjects",
@@ -162,7 +162,7 @@ def node_statements(
                 "StringEquals": {f"aws:ResourceTag/{key}": value for key, value in own_tags(definition).items()}
             },
         },
-        *([with_its_nodes()] if definition.fleet.block else []),  # an instant fleet is deleted with them alone
+        *([] if definition.fleet.market.replaces else [with_its_nodes()]),  # its fleet is deleted with them alone
         {
             "Sid": "MoveTheHour",
             "Effect": "Allow",

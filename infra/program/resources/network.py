@@ -77,7 +77,7 @@ class Network(pulumi.ComponentResource):
             opts=child,
         )
         self.ready.append(egress)
-        if definition.nodes > 1:
+        if definition.fleet.is_gang:
             self.ready += self._between_nodes(name, label, child)
         self.register_outputs({"vpc_id": vpc_id})
 

@@ -85,7 +85,7 @@ class Checkpoints:
 
     def _agreed(self, found: Found | None) -> Found | None:
         """Rank 0's, where other nodes have none of their own."""
-        if self._world.nodes == 1:
+        if not self._world.spans_nodes:
             return found
         told = self._world.agree(None if found is None else {"commit": found.commit.to_json(), "own": found.progress})
         if told is None:

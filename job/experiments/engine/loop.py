@@ -242,7 +242,7 @@ class Loop:
         result = step.update(self.experiment, module, opt, work, self.step, before_exchange=self._own.end)
         self._finite &= result.loss.isfinite() & result.grad_norm.isfinite()
         self.step += 1
-        if self.world.nodes > 1 and self.world.first_here:
+        if self.world.spans_nodes and self.world.first_here:
             with suppress(OSError):
                 (self.session.workdir / STEPPED).write_text(f"{self.step} {self._own.seconds:.4f}")
         evaluated = self.experiment.evaluated(phase, self.step)

@@ -64,6 +64,11 @@ class World:
         return self.size // self.nodes
 
     @property
+    def spans_nodes(self) -> bool:
+        """Whether the ranks are on several nodes."""
+        return self.nodes > 1
+
+    @property
     def is_saving(self) -> bool:
         """Checkpoints lie on this node's disk."""
         return self.node == 0
@@ -134,7 +139,7 @@ def join(kind: str) -> World:
     if kind == "cuda":
         require_cuda()
         torch.cuda.set_device(named.local_rank)
-        if named.nodes == 1:
+        if not named.spans_nodes:
             # AWS's image brings NCCL a plugin for EFA, which one node has not: it fails, or tunes NCCL for it.
             os.environ.setdefault("NCCL_NET_PLUGIN", "none")
             # Its container has no other interface, and that image's nccl.conf leaves this one out.
@@ -208,14 +213,14 @@ def fill(parameter: Tensor, whole: Tensor) -> None:
 
 def reduce_between(module: nn.Module, world: World, *, wanted: bool) -> None:
     """Whether the backward pass that follows sums what `shard` spread between nodes too: once a step is enough."""
-    if world.nodes > 1 and isinstance(module, FSDPModule):
+    if world.spans_nodes and isinstance(module, FSDPModule):
         module.set_requires_all_reduce(wanted)
 
 
 @torch.no_grad()
 def hand_on(tensors: Iterable[Tensor], world: World) -> None:
     """Gives the ranks of other nodes what those of node 0 hold, in place. Every rank calls it."""
-    if world.nodes == 1:
+    if not world.spans_nodes:
         return
     assert world.mesh is not None
     group = world.mesh.get_group("node")

@@ -95,7 +95,7 @@ def run(
     problems = [text for _, text in told]
     own_problems = tuple(text for rank, text in told if rank // world.ranks_per_node == world.node)
     between: float | None = None
-    if not problems and world.nodes > 1 and device.is_cuda:
+    if not problems and world.spans_nodes and device.is_cuda:
         with _limited(give_up):
             between = max(world.every(between_gb_s(device, world)))
         say(f"pre-flight: {between:.1f} GB/s from a node to the others")

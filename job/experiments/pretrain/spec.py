@@ -70,7 +70,7 @@ class RowBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonAdamW:
-    """Muon on hidden matrices, AdamW on embedding and head; `kind: adamw` is the fallback for every matrix, and wants
+    """Muon on hidden matrices, AdamW on embedding and head; `kind: adamw` takes every matrix, and wants
     a smaller `lr` (about 3e-4): this one is Muon's.
     """
 

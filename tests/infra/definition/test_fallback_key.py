@@ -27,9 +27,9 @@ def with_fallback(
 
 
 def test_it_loads_and_a_change_of_it_takes_a_new_run(stack: Path) -> None:
-    assert not definition(stack).fleet.falls_back
+    assert not definition(stack).fleet.market.stands_by
     found = with_fallback(stack)
-    assert found.fleet.falls_back
+    assert found.fleet.market.stands_by == ("on-demand",)
     without = replace(found, fleet=replace(found.fleet, fallback="none"))
     assert creation_digest(found) != creation_digest(without)
 
@@ -50,7 +50,7 @@ def test_a_node_that_beats_seldom_would_not_hear_of_the_hand_over(stack: Path, b
     assert job in text
     stack.write_text(text.replace(job, f"{job}parameters: {{checkpoint: {{heartbeat_s: {beats}}}}}, "))
     if beats == 300:
-        assert with_fallback(stack).fleet.falls_back
+        assert with_fallback(stack).fleet.market.stands_by
     else:
         with pytest.raises(DefinitionError, match=r"heartbeat_s.*at most 300"):
             with_fallback(stack)

@@ -61,7 +61,7 @@ def test_a_gang_is_interrupted_more_often_and_how_much_so_is_the_less_certain_th
     assert gang.median == pytest.approx(0.3 * 2.639, abs=1e-3)
     assert gang.sigma == pytest.approx(1.4601, abs=1e-4)
     assert gang.unevenness == one.unevenness
-    assert one.of_gang(1) is one
+    assert one.of_gang(1) == one
     assert Hazard.fixed(0.3).of_gang(16).sigma == 0.0
 
 

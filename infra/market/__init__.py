@@ -1,0 +1,29 @@
+"""Ways of buying a run's nodes: one more is a class in a file here and its row in WAYS."""
+
+from __future__ import annotations
+
+from gpufleet.infra.market.block import InBlock
+from gpufleet.infra.market.fallback import SpotThenOnDemand
+from gpufleet.infra.market.market import Market
+from gpufleet.infra.market.on_demand import OnDemand
+from gpufleet.infra.market.reservation import CapacityBlock
+from gpufleet.infra.market.spot import Spot
+
+WAYS: dict[str, type[Market]] = {  # by fleet.capacity
+    "spot": Spot,
+    "on-demand": OnDemand,
+    "block": InBlock,
+}
+FALLBACKS: dict[str, tuple[type[Market], ...]] = {"none": (), "on-demand": (SpotThenOnDemand,)}  # by fleet.fallback
+COMPARED = tuple(name for name, way in WAYS.items() if way.is_sold_to_all)  # in which any type is ranked
+INTERRUPTED = tuple(name for name, way in WAYS.items() if way.is_interrupted)
+
+
+def asked(capacity: str, fallback: str, nodes: int, block: CapacityBlock | None) -> list[Market]:
+    """What a definition asks for: its capacity, and its fallback, which may contradict that."""
+    return [way(nodes=nodes, block=block) for way in (WAYS[capacity], *FALLBACKS[fallback])]
+
+
+def find(capacity: str, fallback: str = "none", *, nodes: int = 1, block: CapacityBlock | None = None) -> Market:
+    """How nodes are bought, with the fallback where it is one of that capacity."""
+    return [each for each in asked(capacity, fallback, nodes, block) if each.name == capacity][-1]

@@ -1,0 +1,36 @@
+"""Spot, and on demand once spot would miss the deadline: a second fleet waits at 0 until then."""
+
+from __future__ import annotations
+
+from gpufleet.infra.market.market import DEADLINE, Beside, FleetKeys, ProblemList
+from gpufleet.infra.market.spot import Spot
+
+MOST_HEARTBEAT_S = 300  # a hand-over waits ten minutes
+
+
+class SpotThenOnDemand(Spot):
+    """A fleet on spot, and one that stands by on demand. What decides is the deadline and the work that is left."""
+
+    stands_by = ("on-demand",)
+    quotas = ("spot", "on-demand")
+
+    def late_hint(self, argument: str) -> str | None:
+        return None
+
+    def check(self, findings: ProblemList, fleet: FleetKeys, beside: Beside) -> None:
+        config = beside.config
+        if fleet.capacity != self.name:
+            hint = "Write fallback: none beside that capacity."
+            findings.add("fleet.fallback", f"none where fleet.capacity is {fleet.capacity}", hint)
+        if self.nodes > 1:
+            findings.add("fleet.fallback", f"none where fleet.nodes is {self.nodes}", "A single node falls back.")
+        if beside.deadline is None and DEADLINE not in findings.bad:
+            hint = "The fallback begins when spot alone would miss it: write a time, or `in 10 h`."
+            findings.add(DEADLINE, "a deadline, with fleet.fallback: on-demand", hint)
+        if config is not None and config.checkpoint.heartbeat_s > MOST_HEARTBEAT_S:
+            hint = "A node on spot hears by then that the run goes on on demand, and saves."
+            path = f"{config.path}.checkpoint.heartbeat_s"
+            findings.add(path, f"at most {MOST_HEARTBEAT_S}, with fleet.fallback: on-demand", hint)
+        if config is not None and config.is_endless:
+            hint = f"Say how long the run is, in {config.path}.work."
+            findings.add("fleet.fallback", "none for a run of which nobody says how much work it is", hint)

@@ -1,0 +1,245 @@
+"""What everything else asks of a way of buying nodes, answered for a fleet that keeps nodes for as long as it likes.
+
+It stands below the definition, whose values it is given, the number of nodes among them. Nothing here asks AWS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, KeysView, Mapping
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from gpufleet.infra.catalog import Catalog, Price, SpotPrice
+from gpufleet.infra.market.reservation import END, CapacityBlock
+from gpufleet.job.kind import JobConfig
+from gpufleet.job.text import stamp
+
+DEADLINE, MAX_HOURS = "limits.deadline", "limits.max_hours"
+# Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
+WAITING_TIME = timedelta(hours=24)
+
+
+class FleetKeys(Protocol):
+    """What a way of buying reads of a definition's fleet."""
+
+    @property
+    def region(self) -> str: ...
+    @property
+    def zones(self) -> tuple[str, ...]: ...
+    @property
+    def zone_ids(self) -> tuple[str, ...]: ...
+    @property
+    def instance_types(self) -> tuple[str, ...]: ...
+    @property
+    def capacity(self) -> str: ...
+
+
+class ProblemList(Protocol):
+    """Where the problems of a file are collected."""
+
+    @property
+    def bad(self) -> KeysView[str]: ...
+    def add(self, path: str, allowed: str, hint: str = ..., value: str | None = ...) -> None: ...
+
+
+class Beside(NamedTuple):
+    """What of a definition decides beside its fleet. `config` None: nobody can rely on the job's parameters."""
+
+    config: JobConfig | None
+    deadline: object
+    now: datetime
+    past_end: bool  # of a run that was begun in time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a node of one type costs per hour in one market; `price` None: nobody knows."""
+
+    price: Price | None = None  # in the dearest zone that the fleet may take
+    zones: tuple[SpotPrice, ...] = ()  # cheapest first, where zones differ
+    left_out: str = ""  # why limits.usd_per_hour keeps the type from the fleet
+
+    @property
+    def hourly(self) -> Price | None:
+        """The dearest price that the fleet can meet; None where it takes no such node."""
+        return None if self.left_out else self.price
+
+    @property
+    def likely(self) -> Price | None:
+        """What a fleet that picks by price and capacity may expect to pay: each zone counts the more, the cheaper it is
+        (harmonic mean).
+        """
+        dearest = self.hourly
+        if dearest is None or not self.zones:
+            return dearest
+        mean = len(self.zones) / sum((1 / zone.price.amount for zone in self.zones), Decimal(0))
+        return replace(dearest, amount=mean.quantize(Decimal("0.0001")))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Market:
+    """One way of buying `nodes` machines at once, at any time or within a `block`."""
+
+    nodes: int = 1
+    block: CapacityBlock | None = None
+
+    name: ClassVar[str]  # as fleet.capacity has it
+    asks_for: ClassVar[str]  # the fleet's `default_target_capacity_type`
+    metered_as: ClassVar[str]  # the market whose habits the run's nodes know, one of those in job/contract/terms.py
+    by_the_hour: ClassVar[str]  # the market in which the same nodes are had without what is paid in advance
+    place: ClassVar[str]  # in a sentence: on demand
+    bought: ClassVar[str]  # in the answer of a bill: spot
+    counts: ClassVar[str] = "{number} {name} node{s}"  # in a sentence
+    has_block: ClassVar[bool] = False  # the section `fleet.block` counts
+    is_sold_to_all: ClassVar[bool] = True  # a comparison ranks every type in it
+    is_interrupted: ClassVar[bool] = False  # AWS takes nodes back
+    replaces: ClassVar[bool] = True  # where a node has gone, its fleet launches another
+    least_share: ClassVar[Decimal] = Decimal(1)  # the least that a run costs of what it does uninterrupted
+    stands_by: ClassVar[tuple[str, ...]] = ()  # the further markets in which a fleet of the run waits at 0
+    quotas: ClassVar[tuple[str, ...]] = ()  # the markets whose quotas count its nodes
+    roles: ClassVar[Mapping[str, str]] = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}  # a fleet launches by
+    never: ClassVar[tuple[str, ...]] = ()  # what of a rehearsal's interruptions AWS does not make
+    keep_ends: ClassVar[str] = "limits.deadline, or limits.max_hours + 24 h from its start"  # of its life
+    delete_timeout: ClassVar[str] = "30m"  # of that the provider sleeps 5; its default of 10 is too short
+
+    @property
+    def fleets(self) -> tuple[str, ...]:
+        """The markets of all fleets of a run."""
+        return (self.name, *self.stands_by)
+
+    @property
+    def moves_elsewhere(self) -> bool:
+        """Whether another type could do the work in its place."""
+        return self.nodes == 1
+
+    def check(self, findings: ProblemList, fleet: FleetKeys, beside: Beside) -> None:
+        """Adds what contradicts it in a definition."""
+
+    def not_ready(self) -> Iterator[str]:
+        """What `pulumi up` needs of it first."""
+        yield from ()
+
+    def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
+        """Raises PriceMissing where nobody knows what such a node costs."""
+        catalog.on_demand(type_, fleet.region)
+
+    def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
+        """The price of a node of the type. `ceiling`: limits.usd_per_hour."""
+        price = catalog.on_demand_prices.get((type_, fleet.region))
+        above = price is not None and ceiling is not None and price.amount > ceiling
+        said = f"{type_} on demand costs {price.amount} USD an hour, above {ceiling}" if price and above else ""
+        return Offer(price=price, left_out=said)
+
+    def zones_below(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal) -> tuple[str, ...]:
+        """The fleet's zones in which a node of the type is known to cost at most that. Prices know zones by id: of
+        zones by name, whose ids differ per account, the dearest of the region decides.
+        """
+        price = self.offer(catalog, type_, fleet, ceiling).hourly
+        return fleet.zones if price else ()
+
+    def metered(self, offers: Mapping[str, Offer]) -> tuple[Price | None, Price | None]:
+        """The price at most and the price on spot that the job's meter counts with."""
+        spot = offers["spot"].hourly
+        return offers["on-demand"].price or spot, spot
+
+    def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
+        """Name, item and price of what is paid whatever the run does; `day`: of the catalog."""
+        return ()
+
+    def begins_at(self, now: datetime) -> datetime:
+        """When nodes can be had."""
+        return max(now, self.block.start) if self.block else now
+
+    @property
+    def last(self) -> datetime | None:
+        """Until when a node may train; None: as long as the run's limits let it."""
+        return self.block.last if self.block else None
+
+    def due_by(self, due: datetime | None) -> str:
+        """The key of the file that ends the run then."""
+        return END if self.block and self.last == due else DEADLINE
+
+    def each_hours(self, max_hours: Decimal) -> float:
+        """That each node may run: by the limit of all nodes' hours, and while it can be had."""
+        hours = float(max_hours) / self.nodes
+        return min(hours, self.block.hours) if self.block else hours
+
+    def node_hours(self, max_hours: Decimal, max_usd: Decimal, price: Price | None) -> float:
+        """That the limits pay for at this price."""
+        if self.block:
+            return min(float(max_hours), self.block.hours * self.nodes)
+        return float(min(max_hours, max_usd / price.amount) if price else max_hours)
+
+    def lives_hours(self, max_hours: Decimal) -> float:
+        """That a fleet without a deadline lives."""
+        return float(max_hours) / self.nodes + WAITING_TIME / timedelta(hours=1)
+
+    def timer_hours(self, max_hours: Decimal) -> float:
+        """After which a node ends itself, whatever the job says. Of several some wait for the others while the hours of
+        all do not run: each has half as long again.
+        """
+        return float(max_hours) / self.nodes * (1.5 if self.nodes > 1 else 1)
+
+    def ends(self) -> Iterator[tuple[str, str, Decimal, str]]:
+        """Its own limit beside those of the file: key, how it is written, hours of each node, unit."""
+        if self.block:
+            unit = "hours from its start to 30 minutes before its end"
+            yield END, stamp(self.block.end), Decimal(self.block.hours), unit
+
+    def time_limit(self, max_hours: Decimal, bound_h: float | None) -> tuple[str, str, int, str]:
+        """What ends a node after `bound_h` hours: its key, how it is written, how many nodes share it, its unit."""
+        if self.block and bound_h == self.block.hours:
+            return END, stamp(self.block.end), 1, "hours from its start to 30 minutes before it"
+        return MAX_HOURS, str(max_hours), self.nodes, "node-hours"
+
+    def too_short(self, need: str, left_h: float, now: datetime) -> Iterator[tuple[str, str, str]]:
+        """That its own end comes before `need`: what is written, what is allowed, what to do."""
+        if self.block and now > self.block.start:  # before, all of it has been held against the p50
+            left = f"{need}; {max(left_h, 0):.2f} are left until 30 minutes before the block's end"
+            yield stamp(self.block.end), left, "Take a longer block, or shorten the run."
+
+    def not_begun(self, now: datetime) -> Iterator[str]:
+        """Why a first `up` comes too early."""
+        if self.block and now < self.block.start:
+            yield f"the block begins at {stamp(self.block.start)}: before that AWS launches nothing into it."
+
+    def late_hint(self, argument: str) -> str | None:
+        """What to do where the deadline may be missed; None where the bill has said it."""
+        if self.block:
+            return ""
+        return (
+            f", waits for capacity included; `gpufleet compare {argument}` says when to switch to on demand,"
+            " fleet.fallback: on-demand does it"
+        )
+
+    def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
+        """Arguments of the fleet, as the provider names them, beside what all have."""
+        return {"type": "maintain", "terminate_instances_with_expiration": True, "valid_until": valid_until}
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of its launch template, beside what all have."""
+        return {}
+
+    def filled_in(self, text: str) -> str:
+        """The words filled in for so many nodes: `{number} {name} node{s} take{es}` is `one spot node takes`."""
+        number, s, es = ("one", "", "s") if self.nodes == 1 else (self.nodes, "s", "")
+        return text.format(number=number, name=self.name, s=s, es=es)
+
+    @property
+    def hours_of(self) -> str:
+        """What the bill's hours are of."""
+        return "node-hours" if self.nodes == 1 else "hours of each node"
+
+    def at_price(self, usd: Decimal) -> str:
+        """What a node costs, in the bill's first line."""
+        return f"at {usd} USD/h"
+
+    def price_age(self, days: int) -> str:
+        """How old the price of compute is."""
+        return f"compute is {days} days old" if days >= 0 else f"compute is of {-days} days from now, which cannot be"
+
+    def uninterrupted(self, hours: Decimal) -> str:
+        """What the bill says of interruptions where there are none, of a run of so many hours; else nothing."""
+        return f"Interruptions: none {self.place}."

@@ -1,0 +1,14 @@
+"""On demand: one price in all zones, and nodes that AWS leaves to the run."""
+
+from __future__ import annotations
+
+from gpufleet.infra.market.market import Market
+
+
+class OnDemand(Market):
+    """A fleet that keeps its nodes on demand."""
+
+    name = asks_for = metered_as = by_the_hour = "on-demand"
+    place = bought = "on demand"
+    quotas = ("on-demand",)
+    never = ("with_notice",)  # nor does AWS credit a first hour

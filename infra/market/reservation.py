@@ -1,0 +1,31 @@
+"""The section `fleet.block` of a definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from decimal import Decimal
+
+START, END = "fleet.block.start", "fleet.block.end"
+# EC2 begins to end a block's nodes so long before its end (EC2 User Guide, work with Capacity Blocks, read 2026-11-26).
+BLOCK_ENDING = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityBlock:
+    """A Capacity Block for ML, which its user has bought or thinks of buying: gpufleet buys none."""
+
+    reservation: str | None = None  # cr-...; None: not bought, so that it is priced and cannot be run
+    start: datetime
+    end: datetime
+    fee_usd: Decimal  # paid at once; of a block that several runs share, this one's part
+
+    @property
+    def last(self) -> datetime:
+        """Until when a node may train."""
+        return self.end - BLOCK_ENDING
+
+    @property
+    def hours(self) -> float:
+        """That a node has in it."""
+        return (self.last - self.start) / timedelta(hours=1)

@@ -1,0 +1,53 @@
+"""Spot: a price in each zone that moves, and nodes that AWS takes back, mostly with a notice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, ClassVar
+
+from gpufleet.infra.catalog import Catalog
+from gpufleet.infra.market.market import FleetKeys, Market, Offer
+
+
+class Spot(Market):
+    """A fleet that finds another node on spot where one has gone."""
+
+    name = asks_for = metered_as = by_the_hour = "spot"
+    place, bought = "on spot", "spot"
+    is_interrupted = True
+    # The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or
+    # fewer, is a half.
+    least_share = Decimal("0.5")
+    quotas: ClassVar[tuple[str, ...]] = ("spot",)
+    roles: ClassVar[Mapping[str, str]] = {**Market.roles, "AWSServiceRoleForEC2Spot": "spot.amazonaws.com"}
+
+    def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
+        catalog.spot(type_, fleet.region, fleet.zone_ids)
+
+    def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
+        zones = catalog.spot_zones(type_, fleet.region, fleet.zone_ids)
+        below = tuple(each for each in zones if ceiling is None or each.price.amount <= ceiling)
+        dearest = below[-1].price if below else None
+        if ceiling is None or not zones or self.zones_below(catalog, type_, fleet, ceiling):
+            return Offer(price=dearest, zones=below)
+        prefix, high = catalog.zone_id_prefix(fleet.region), zones[-1]
+        named = ", ".join(sorted(prefix + each.zone for each in below))
+        kept = f"; by id it would stay in fleet.zones: [{named}]" if below else ""
+        said = f"{type_} costs up to {high.price.amount} USD an hour in {prefix}{high.zone}, above {ceiling}{kept}"
+        return Offer(price=dearest, zones=below, left_out=said)
+
+    def zones_below(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal) -> tuple[str, ...]:
+        known = catalog.spot_zones(type_, fleet.region)
+        below = {each.zone for each in known if each.price.amount <= ceiling}
+        if fleet.zone_ids:
+            return tuple(zone for zone, own in zip(fleet.zones, fleet.zone_ids, strict=True) if own in below)
+        return fleet.zones if below and len(below) == len(known) else ()
+
+    def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
+        """Stated: the provider's default strategy is lowestPrice. No maintenance strategy: rebalancing runs two."""
+        stated = {"allocation_strategy": "price-capacity-optimized", "instance_interruption_behavior": "terminate"}
+        return {**super().fleet_arguments(valid_until), "spot_options": stated}
+
+    def uninterrupted(self, hours: Decimal) -> str:
+        return ""
