@@ -12,8 +12,9 @@ from typing import Any
 
 from gpufleet.infra.catalog import Instance, load_catalog
 from gpufleet.infra.catalog.regions import Region, known_regions
-from gpufleet.infra.definition.checks import BUCKET, MOST_HEARTBEAT_S, ROOT_MINIMUM_GIB
+from gpufleet.infra.definition.checks import BUCKET, ROOT_MINIMUM_GIB
 from gpufleet.infra.definition.model import Notify
+from gpufleet.infra.market.fallback import MOST_HEARTBEAT_S
 from gpufleet.job.kind import COMMAND, EXPERIMENTS
 from gpufleet.job.kind.command import (
     ALONE,
