@@ -262,8 +262,8 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
     """What one interruption has cost, and that the next node went on from what was restored."""
     rehearsal, config = evidence.rehearsal, evidence.rehearsal.definition.job.parameters
     ends = {last for _, _, last in evidence.spans()}
-    # A phase that ended early is resumed after what would have been its last step.
-    reached = resumption.resumed_step <= resumption.last_step or resumption.resumed_step in ends
+    # A phase that ended early is resumed after what would have been its last step; a command's lines may count from 0.
+    reached = resumption.resumed_step <= resumption.last_step + config.is_users_own or resumption.resumed_step in ends
     figure = f"{resumption.lost} (last logged {resumption.last_step}, resumed after step {resumption.resumed_step})"
     if resumption.kind == "notice" and not config.is_users_own:
         yield Promise(name="steps lost on a handled notice", figure=figure, held=resumption.lost == 0)

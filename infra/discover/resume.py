@@ -38,7 +38,7 @@ def find_resume(
             continue  # of what was read already, or of somebody's weights
         if len(parts) > 1 and isinstance(parts[-1], str) and OTHER.search(parts[-1]):
             continue  # its settings, say
-        if parts and isinstance(parts[0], Hole) and parts[0].kind == "setting" and parts[0].name != folder:
+        if isinstance(parts[0], Hole) and parts[0].kind == "setting" and parts[0].name != folder:
             setting = values.settings.find(parts[0].name)
             if setting is not None and not _BEGINS.search(setting.name):
                 used.append((setting, site))

@@ -118,7 +118,7 @@ def find_saves(reach: Reach, values: Values) -> Saves:
                     )
                     found.found.append(save)
         elif _LOADS.fullmatch(site.name) and site.call.args and not _WRITES.search(ast.unparse(site.call)):
-            found.loads += [(each, site) for each in values.resolve(site.call.args[0], site.scope)]
+            found.loads += [(each, site) for each in values.resolve(site.call.args[0], site.scope) if each]
     scored = (replace(each, score=_score(each, found, values)) for each in found.found)
     found.found = sorted(scored, key=lambda each: -each.score)
     return found
@@ -249,7 +249,7 @@ def _score(save: CodeSave, saves: Saves, values: Values) -> float:
             (1.0, _LIKE_ONE.search(text)),
             (-3.0, OTHER.search(name)),
             (-2.0, save.site.name in ("write", "write_text", "dump", "save_pretrained")),
-            (1.5, any(load == save.parts for load, _ in saves.loads if load)),
+            (1.5, any(load == save.parts for load, _ in saves.loads)),
             (-4.0, setting is not None and isinstance(setting.value, int) and setting.value <= 0),  # it is off
             (0.5, isinstance(head, str) or (head is not None and head.kind in ("setting", "checkpoints"))),
             (2.5, save.site.scope.file == values.entry),

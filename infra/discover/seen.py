@@ -27,7 +27,7 @@ from gpufleet.job.kind.command import CommandCheckpoint, CommandConfig, Every, P
 
 _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![\w]|\.\d|,\d)")
 _OF_ONE_START = re.compile(  # in the name of a folder that each start makes anew: a moment, a count of starts
-    r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
+    r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d{4}_\d{6}.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
 )
 _OF_ALL = re.compile(r"\b(epoch|step|iter(?:ation)?)s?\b\W{0,4}\d+ *(?:/|of) *(\d+)", re.IGNORECASE)  # Epoch [3/10]
 _BURST_S = 0.5  # numbered lines that come within it are a table or a list

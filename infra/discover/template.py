@@ -668,7 +668,7 @@ class _Writer:
         counts_epochs, check = total is not None and total.unit == "epoch", ""
         interval = every.count or REHEARSED_EVERY
         if self.can_say_every or every.count is None:
-            interval = 1 if "epoch" in (every.unit, plan.word) else REHEARSED_EVERY
+            interval = 1 if "epoch" in (every.unit, plan.word) else min(interval, REHEARSED_EVERY)
         count = max(REHEARSED_EPOCHS if counts_epochs else REHEARSED_STEPS, 3 * interval)
         unit = "epoch" if counts_epochs else "step"
         if took_ms := self.found.seen_ms.get(unit):

@@ -72,7 +72,8 @@ class ResumeCheck:
             self._settle("begins anew", f"the command began at {told}")
         elif by_lines == "goes on":
             self._settle("goes on", f"its first line tells {told}")
-        elif again is not None and self._reads_lines and (is_over or first is not None or not self.expects_lines):
+        elif again and again.number and self._reads_lines and (is_over or first or not self.expects_lines):
+            # Number 0 is written again by a start that goes on with the epoch it was given, too.
             self._settle("begins anew", f"the command wrote {place(again)} again")
         elif again is None and after is not None:
             self._settle("goes on", f"its first checkpoint is {place(after)}")

@@ -74,7 +74,7 @@ import argparse, torch
 parser = argparse.ArgumentParser()
 parser.add_argument("--max_steps", type=int, default=-1)
 args = parser.parse_args()
-step, table = 0, torch.load("./table.bin")
+step, table, rows = 0, torch.load("./table.bin"), [torch.load("rows/a.bin"), torch.load("rows/b.bin")]
 while True:
     loss.backward(); optimizer.step()
     step += 1
@@ -334,6 +334,25 @@ CASES: dict[str, CodeCase] = {
         says=(r"it reads state\.bin by itself; .* \(inner/work\.py:5\)",),
         silent=("how it goes on from a checkpoint",),
     ),
+    "weights that nobody named are read where nothing says how it goes on": CodeCase(
+        files={
+            "t.py": script(
+                'torch.save(model.state_dict(), f"kept/{step}.pth")',
+                before='weights = ""\n    if weights: model.load_state_dict(torch.load(weights))',
+            )
+        },
+        expects={"job.checkpoint.each": r"^\{step\}\.pth$", "job.resume": None},
+        says=("how it goes on from a checkpoint",),
+    ),
+    "a rehearsal saves no more rarely than the command": CodeCase(
+        files={
+            "t.py": script(
+                'if step % args.save_every == 0: torch.save(model.state_dict(), f"kept/{step}.pth")',
+                arguments='parser.add_argument("--save_every", type=int, default=2)',
+            )
+        },
+        expects={"rehearsal.job.command": "--save_every 2", "rehearsal.job.checkpoint.every.steps": "^2$"},
+    ),
     "a saver that is imported, a converter that is not": CodeCase(
         files={
             "go.py": EPOCHS,
@@ -591,16 +610,16 @@ CASES: dict[str, CodeCase] = {
         },
     ),
     "a training that ends only where it is asked to is rehearsed by that": CodeCase(
-        files={"t.py": ENDLESS, "table.bin": "1"},
+        files={"t.py": ENDLESS, "table.bin": "1", "rows/a.bin": "1", "rows/b.bin": "1"},
         expects={
-            "job.command": r"^ln -sfn \{code\}/table\.bin \. && python \{code\}/t\.py$",
+            "job.command": r"^ln -sfn \{code\}/table\.bin \{code\}/rows \. && python \{code\}/t\.py$",
             "job.work": None,
             "job.checkpoint.each": r"^newest\.pt$",
             "job.workdir": r"^\{checkpoints\}$",
             "job.progress.stdout": r"^(?!.*P<epoch>).*P<step>",
             "rehearsal.job.command": "--max_steps 1500",
         },
-        says=(r"workdir: '\{checkpoints\}'   # CHECK: .*t\.py:\d+ looks for table\.bin: linked there",),
+        says=(r"workdir: '\{checkpoints\}'   # CHECK: .*t\.py:\d+ looks for table\.bin; .* rows/b\.bin: linked there",),
     ),
     "variables of the environment are settings, typed before the command or not": CodeCase(
         files={"t.py": BY_ENVIRONMENT},

@@ -221,6 +221,7 @@ def test_the_checkpoint_says_whether_it_was_saved_on_the_signal(
         ("true", USUAL, True),
         ("unknown", NOT, True),
         ("false", NEVER, True),
+        ("false", after_a_notice(67, "timed", signalled=False), True),  # its lines count from 0, its checkpoints do not
         ("unknown", after_a_notice(80, "timed"), False),  # of a step that it had not reached
     ],
 )

@@ -40,11 +40,12 @@ rehearsal:
 """
 
 
-def definition(tmp_path: Path, command: str) -> StackDefinition:
+def definition(tmp_path: Path, command: str, *, saves: bool = True) -> StackDefinition:
     (tmp_path / "stacks").mkdir()
     (tmp_path / "mine").mkdir()
     path = tmp_path / "stacks" / "mine.yaml"
-    path.write_text(TEXT.replace("COMMAND", command))
+    text = TEXT if saves else re.sub(r"checkpoint: \{.*\}", "checkpoint: none", TEXT)
+    path.write_text(text.replace("COMMAND", command))
     return load(path, now=datetime.now(UTC), rehearsal=True)
 
 
@@ -67,11 +68,15 @@ def test_the_time_of_a_step_is_the_lines_own_and_never_none() -> None:
             {60: "final"},
             r"loss at step 40.*60 steps took 100 ms each\. 300 of them with a save every 50 ",
         ),
+        ("finished", None, r"100 ms each\. 300 of them are enough: write that in job\.command and job\.work of"),
         ("max_hours", {}, r"^max_hours ended the run before .* \(loss at step 40\): the command failed"),
         ("failed", {}, r"^it does not resume\nStill to come would have been: loss at step 40\.$"),
     ],
 )
-def test_why_an_interruption_never_came(tmp_path: Path, reason: str, manifests: dict[int, str], said: str) -> None:
+def test_why_an_interruption_never_came(
+    tmp_path: Path, reason: str, manifests: dict[int, str] | None, said: str
+) -> None:
+    """`manifests`: None of a command that saves nothing."""
     detail = "the command failed: it does not resume"
     body = json.dumps({"reason": reason, "detail": detail, "instance": "i-1", "at": ""}).encode()
     s3 = SimpleNamespace(get_object=lambda **_: {"Body": io.BytesIO(body)})
@@ -84,11 +89,12 @@ def test_why_an_interruption_never_came(tmp_path: Path, reason: str, manifests: 
     watch: Any = SimpleNamespace(
         planned=[Planned(step=40, kind="loss")],
         views={"i-1": view, "i-2": idle},
-        manifests=manifests,
+        manifests=manifests or {},
         bucket="b",
         run_id="r1",
     )
     rehearsal: Any = SimpleNamespace(
-        definition=definition(tmp_path, "python train.py"), cloud=SimpleNamespace(client=lambda _: s3)
+        definition=definition(tmp_path, "python train.py", saves=manifests is not None),
+        cloud=SimpleNamespace(client=lambda _: s3),
     )
     assert re.search(said, str(pace.ended(rehearsal, watch)))

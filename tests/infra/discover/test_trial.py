@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +15,7 @@ from discover_cases import script
 from gpufleet.infra import cli
 from gpufleet.infra.discover.sandbox import TrialRun, Written
 from gpufleet.infra.discover.script import look
-from gpufleet.infra.discover.seen import TrialFindings, learn, with_seen
+from gpufleet.infra.discover.seen import TrialFindings, learn, take_verdict, with_seen
 from gpufleet.infra.discover.template import Trial, draft
 from gpufleet.infra.discover.trial import trial
 from gpufleet.infra.errors import GpufleetError
@@ -158,6 +160,7 @@ def watched(names: list[str], *, epochs: int = 3) -> TrialRun:
     ("names", "epochs", "name", "every"),
     [
         ([f"checkpoints/20261128-0101-net/at-{e}.pt" for e in range(3)], 3, "*/at-{epoch}.pt", 1),
+        ([f"checkpoints/1128_010159/at-{e}.pt" for e in range(3)], 3, "*/at-{epoch}.pt", 1),
         ([f"checkpoints/ppo/net_1/at-{e}.pt" for e in range(3)], 3, "ppo/net_*/at-{epoch}.pt", 1),
         (["checkpoints/last.pt"] * 3, 3, "last.pt", 1),
         (["checkpoints/best.pt"] * 3, 30, "best.pt", None),  # not since it was best
@@ -208,6 +211,7 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
     seen = TrialFindings()
     learn(seen, TrialRun(lines=[(row / 100, f"| {row} | net.{row} | 12 K |") for row in range(9)]), [])
     assert seen.line is None
+    assert seen.problems[0].startswith("no checkpoint appeared")  # it did not end by itself
 
 
 @pytest.mark.parametrize(
@@ -218,6 +222,7 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
             ": 7   # seen",
         ),
         ([f"Iteration {step} of 900" for step in (10, 20, 30)], "steps: 900   # seen"),
+        (["Epoch 1/7", "Step 100/900", "Epoch 2/7", "Step 100/900"], ": 7   # seen"),
         (["Epoch 1/7", "Epoch 1/9"], "# work: "),  # of two trainings
         (["Epoch 1/7"], "# work: "),
     ],
@@ -231,6 +236,50 @@ def test_how_long_it_trains_is_what_its_lines_say(tmp_path: Path, lines: list[st
     with_seen(found, seen, made.out, made.trial)
     text = draft("mine", found, folder="../mine", command="python t.py").text
     assert work in text, text
+
+
+def test_how_long_it_trains_is_what_the_code_says_where_lines_say_another_thing(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(SAVES_EVERY)
+    found, seen = look(tmp_path, "python t.py"), TrialFindings(output=["Step 1/7", "Step 2/7"])
+    made = draft("mine", found, folder="../mine", command="python t.py")
+    assert made.trial is not None
+    said = found.total
+    assert said is not None
+    with_seen(found, seen, made.out, made.trial)
+    assert found.total == said
+
+
+@pytest.mark.parametrize(
+    ("environment", "requires", "trained"),
+    [
+        (".venv", "requirements.txt", False),
+        ("none", "requirements.txt", True),  # another Python trained
+        (".venv", "pyproject.toml", True),  # the folder itself is installed
+    ],
+)
+def test_what_the_script_requires_is_installed_where_an_environment_was_not_seen_to_have_it(
+    tmp_path: Path, environment: str, requires: str, trained: bool
+) -> None:
+    (tmp_path / environment / "bin").mkdir(parents=True)
+    (tmp_path / "t.py").write_text(SAVES_EVERY)
+    (tmp_path / requires).write_text('[project]\nname = "torch"')
+    found, seen = look(tmp_path, "python t.py"), TrialFindings()
+    made = draft("mine", found, folder="../mine", command="python t.py")
+    assert made.trial is not None
+    learn(seen, watched([f"checkpoints/{10 * e}.pt" for e in (1, 2, 3)]) if trained else TrialRun(), [])
+    with_seen(found, seen, made.out, made.trial)
+    assert found.requirements == requires
+    assert 'setup: ""' not in draft("mine", found, folder="../mine", command="python t.py").text
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(None, "is not shown: no line told"), (1, "is not shown: a second start ended with exit code 1")]
+)
+def test_a_second_start_that_shows_nothing_is_said_to_have_failed_where_it_did(code: int | None, said: str) -> None:
+    check: Any = SimpleNamespace(verdict="not shown", why="no line told a step")
+    seen = TrialFindings()
+    take_verdict(seen, check, TrialRun(code=code))
+    assert said in seen.problems[0]
 
 
 @pytest.mark.parametrize(("word", "group"), [("Epoch", "epoch"), ("ep", "epoch"), ("Episode", "step")])

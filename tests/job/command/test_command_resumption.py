@@ -106,6 +106,17 @@ def test_what_nothing_shows_is_not_said_and_what_would_show_it_is(tmp_path: Path
     assert says in world.why
 
 
+def test_after_the_checkpoint_that_has_the_number_0_a_start_is_like_the_first(tmp_path: Path) -> None:
+    """--epoch 0, say: a script that begins with the epoch whose checkpoint it reads writes that once more."""
+    case = FakeScript(names="epoch", lines="batch", base=0, resumes=False), EPOCHS, EACH, 15
+    world = world_of(tmp_path, case)
+    start = lost_and_started_again(world, case[3])
+    assert start.restored is not None
+    assert world.run(start, until=25) is not None, start.refusal
+    assert world.verdicts[-1] == "not shown"
+    assert "may tell as well" in world.why
+
+
 def test_where_names_count_epochs_steps_go_on_where_they_were(tmp_path: Path) -> None:
     case = GOES_ON["names count epochs and lines steps"]
     world = world_of(tmp_path, case)
