@@ -7,7 +7,7 @@ BIN := .venv/bin
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel test-wheel docs lint fix
+.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel check-dist test-wheel release docs lint schema fix
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
@@ -58,7 +58,13 @@ wheel: .venv/ready ## make the package, as dist/*.whl
 	@rm -rf build dist
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
-test-wheel: wheel ## install the package in an environment of its own, and use it there
+# twine is installed where it is used: with what it brings it is 9 MB.
+check-dist: wheel ## make the sdist too, and ask of both what a package index asks
+	@$(BIN)/python -c 'import sys; from setuptools import build_meta; sys.argv[1:] = ["--quiet"]; build_meta.build_sdist("dist", {"--global-option": ["--quiet"]})'
+	@$(BIN)/python -c 'import twine' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt twine
+	$(BIN)/python -m twine check --strict dist/*
+
+test-wheel: check-dist ## install the package in an environment of its own, and use it there
 	$(BIN)/python -m pytest -m wheel
 
 # The site is made of a copy without the words after a block's language, by which tests tell what to do with it.
@@ -67,6 +73,9 @@ docs: .venv/ready ## make the pages as a site with search: site/html/index.html
 	@cp -r --parents *.md docs examples bench/results site/pages
 	@find site/pages -name '*.md' -exec sed -i -E 's/^(```(sh|console)) .*/\1/' {} +
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+release: .venv/ready ## tag this commit and make its package, which is uploaded by nobody: VERSION=0.2.0
+	@.ci/release '$(VERSION)'
 
 # pulumi-policy wants an older protobuf than the rest.
 policy/.venv/ready: pyproject.toml constraints.txt
@@ -79,6 +88,9 @@ lint: .venv/ready ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+schema: .venv/ready ## write the definition's JSON Schema of code and pages
+	@$(BIN)/python -m gpufleet.infra.definition.json_schema
 
 fix: .venv/ready ## mend what ruff can mend, and format
 	$(BIN)/ruff check --fix .

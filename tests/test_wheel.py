@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,16 @@ def in_a_terminal(command: str, folder: Path, environment: Mapping[str, str]) ->
 def test_the_readme_has_six_commands_and_the_script_ten_lines() -> None:
     assert len(COMMANDS) == 6
     assert len([line for line in SCRIPT.splitlines() if line]) == 10
+
+
+def test_the_sdist_makes_the_same_package(tmp_path: Path) -> None:
+    (wheel,), (sdist,) = (ROOT / "dist").glob("gpufleet-*.whl"), (ROOT / "dist").glob("gpufleet-*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(sdist)], check=True)
+    (again,) = tmp_path.glob("*.whl")
+    held = [{each.filename: each.CRC for each in zipfile.ZipFile(path).infolist()} for path in (wheel, again)]
+    assert held[0] == held[1]
+    assert "LICENSE" in {Path(name).name for name in held[0]}
 
 
 def test_without_extras_it_is_under_half_a_gigabyte_and_has_no_torch(base: User) -> None:

@@ -40,7 +40,7 @@ TAG_KEY = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(
 PLACE = "a folder inside the project, or s3://bucket/prefix"
 ANYWHERE = "a folder, as seen from the project's, or s3://bucket/prefix"
 INPUT_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # a folder's name, and in capitals a variable's
-_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
+BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
 
 
 def check(
@@ -246,7 +246,7 @@ def _place_problem(place: str, *, anywhere: bool = False) -> str:
     if place.startswith("s3://"):
         return (
             ""
-            if _BUCKET.fullmatch(place) and ".." not in place
+            if BUCKET.fullmatch(place) and ".." not in place
             else "After s3:// come a bucket name and plain folder names."
         )
     if ":" in place:

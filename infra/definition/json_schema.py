@@ -1,62 +1,168 @@
-"""The definition file as a JSON Schema, so that editors complete its keys and mark what is wrong as one types.
+"""The definition file as a JSON Schema, so that editors complete its keys, say what each means, and mark what is wrong
+as one types.
 
-Made from the dataclasses and rules by which the loader reads the file, and as strict as JSON Schema can be: what holds
-between keys, or depends on the day, on prices or on AWS, the loader alone says. Stricter in one thing: a number stands
-without quotes. Draft 7, which every editor knows.
+Made from the dataclasses and rules by which the loader reads the file, and from the tables of docs/, whose words an
+editor shows. It is as strict as JSON Schema can be: what depends on sums, on the day, on prices or on AWS, the loader
+alone says. Stricter in one thing: a number stands without quotes. Draft 7, which every editor knows.
+
+`make schema` writes the file that is shipped; the pages are in a clone alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import os
 import re
 import typing
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-from gpufleet.infra.catalog import load_catalog
+import yaml
+
 from gpufleet.infra.catalog.regions import known_regions
-from gpufleet.infra.definition.checks import INPUT_NAME, TAG_KEY
+from gpufleet.infra.definition import between
+from gpufleet.infra.definition.between import Schema, pattern
+from gpufleet.infra.definition.checks import ANYWHERE, INPUT_NAME, PLACE, TAG_KEY
 from gpufleet.infra.definition.layers import MODELINE, MOST_SCENARIOS, OVERLAID, SCENARIO_NAME
 from gpufleet.infra.definition.loader import SCHEMA
-from gpufleet.infra.definition.model import Account, Fleet, Interruptions, Job, Storage, Variant
+from gpufleet.infra.definition.model import Account, Estimate, Fleet, Interruptions, Job, Storage, Variant
 from gpufleet.infra.definition.rules import REQUIRED
 from gpufleet.infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
+from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind import COMMAND, EXPERIMENTS
-from gpufleet.job.kind.command import SECRET, VARIABLE, CommandConfig
+from gpufleet.job.kind.command import (
+    FORMATS,
+    SECRET,
+    VARIABLE,
+    CommandCheckpoint,
+    CommandConfig,
+    ExitRules,
+    Progress,
+    Resume,
+)
+from gpufleet.job.kind.common import Code
 from gpufleet.job.kind.convert import Rule, describe, key_of, unwrap
 from gpufleet.job.kind.convert import hints as hints_of
 
 FILE = (
     Path(__file__).resolve().with_name("definition.schema.json")
 )  # what `gpufleet schema` prints, for editors to find
-# As the loader takes it: a time with its zone, or `in 10 h`.
-_TIME = r"[0-9]{4}-?[0-9]{2}-?[0-9]{2}[T ][0-9:]+(Z|[+-][0-9:]+)"
-MOMENT = rf"^(in (?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)? h|{_TIME})$"
-Schema = dict[str, Any]
+# As the loader takes it: a time with its zone, or `in 10 h`, which is within a year of 366 days.
+_CLOCK = r"([01][0-9]|2[0-3])(:?[0-5][0-9]){0,2}"
+_DAY = r"(20[0-9]{2}|2100)-?(0[1-9]|1[0-2])-?(0[1-9]|[12][0-9]|3[01])"
+_TIME = rf"{_DAY}[T ]{_CLOCK}(Z|[+-]{_CLOCK})"
+_HOURS = r"([0-9]{1,3}|[1-7][0-9]{3}|8[0-6][0-9]{2}|87[0-7][0-9]|878[0-3])(\.[0-9]+)?|8784"
+MOMENT = rf"^(in (?=[0-9.]*[1-9])({_HOURS}) h|{_TIME})$"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What the pages say of the keys of a section: each one's value and why, and the values that their files hold."""
+
+    rows: dict[str, tuple[str, str]]
+    files: list[Any]
+    section: str = ""  # within which the keys are, with its dot
+
+    @classmethod
+    def read(cls, path: str, *tables: str) -> Page:
+        """The tables under these headings, of which a later one counts; one without a text keeps an earlier one's."""
+        rows: dict[str, tuple[str, str]] = {}
+        for heading in tables:
+            text = "".join(f"{(_PAGES / page).read_text()}\n## " for page in ("definition.md", "parameters.md"))
+            rest = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+            for key, value, why in re.findall(r"^\| `([a-z0-9_.]+)` \| (.*?) \| (.*?) ?\|$", rest, re.MULTILINE):
+                rows[key] = (value, why or rows.get(key, ("", ""))[1])
+        if not rows:
+            raise GpufleetError(f"docs/ has no table under {' or '.join(tables)}: its words are the schema's.")
+        kind = tables[-1].removeprefix("job.parameters of ")
+        named = [file for file in _files() if kind == tables[-1] or file.get("job", {}).get("experiment") == kind]
+        found = cls(rows, named)
+        for key in path.split("."):
+            found = found.section_at(key)
+        return replace(found, section="")
+
+    def section_at(self, key: str) -> Page:
+        """What the pages say of the keys of this section within it."""
+        files = [file[key] for file in self.files if isinstance(file, dict) and key in file]
+        return Page(self.rows, files, f"{self.section}{key}.")
+
+    def words(self, key: str) -> tuple[str, str]:
+        """Value and why of a key: of its own row, which may be in a table of its section's, or else of its section."""
+        for name in (f"{self.section}{key}", key, self.section.rstrip(".")):
+            if name in self.rows:
+                return self.rows[name]
+        return "", ""
+
+    def describe(self, key: str, allowed: str, about: str = "") -> str:
+        """What a key means, or else what its section is `about`, and what it holds."""
+        value, why = map(plain, self.words(key))
+        return ". ".join(filter(None, ((why or about).rstrip("."), (value or allowed).rstrip(".")))) + "."
+
+    def examples(self, key: str, found: Schema, allowed: str) -> Schema:
+        """A value that the key takes: one of the files that are shown, or of the key's words, or not its default."""
+        from jsonschema import Draft7Validator  # here: a tool of development
+
+        values = [file[key] for file in self.files if isinstance(file, dict) and key in file]
+        for text in [
+            *re.findall("`(.*?)`", " ".join(self.words(key))),
+            *re.findall(r"such as (\[.*?\]|\{.*?\}|[^\s;]+)", allowed),
+        ]:
+            whole = text.replace("...", "0123456789abcdef0")
+            values += [yaml.safe_load(whole) if whole[0] in "{[" else whole]
+        default = found.get("default")
+        for each in (found, *found.get("anyOf", [])):
+            choices = [True, False] if each.get("type") == "boolean" else each.get("enum", [])
+            values += [choice for choice in choices if choice not in (default, None)]
+            values += [each[name] for name in ("default", "minimum") if each.get(name) is not None]
+        takes = Draft7Validator(found).is_valid
+        return {"examples": [next(filter(takes, values))]}
+
+
+@functools.cache
+def _files() -> list[Any]:
+    """The definition files that pages and examples/ show."""
+    pages = [page.read_text().split("```yaml\n")[1:] for page in sorted(_PAGES.glob("*.md"))]
+    texts = [block.partition("```")[0] for blocks in pages for block in blocks]
+    texts += [file.read_text() for file in sorted((_PAGES.parent / "examples").rglob("*.yaml"))]
+    return [yaml.safe_load(text) for text in texts]
+
+
+def plain(cell: str) -> str:
+    """A cell of a table as text: `**spot** or [block](x.md)` is `spot (the default) or block`."""
+    cell = re.sub(r"\[(.*?)\]\([^)]*\)", r"\1", cell).replace("*required*", "required")
+    return re.sub(r"^\*\*(.*?)\*\*", r"\1 (the default)", cell).replace("**", "").replace("`", "").strip()
 
 
 def schema() -> Schema:
     """The schema, as JSON values."""
-    kinds = {name: (_job(name), f"parameters of {name}") for name in EXPERIMENTS}
-    kinds[COMMAND] = (_section([Job, CommandConfig], but=("experiment", "parameters")), COMMAND)
+    pages = {name: Page.read(name, name) for name in SECTIONS}
+    pages[COMMAND] = Page.read("job", "job", "A command of your own")
+    kinds = {name: (_job(name, pages["job"]), f"parameters of {name}") for name in EXPERIMENTS}
+    kinds[COMMAND] = (_section([Job, CommandConfig], pages[COMMAND], but=("experiment", "parameters")), COMMAND)
     kinds[COMMAND][0]["required"].append("command")
-    sections = {name: _section([cls]) for name, cls in SECTIONS.items() if name != "job"}
-    definitions = {f"parameters of {name}": _section([config]) for name, config in EXPERIMENTS.items()}
-    definitions[COMMAND] = _section([CommandConfig], partial=True)
-    definitions |= {f"{name} laid over": _section([SECTIONS[name]], partial=True) for name in OVERLAID if name != "job"}
+    sections = {name: _section([cls], pages[name]) for name, cls in SECTIONS.items() if name != "job"}
+    definitions = {}
+    for name, config in EXPERIMENTS.items():
+        tables = [f"job.parameters of {each}" for each in (_EXPLAINS.get(name), name) if each]
+        page = Page.read("job.parameters", "Keys of several experiments", *tables)
+        definitions[f"parameters of {name}"] = _section([config], page)
+    definitions[COMMAND] = _section([CommandConfig], pages[COMMAND], partial=True)
+    definitions |= {
+        f"{name} laid over": _section([SECTIONS[name]], pages[name], partial=True) for name in OVERLAID if name != "job"
+    }
     laid_over = {name: {"$ref": f"#/definitions/{name} laid over"} for name in OVERLAID if name != "job"}
     every_job: Schema = {
         "type": "object",
         "properties": {
-            "experiment": {"enum": [*EXPERIMENTS], "description": REQUIRED[Job, "experiment"]},
-            "image": _field(Job, "image"),
-            "command": {**_text(Rule()), "description": "text for sh -ec: starts your own training"},
+            "experiment": _field(Job, "experiment", pages["job"]),
+            "image": _field(Job, "image", pages["job"]),
+            "command": _field(CommandConfig, "command", pages[COMMAND]) | _text(Rule()),
         },
         "oneOf": [{"required": ["experiment"]}, {"required": ["command"]}],
     }
@@ -72,14 +178,22 @@ def schema() -> Schema:
         },
         "required": [name for name, cls in SECTIONS.items() if _required(cls)],
         "additionalProperties": False,
-        "allOf": [_kind(name, job, over, laid_over) for name, (job, over) in kinds.items()],
+        "allOf": [
+            *between.of_every_kind(),
+            *(_kind(name, job, over, laid_over) for name, (job, over) in kinds.items()),
+        ],
         "definitions": definitions,
     }
 
 
 def text() -> str:
-    """The schema as the shipped file holds it."""
-    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+    """The schema that is shipped."""
+    return FILE.read_text(encoding="utf-8")
+
+
+def write() -> None:
+    """Writes the file that is shipped, of this clone's code and pages."""
+    FILE.write_text(json.dumps(schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def modeline(folder: Path, project: Path) -> str:
@@ -97,9 +211,9 @@ def _kind(name: str, job: Schema, overlay: str, laid_over: Schema) -> Schema:
     own = {"$ref": f"#/definitions/{overlay}"}
     of_job = own if name == COMMAND else _object({"parameters": own})
     sections = {"job": of_job, **laid_over}
-    variant = _section([Variant])["properties"]
+    variant = _section([Variant], Page.read("scenarios", "scenarios"))["properties"]
     asks: Schema = {"required": ["command"]}
-    storage: Schema = {"properties": {"dataset": False, "base_weights": False}}
+    storage: Schema = {"properties": {"dataset": {"enum": [None, ""]}, "base_weights": {"type": "null"}}}
     if name != COMMAND:
         asks = {"properties": {"experiment": {"const": name}}, "required": ["experiment"]}
         storage = {"properties": {"inputs": False}, "required": ["dataset"]}
@@ -109,7 +223,9 @@ def _kind(name: str, job: Schema, overlay: str, laid_over: Schema) -> Schema:
             "properties": {
                 "job": job,
                 "storage": storage,
-                "rehearsal": _object({**sections, "interruptions": _section([Interruptions])}),
+                "rehearsal": _object(
+                    {**sections, "interruptions": _section([Interruptions], Page.read("rehearsal", "rehearsal"))}
+                ),
                 "scenarios": {
                     "type": ["object", "null"],
                     "maxProperties": MOST_SCENARIOS,
@@ -118,18 +234,21 @@ def _kind(name: str, job: Schema, overlay: str, laid_over: Schema) -> Schema:
                 },
             },
             "required": ["storage"] if "required" in storage else [],
+            "allOf": between.conditions(name),
         },
     }
 
 
-def _job(experiment: str) -> Schema:
+def _job(experiment: str, page: Page) -> Schema:
     """The section `job` of a ready-made job."""
     parameters = {"$ref": f"#/definitions/parameters of {experiment}"}
-    keys = {key: _field(Job, key) for key in READY_MADE if key != "parameters"}
+    keys = {key: _field(Job, key, page) for key in READY_MADE if key != "parameters"}
     return {**_object({**keys, "parameters": parameters}), "type": "object", "required": ["experiment", "image"]}
 
 
-def _section(classes: list[type[Any]], *, partial: bool = False, but: tuple[str, ...] = (), default: Any = None) -> Any:
+def _section(
+    classes: list[type[Any]], page: Page, *, partial: bool = False, but: tuple[str, ...] = (), default: Any = None
+) -> Any:
     """The keys of dataclasses as one section. `partial`: laid over another, so that none is required; nor is any where
     the section around it has a `default` for it.
     """
@@ -138,13 +257,18 @@ def _section(classes: list[type[Any]], *, partial: bool = False, but: tuple[str,
         for spec in dataclasses.fields(cls):
             if spec.name in but:
                 continue
-            properties[key_of(spec.name)] = _field(cls, spec.name, partial=partial, default=default)
+            properties[key_of(spec.name)] = _field(cls, spec.name, page, partial=partial, default=default)
             if not partial and default is None and spec.name in _required(cls):
                 required.append(spec.name)
     found = _object(properties)
     if required:
         found |= {"type": "object", "required": required}
-    return {"description": inspect.cleandoc(classes[-1].__doc__ or "").partition("\n\n")[0].replace("\n", " ")} | found
+    return {"description": _meaning(classes[-1])} | found
+
+
+def _meaning(cls: type[Any]) -> str:
+    """The first paragraph of what the section's class says of itself."""
+    return inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def _object(properties: Schema) -> Schema:
@@ -157,7 +281,7 @@ def _required(cls: type[Any]) -> list[str]:
     return [f.name for f in dataclasses.fields(cls) if f.default is missing is f.default_factory]
 
 
-def _field(cls: type[Any], name: str, *, partial: bool = False, default: Any = None) -> Schema:
+def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, default: Any = None) -> Schema:
     """One key. `default`: of the section around it, where that has one of its own."""
     (spec,) = (each for each in dataclasses.fields(cls) if each.name == name)
     hint, rule = hints_of(cls)[name], rule_of_key(cls, spec)  # type: ignore[arg-type]  # mypy: type[Any] unhashable
@@ -165,7 +289,9 @@ def _field(cls: type[Any], name: str, *, partial: bool = False, default: Any = N
     inner, optional = unwrap(hint)
     if is_dataclass(inner) and isinstance(inner, type):
         own = kept if isinstance(kept, inner) else None
-        found: Schema = _section([inner], partial=partial, default=own)
+        found: Schema = _section([inner], page.section_at(key_of(name)), partial=partial, default=own)
+        if any(page.words(key_of(name))):
+            found["description"] = page.describe(key_of(name), "")
         if optional and found["type"] == "object":
             found["type"] = ["object", "null"]
         if words := getattr(inner, "WORDS", {}):
@@ -173,14 +299,17 @@ def _field(cls: type[Any], name: str, *, partial: bool = False, default: Any = N
         return found
     found = _value(inner, rule) | _KNOWN.get((cls, name), {})
     if (cls, name) == (Fleet, "instance_types") and not partial:  # a scenario may list one that is gone, to be shown
-        found["items"] = {"enum": sorted(name for name, kind in _TYPES.items() if not kind.unusable)}
+        found["items"] = {"enum": sorted(between.USABLE)}
     if optional or (inner is str and spec.default == ""):
         empty = {"type": "null"} if optional else {"enum": [None, ""]}
         found = {"anyOf": [found, empty]}
-    found["description"] = REQUIRED.get((cls, name)) or describe(hint, rule)
+    allowed = REQUIRED.get((cls, name)) or describe(hint, rule)
+    found["description"] = page.describe(key_of(name), allowed, _meaning(cls) if page.section else "")
     if kept is not dataclasses.MISSING and kept is not None and not partial:
         found["default"] = list(kept) if isinstance(kept, tuple) else float(kept) if type(kept) is Decimal else kept
-    return found
+    if (cls, name) in _EXAMPLES:
+        return found | {"examples": [_EXAMPLES[cls, name]]}
+    return found | page.examples(key_of(name), found, allowed)
 
 
 def _value(hint: Any, rule: Rule) -> Schema:
@@ -203,7 +332,7 @@ def _value(hint: Any, rule: Rule) -> Schema:
     if hint is bool:
         return {"type": "boolean"}
     if hint is datetime:
-        return {"type": "string", **_pattern(f"^{_TIME}$" if rule.moment else MOMENT, describe(hint, rule))}
+        return {"type": "string", **pattern(f"^{_TIME}$" if rule.moment else MOMENT, describe(hint, rule))}
     bounds = {"minimum": rule.minimum, "maximum": rule.maximum}
     kept = {key: bound for key, bound in bounds.items() if bound is not None}
     return {"type": "integer" if hint is int else "number", **kept}
@@ -211,14 +340,12 @@ def _value(hint: Any, rule: Rule) -> Schema:
 
 def _text(rule: Rule) -> Schema:
     """Text, which YAML takes for a number or a truth value where it looks like one."""
-    looks = {"number": "1", "boolean": "true"}
-    kinds = ["string", *(kind for kind, example in looks.items() if re.fullmatch(rule.pattern or ".*", example))]
-    return {"type": kinds, **(_pattern(_anchored(rule.pattern), rule.allowed) if rule.pattern else _SOME_TEXT)}
-
-
-def _pattern(pattern: str, allowed: str) -> Schema:
-    """A pattern, with what editors say in its place where it does not match: VS Code's and the YAML language server."""
-    return {"pattern": pattern, "patternErrorMessage": f"Allowed: {allowed}."}
+    takes = re.compile(rule.pattern or "[\\s\\S]*").fullmatch
+    looks = {"number": "-1.5", "integer": "1", "boolean": "true"}
+    kinds = ["string", *(kind for kind, example in looks.items() if takes(example))]
+    unsigned = {"minimum": 0} if "integer" in kinds and "number" not in kinds else {}
+    said = pattern(_anchored(rule.pattern), rule.allowed) if rule.pattern else _SOME_TEXT
+    return {"type": [kind for kind in kinds if kind != "integer" or unsigned], **unsigned, **said}
 
 
 def _anchored(pattern: str) -> str:
@@ -226,13 +353,30 @@ def _anchored(pattern: str) -> str:
     return f"^(?:{pattern})$"
 
 
-def _names(pattern: re.Pattern[str], allowed: str) -> Schema:
-    return {"propertyNames": _pattern(_anchored(pattern.pattern), allowed)}
+def _names(of: re.Pattern[str], allowed: str) -> Schema:
+    return {"propertyNames": pattern(_anchored(of.pattern), allowed)}
 
 
-_SOME_TEXT = _pattern(r"\S", "text that is not empty")
-_TYPES = load_catalog(FILE.parent).instances  # the shipped ones, whatever prices a project has read
-_SECRET = {"type": "string", **_pattern(_anchored(SECRET.pattern), "ssm:/name or secretsmanager:name")}
+_PAGES = Path(__file__).resolve().parents[2] / "docs"
+_NO_KEY = "No key: run.json is no secret. Put it under job.secrets, and read $NAME. "
+_EXPLAINS = {"kernel-sft": "sft-h100"}  # whose table has the words for keys of another's that have none
+_SOME_TEXT = pattern(r"\S", "text that is not empty")
+_TEXT_OF: Schema = {"type": ["string", "number", "boolean"]}
+_PLACE = pattern(between.PLACE, PLACE)
+_FILLED, _FILLED_AFTER = (
+    pattern(between.known_placeholders(extra=extra) + r"[\s\S]*\S", "text with placeholders that stand for something")
+    for extra in (False, True)
+)
+_STARTED, _STARTED_AFTER = (
+    {
+        **each,
+        "pattern": between.no_key(each["pattern"][1:]),
+        "patternErrorMessage": _NO_KEY + each["patternErrorMessage"],
+    }
+    for each in (_FILLED, _FILLED_AFTER)
+)
+_BELOW = pattern(between.NAMES_BELOW + r"[\s\S]*\S", "names below checkpoint.folder")
+_SECRET = {"type": "string", **pattern(_anchored(SECRET.pattern), "ssm:/name or secretsmanager:name")}
 _VARIABLE = "a variable of the environment: letters, digits and _, not beginning with a digit"
 _ZONE_IDS = "|".join(f"{region.zone_id_prefix}az[1-8]" for region in known_regions().values())
 # What a type and a rule do not say, and the checks between keys do.
@@ -244,17 +388,60 @@ _KNOWN: dict[tuple[type[Any], str], Schema] = {
                 {"enum": [zone for region in known_regions().values() for zone in region.zones]},
                 {
                     "type": "string",
-                    **_pattern(_anchored(_ZONE_IDS), "a zone's name or id, such as us-east-2a or use2-az1"),
+                    **pattern(_anchored(_ZONE_IDS), "a zone's name or id, such as us-east-2a or use2-az1"),
                 },
             ]
         },
         "uniqueItems": True,
     },
-    (Fleet, "instance_types"): {"items": {"enum": sorted(_TYPES)}, "uniqueItems": True},
+    (Fleet, "instance_types"): {"items": {"enum": sorted(between.SHIPPED.instances)}, "uniqueItems": True},
     (Job, "experiment"): {"enum": [*EXPERIMENTS]},
-    (Storage, "inputs"): _names(INPUT_NAME, "a name of at most 40 of a-z 0-9 _, beginning with a letter"),
+    (Storage, "dataset"): _PLACE,
+    (Storage, "base_weights"): _PLACE,
+    (Storage, "inputs"): {
+        **_names(INPUT_NAME, "a name of at most 40 of a-z 0-9 _, beginning with a letter"),
+        "additionalProperties": _TEXT_OF | pattern(between.ANYWHERE, ANYWHERE),
+    },
+    (Code, "folder"): pattern(between.FOLDER, "a folder, as seen from the project's"),
+    (CommandConfig, "command"): _STARTED,
+    (CommandConfig, "setup"): _STARTED,
+    (CommandConfig, "workdir"): pattern(
+        between.INSIDE + between.known_placeholders()[1:] + r"[\s\S]*\S",
+        "a folder of the run: {code}, {checkpoints}, ...",
+    ),
+    (Resume, "args"): _STARTED_AFTER,
+    (Resume, "env"): {"additionalProperties": _TEXT_OF | _FILLED_AFTER},
+    (CommandConfig, "outputs"): {"items": _TEXT_OF | _FILLED},
+    (CommandCheckpoint, "folder"): pattern(
+        between.OF_ITS_OWN + between.known_placeholders()[1:] + r"[\s\S]*\S", "{checkpoints}, or a folder of its own"
+    ),
+    (CommandCheckpoint, "each"): {
+        "anyOf": [_TEXT_OF | _BELOW, {"type": "array", "items": _TEXT_OF | _BELOW}],
+    },
+    (CommandCheckpoint, "also"): {"items": _TEXT_OF | _BELOW},
+    (Progress, "file"): _FILLED,
     (Account, "tags"): _names(TAG_KEY, "as run.owner, without aws: or gpufleet: in front, and not Name"),
-    (CommandConfig, "env"): _names(VARIABLE, _VARIABLE),
+    (CommandConfig, "env"): {
+        "propertyNames": pattern(f"^{between.NODES_OWN}{VARIABLE.pattern}$", f"{_VARIABLE}; AWS_... is the node's"),
+        "additionalProperties": _TEXT_OF | _STARTED,
+    },
     (CommandConfig, "secrets"): _names(VARIABLE, _VARIABLE) | {"additionalProperties": _SECRET},
     (CommandConfig, "registry"): _SECRET,
 }
+# Of keys for which no page and no file shows one.
+_EXAMPLES: dict[tuple[type[Any], str], Any] = {
+    (CommandConfig, "workdir"): "{code}/trainer",
+    (Code, "exclude"): ["data", "*.ckpt"],
+    (Resume, "env"): {"RESUME_FROM": "{checkpoint}"},
+    (CommandCheckpoint, "complete"): FORMATS["hf-trainer"].complete,
+    (CommandCheckpoint, "unless"): FORMATS["hf-trainer"].unless,
+    (CommandCheckpoint, "also"): ["tokenizer.json"],
+    (Progress, "file"): "{outputs}/metrics.jsonl",
+    (ExitRules, "fatal"): [2],
+    (ExitRules, "again"): [75],
+    (Estimate, "step_ms"): [590],
+}
+
+
+if __name__ == "__main__":
+    write()

@@ -106,7 +106,9 @@ RULES: dict[tuple[type[Any], str], Rule] = {
         pattern=r"subnet-([0-9a-f]{8}|[0-9a-f]{17})",
         allowed="a section with a subnet-... for each of fleet.zones, such as {us-east-2a: subnet-...}",
     ),
-    (Notify, "email"): Rule(pattern=r"[^\s@,]{1,64}@[^\s@,]+\.[^\s@,]{2,}", allowed="one e-mail address"),
+    (Notify, "email"): Rule(
+        pattern=r"[^\s@,]{1,64}@[^\s@,]+\.[^\s@,]{2,}", allowed="one e-mail address, such as me@example.org"
+    ),
     (Notify, "webhook"): Rule(
         pattern=r"(ssm:/|secretsmanager:)[A-Za-z0-9/_.+=@-]{1,512}",
         allowed="where its URL is kept: ssm:/name or secretsmanager:name",

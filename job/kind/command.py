@@ -556,10 +556,10 @@ class CommandConfig(JobConfig):
             yield from ((f"{path}[{index}]", text) for index, text in enumerate(several))
 
     def trains_apart(self) -> str:
-        if (found := _ALONE.search(self.command)) is not None:
+        if (found := ALONE.search(self.command)) is not None:
             return f"{STATIC} in the place of {found[0]}, with which each node trains alone"
         names_rank = any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts())
-        if not names_rank and not _GIVES_RANKS.search(self.command):
+        if not names_rank and not GIVES_RANKS.search(self.command):
             return (
                 "{node_rank}, by which each node knows its ranks, as in torchrun"
                 f" {STATIC}; where your script reads {NODE_RANK} by itself, job.env says so:"
@@ -794,18 +794,21 @@ PLACEHOLDERS = (
 )
 NODE_RANK = "GPUFLEET_NODE_RANK"  # contract/environment.py has it
 STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # torchrun's
-_ALONE = re.compile(r"(?<!\S)(--standalone\b|\S*(localhost|127\.0\.0\.1):0\b)")
-_GIVES_RANKS = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
+ALONE = re.compile(r"(?<!\S)(--standalone\b|\S*(localhost|127\.0\.0\.1):0\b)")
+GIVES_RANKS = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
 INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
-_NAMES = re.compile(r"code|checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run|nodes|node_rank|ranks|master|port")
+PLACEHOLDER = re.compile(r"(?<![{$])\{([A-Za-z_][A-Za-z0-9_.]*)(:[0-9a-z]+)?\}(?!\})")
+PLACEHOLDER_NAMES = re.compile(
+    r"code|checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run|nodes|node_rank|ranks|master|port"
+)
 
 
 def unknown_placeholders(text: str, *, extra: bool = False) -> str:
     """The first {word} of a text that stands for nothing, or empty. `extra`: {checkpoint}, {step}, {epoch} are known.
     Braces that hold no plain name (${HOME}, {1..3}, {"json": 1}) are the shell's.
     """
-    for match in re.finditer(r"(?<![{$])\{([A-Za-z_][A-Za-z0-9_.]*)(:[0-9a-z]+)?\}(?!\})", text):
-        known = _NAMES.fullmatch(match[1]) or (extra and match[1] in ("checkpoint", "step", "epoch"))
+    for match in PLACEHOLDER.finditer(text):
+        known = PLACEHOLDER_NAMES.fullmatch(match[1]) or (extra and match[1] in ("checkpoint", "step", "epoch"))
         if not known:
             return match[0]
     return ""

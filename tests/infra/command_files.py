@@ -21,9 +21,11 @@ LIMITS = {"max_usd": 10, "max_hours": 10}
 
 def command_file(project: Path, *, name: str = "mine", more: str = "", **job: Any) -> Path:
     """stacks/NAME.yaml below `project`: JOB with other values, or without a key that is None; `storage`, `fleet`,
-    `account` are sections; `more` is added as text. job's first key is on line 3.
+    `account`, `limits` are sections; `more` is added as text. job's first key is on line 3.
     """
-    sections: dict[str, Any] = {key: job.pop(key) for key in list(job) if key in ("fleet", "storage", "account")}
+    sections: dict[str, Any] = {
+        key: job.pop(key) for key in list(job) if key in ("fleet", "storage", "account", "limits")
+    }
     lines = ["run: {id: r1, owner: me}", "job:"]
     for key, value in {**JOB, **job}.items():
         if value is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from test_stacks import FIRST, documented
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition import json_schema
 from gpufleet.infra.definition.layers import MODELINE, purpose
+from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.schema import SECTIONS
+from gpufleet.infra.errors import DefinitionError
 from gpufleet.job.kind import EXPERIMENTS
 
 SCHEMA = json.loads(json_schema.FILE.read_text())
@@ -54,7 +57,8 @@ def wrong(text: str) -> list[str]:
 
 def test_the_shipped_file_is_what_the_command_prints_and_a_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
-    assert capsys.readouterr().out == json_schema.FILE.read_text(), "write it anew: gpufleet schema > the file"
+    assert capsys.readouterr().out == json_schema.FILE.read_text()
+    assert json.loads(json.dumps(json_schema.schema())) == SCHEMA, "write it anew: make schema"
     Draft7Validator.check_schema(SCHEMA)
 
 
@@ -74,40 +78,24 @@ def test_what_the_loader_reads_is_accepted() -> None:
         assert wrong(of_values.changed(section, line)) == [], line
 
 
-# What only the loader can tell: it holds between keys, or depends on the day or on what a text means.
+# What JSON Schema cannot say, and why.
+SUMS = "it compares, divides or multiplies the values of two keys"
+DAY = "it depends on the day"
+YAML = "the editor's YAML has read it as another value: 1e3 as 1000, 010 as 10, and JSON has no .nan"
 BEYOND = {
-    "less than 25 h and a day",
-    "not a number",
-    "the calendar's edge",
-    "more than a year",
-    "past",
-    "too far",
-    "1e3",
-    "octal",
-    "octal money",
-    "two of three",
-    "heads",
-    "odd width per head",
-    "top_k",
-    "micro",
-    "no prompt",
-    "another region's zone",
-    "no bf16",
-    "not in the region",
-    "smaller than the AMI",
-    "IOPS ratio",
-    "rate",
-    "root snap",
-    "one slash",
-    "capital letters",
-    "a wildcard of IAM's",
-    "absolute path",
-    "a line break in a name",
-    "a NUL in a name",
-    "above the project",
-    "the project itself",
-    "a phase missing",
-    "weights nobody reads",
+    "less than 25 h and a day": SUMS,
+    "heads": SUMS,
+    "odd width per head": SUMS,
+    "top_k": SUMS,
+    "micro": SUMS,
+    "IOPS ratio": SUMS,
+    "rate": SUMS,
+    "past": DAY,
+    "too far": DAY,
+    "not a number": YAML,
+    "1e3": YAML,
+    "octal": YAML,
+    "octal money": YAML,
 }
 
 
@@ -117,34 +105,11 @@ def test_what_the_loader_refuses_is_refused(case: tuple[str, ...]) -> None:
     assert bool(wrong(of_values.changed(section, line))) is (why not in BEYOND)
 
 
+KEYS = "it looks for a name that another key holds"
 OF_COMMANDS_BEYOND = {
-    "checkpoints beside the code",
-    "a key in the command",
-    "USR1 with torchrun",
-    "a request by USR2 with torchrun",
-    "each without a step",
-    "each out of its folder",
-    "no checkpoint",
-    "every is missing on spot",
-    "no group step",
-    "no regular expression",
-    "an unknown placeholder",
-    "an input that is not named",
-    "an input that is not named, in env",
-    "a name of the node's",
-    "env and secrets",
-    "an input at home",
-    "code in a bucket",
-    "unlike GPUs",
-    "more GPUs than there are",
-    "more memory than there is",
-    "steps and hours",
-    "a checkpoint beside none",
-    "a save every so many steps where epochs are counted",
-    "a save every so many epochs of nobody knows what length",
-    "the time of a step where epochs are counted",
-    "lines that tell epochs where steps are counted",
-    "a folder of the machine's",
+    "an input that is not named": KEYS,
+    "an input that is not named, in env": KEYS,
+    "env and secrets": KEYS,
 }
 
 
@@ -155,16 +120,146 @@ def test_mistakes_of_a_command_are_refused(name: str, tmp_path: Path) -> None:
     assert bool(wrong(text)) is (name not in OF_COMMANDS_BEYOND)
 
 
+DRAWN = [
+    *(
+        '""',
+        '" "',
+        "x",
+        "x y",
+        "-1",
+        "0",
+        "1",
+        "1.5",
+        "1e12",
+        "true",
+        "null",
+        '"1"',
+        "2026-13-01T00:00:00Z",
+        "../x",
+        "/x",
+    ),
+    *("~/x", "s3://Bucket", '"{nope}"', "hf_" + "a" * 30, "[]", "[x]", "[1, 1]", "[-1]", "{}", "{x: 1}", "{A10G: 0}"),
+    "{AWS_X: y}",
+]
+SECTIONS_OF_A_FILE = [name for name in SECTIONS if name != "job"]
+
+
+def keys_of(tree: dict[str, Any], prefix: str) -> list[str]:
+    """Every key and section of a part of the schema, by its dotted path."""
+    found = []
+    for key, value in tree.get("properties", {}).items():
+        found += [f"{prefix}.{key}", *keys_of(value, f"{prefix}.{key}")]
+    return found
+
+
+def with_value(text: str, path: str, value: str) -> str:
+    """The file with one value, as YAML has it, at this path."""
+    tree = yaml.load(text, Loader=Core)
+    *above, last = path.split(".")
+    section = tree
+    for key in above:
+        section[key] = section[key] if isinstance(section.get(key), dict) else {}
+        section = section[key]
+    section[last] = "VALUE"
+    return json.dumps(tree).replace('"VALUE"', value)
+
+
+def refused_by_the_loader(text: str, folder: Path) -> bool:
+    path = folder / "stacks" / "drawn.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    try:
+        load(path, now=of_values.NOW)
+    except DefinitionError:
+        return True
+    return False
+
+
+def unlike(text: str, paths: list[str], folder: Path, values: int) -> list[str]:
+    """Where loader and schema differ on so many values, drawn anew for each key, of what is no quoted number."""
+    assert (wrong(text), refused_by_the_loader(text, folder)) == ([], False)
+    found = []
+    for path in paths:
+        for value in random.Random(path).sample(DRAWN, values):
+            drawn = with_value(text, path, value)
+            taken, refused = not wrong(drawn), refused_by_the_loader(drawn, folder)
+            said = f"{path}: {value} is {'taken' if taken else 'refused'} by the schema alone"
+            if taken == refused and value not in STRICTER and said not in DRAWN_BEYOND:
+                found.append(said)
+    return found
+
+
+STRICTER = ('"1"', '" "')  # the loader takes a number in quotes, and blanks for nothing
+DRAWN_BEYOND = [  # SUMS
+    "storage.keep.days: 1 is taken by the schema alone",  # the fleet lives longer
+    "job.parameters.towers.model: [1, 1] is taken by the schema alone",  # it ends where the other tower ends
+]
+
+
+@pytest.mark.parametrize("values", [3, pytest.param(len(DRAWN), marks=pytest.mark.slow)])
+def test_drawn_values_of_a_command_are_refused_by_loader_and_schema_alike(values: int, tmp_path: Path) -> None:
+    paths = [key for name in SECTIONS_OF_A_FILE for key in keys_of(SCHEMA["properties"][name], name)]
+    paths += keys_of(SCHEMA["definitions"]["command"], "job")
+    assert unlike(command_file(tmp_path).read_text(), paths, tmp_path, values) == []
+
+
+@pytest.mark.parametrize("values", [2, pytest.param(len(DRAWN), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_drawn_values_of_a_ready_made_job_are_too(experiment: str, values: int, tmp_path: Path) -> None:
+    text = (ROOT / "stacks" / f"{experiment}.yaml").read_text()
+    paths = keys_of(SCHEMA["definitions"][f"parameters of {experiment}"], "job.parameters")
+    assert unlike(text, paths, tmp_path, values) == []
+
+
+# Where a pattern is a condition, nothing is said to anybody.
+CONDITIONS = ("if", "not", "contains")
+
+
 def patterns(tree: Any) -> list[dict[str, Any]]:
-    """Every part of a schema that has a pattern."""
-    below = list(tree.values()) if isinstance(tree, dict) else tree if isinstance(tree, list) else []
-    own = [tree] if isinstance(tree, dict) and isinstance(tree.get("pattern"), str) else []
-    return own + [found for each in below for found in patterns(each)]
+    """Every part of a schema that has a pattern to be matched."""
+    if isinstance(tree, dict):
+        own = [tree] if isinstance(tree.get("pattern"), str) else []
+        return own + [found for key, each in tree.items() if key not in CONDITIONS for found in patterns(each)]
+    return [found for each in tree for found in patterns(each)] if isinstance(tree, list) else []
 
 
 def test_an_editor_says_in_words_what_a_pattern_asks_for() -> None:
     assert len(patterns(SCHEMA)) > 50
     assert [each["pattern"] for each in patterns(SCHEMA) if not each.get("patternErrorMessage", "").strip(" .:")] == []
+
+
+def parts(tree: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
+    """Every key of a part of the schema with what an editor has of it."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in tree.get("properties", {}).items():
+        found |= {f"{prefix}{key}": value} | parts(value, f"{prefix}{key}.")
+    return found
+
+
+SAID = {name: (SCHEMA["properties"][name], [name]) for name in SECTIONS_OF_A_FILE}
+SAID |= {"command": (SCHEMA["definitions"]["command"], ["A command of your own"])}
+for name in EXPERIMENTS:
+    SAID |= {
+        f"parameters of {name}": (
+            SCHEMA["definitions"][f"parameters of {name}"],
+            ["Keys of several experiments", f"job.parameters of {name}"],
+        )
+    }
+
+
+@pytest.mark.parametrize("part", SAID)
+def test_hovering_over_a_key_shows_the_page_s_words_its_default_and_an_example(part: str) -> None:
+    tree, headings = SAID[part]
+    keys, rows = parts(tree, ""), json_schema.Page.read(part, *headings).rows
+    for path, key in keys.items():
+        value, why = rows.get(path) or rows.get(path.rpartition(".")[2]) or ("", "")
+        assert json_schema.plain(why).rstrip(".") in key["description"], path
+        assert json_schema.plain(value).rstrip(".") in key["description"], path
+        assert len(key["description"]) > 10, path
+        if value.startswith("**"):
+            assert "(the default)" in key["description"], path
+        if "properties" not in key:
+            assert Draft7Validator(key).is_valid(*key["examples"]), path
 
 
 LAID = """

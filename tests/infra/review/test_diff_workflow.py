@@ -171,3 +171,22 @@ def test_in_a_clone_of_gpufleet_the_code_is_reviewed_with_the_stacks() -> None:
 def test_it_asks_for_no_more_rights_than_reading_and_commenting() -> None:
     assert WORKFLOW["permissions"] == {"contents": "read", "pull-requests": "write"}
     assert "secrets." not in TEXT
+
+
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+
+
+def test_the_action_has_the_workflow_s_steps() -> None:
+    """A step of an action stands alone: it names its shell and its folder, and what it reads of the job's variables."""
+    _, *steps = ACTION["runs"]["steps"]
+    assert ACTION["runs"]["steps"][0] == JOB["steps"][1]  # actions/setup-python
+    assert [step["name"] for step in steps] == list(STEPS)
+    for step in steps[1:]:
+        own = STEPS[step["name"]]
+        assert {key: step.get(key) for key in ("id", "if", "run")} == {key: own.get(key) for key in ("id", "if", "run")}
+        read = {key: value for key, value in JOB["env"].items() if f"${key}" in step["run"]}
+        assert step["env"] == read | own.get("env", {})
+        assert (step["shell"], step["working-directory"]) == ("bash", "${{ inputs.folder }}")
+    assert steps[0]["run"] == STEPS["Install gpufleet"]["run"].replace(workflow.installation(ROOT), '"$GPUFLEET"')
+    assert steps[0]["env"] == {"GPUFLEET": "${{ inputs.gpufleet || github.action_path }}"}
+    assert set(ACTION["inputs"]) == {"folder", "gpufleet"}
