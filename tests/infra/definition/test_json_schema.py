@@ -300,7 +300,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("experiment", [*EXPERIMENTS, "command"])
-def test_the_page_has_the_keys_and_bounds_of_the_schema(experiment: str) -> None:
+def test_the_page_has_the_keys_of_the_schema(experiment: str) -> None:
     if experiment == "command":
         keys, rows = leaves(SCHEMA["definitions"]["command"]), documented("A command of your own")
     else:
@@ -308,14 +308,6 @@ def test_the_page_has_the_keys_and_bounds_of_the_schema(experiment: str) -> None
         rows = {key: row for key, row in documented("Keys of several experiments").items() if key in keys}
         rows |= documented(f"job.parameters of {experiment}")
     assert set(rows) == set(keys)
-    for key, value in keys.items():
-        known: dict[str, float] = next(
-            (each for each in value.get("anyOf", [value.get("items", value)]) if "minimum" in each), {}
-        )
-        for bound in (known.get("minimum"), known.get("maximum")):
-            assert bound is None or {f"{bound:,.0f}", f"{bound:g}"} & set(
-                re.findall(r"[0-9][0-9.,e-]*(?<!,)", rows[key])
-            ), key
 
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "job"])
