@@ -436,7 +436,7 @@ _EXAMPLES: dict[tuple[type[Any], str], Any] = {
     (CommandCheckpoint, "complete"): FORMATS["hf-trainer"].complete,
     (CommandCheckpoint, "unless"): FORMATS["hf-trainer"].unless,
     (CommandCheckpoint, "also"): ["tokenizer.json"],
-    (Progress, "file"): "{outputs}/metrics.jsonl",
+    (Progress, "file"): "{outputs}/log.jsonl",
     (ExitRules, "fatal"): [2],
     (ExitRules, "again"): [75],
     (Estimate, "step_ms"): [590],

@@ -69,7 +69,7 @@ def test_no_key_at_its_default_changes_a_digest(file: Path, tmp_path: Path) -> N
     tree = yaml.safe_load(file.read_text())
     experiment = tree["job"].get("experiment")
     kind = json.dumps({"const": experiment} if experiment else {"required": ["command"]})
-    (own,) = (each["then"]["properties"] for each in SCHEMA["allOf"] if kind in json.dumps(each["if"]))
+    (own,) = (each["then"]["properties"] for each in SCHEMA["allOf"] if kind in json.dumps(each.get("if")))
     whole = dict(tree)
     for name in ("job", "fleet", "storage", "limits", "account", "notify"):
         schema = own["job"] if name == "job" else SCHEMA["properties"][name]
