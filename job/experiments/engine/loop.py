@@ -239,7 +239,7 @@ class Loop:
         self._clock.start()
         self._own.begin()
         work = self.experiment.batch(phase, self.step, rung)
-        result = step.update(self.experiment, module, opt, work, self.step, before_exchange=self._own.end)
+        result = step.update(self.experiment, module, opt, work, self.step, self._own.end)
         self._finite &= result.loss.isfinite() & result.grad_norm.isfinite()
         self.step += 1
         if self.world.spans_nodes and self.world.first_here:

@@ -35,7 +35,6 @@ def update(
     opt: Optimizer,
     work: Work,
     step: int,
-    *,
     before_exchange: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Forward and backward over the micro-batches of the global batch after `step` steps, then one update.
