@@ -65,7 +65,7 @@ check-dist: wheel ## make the sdist too, and ask of both what a package index as
 	$(BIN)/python -m twine check --strict dist/*
 
 test-wheel: check-dist ## install the package in an environment of its own, and use it there
-	$(BIN)/python -m pytest -m wheel
+	$(BIN)/python -m pytest -m wheel tests/test_wheel.py
 
 # The site is made of a copy without the words after a block's language, by which tests tell what to do with it.
 docs: .venv/ready ## make the pages as a site with search: site/html/index.html
