@@ -45,7 +45,7 @@ def answer(
         of = "" if len(shown) == len(actions) else f", the first {len(shown)} of {len(actions)}"
         yield f"Before you launch{of}:"
         for action in shown:
-            yield textwrap.shorten(f"- {action}", columns() - 2, placeholder=" ...").replace("- ", "  - ", 1)
+            yield f"  - {textwrap.shorten(action, columns() - 4, placeholder=' ...')}"
     worth = f"Worth knowing: {rest} more. " if rest else ""
     yield from wrap(f"{worth}The whole bill, with every warning: `{command} --all`")
 
@@ -129,9 +129,8 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
     ]
     names, amounts = (max(len(row[at]) for row in rows) for at in (0, 1))
     for name, amount, why in rows:
-        yield textwrap.shorten(why, columns() - names - amounts - 6, placeholder=" ...").join(
-            (f"  {name:<{names}}  {amount:>{amounts}}  ", "")
-        )
+        shown = textwrap.shorten(why, columns() - names - amounts - 6, placeholder=" ...")
+        yield f"  {name:<{names}}  {amount:>{amounts}}  {shown}"
 
 
 def figures_within(values: Quantiles) -> tuple[str, str, str]:

@@ -108,7 +108,7 @@ def answer(found: Comparison, command: str, today: date) -> Iterator[str]:
     all options, scenarios, regions and batches.
     """
     definition, able = found.definition, [row for row in found.own_rows if row.ranked]
-    name = f"{definition.name}, {found.scenario}" if found.scenario else definition.name
+    name = definition.name if found.scenario in ("", definition.name) else f"{definition.name}, {found.scenario}"
     if not able:
         yield from wrap(f"{name}: no type of the catalog can run this in {definition.fleet.region}.")
         for row in found.own_rows[:SHOWN]:

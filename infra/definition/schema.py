@@ -67,21 +67,18 @@ _ALSO = {
     "working_dir": "code",
     "budget": "max_usd",
     "max_cost": "max_usd",
-    "max_price": "capacity",
-    "spot_price": "capacity",
-    "max_spot_price": "capacity",
-    "max_price_per_hour": "capacity",
+    "max_price": "max_usd",
     "max_duration": "max_hours",
     "timeout": "max_hours",
     "disk_size": "size_gib",
 }
 _CAPACITY = "Write capacity: spot, or capacity: on-demand."
 # What to write for a key of another tool, where the name alone does not say it.
-_CEILING = "A ceiling for the price of an hour is limits.usd_per_hour."
-_INSTEAD = {
-    **dict.fromkeys(("spot", "use_spot", "on_demand"), _CAPACITY),
-    **dict.fromkeys(("max_price", "spot_price", "max_spot_price", "max_price_per_hour"), _CEILING),
-}
+_INSTEAD = dict.fromkeys(("spot", "use_spot", "on_demand"), _CAPACITY)
+_ELSEWHERE = dict.fromkeys(  # of a key that means nothing in its section
+    ("max_price", "spot_price", "max_spot_price", "max_price_per_hour"),
+    "A ceiling for the price of an hour is limits.usd_per_hour.",
+)
 READY_MADE = ("experiment", "image", "parameters")  # the keys of such a job
 _BAD: Any = object()
 _SCALARS = (str, bool, datetime, int, float, Decimal)
@@ -320,7 +317,7 @@ def check_keys(
         elif key in _OF_COMMAND and path != "job":
             hint = "It belongs under job, where that is a command of your own."
         else:
-            hint = ""
+            hint = _ELSEWHERE.get(key.lower(), "")
         findings.add(f"{prefix}{key}", ", ".join(names), hint, value=key or "''", node=node, unknown_key=True)
         if meant:
             findings.written_elsewhere(meant)

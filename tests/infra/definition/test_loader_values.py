@@ -115,6 +115,7 @@ def test_values_mean_what_the_key_says(write: Write, section: str, line: str, re
 
 REFUSED = [
     # section, line, path, a word of the allowed range, a word of the hint, why
+    ("limits", "max_price: 2", "limits.max_price", "max_usd", "It is called limits.max_usd.", "another tool's key"),
     ("limits", "max_hour: 2", "limits.max_hour", "max_hours", "Nearest: max_hours.", "unknown key"),
     ("run", "max_usd: 3", "run.max_usd", "id, owner", "It belongs under limits.", "key of another section"),
     ("job", "parameters: {model: {widht: 8}}", "job.parameters.model.widht", "width", "Nearest: width.", "deep typo"),
