@@ -88,8 +88,9 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     if (arn := definition.account.permissions_boundary) is None:
         return
     # Here: the provider's SDK takes a second to import.
-    from gpufleet.infra.program.resources.fallback import may_begin, may_modify
+    from gpufleet.infra.program.resources.fallback import may_begin
     from gpufleet.infra.program.resources.identity import node_statements
+    from gpufleet.infra.program.resources.machine import may_modify
     from gpufleet.infra.program.resources.stop import schedule_arn, stop_statements
 
     try:

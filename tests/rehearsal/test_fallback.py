@@ -17,7 +17,7 @@ from engine_world import STACK, pinned, project
 
 from gpufleet.infra.account import iam_policy
 from gpufleet.infra.account.iam_policy import AccessRequest
-from gpufleet.infra.program.resources import fallback, stop
+from gpufleet.infra.program.resources import fallback, machine, stop
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.bucket import FLEETS
 from gpufleet.rehearsal import account
@@ -217,10 +217,10 @@ def test_a_switch_that_cannot_be_made_is_told_once_after_42_minutes_and_tried_on
         topic = sns.create_topic(Name="t")["TopicArn"] if with_topic else ""
         other = fleet(cloud, template(cloud), TargetCapacitySpecification=ON_DEMAND)
         group = f"arn:aws:scheduler:{cloud.region}:{cloud.account}:schedule-group/g"
-        iam.create_role(RoleName="switch", AssumeRolePolicyDocument=json.dumps(fallback.trust(group)))
+        iam.create_role(RoleName="switch", AssumeRolePolicyDocument=json.dumps(machine.trust(group)))
 
         def may(fleet: str) -> None:
-            rights = fallback.may_modify(f"arn:aws:ec2:{cloud.region}:{cloud.account}:fleet/{fleet}", topic)
+            rights = machine.may_modify(f"arn:aws:ec2:{cloud.region}:{cloud.account}:fleet/{fleet}", topic)
             iam.put_role_policy(RoleName="switch", PolicyName="rights", PolicyDocument=json.dumps(rights))
 
         def told_after(minutes: float) -> tuple[list[str], int]:
@@ -231,12 +231,12 @@ def test_a_switch_that_cannot_be_made_is_told_once_after_42_minutes_and_tried_on
             return account.messages(cloud.account), capacity["TotalTargetCapacity"]
 
         may("fleet-of-another")
-        machine = states.create_state_machine(
+        switch = states.create_state_machine(
             name="m",
             definition=json.dumps(fallback.steps(other, topic, "gpufleet x, run r1")),
             roleArn=f"arn:aws:iam::{cloud.account}:role/switch",
         )
-        states.start_execution(stateMachineArn=machine["stateMachineArn"], input="{}")
+        states.start_execution(stateMachineArn=switch["stateMachineArn"], input="{}")
         said = ["gpufleet x, run r1: no node on demand"] * with_topic
         assert told_after(0) == ([], 0)
         assert told_after(42) == ([], 0)

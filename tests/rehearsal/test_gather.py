@@ -17,7 +17,7 @@ from test_node_rights import owned_fleet
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.infra.program.resources import fallback, gather, stop
+from gpufleet.infra.program.resources import gather, machine, stop
 from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
@@ -65,8 +65,8 @@ def run(tmp_path: Path) -> Iterator[WaitingRun]:
         role(cloud, node_statements(asked, "arn:aws:s3:::own", logs, *arns))
         fleet = owned_fleet(cloud)
         cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 2})
-        iam.create_role(RoleName="gather", AssumeRolePolicyDocument=json.dumps(fallback.trust(group)))
-        rights = json.dumps(fallback.may_modify(f"arn:aws:ec2:us-east-2:{cloud.account}:fleet/{fleet}"))
+        iam.create_role(RoleName="gather", AssumeRolePolicyDocument=json.dumps(machine.trust(group)))
+        rights = json.dumps(machine.may_modify(f"arn:aws:ec2:us-east-2:{cloud.account}:fleet/{fleet}"))
         iam.put_role_policy(RoleName="gather", PolicyName="rights", PolicyDocument=rights)
         made = states.create_state_machine(
             name=GROUP,

@@ -16,13 +16,10 @@ import pulumi
 import pulumi_aws as aws
 
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET, PUBLISH, state_machine
 from gpufleet.infra.program.resources.stop import FleetStop, one_time
-from gpufleet.infra.program.resources.tags import tags
 from gpufleet.job.contract.aws import SWITCH
 
-# AWS SDK integrations (Step Functions guide, 2026-11)
-MODIFY_FLEET, PUBLISH = "arn:aws:states:::aws-sdk:ec2:modifyFleet", "arn:aws:states:::aws-sdk:sns:publish"
-AGAIN = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8, "BackoffRate": 2.0}  # 42 minutes
 PAUSE_S, LONGEST_S = 900, 7 * 86_400  # then, between two tries; and until it gives up
 
 
@@ -89,48 +86,6 @@ class FallbackSwitch(pulumi.ComponentResource):
         self.register_outputs({})
 
 
-def state_machine(
-    name: str,
-    definition: StackDefinition,
-    *,
-    role: str,
-    does: str,
-    named: pulumi.Input[str] | None,
-    stop: FleetStop,
-    fleet: aws.ec2.Fleet,
-    steps: pulumi.Input[str],
-    topic_arn: pulumi.Input[str] = "",
-    permissions_boundary: pulumi.Input[str] | None,
-    parent: pulumi.Resource,
-) -> aws.sfn.StateMachine:
-    """A machine of these steps, with a role that may change this fleet, and tell people at the topic. `named` None: by
-    a name of the engine's.
-    """
-    child, labels = pulumi.ResourceOptions(parent=parent), tags(definition)
-    own = aws.iam.Role(
-        role,
-        assume_role_policy=stop.group.arn.apply(lambda arn: json.dumps(trust(arn))),
-        description=does,
-        permissions_boundary=permissions_boundary or definition.account.permissions_boundary,
-        tags=labels,
-        opts=child,
-    )
-    may = aws.iam.RolePolicy(
-        f"{name}-rights",
-        role=own.name,
-        policy=pulumi.Output.all(fleet.arn, topic_arn).apply(lambda arns: json.dumps(may_modify(*arns))),
-        opts=child,
-    )
-    return aws.sfn.StateMachine(
-        f"gpufleet-{definition.name}",
-        name=named,
-        role_arn=own.arn,
-        definition=steps,
-        tags=labels,
-        opts=pulumi.ResourceOptions(parent=parent, depends_on=[may]),
-    )
-
-
 def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
     """The state machine: that fleet to 1, with nothing of its input in it. AWS may refuse it for long, for capacity of
     its own services or a right that is gone: people are told once, and it goes on trying until the run's fleets go.
@@ -160,21 +115,6 @@ def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
         "TimeoutSeconds": LONGEST_S,
         "States": states,
     }
-
-
-def trust(group_arn: str) -> dict[str, Any]:
-    """Who may act with the machine's role: the service, for this account (Step Functions guide, confused deputy)."""
-    own = {"StringEquals": {"aws:SourceAccount": group_arn.split(":")[4]}}
-    principal = {"Service": "states.amazonaws.com"}
-    allow = {"Effect": "Allow", "Principal": principal, "Action": "sts:AssumeRole", "Condition": own}
-    return {"Version": "2012-10-17", "Statement": [allow]}
-
-
-def may_modify(fleet_arn: str, topic_arn: str = "") -> dict[str, Any]:
-    """Everything the machine may do."""
-    allow = {"Sid": "OwnFleet", "Effect": "Allow", "Action": "ec2:ModifyFleet", "Resource": fleet_arn}
-    tell = {"Sid": "Tell", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}
-    return {"Version": "2012-10-17", "Statement": [allow, *([tell] if topic_arn else [])]}
 
 
 def may_begin(machine_arn: str) -> dict[str, Any]:

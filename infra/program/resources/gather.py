@@ -13,7 +13,7 @@ import pulumi
 import pulumi_aws as aws
 
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.infra.program.resources.fallback import AGAIN, MODIFY_FLEET, state_machine
+from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET, state_machine
 from gpufleet.infra.program.resources.stop import FleetStop
 
 LEAVE_S = 300  # for those that let go to upload and end, before AWS ends who is still there: one that never got ready

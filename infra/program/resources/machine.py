@@ -1,0 +1,74 @@
+"""A state machine that changes a run's fleet, and its role: what gather.py and fallback.py write the steps of."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pulumi
+import pulumi_aws as aws
+
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.stop import FleetStop
+from gpufleet.infra.program.resources.tags import tags
+
+# AWS SDK integrations (Step Functions guide, 2026-11)
+MODIFY_FLEET, PUBLISH = "arn:aws:states:::aws-sdk:ec2:modifyFleet", "arn:aws:states:::aws-sdk:sns:publish"
+AGAIN = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8, "BackoffRate": 2.0}  # 42 minutes
+
+
+def state_machine(
+    name: str,
+    definition: StackDefinition,
+    *,
+    role: str,
+    does: str,
+    named: pulumi.Input[str] | None,
+    stop: FleetStop,
+    fleet: aws.ec2.Fleet,
+    steps: pulumi.Input[str],
+    topic_arn: pulumi.Input[str] = "",
+    permissions_boundary: pulumi.Input[str] | None,
+    parent: pulumi.Resource,
+) -> aws.sfn.StateMachine:
+    """A machine of these steps, with a role that may change this fleet, and tell people at the topic. `named` None: by
+    a name of the engine's.
+    """
+    child, labels = pulumi.ResourceOptions(parent=parent), tags(definition)
+    own = aws.iam.Role(
+        role,
+        assume_role_policy=stop.group.arn.apply(lambda arn: json.dumps(trust(arn))),
+        description=does,
+        permissions_boundary=permissions_boundary or definition.account.permissions_boundary,
+        tags=labels,
+        opts=child,
+    )
+    may = aws.iam.RolePolicy(
+        f"{name}-rights",
+        role=own.name,
+        policy=pulumi.Output.all(fleet.arn, topic_arn).apply(lambda arns: json.dumps(may_modify(*arns))),
+        opts=child,
+    )
+    return aws.sfn.StateMachine(
+        f"gpufleet-{definition.name}",
+        name=named,
+        role_arn=own.arn,
+        definition=steps,
+        tags=labels,
+        opts=pulumi.ResourceOptions(parent=parent, depends_on=[may]),
+    )
+
+
+def trust(group_arn: str) -> dict[str, Any]:
+    """Who may act with the machine's role: the service, for this account (Step Functions guide, confused deputy)."""
+    own = {"StringEquals": {"aws:SourceAccount": group_arn.split(":")[4]}}
+    principal = {"Service": "states.amazonaws.com"}
+    allow = {"Effect": "Allow", "Principal": principal, "Action": "sts:AssumeRole", "Condition": own}
+    return {"Version": "2012-10-17", "Statement": [allow]}
+
+
+def may_modify(fleet_arn: str, topic_arn: str = "") -> dict[str, Any]:
+    """Everything the machine may do."""
+    allow = {"Sid": "OwnFleet", "Effect": "Allow", "Action": "ec2:ModifyFleet", "Resource": fleet_arn}
+    tell = {"Sid": "Tell", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}
+    return {"Version": "2012-10-17", "Statement": [allow, *([tell] if topic_arn else [])]}
