@@ -139,9 +139,13 @@ def figures_within(values: Quantiles) -> tuple[str, str, str]:
 
 
 def _plain(value: Decimal, within: Quantiles | None = None) -> str:
-    """The figure to the third digit of its own, or of the range `within` which it stands; at most cents from 0.1 on."""
+    """The figure to the third digit of its own, or of the range `within` which it stands, and at most cents from 0.1
+    on; to the second digit of a range below that.
+    """
     span = abs(value) if within is None else max(within.p90 - within.p10, within.p90 / 100)
     if not span:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(span)))
-    return f"{value:.{decimals if span < Decimal('0.1') and within is None else min(decimals, 2)}f}"
+    if (span if within is None else within.p90) >= Decimal("0.1"):
+        return f"{value:.{min(decimals, 2)}f}"
+    return f"{value:.{decimals - (within is not None)}f}"

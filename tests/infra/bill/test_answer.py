@@ -86,6 +86,7 @@ def test_what_is_only_priced_says_why_it_cannot_be_launched() -> None:
         (("80.123", "94.39", "120.3"), "about 94.4 USD (80.1 to 120.3"),
         (("5012.3", "7004.9", "9511"), "about 7005 USD (5012 to 9511"),
         (("0.8812", "0.8833", "0.8871"), "about 0.88 USD (0.88 to 0.89"),
+        (("0.0141", "0.0158", "0.0182"), "about 0.0158 USD (0.0141 to 0.0182"),
     ],
 )
 def test_no_figure_has_more_digits_than_its_range_bears(usd: tuple[str, str, str], shown: str) -> None:
