@@ -284,11 +284,11 @@ class CommandCheckpoints:
 
     def signalled(self) -> None:
         """A signal is about to be sent: a save that has begun by now, or is whole, was not made because of it."""
+        self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
         self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
         with suppress(OSError):  # a full disk: the names alone tell then
-            mark.touch()
+            mark.touch()  # last: the command goes on saving while it is looked at
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
-        self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
 
     def prune(self, published: int) -> None:
         """Keeps the newest of the command's own, as many as it asks for, and what is not in the bucket yet."""

@@ -18,7 +18,7 @@ from waiting import HANG_S, wait_for
 
 from gpufleet.job.command.checkpoints import CommandCheckpoints
 from gpufleet.job.command.lines import Counting, Position
-from gpufleet.job.command.names import Names, torn
+from gpufleet.job.command.names import FoundCheckpoint, Names, torn
 from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.metrics import Save
@@ -532,21 +532,37 @@ def test_the_copy_of_a_large_checkpoint_keeps_nobody_waiting(tmp_path: Path, mon
 
 @pytest.mark.parametrize(
     ("when", "reason"),
-    [("whole before it", "timed"), ("begun before it", "timed"), ("at it", "timed"), ("on it", "stop")],
+    [
+        ("whole before it", "timed"),
+        ("begun before it", "timed"),
+        ("amid the look", "timed"),
+        ("at it", "timed"),
+        ("on it", "stop"),
+    ],
 )
 def test_only_what_was_begun_after_the_signal_is_a_save_that_the_signal_caused(
-    tmp_path: Path, when: str, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, reason: str
 ) -> None:
     disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
     disk.write("a-1.bin")
     disk.wait(70)
     disk.found.reason = "stop"
-    if when != "on it":
+    if when == "amid the look":
+        began, look = time.time(), disk.found.find
+
+        def look_while_it_saves() -> list[FoundCheckpoint]:
+            seen = look()
+            wait_for("a later time of files", lambda: disk.write("a-2.bin").stat().st_mtime > began + 0.1)
+            return seen
+
+        monkeypatch.setattr(disk.found, "find", look_while_it_saves)
+    elif when != "on it":
         disk.write("a-2.bin", b"x" * 100 if when == "whole before it" else b"")
     if when == "at it":  # it came after the look at what is there, and before the signal
         held = (disk.folder / "a-2.bin").rename(tmp_path / "held")
         held.write_bytes(b"x" * 100)
     disk.found.signalled()
+    monkeypatch.undo()
     if when == "at it":
         held.rename(disk.folder / "a-2.bin")
     if when in ("begun before it", "on it"):
