@@ -16,13 +16,14 @@ a ManualClock it stands still until told:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -105,7 +106,7 @@ class Cloud:
         FLEETS[self.account] = self.fleets
         account.seed(self.account)
         self._gate = Gate(
-            DomainDispatcherApplication(create_backend_app),
+            _of_one_ec2(DomainDispatcherApplication(create_backend_app)),
             self.account,
             self._seed,
             statements=self._statements,
@@ -320,6 +321,20 @@ def loopback(number: int) -> str:
     is not that in which they were launched. Elsewhere than on Linux there is one for all.
     """
     return f"127.0.0.{9 + number % 240}" if sys.platform == "linux" else "127.0.0.1"
+
+
+def _of_one_ec2(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """The application, which answers one request to EC2 at a time: moto walks over its own tables unguarded, and fails
+    where another request changes them meanwhile.
+    """
+    answering = threading.Lock()
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        is_ec2 = "/ec2/aws4_request" in environ.get("HTTP_AUTHORIZATION", "")
+        with answering if is_ec2 else contextlib.nullcontext():
+            return app(environ, start)
+
+    return answer
 
 
 class _QuietHandler(MotoRequestHandler):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 from declared import describe, fleet, template
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication
+from waiting import HANG_S
 
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
@@ -207,3 +212,26 @@ def test_an_instant_fleet_is_told_of_by_its_id_alone_and_lingers(cloud: Cloud) -
     cloud.tick()
     with pytest.raises(ClientError, match="InvalidFleetId"):
         describe(cloud, made)
+
+
+def test_ec2_is_asked_by_one_at_a_time_and_s3_by_many(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads: moto's tables of EC2 are not made for two of them."""
+    inside, most, whole, two_of_s3 = [0], [0], DomainDispatcherApplication.__call__, threading.Barrier(2)
+
+    def counted(app: Any, environ: dict[str, Any], start: Any) -> Any:
+        if "/ec2/" not in environ["HTTP_AUTHORIZATION"]:
+            two_of_s3.wait(HANG_S)
+            return whole(app, environ, start)
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)  # another, if it may, comes meanwhile
+        answer = whole(app, environ, start)
+        inside[0] -= 1
+        return answer
+
+    monkeypatch.setattr(DomainDispatcherApplication, "__call__", counted)
+    ec2, s3 = cloud.client("ec2"), cloud.client("s3")
+    with ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(ask) for ask in [ec2.describe_vpcs, s3.list_buckets] * 8]
+        assert all(each.result() for each in asked)
+    assert most == [1]
