@@ -29,6 +29,7 @@ from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Pulumi
 from gpufleet.rehearsal.gate import NODE_KEY, SECRET
+from gpufleet.rehearsal.handlers import compute
 from gpufleet.rehearsal.launch import Reservation
 
 Tags = dict[str, str]
@@ -117,8 +118,11 @@ class SharedAccount:
 
 @contextmanager
 def shared_account(folder: Path, way: str = "spot") -> Iterator[SharedAccount]:
-    """One, for any number of kills of a stack that buys in one of WAYS."""
-    with Cloud(folder / "cloud", clock=ManualClock()) as cloud:
+    """One, for any number of kills of a stack that buys in one of WAYS. The provider waits a second, not ten minutes,
+    for an instant fleet that never says it is deleted.
+    """
+    waits = mock.patch.dict(compute._DELETE_S, instant=1.0)
+    with waits, Cloud(folder / "cloud", clock=ManualClock()) as cloud:
         yield SharedAccount(folder, cloud, way)
 
 
