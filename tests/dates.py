@@ -89,7 +89,8 @@ def run(now: datetime, chosen: list[str], tests: list[str], file: Path) -> Itera
         ahead = begin - datetime.now(UTC)
         sys.stdout.write(f"\n{name}: {begin.astimezone(ZoneInfo(zone)):%Y-%m-%d %H:%M %Z}\n")
         sys.stdout.flush()
-        workers = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadgroup", "--no-loadscope-reorder"]
+        several = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadgroup", "--no-loadscope-reorder"]
+        workers = [] if tests else several  # each imports everything first
         words = [sys.executable, "-m", "pytest", "-q", *workers, *tests]
         if subprocess.run(words, cwd=ROOT, env=environment(file, ahead, zone), check=False).returncode:
             yield name
