@@ -1,6 +1,8 @@
 """What supervisor and trainer tell each other in small files of the work folder, each kind a class.
 
 A message is written whole or not at all. One that cannot be read counts as not there.
+
+The node's own Python reads this: no newer than 3.9 here.
 """
 
 from __future__ import annotations
@@ -9,17 +11,21 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import reading, workdir
 from gpufleet.job.contract.reading import DoubtError, Fields
 
+if TYPE_CHECKING:
+    from typing import Self
+
 LOOK_S = 0.05  # between two looks for start.json
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Message:
     """One file of a work folder."""
 
@@ -27,7 +33,8 @@ class Message:
 
     def write(self, folder: Path) -> None:
         """Replaces the one that is there. Raises OSError."""
-        atomic.write_json(folder / self.FILE, asdict(self))
+        tree = {key: str(value) if isinstance(value, Decimal) else value for key, value in asdict(self).items()}
+        atomic.write_json(folder / self.FILE, tree)
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
@@ -46,7 +53,7 @@ class Message:
 # From the supervisor to the trainer.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Start(Message):
     """A trainer that waits begins, at this rung of the ladder."""
 
@@ -68,7 +75,7 @@ def await_start(workdir: Path) -> int:
     return start.rung
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stop(Message):
     """End after the step that is under way; `save` it first. `ends`: the run ends with it, no other start follows."""
 
@@ -88,7 +95,7 @@ class Stop(Message):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SaveRequest(Message):
     """A checkpoint is wanted now. The trainer removes the file."""
 
@@ -96,7 +103,7 @@ class SaveRequest(Message):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Spent(Message):
     """What the run has cost by `at`, for the log and the node's timer; and for a command which attempt this is, and the
     newest step that is in the bucket, -1 before the first. `trained_at`: when it last told of a step, 0 before that.
@@ -105,9 +112,9 @@ class Spent(Message):
     """
 
     FILE = workdir.SPENT
-    spent_usd: str
-    spent_s: str = "0"
+    spent_usd: Decimal
     at: float
+    spent_s: Decimal = Decimal(0)  # billed
     attempt: int = 1
     published: int = -1
     trained_at: float = 0.0
@@ -118,8 +125,8 @@ class Spent(Message):
     @classmethod
     def _from_fields(cls, fields: Fields) -> Self:
         return cls(
-            spent_usd=str(fields.need("spent_usd", reading.unsigned)),
-            spent_s=str(fields.take("spent_s", reading.unsigned, 0)),
+            spent_usd=fields.need("spent_usd", reading.unsigned),
+            spent_s=fields.need("spent_s", reading.unsigned),
             at=fields.need("at", reading.number),
             attempt=fields.take("attempt", reading.whole_number, 1),
             published=int(fields.take("published", reading.number, -1)),
@@ -130,7 +137,7 @@ class Spent(Message):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AskAgain(Message):
     """For the node: those that waited let go. `name`: of this time, the same for all of them; `pause_s`: for how long
     AWS is asked for no node.
@@ -145,14 +152,14 @@ class AskAgain(Message):
         return cls(name=fields.need("name", reading.text), pause_s=fields.need("pause_s", reading.number))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Accept(Message):
     """Enough nodes were refused for what they are: this one trains, whatever it is."""
 
     FILE = workdir.ACCEPT
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LeaderSaved(Message):
     """The newest checkpoint that is whole on the leader's disk, of several nodes, of which this node's ranks may have
     written a part. `ended`: the leader's ranks have ended, and there will be none after it.
@@ -175,7 +182,7 @@ class LeaderSaved(Message):
 # From the trainer to the supervisor.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fatal(Message):
     """The run cannot succeed on any node."""
 
@@ -188,13 +195,13 @@ class Fatal(Message):
         return cls(error=fields.need("error", reading.text), detail=fields.need("detail", reading.text))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class UsedRung(Message):
     """The rung that a phase runs at, and the one to take where memory runs out there; None: there is none lower."""
 
     FILE = workdir.RUNG
-    phase: str = ""
     rung: int
+    phase: str = ""
     micro: int | None = None
     checkpointing: bool | None = None
     lower: int | None = None
@@ -210,7 +217,7 @@ class UsedRung(Message):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Ended(Message):
     """The exit code of several ranks, which torchrun does not pass on."""
 
@@ -223,7 +230,7 @@ class Ended(Message):
         return cls(code=fields.need("code", reading.whole_number))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Unreadable(Message):
     """The newest checkpoint cannot be read."""
 
@@ -236,7 +243,7 @@ class Unreadable(Message):
         return cls(step=fields.need("step", reading.step), problem=fields.need("problem", reading.text))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Preflight(Message):
     """What the checks before training have measured on each rank, and why this node is refused, if it is."""
 
@@ -258,7 +265,7 @@ class Preflight(Message):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CommandEnd(Message):
     """How a command ended: `how` in a sentence (exit code or signal, step), and what it printed last."""
 
@@ -276,7 +283,7 @@ class CommandEnd(Message):
         return cls(how=fields.need("how", reading.text), lines=fields.take("lines", reading.listed(reading.text), ()))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Observed(Message):
     """What was seen of a command's newest start so far, for its supervisor and for who rehearses it."""
 
@@ -310,7 +317,7 @@ class Observed(Message):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Alarm(Message):
     """What people should hear while a run trains: a loss that is no number, a node that is held. Of each kind once."""
 
@@ -326,7 +333,7 @@ class Alarm(Message):
 # Between a command's host and the node, in WORKDIR/control.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Container(Message):
     """What trains wants a container, another one for each number; or not `wanted`: none any more."""
 
@@ -339,7 +346,7 @@ class Container(Message):
         return cls(number=fields.need("number", reading.whole_number), wanted=fields.take("wanted", reading.flag, True))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Contained(Message):
     """The node's answer to a number: the first process of its container, or why there is none, and how it ended."""
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.attempt import Exit
-from gpufleet.job.contract.cost import CENT_100
 from gpufleet.job.contract.reading import Fields
+from gpufleet.job.contract.spent import CENT_100
 
 SCHEMA = 1
 CAUSES = ("price", "runtime", "interruptions", "other")  # job/supervisor/receipt.py says what each is
