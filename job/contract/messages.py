@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import reading, workdir
-from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.reading import DoubtError, Fields, Integer, Name, Step
 
 if TYPE_CHECKING:
     from typing import Self
@@ -41,13 +41,9 @@ class Message:
         """None: there is none that can be believed."""
         tree = atomic.read_object(folder / cls.FILE)
         try:
-            return None if tree is None else cls._from_fields(Fields(tree))
+            return None if tree is None else reading.filled(cls, Fields(tree))
         except DoubtError:
             return None
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls()
 
 
 # From the supervisor to the trainer.
@@ -59,10 +55,6 @@ class Start(Message):
 
     FILE = workdir.START
     rung: int
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(rung=fields.need("rung", reading.whole_number))
 
 
 def await_start(workdir: Path) -> int:
@@ -85,15 +77,6 @@ class Stop(Message):
     ends: bool = False
     deadline: float | None = None  # epoch seconds, when the machine goes away
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            reason=fields.take("reason", reading.text, "asked to"),
-            save=fields.take("save", reading.flag, True),
-            ends=fields.take("ends", reading.flag, False),
-            deadline=fields.take("deadline", reading.number, None),
-        )
-
 
 @dataclass(frozen=True)
 class SaveRequest(Message):
@@ -113,28 +96,14 @@ class Spent(Message):
 
     FILE = workdir.SPENT
     spent_usd: Decimal
+    spent_s: Decimal  # billed
     at: float
-    spent_s: Decimal = Decimal(0)  # billed
     attempt: int = 1
-    published: int = -1
+    published: Integer = -1
     trained_at: float = 0.0
     switch_at: float = 0.0
     switch_is_paid: bool = True
     waits_since: float = 0.0
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            spent_usd=fields.need("spent_usd", reading.unsigned),
-            spent_s=fields.need("spent_s", reading.unsigned),
-            at=fields.need("at", reading.number),
-            attempt=fields.take("attempt", reading.whole_number, 1),
-            published=int(fields.take("published", reading.number, -1)),
-            trained_at=fields.take("trained_at", reading.number, 0.0),
-            switch_at=fields.take("switch_at", reading.number, 0.0),
-            switch_is_paid=fields.take("switch_is_paid", reading.flag, True),
-            waits_since=fields.take("waits_since", reading.number, 0.0),
-        )
 
 
 @dataclass(frozen=True)
@@ -146,10 +115,6 @@ class AskAgain(Message):
     FILE = workdir.ASK_AGAIN
     name: str
     pause_s: float
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(name=fields.need("name", reading.text), pause_s=fields.need("pause_s", reading.number))
 
 
 @dataclass(frozen=True)
@@ -166,17 +131,9 @@ class LeaderSaved(Message):
     """
 
     FILE = workdir.LEADER_SAVED
-    step: int
+    step: Integer
     named_by: str
     ended: bool
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            step=int(fields.need("step", reading.number)),
-            named_by=fields.need("named_by", reading.text),
-            ended=fields.need("ended", reading.flag),
-        )
 
 
 # From the trainer to the supervisor.
@@ -190,10 +147,6 @@ class Fatal(Message):
     error: str
     detail: str
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(error=fields.need("error", reading.text), detail=fields.need("detail", reading.text))
-
 
 @dataclass(frozen=True)
 class UsedRung(Message):
@@ -206,16 +159,6 @@ class UsedRung(Message):
     checkpointing: bool | None = None
     lower: int | None = None
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            phase=fields.take("phase", reading.text, ""),
-            rung=fields.need("rung", reading.whole_number),
-            micro=fields.take("micro", reading.whole_number, None),
-            checkpointing=fields.take("checkpointing", reading.flag, None),
-            lower=fields.take("lower", reading.whole_number, None),
-        )
-
 
 @dataclass(frozen=True)
 class Ended(Message):
@@ -225,22 +168,14 @@ class Ended(Message):
     code: int
     rank: int = 0
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(code=fields.need("code", reading.whole_number))
-
 
 @dataclass(frozen=True)
 class Unreadable(Message):
     """The newest checkpoint cannot be read."""
 
     FILE = workdir.UNREADABLE
-    step: int
+    step: Step
     problem: str
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(step=fields.need("step", reading.step), problem=fields.need("problem", reading.text))
 
 
 @dataclass(frozen=True)
@@ -257,13 +192,6 @@ class Preflight(Message):
         tree = asdict(self)
         atomic.write_json(folder / self.FILE, {key: tree[key] for key in tree if tree[key] is not None})
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            ranks=fields.take("ranks", reading.listed(reading.anything), ()),
-            problems=fields.take("problems", reading.listed(reading.text), ()),
-        )
-
 
 @dataclass(frozen=True)
 class CommandEnd(Message):
@@ -278,10 +206,6 @@ class CommandEnd(Message):
         """All of it."""
         return "\n".join((self.how, *(f"  | {line}" for line in self.lines)))
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(how=fields.need("how", reading.text), lines=fields.take("lines", reading.listed(reading.text), ()))
-
 
 @dataclass(frozen=True)
 class Observed(Message):
@@ -293,28 +217,12 @@ class Observed(Message):
     unread: tuple[str, ...] = ()  # the last ones with numbers that told none
     begun: int = 0  # checkpoints that are there
     checkpoints: int = 0  # whole ones
-    restored: int | None = None  # the step of the checkpoint that it was given
+    restored: Step | None = None  # the step of the checkpoint that it was given
     resumes: str = ""  # goes on, begins anew, not shown; empty: it was given none
     why: str = ""
     elsewhere: str = ""  # what it has written where nobody looks, and the line to add
     met: str = ""  # the ranks of several nodes that train together; empty: they were not seen
     has_first: bool = False  # rank 0 is one of this node's
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            lines=fields.take("lines", reading.whole_number, 0),
-            told=fields.take("told", reading.flag, False),
-            unread=fields.take("unread", reading.listed(reading.text), ()),
-            begun=fields.take("begun", reading.whole_number, 0),
-            checkpoints=fields.take("checkpoints", reading.whole_number, 0),
-            restored=fields.take("restored", reading.step, None),
-            resumes=fields.take("resumes", reading.text, ""),
-            why=fields.take("why", reading.text, ""),
-            elsewhere=fields.take("elsewhere", reading.text, ""),
-            met=fields.take("met", reading.text, ""),
-            has_first=fields.take("has_first", reading.flag, False),
-        )
 
 
 @dataclass(frozen=True)
@@ -322,12 +230,8 @@ class Alarm(Message):
     """What people should hear while a run trains: a loss that is no number, a node that is held. Of each kind once."""
 
     FILE = workdir.ALARM
-    kind: str
+    kind: Name
     text: str
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(kind=fields.need("kind", reading.name), text=fields.need("text", reading.text))
 
 
 # Between a command's host and the node, in WORKDIR/control.
@@ -341,10 +245,6 @@ class Container(Message):
     number: int
     wanted: bool = True
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(number=fields.need("number", reading.whole_number), wanted=fields.take("wanted", reading.flag, True))
-
 
 @dataclass(frozen=True)
 class Contained(Message):
@@ -355,12 +255,3 @@ class Contained(Message):
     pid: int | None = None
     problem: str = ""
     code: int = 0
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            number=fields.need("number", reading.whole_number),
-            pid=fields.take("pid", reading.whole_number, None),
-            problem=fields.take("problem", reading.text, ""),
-            code=fields.take("code", reading.whole_number, 0),
-        )
