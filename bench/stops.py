@@ -32,17 +32,14 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.market.market import WAITING_TIME
 from gpufleet.infra.program.boot.run_config import run_config
-from gpufleet.job.contract import bucket, cost, run
+from gpufleet.job.contract import bucket, run
 from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Node, last_beat, record
-from gpufleet.job.contract.lives import Sightings
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
+from gpufleet.job.contract.spent import History, Means, OtherNodes
 from gpufleet.job.contract.workdir import RUN
-from gpufleet.job.node import means
 from gpufleet.job.node.allowance import LEAST_S, Allowance
-from gpufleet.job.node.means import Means
 from gpufleet.job.supervisor.attempts import Others
-from gpufleet.job.supervisor.fleet import History
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
 from gpufleet.job.supervisor.store import Entry
@@ -141,8 +138,7 @@ class Machine:
     id: str
     launched: float
     allowance: Allowance | None = None
-    before: list[tuple[AttemptRecord, Beat | None]] = field(default_factory=list)
-    sightings: Sightings
+    known: OtherNodes  # by its boot
     counted_at: float = 0.0
     loses_keeper_at: float = float("inf")
     said: SaidNode = field(default_factory=SaidNode)
@@ -266,10 +262,10 @@ class Drawn:
         return taken
 
     def _launch(self) -> None:
-        boots = self.now + self.draw.uniform(60, 150)
+        boots, name = self.now + self.draw.uniform(60, 150), f"i-{len(self.nodes)}"
         node = Machine(
-            id=f"i-{len(self.nodes)}",
-            sightings=Sightings(f"i-{len(self.nodes)}"),
+            id=name,
+            known=OtherNodes(Node(name, self.stack.type, self.stack.zone, self.now)),
             launched=self.now,
             checks_at=boots,
             loses_keeper_at=boots + self.draw.expovariate(1 / HOUR) if self.keepers_die else float("inf"),
@@ -281,7 +277,7 @@ class Drawn:
         self.store.objects[bucket.attempt_key(node.id)] = json.dumps(self._own_record(node, ending).to_json()).encode()
 
     def _own_record(self, node: Machine, ending: Exit | None = None) -> AttemptRecord:
-        others = node.others
+        others = node.others or node.known
         return AttemptRecord(
             instance=node.id,
             type=self.stack.type,
@@ -289,8 +285,8 @@ class Drawn:
             launched_at=iso(node.launched),
             booted_at=iso(node.launched + 30),
             exit=ending,
-            ended=others.ended if others else node.sightings.ended,
-            untold=others.untold if others else node.sightings.untold({each.instance for each, _ in node.before}),
+            ended=others.ended,
+            untold=others.untold,
         )
 
     def _check(self, node: Machine) -> bool:
@@ -301,9 +297,7 @@ class Drawn:
             for each in self.nodes
             if each is not node and bucket.attempt_key(each.id) in self.store.objects
         ]
-        node.before = nodes
-        for each, _ in nodes:
-            node.sightings.know(each.untold, each.ended)
+        node.known.hear(nodes)
         found = self._means(node)
         self._record(node)
         node.allowance = Allowance(self, self, float(self.stack.run.limits.max_hours) * HOUR + 240)  # type: ignore[arg-type]
@@ -313,12 +307,9 @@ class Drawn:
     def _means(self, node: Machine) -> Means:
         """As job/node counts them, at its boot and every five minutes."""
         node.counted_at, told = self.now, self.history(T0)
-        names = {each.instance for each, _ in node.before}
         if told is not None:
-            node.sightings.take(names, told.launched, told.ended, told.there, self.now)
-        untold = [(each, None) for each in cost.untold(node.sightings.untold(names))]
-        here, lives = self.stack, node.sightings.lives
-        return means.of_node(here.run, here.type, here.zone, node.launched, [*node.before, *untold], lives)
+            node.known.take(told, self.now)
+        return node.known.means(self.stack.run)
 
     def _last_beat(self, node: Machine) -> Beat | None:
         return last_beat(self.store.objects.get(bucket.heartbeat_key(node.id)), print)
@@ -394,9 +385,7 @@ class Drawn:
                     self._arrive(node)
                 self._speak(node)
                 if self.now < node.loses_keeper_at:
-                    if self.now >= node.counted_at + 300 and node.sightings.doubtful(
-                        {each.instance for each, _ in node.before}
-                    ):
+                    if self.now >= node.counted_at + 300 and node.known.doubtful:
                         node.allowance._means = self._means(node)
                     node.allowance.look()
                 if TIMER in self.on and self.now >= node.allowance.timer_at:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -36,10 +35,10 @@ from gpufleet.job import atomic, progress
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
 from gpufleet.job.contract.done import EARLY, FINISHED, FLEET_GONE, NODE_ENDED, Done
-from gpufleet.job.contract.lives import KEPT_S, Lives
 from gpufleet.job.contract.receipt import Receipt, parse
 from gpufleet.job.contract.results import refusal
 from gpufleet.job.contract.run import load
+from gpufleet.job.contract.spent import KEPT_S, History
 from gpufleet.job.contract.workdir import RECEIPT, RESULTS, RUN
 from gpufleet.job.supervisor import attempts, fleet, receipt
 from gpufleet.job.supervisor.receipt import text as receipt_text
@@ -253,33 +252,25 @@ def make_receipt(
     """
     try:
         run, store = load(target / RUN), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
-        told = _history(definition, ec2)(now - KEPT_S)
-        nodes = {name for each in folder.objects(bucket.ATTEMPTS) if (name := bucket.node_of(each.name))}
-        lives = Lives(told.ended if told else {}, gone=nodes)
-        found = attempts.read(store, run, done=done, lives=lives, say=say)
+        told = _history(definition, ec2, now - KEPT_S)
+        known = attempts.reclaimed(before.attempts if before else ())
+        found = attempts.read_ended(store, run, done, told, now, known=known, say=say)
         if not found:
             raise ValueError("no node has left a record")
-        found = attempts.with_reclaims(found, attempts.reclaimed(before.attempts if before else ()))
-        found = attempts.judged(found, lambda since: told, now)
         return receipt.build(run, found, done, objects={each.name: each.bytes for each in folder.objects()})
     except (OSError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _history(definition: StackDefinition, ec2: Any) -> fleet.Ask:
+def _history(definition: StackDefinition, ec2: Any, since: float) -> History | None:
     """The history of the run's fleet, which AWS shows for two days after its deletion. Where a killed `up` has left a
     second fleet, the histories of both: which of them a node belonged to is not known any more.
     """
-
-    def ask(since: float) -> fleet.History | None:
-        try:
-            found = fleets_of(ec2, definition)
-            own = [each for each in found if aws.owner_of(each) == aws.owner_of(found[0])]
-            told = [fleet.history(ec2, each["FleetId"], since) for each in own]
-        except (BotoCoreError, ClientError):
-            return None
-        noticed = [each for each, of in zip(told, own, strict=True) if len(own) == 1 or market(of) in INTERRUPTED]
-        changes = tuple(at for each in noticed for at in each.changes)
-        return fleet.History(changes=changes, ended=dict(ChainMap(*(each.ended for each in told)))) if told else None
-
-    return ask
+    try:
+        found = fleets_of(ec2, definition)
+        own = [each for each in found if aws.owner_of(each) == aws.owner_of(found[0])]
+        told = [fleet.history(ec2, each["FleetId"], since) for each in own]
+    except (BotoCoreError, ClientError):
+        return None
+    noticed = [each for each, of in zip(told, own, strict=True) if len(own) == 1 or market(of) in INTERRUPTED]
+    return fleet.merged(told, (at for each in noticed for at in each.changes)) if told else None

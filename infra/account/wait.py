@@ -36,6 +36,7 @@ from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.market import WAYS
 from gpufleet.infra.program.resources.tags import RUN_TAG
 from gpufleet.job.contract.done import Done
+from gpufleet.job.supervisor.store import pages
 from gpufleet.job.text import counted
 
 POLL_S = 10.0
@@ -187,14 +188,10 @@ class WaitLoop:
 
     def _history(self, fleet: dict[str, Any]) -> None:
         """Says every event not said before, and collects what explains a missing node."""
-        arguments: dict[str, Any] = {"FleetId": fleet["FleetId"], "StartTime": fleet["CreateTime"]}
-        while True:
-            answer = self.ec2.describe_fleet_history(**arguments)
+        asked = {"FleetId": fleet["FleetId"], "StartTime": fleet["CreateTime"]}
+        for answer in pages(self.ec2.describe_fleet_history, **asked):
             for record in answer["HistoryRecords"]:
                 self._event(record)
-            if not answer.get("NextToken"):
-                break
-            arguments["NextToken"] = answer["NextToken"]
 
     def _event(self, record: dict[str, Any]) -> None:
         kind, sub_type, description = describe(record)

@@ -12,13 +12,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from decimal import Decimal
-from typing import Any
+from typing import Annotated, Any
 
 from gpufleet.job.contract import environment, reading
-from gpufleet.job.contract.reading import DoubtError, Fields, epoch, iso
+from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds, Step, epoch, iso
 
 SUPERSEDED = "fallback"  # the exit's reason of a node on spot whose run goes on on demand
+UNREAD = ("attempt", "supervised_at", "ranks", "machine", "preflight", "compiled")  # by other nodes
 Aside = Callable[[str], None]  # is told what is set aside
+
+
+def _time(value: Any) -> str:
+    reading.moment(value)
+    return str(value)
+
+
+def _key(value: Any) -> str | None:
+    return reading.text(value) or None
+
+
+Time = Annotated[str, _time]  # UTC, ISO
+Market = Annotated[str, reading.choice("spot", "on-demand")]
+Key = Annotated[str, _key]  # of the bucket
 
 
 @dataclass(frozen=True)
@@ -53,11 +68,11 @@ class Beat:
     """A heartbeat: where training is, and what the attempt and its run have cost by then. None: not known then."""
 
     ts: str = ""  # UTC, ISO
-    step: int = 0
+    step: Step = 0
     phase: str | None = None
     loss: float | None = None
     tok_s: float | None = None
-    step_s: float | None = None
+    step_s: Seconds | None = None
     spent_usd: Decimal | None = None  # of the run
     attempt_usd: Decimal | None = None
     attempt_s: Decimal = Decimal(0)  # as billed
@@ -77,26 +92,7 @@ class Beat:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Beat:
         """Raises DoubtError."""
-        fields = Fields(tree)
-        return cls(
-            ts=fields.take("ts", reading.text, ""),
-            step=fields.take("step", reading.step, 0),
-            phase=fields.take("phase", reading.text, None),
-            loss=fields.take("loss", reading.number, None),
-            tok_s=fields.take("tok_s", reading.number, None),
-            step_s=fields.take("step_s", reading.seconds, None),
-            spent_usd=fields.take("spent_usd", reading.unsigned, None),
-            attempt_usd=fields.take("attempt_usd", reading.unsigned, None),
-            attempt_s=fields.take("attempt_s", reading.unsigned, Decimal(0)),
-            lived_s=fields.take("lived_s", reading.unsigned, None),
-            compute_usd=fields.take("compute_usd", reading.unsigned, None),
-            usd_per_hour=fields.take("usd_per_hour", reading.unsigned, None),
-            ceiling_s=fields.take("ceiling_s", reading.unsigned, None),
-            gpu_util=fields.take("gpu_util", reading.number, None),
-            gpu_mem_gb=fields.take("gpu_mem_gb", reading.number, None),
-            gpu_temp_c=fields.take("gpu_temp_c", reading.number, None),
-            xids=fields.take("xids", reading.listed(reading.whole_number), ()),
-        )
+        return reading.filled(cls, Fields(tree))
 
 
 @dataclass(frozen=True)
@@ -149,20 +145,20 @@ class AttemptRecord:
     instance: str = ""
     type: str = ""
     zone: str = ""
-    capacity: str = ""  # spot or on-demand; empty: the run's
-    launched_at: str = ""  # UTC, ISO
+    capacity: Market = ""  # empty: the run's
+    launched_at: Time = ""
     booted_at: str = ""
-    manifest_at_boot: str | None = None  # key of the newest checkpoint's then
+    manifest_at_boot: Key | None = None  # key of the newest checkpoint's then
     # Of other nodes, as AWS says, which forgets; epoch seconds. When they ended; and, where one has no record, began.
-    ended: Mapping[str, float] = field(default_factory=dict)
-    untold: Mapping[str, float] = field(default_factory=dict)
+    ended: Mapping[str, Moment] = field(default_factory=dict)
+    untold: Mapping[str, Moment] = field(default_factory=dict)
     # The supervisor's.
     attempt: int | None = None  # of the run, from 1
     supervised_at: str = ""
     pulled_s: Decimal | None = None  # how long the images took
     ranks: int | None = None  # processes that train
     machine: Hardware | None = None
-    resumed_step: int | None = None
+    resumed_step: Step | None = None
     started_s: Decimal | None = None  # from launch to the trainer's first step
     rung: int | None = None
     floor: int | None = None  # rung to begin at: above it memory ran out
@@ -198,26 +194,7 @@ class AttemptRecord:
     def from_json(cls, tree: dict[str, Any], aside: Aside) -> AttemptRecord:
         """The record, as far as others need it; what is doubtful is left out and told to `aside`."""
         fields = Fields(tree, aside=aside)
-        return cls(
-            instance=fields.take("instance", reading.text, ""),
-            type=fields.take("type", reading.text, ""),
-            zone=fields.take("zone", reading.text, ""),
-            capacity=fields.take("capacity", reading.choice("spot", "on-demand"), ""),
-            launched_at=fields.take("launched_at", _time, ""),
-            booted_at=fields.take("booted_at", reading.text, ""),
-            manifest_at_boot=fields.take("manifest_at_boot", reading.text, None) or None,
-            ended=fields.take("ended", reading.mapping(reading.moment), {}),
-            untold=fields.take("untold", reading.mapping(reading.moment), {}),
-            pulled_s=fields.take("pulled_s", reading.unsigned, None),
-            resumed_step=fields.take("resumed_step", reading.step, None),
-            started_s=fields.take("started_s", reading.unsigned, None),
-            rung=fields.take("rung", reading.whole_number, None),
-            floor=fields.take("floor", reading.whole_number, None),
-            results=fields.take("results", reading.flag, False),
-            reclaimed=fields.take("reclaimed", reading.mapping(reading.flag), {}),
-            alarm=fields.take("alarm", reading.text, ""),
-            exit=Exit.from_fields(fields),
-        )
+        return reading.filled(cls, fields, UNREAD, exit=Exit.from_fields(fields))
 
 
 def last_beat(lines: bytes | None, aside: Aside) -> Beat | None:
@@ -238,8 +215,3 @@ def record(content: bytes | None, aside: Aside) -> AttemptRecord:
         aside(str(error))
         tree = {}
     return AttemptRecord.from_json(tree, aside)
-
-
-def _time(value: Any) -> str:
-    reading.moment(value)
-    return str(value)

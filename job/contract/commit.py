@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import inputs, reading
 from gpufleet.job.contract.bucket import CheckpointPlace, published
 from gpufleet.job.contract.inputs import InputFile
-from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.reading import DoubtError, Fields, Name, Step
 from gpufleet.job.contract.workdir import step_folder
 
 Reason = Literal["timed", "best", "stop", "boundary", "final"]
@@ -29,8 +29,8 @@ OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # left out where they h
 class Retry:
     """Training was lost at one step, and went on from the checkpoint of another at lower rates."""
 
-    lost_at: int
-    from_step: int
+    lost_at: Step
+    from_step: Step
     reason: str
 
 
@@ -48,7 +48,7 @@ class Commit:
     val_loss: float | None = None
     determinism: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, str] = field(default_factory=dict)  # sha256, source
-    requires: tuple[str, ...] = ()  # what must be uploaded before this counts
+    requires: tuple[Name, ...] = ()  # what must be uploaded before this counts
     base_weights: str | None = None
     retries: tuple[Retry, ...] = ()  # of the run so far, oldest first
     torch: str = ""
@@ -56,7 +56,7 @@ class Commit:
     lines: dict[str, Any] = field(default_factory=dict)  # of a command: what its output had told, job/command/lines.py
     # Of a command on several nodes.
     node: int = 0  # the rank of the node whose part this is; 0: the leader's, or all of it
-    borrowed: tuple[str, ...] = ()  # names of its files that other nodes have written
+    borrowed: tuple[Name, ...] = ()  # names of its files that other nodes have written
     named_by: str = ""  # one of the leader's files, by whose name the others know theirs
 
     @property
@@ -91,34 +91,9 @@ class Commit:
         )
         if not files and not tree.get("node"):
             raise DoubtError("it names no files")
-        return cls(
-            step=step,
-            config_sha256=fields.need("config_sha256", reading.text),
-            files=files,
-            reason=fields.take("reason", reading.choice(*get_args(Reason)), "timed"),
-            phase=fields.take("phase", reading.text, ""),
-            goes_on_from=fields.take("goes_on_from", reading.step, step),
-            tokens=fields.take("tokens", reading.whole_number, 0),
-            val_loss=finite(tree.get("val_loss")),
-            determinism=fields.take("determinism", reading.mapping(reading.anything), {}),
-            dataset=fields.take("dataset", reading.mapping(reading.text), {}),
-            requires=fields.take("requires", reading.listed(reading.name), ()),
-            base_weights=fields.take("base_weights", reading.text, None),
-            retries=tuple(
-                Retry(
-                    lost_at=each.need("lost_at", reading.step),
-                    from_step=each.need("from_step", reading.step),
-                    reason=each.need("reason", reading.text),
-                )
-                for each in (fields.sections("retries") if "retries" in tree else ())
-            ),
-            torch=fields.take("torch", reading.text, ""),
-            world_size=fields.take("world_size", reading.whole_number, 1),
-            lines=fields.take("lines", reading.mapping(reading.anything), {}),
-            node=fields.take("node", reading.whole_number, 0),
-            borrowed=fields.take("borrowed", reading.listed(reading.name), ()),
-            named_by=fields.take("named_by", reading.text, ""),
-        )
+        goes_on_from = fields.take("goes_on_from", reading.step, step)
+        val_loss = finite(tree.get("val_loss"))
+        return reading.filled(cls, fields, step=step, files=files, goes_on_from=goes_on_from, val_loss=val_loss)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,13 +5,14 @@ and who trains together (gang/<number>.json, a generation, written once). What i
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.bucket import CheckpointPlace
-from gpufleet.job.contract.reading import Fields
+from gpufleet.job.contract.reading import Fields, Integer, Seconds
 
 State = Literal["staging", "ready", "busy", "gone"]
+Several = Annotated[int, reading.several]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,14 +30,14 @@ class Presence:
     at: float = 0.0  # when it said all this
     notice: float | None = None  # when AWS ends it
     generation: int = 0
-    ended: int | None = None
+    ended: Integer | None = None
     said: str = ""  # why, where its end is the run's
     stopping: bool = False  # it leads, and its ranks are to save and end
     rung: int = 0  # of the ladder, to begin at
-    saved: int = -1  # the newest step whose checkpoint, or part of one, is whole on its disk and to be published
+    saved: Integer = -1  # the newest step whose checkpoint, or part of one, is whole on its disk and to be published
     named_by: str = ""  # of that one, where this node leads: commit.Commit.named_by
-    own_s: float = 0.0  # of its last steps, the usual time before they need the other nodes; 0: not known
-    look_s: float = 0.0  # that each of its last looks at the others took at least
+    own_s: Seconds = 0.0  # of its last steps, the usual time before they need the other nodes; 0: not known
+    look_s: Seconds = 0.0  # that each of its last looks at the others took at least
     first_in: int = 0  # the newest generation in which rank 0 was seen among this node's
 
     def to_json(self) -> dict[str, Any]:
@@ -47,25 +48,7 @@ class Presence:
     def from_json(cls, tree: dict[str, Any]) -> Presence:
         """Raises DoubtError."""
         fields = Fields(tree)
-        return cls(
-            instance=fields.need("instance", reading.text),
-            address=fields.need("address", reading.text),
-            launched_at=fields.need("launched_at", reading.number),
-            state=fields.need("state", reading.choice(*get_args(State))),
-            since=fields.take("since", reading.number, 0.0),
-            at=fields.take("at", reading.number, 0.0),
-            notice=fields.take("notice", reading.number, None),
-            generation=fields.take("generation", reading.whole_number, 0),
-            ended=fields.take("ended", _code, None),
-            said=fields.take("said", reading.text, ""),
-            stopping=fields.take("stopping", reading.flag, False),
-            rung=fields.take("rung", reading.whole_number, 0),
-            saved=int(fields.take("saved", reading.number, -1)),
-            named_by=fields.take("named_by", reading.text, ""),
-            own_s=fields.take("own_s", reading.seconds, 0.0),
-            look_s=fields.take("look_s", reading.seconds, 0.0),
-            first_in=fields.take("first_in", reading.whole_number, 0),
-        )
+        return reading.filled(cls, fields, state=fields.need("state", reading.choice(*get_args(State))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +59,10 @@ class GangGeneration:
     leave instead.
     """
 
-    number: int
+    number: Several
     members: tuple[str, ...]
     addresses: tuple[str, ...]
-    step: int = -1
+    step: Integer = -1
     source: int = 0
     rung: int = 0
     tries: int = 0
@@ -102,22 +85,8 @@ class GangGeneration:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> GangGeneration:
         """Raises DoubtError."""
-        fields = Fields(tree)
-        members = fields.need("members", reading.listed(reading.text))
-        addresses = fields.need("addresses", reading.listed(reading.text))
-        if not members or len(members) != len(addresses):
-            raise reading.DoubtError(f"members {reading.show(members)} have addresses {reading.show(addresses)}")
-        return cls(
-            number=fields.need("number", reading.several),
-            members=members,
-            addresses=addresses,
-            step=int(fields.take("step", reading.number, -1)),
-            source=fields.take("source", reading.whole_number, 0),
-            rung=fields.take("rung", reading.whole_number, 0),
-            tries=fields.take("tries", reading.whole_number, 0),
-            is_last=fields.take("is_last", reading.flag, False),
-        )
-
-
-def _code(value: Any) -> int:
-    return int(reading.number(value))
+        found = reading.filled(cls, Fields(tree))
+        if not found.members or len(found.members) != len(found.addresses):
+            members, addresses = reading.show(found.members), reading.show(found.addresses)
+            raise reading.DoubtError(f"members {members} have addresses {addresses}")
+        return found

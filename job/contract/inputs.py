@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from gpufleet.job import atomic, progress
 from gpufleet.job.contract import reading
-from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.reading import DoubtError, Fields, Name
 
 DATASET, WEIGHTS = "dataset.json", "weights.json"
 _HEAD = ("schema", "kind", "source", "files", "train", "validation")  # of dataset.json
@@ -29,7 +29,7 @@ Checks = Mapping[str, Callable[[Fields], object]]  # by kind of dataset: reads i
 class InputFile:
     """A file, its name relative to the place of them all."""
 
-    name: str
+    name: Name
     bytes: int
     sha256: str  # empty: nobody has hashed it, as of what lies in a bucket of the user's
 
@@ -63,14 +63,7 @@ def files(fields: Fields) -> tuple[InputFile, ...]:
     """The `files` of a document. Raises DoubtError, also where a name would lead out of their folder or is there twice:
     whoever wrote it may be a stranger.
     """
-    found = tuple(
-        InputFile(
-            name=each.need("name", reading.name),
-            bytes=each.need("bytes", reading.whole_number),
-            sha256=each.need("sha256", reading.text),
-        )
-        for each in fields.sections("files")
-    )
+    found = tuple(reading.filled(InputFile, each) for each in fields.sections("files"))
     if len({file.name for file in found}) < len(found):
         raise DoubtError("files names one of them twice")
     return found

@@ -1,6 +1,8 @@
 """What supervisor and trainer tell each other in small files of the work folder, each kind a class.
 
 A message is written whole or not at all. One that cannot be read counts as not there.
+
+The node's own Python reads this: no newer than 3.9 here.
 """
 
 from __future__ import annotations
@@ -9,17 +11,21 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import reading, workdir
-from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.reading import DoubtError, Fields, Integer, Name, Step
+
+if TYPE_CHECKING:
+    from typing import Self
 
 LOOK_S = 0.05  # between two looks for start.json
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Message:
     """One file of a work folder."""
 
@@ -27,35 +33,28 @@ class Message:
 
     def write(self, folder: Path) -> None:
         """Replaces the one that is there. Raises OSError."""
-        atomic.write_json(folder / self.FILE, asdict(self))
+        tree = {key: str(value) if isinstance(value, Decimal) else value for key, value in asdict(self).items()}
+        atomic.write_json(folder / self.FILE, tree)
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
         """None: there is none that can be believed."""
         tree = atomic.read_object(folder / cls.FILE)
         try:
-            return None if tree is None else cls._from_fields(Fields(tree))
+            return None if tree is None else reading.filled(cls, Fields(tree))
         except DoubtError:
             return None
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls()
 
 
 # From the supervisor to the trainer.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Start(Message):
     """A trainer that waits begins, at this rung of the ladder."""
 
     FILE = workdir.START
     rung: int
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(rung=fields.need("rung", reading.whole_number))
 
 
 def await_start(workdir: Path) -> int:
@@ -68,7 +67,7 @@ def await_start(workdir: Path) -> int:
     return start.rung
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stop(Message):
     """End after the step that is under way; `save` it first. `ends`: the run ends with it, no other start follows."""
 
@@ -78,17 +77,8 @@ class Stop(Message):
     ends: bool = False
     deadline: float | None = None  # epoch seconds, when the machine goes away
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            reason=fields.take("reason", reading.text, "asked to"),
-            save=fields.take("save", reading.flag, True),
-            ends=fields.take("ends", reading.flag, False),
-            deadline=fields.take("deadline", reading.number, None),
-        )
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SaveRequest(Message):
     """A checkpoint is wanted now. The trainer removes the file."""
 
@@ -96,7 +86,7 @@ class SaveRequest(Message):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Spent(Message):
     """What the run has cost by `at`, for the log and the node's timer; and for a command which attempt this is, and the
     newest step that is in the bucket, -1 before the first. `trained_at`: when it last told of a step, 0 before that.
@@ -105,32 +95,18 @@ class Spent(Message):
     """
 
     FILE = workdir.SPENT
-    spent_usd: str
-    spent_s: str = "0"
+    spent_usd: Decimal
+    spent_s: Decimal  # billed
     at: float
     attempt: int = 1
-    published: int = -1
+    published: Integer = -1
     trained_at: float = 0.0
     switch_at: float = 0.0
     switch_is_paid: bool = True
     waits_since: float = 0.0
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            spent_usd=str(fields.need("spent_usd", reading.unsigned)),
-            spent_s=str(fields.take("spent_s", reading.unsigned, 0)),
-            at=fields.need("at", reading.number),
-            attempt=fields.take("attempt", reading.whole_number, 1),
-            published=int(fields.take("published", reading.number, -1)),
-            trained_at=fields.take("trained_at", reading.number, 0.0),
-            switch_at=fields.take("switch_at", reading.number, 0.0),
-            switch_is_paid=fields.take("switch_is_paid", reading.flag, True),
-            waits_since=fields.take("waits_since", reading.number, 0.0),
-        )
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AskAgain(Message):
     """For the node: those that waited let go. `name`: of this time, the same for all of them; `pause_s`: for how long
     AWS is asked for no node.
@@ -140,42 +116,30 @@ class AskAgain(Message):
     name: str
     pause_s: float
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(name=fields.need("name", reading.text), pause_s=fields.need("pause_s", reading.number))
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Accept(Message):
     """Enough nodes were refused for what they are: this one trains, whatever it is."""
 
     FILE = workdir.ACCEPT
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LeaderSaved(Message):
     """The newest checkpoint that is whole on the leader's disk, of several nodes, of which this node's ranks may have
     written a part. `ended`: the leader's ranks have ended, and there will be none after it.
     """
 
     FILE = workdir.LEADER_SAVED
-    step: int
+    step: Integer
     named_by: str
     ended: bool
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            step=int(fields.need("step", reading.number)),
-            named_by=fields.need("named_by", reading.text),
-            ended=fields.need("ended", reading.flag),
-        )
 
 
 # From the trainer to the supervisor.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fatal(Message):
     """The run cannot succeed on any node."""
 
@@ -183,34 +147,20 @@ class Fatal(Message):
     error: str
     detail: str
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(error=fields.need("error", reading.text), detail=fields.need("detail", reading.text))
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class UsedRung(Message):
     """The rung that a phase runs at, and the one to take where memory runs out there; None: there is none lower."""
 
     FILE = workdir.RUNG
-    phase: str = ""
     rung: int
+    phase: str = ""
     micro: int | None = None
     checkpointing: bool | None = None
     lower: int | None = None
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            phase=fields.take("phase", reading.text, ""),
-            rung=fields.need("rung", reading.whole_number),
-            micro=fields.take("micro", reading.whole_number, None),
-            checkpointing=fields.take("checkpointing", reading.flag, None),
-            lower=fields.take("lower", reading.whole_number, None),
-        )
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Ended(Message):
     """The exit code of several ranks, which torchrun does not pass on."""
 
@@ -218,25 +168,17 @@ class Ended(Message):
     code: int
     rank: int = 0
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(code=fields.need("code", reading.whole_number))
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Unreadable(Message):
     """The newest checkpoint cannot be read."""
 
     FILE = workdir.UNREADABLE
-    step: int
+    step: Step
     problem: str
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(step=fields.need("step", reading.step), problem=fields.need("problem", reading.text))
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Preflight(Message):
     """What the checks before training have measured on each rank, and why this node is refused, if it is."""
 
@@ -250,15 +192,8 @@ class Preflight(Message):
         tree = asdict(self)
         atomic.write_json(folder / self.FILE, {key: tree[key] for key in tree if tree[key] is not None})
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            ranks=fields.take("ranks", reading.listed(reading.anything), ()),
-            problems=fields.take("problems", reading.listed(reading.text), ()),
-        )
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CommandEnd(Message):
     """How a command ended: `how` in a sentence (exit code or signal, step), and what it printed last."""
 
@@ -271,12 +206,8 @@ class CommandEnd(Message):
         """All of it."""
         return "\n".join((self.how, *(f"  | {line}" for line in self.lines)))
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(how=fields.need("how", reading.text), lines=fields.take("lines", reading.listed(reading.text), ()))
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Observed(Message):
     """What was seen of a command's newest start so far, for its supervisor and for who rehearses it."""
 
@@ -286,47 +217,27 @@ class Observed(Message):
     unread: tuple[str, ...] = ()  # the last ones with numbers that told none
     begun: int = 0  # checkpoints that are there
     checkpoints: int = 0  # whole ones
-    restored: int | None = None  # the step of the checkpoint that it was given
+    restored: Step | None = None  # the step of the checkpoint that it was given
     resumes: str = ""  # goes on, begins anew, not shown; empty: it was given none
     why: str = ""
     elsewhere: str = ""  # what it has written where nobody looks, and the line to add
     met: str = ""  # the ranks of several nodes that train together; empty: they were not seen
     has_first: bool = False  # rank 0 is one of this node's
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            lines=fields.take("lines", reading.whole_number, 0),
-            told=fields.take("told", reading.flag, False),
-            unread=fields.take("unread", reading.listed(reading.text), ()),
-            begun=fields.take("begun", reading.whole_number, 0),
-            checkpoints=fields.take("checkpoints", reading.whole_number, 0),
-            restored=fields.take("restored", reading.step, None),
-            resumes=fields.take("resumes", reading.text, ""),
-            why=fields.take("why", reading.text, ""),
-            elsewhere=fields.take("elsewhere", reading.text, ""),
-            met=fields.take("met", reading.text, ""),
-            has_first=fields.take("has_first", reading.flag, False),
-        )
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Alarm(Message):
     """What people should hear while a run trains: a loss that is no number, a node that is held. Of each kind once."""
 
     FILE = workdir.ALARM
-    kind: str
+    kind: Name
     text: str
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(kind=fields.need("kind", reading.name), text=fields.need("text", reading.text))
 
 
 # Between a command's host and the node, in WORKDIR/control.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Container(Message):
     """What trains wants a container, another one for each number; or not `wanted`: none any more."""
 
@@ -334,12 +245,8 @@ class Container(Message):
     number: int
     wanted: bool = True
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(number=fields.need("number", reading.whole_number), wanted=fields.take("wanted", reading.flag, True))
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Contained(Message):
     """The node's answer to a number: the first process of its container, or why there is none, and how it ended."""
 
@@ -348,12 +255,3 @@ class Contained(Message):
     pid: int | None = None
     problem: str = ""
     code: int = 0
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Self:
-        return cls(
-            number=fields.need("number", reading.whole_number),
-            pid=fields.take("pid", reading.whole_number, None),
-            problem=fields.take("problem", reading.text, ""),
-            code=fields.take("code", reading.whole_number, 0),
-        )

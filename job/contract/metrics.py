@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.commit import Reason
-from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.reading import DoubtError, Fields, Seconds, Step
 
 # The order of the keys; None where a figure does not exist. Experiments add figures of their own.
 KEYS = (
@@ -26,28 +26,17 @@ _NUMBERS = (
 class Save:
     """A checkpoint that is on the disk, in the `saves` of the line after it."""
 
-    step: int
+    step: Step
     reason: Reason
     bytes: int
-    blocked_s: float  # how long it kept training waiting
-    took_s: float | None = None  # until it was on the disk
-
-    @classmethod
-    def from_json(cls, fields: Fields) -> Save:
-        """Raises DoubtError."""
-        return cls(
-            step=fields.need("step", reading.step),
-            reason=fields.need("reason", reading.choice(*get_args(Reason))),
-            bytes=fields.need("bytes", reading.whole_number),
-            blocked_s=fields.need("blocked_s", reading.seconds),
-            took_s=fields.take("took_s", reading.seconds, None),
-        )
+    blocked_s: Seconds  # how long it kept training waiting
+    took_s: Seconds | None = None  # until it was on the disk
 
 
 def saves(record: Mapping[str, Any]) -> list[Save]:
     """Those of a line. Raises DoubtError."""
-    fields = Fields(dict(record))
-    return [Save.from_json(each) for each in fields.sections("saves")] if record.get("saves") is not None else []
+    listed = Fields(dict(record)).sections("saves") if record.get("saves") is not None else []
+    return [reading.filled(Save, each) for each in listed]
 
 
 def write(record: Mapping[str, Any]) -> bytes:

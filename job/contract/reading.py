@@ -4,16 +4,22 @@ A kind is a function that gives the typed value or raises DoubtError. `Fields` a
 stands. What must be there is `need`ed; of what may be missing, a wrong value is an error too, unless the reader was
 given `aside`: then it is told, and the value counts as missing.
 
+A document that has a dataclass of its own is read by `filled`: its fields' types say of what kind each value is.
+
 The node's own Python reads with this: no newer than 3.9 here.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, fields, is_dataclass
 from datetime import datetime, timezone
 from decimal import Decimal, InvalidOperation
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -142,6 +148,11 @@ def step(value: Any) -> int:
     return value
 
 
+def integer(value: Any) -> int:
+    """A whole number, of either sign."""
+    return int(number(value))
+
+
 def number(value: Any) -> float:
     """A finite number."""
     if type(value) not in (int, float) or not abs(value) <= MOST:
@@ -255,3 +266,57 @@ def _is_exact(found: Decimal) -> bool:
 def anything(value: Any) -> Any:
     """Whatever JSON holds."""
     return value
+
+
+# Types of a dataclass's fields that say more than Python's own do.
+Amount = Annotated[Decimal, amount]
+Integer = Annotated[int, integer]
+Moment = Annotated[float, moment]
+Name = Annotated[str, name]
+Seconds = Annotated[float, seconds]
+Step = Annotated[int, step]
+KINDS: dict[str, Kind[Any]] = {
+    "str": text,
+    "bool": flag,
+    "int": whole_number,
+    "float": number,
+    "Decimal": unsigned,
+    "Any": anything,
+}
+
+
+def filled(cls: type[T], document: Fields, but: Collection[str] = (), **given: Any) -> T:
+    """The dataclass of a document, whose keys are its fields. A field without a default has to be there. Neither what
+    is `given` nor what stands in `but` is asked for. Raises DoubtError.
+    """
+    for each in fields(cls):  # type: ignore[arg-type]  # of dataclasses alone
+        required = each.default is MISSING and each.default_factory is MISSING
+        if each.name in given or each.name in but or not (required or each.name in document.tree):
+            continue
+        kind, part = _kind_of(cls.__module__, str(each.type))
+        if part is not None:
+            given[each.name] = tuple(filled(part, section) for section in document.sections(each.name))
+        elif required:
+            given[each.name] = document.need(each.name, kind)
+        elif (value := document.take(each.name, kind, None)) is not None:
+            given[each.name] = value
+    return cls(**given)
+
+
+@functools.cache
+def _kind_of(module: str, hint: str) -> tuple[Kind[Any], type[Any] | None]:
+    """What reads a field of a type that the module names; of a list of dataclasses the class. The type is text, of
+    which Python 3.9 cannot make more.
+    """
+    hint = hint.removesuffix(" | None")
+    if parts := re.fullmatch(r"tuple\[(.*), \.\.\.\]", hint):
+        kind, part = _kind_of(module, parts[1])
+        return listed(kind), part
+    if parts := re.fullmatch(r"(?:dict|Mapping)\[str, (.*)\]", hint):
+        return mapping(_kind_of(module, parts[1])[0]), None
+    named: Any = KINDS.get(hint) or vars(sys.modules[module])[hint]
+    if get_origin(named) is Literal:
+        return choice(*get_args(named)), None
+    if isinstance(named, type) and is_dataclass(named):
+        return anything, named
+    return getattr(named, "__metadata__", [named])[0], None

@@ -13,8 +13,8 @@ from typing import Any
 
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.attempt import Exit
-from gpufleet.job.contract.cost import CENT_100
-from gpufleet.job.contract.reading import Fields
+from gpufleet.job.contract.reading import Amount, Fields, Step
+from gpufleet.job.contract.spent import CENT_100
 
 SCHEMA = 1
 CAUSES = ("price", "runtime", "interruptions", "other")  # job/supervisor/receipt.py says what each is
@@ -25,8 +25,8 @@ class ReceiptLine:
     """One line of the bill, in USD, and what became of it."""
 
     name: str
-    estimate: Decimal
-    actual: Decimal
+    estimate: Amount
+    actual: Amount
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -36,16 +36,6 @@ class ReceiptLine:
             "actual": money(self.actual),
             "note": self.note,
         }
-
-    @classmethod
-    def from_json(cls, fields: Fields) -> ReceiptLine:
-        """Raises DoubtError."""
-        return cls(
-            name=fields.need("name", reading.text),
-            estimate=fields.need("estimate", reading.amount),
-            actual=fields.need("actual", reading.amount),
-            note=fields.take("note", reading.text, ""),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +55,8 @@ class AttemptCost:
     usd: Decimal = Decimal(0)
     ceiling_s: Decimal = Decimal(0)  # counted at the ceiling of a spot price, which AWS did not tell
     free_usd: Decimal = Decimal(0)  # compute that AWS does not charge
-    resumed_step: int = 0
-    last_step: int = 0
+    resumed_step: Step = 0
+    last_step: Step = 0
     rung: int | None = None
     exit: Exit | None = None  # None: gone without notice
     alarm: str = ""  # what people were warned of
@@ -96,26 +86,8 @@ class AttemptCost:
     @classmethod
     def from_json(cls, fields: Fields) -> AttemptCost:
         """Raises DoubtError. An earlier version wrote no `lived_s`."""
-        return cls(
-            instance=fields.need("instance", reading.text),
-            type=fields.need("type", reading.text),
-            zone=fields.need("zone", reading.text),
-            capacity=fields.take("capacity", reading.text, ""),
-            lived_s=fields.need("lived_s" if "lived_s" in fields.tree else "seconds", reading.unsigned),
-            seconds=fields.need("seconds", reading.unsigned),
-            started_s=fields.take("started_s", reading.unsigned, None),
-            pulled_s=fields.take("pulled_s", reading.unsigned, None),
-            interrupted=fields.take("interrupted", reading.flag, False),
-            reclaimed=fields.take("reclaimed", reading.flag, None),
-            usd=fields.take("usd", reading.unsigned, Decimal(0)),
-            ceiling_s=fields.take("ceiling_s", reading.unsigned, Decimal(0)),
-            free_usd=fields.take("free_usd", reading.unsigned, Decimal(0)),
-            resumed_step=fields.take("resumed_step", reading.step, 0),
-            last_step=fields.take("last_step", reading.step, 0),
-            rung=fields.take("rung", reading.whole_number, None),
-            exit=Exit.from_fields(fields),
-            alarm=fields.take("alarm", reading.text, ""),
-        )
+        lived_s = fields.need("lived_s" if "lived_s" in fields.tree else "seconds", reading.unsigned)
+        return reading.filled(cls, fields, lived_s=lived_s, exit=Exit.from_fields(fields))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,11 +180,9 @@ class Receipt:
         fields.schema(SCHEMA)
         usd, span, causes = (fields.section(key) for key in ("usd", "range_usd", "causes"))
         hours, interruptions = (Fields(tree.get(key) or {}, key) for key in ("hours", "interruptions"))
-        return cls(
-            run=fields.need("run", reading.text),
-            stack=fields.need("stack", reading.text),
-            reason=fields.need("reason", reading.text),
-            detail=fields.take("detail", reading.text, ""),
+        return reading.filled(
+            cls,
+            fields,
             at=fields.need("counted_until", reading.text),
             device=fields.take("device", reading.text, ""),
             capacity=fields.take("capacity", reading.text, ""),
@@ -222,14 +192,12 @@ class Receipt:
             p90=span.need("p90", reading.amount),
             estimate_h=hours.take("estimate", reading.unsigned, Decimal(0)),
             actual_h=hours.take("actual", reading.unsigned, Decimal(0)),
-            lines=tuple(map(ReceiptLine.from_json, fields.sections("lines"))),
             causes={name: causes.need(name, reading.amount) for name in CAUSES},
             free_usd=fields.take("free_first_hour_usd", reading.unsigned, Decimal(0)),
             expected=interruptions.take("expected", reading.number, None),
             with_notice=interruptions.take("with_notice", reading.whole_number, 0),
             without_notice=interruptions.take("without_notice", reading.whole_number, 0),
             attempts=tuple(map(AttemptCost.from_json, fields.sections("attempts"))),
-            measured=fields.take("measured", reading.mapping(reading.anything), None),
         )
 
 

@@ -13,18 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import inputs as listing
 from gpufleet.job.contract import reading, terms
 from gpufleet.job.contract.inputs import InputFile
-from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.reading import DoubtError, Fields, Seconds, Step
 from gpufleet.job.contract.terms import Terms
 from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.kind import JobConfig, from_json
 
 SCHEMA = 1
+T = TypeVar("T")
 LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter counts a line of the bill
 
 
@@ -60,7 +61,7 @@ class PhaseEstimate:
 
     phase: str
     step_ms: float
-    steps: int | None = None
+    steps: Step | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,7 @@ class NoticeEstimate:
 
     type: str
     phase: str
-    seconds: float | None
+    seconds: Seconds | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,22 +105,8 @@ class BillEstimate:
             interruptions=estimate.take("interruptions_expected", reading.number, None),
             lines=lines,
             kept_days=estimate.section("kept").take("days", reading.whole_number, 0) if "kept" in estimate.tree else 0,
-            phases=tuple(
-                PhaseEstimate(
-                    phase=each.need("phase", reading.text),
-                    step_ms=each.need("step_ms", reading.number),
-                    steps=each.take("steps", reading.step, None),
-                )
-                for each in (estimate.sections("phases") if "phases" in estimate.tree else ())
-            ),
-            notice=tuple(
-                NoticeEstimate(
-                    type=each.need("type", reading.text),
-                    phase=each.need("phase", reading.text),
-                    seconds=each.take("seconds", reading.seconds, None),
-                )
-                for each in (estimate.sections("notice") if "notice" in estimate.tree else ())
-            ),
+            phases=_each(PhaseEstimate, estimate, "phases"),
+            notice=_each(NoticeEstimate, estimate, "notice"),
         )
 
     def of_kind(self, kind: str) -> list[BillLine]:
@@ -291,6 +278,10 @@ def _typed(fields: Fields) -> RunFile:
         code_sha256=None if archive is None else given.section("archive").take("sha256", reading.text, None),
         estimate=BillEstimate.from_json(fields.section("estimate"), money.hourly),
     )
+
+
+def _each(cls: type[T], section: Fields, key: str) -> tuple[T, ...]:
+    return tuple(reading.filled(cls, each) for each in (section.sections(key) if key in section.tree else ()))
 
 
 def _line(line: Fields, hourly: Mapping[str, Decimal]) -> BillLine:

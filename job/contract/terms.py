@@ -6,11 +6,11 @@ The node's own Python reads this: no newer than 3.9 here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from decimal import Decimal
 
 from gpufleet.job.contract import reading
-from gpufleet.job.contract.reading import DoubtError, Fields
+from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds
 
 MOST_NODES = 16  # of one run
 
@@ -21,8 +21,8 @@ class RunLimits:
 
     max_usd: Decimal
     max_hours: Decimal
-    deadline: float | None
-    expires: float | None = None
+    deadline: Moment | None = None
+    expires: Moment | None = None
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class TypePrices:
     """
 
     on_demand: Decimal
-    spot: Mapping[str, Decimal]
-    gpus: int
+    spot: Mapping[str, Decimal] = field(default_factory=dict)
+    gpus: int = 0
     gbps: float = 0.0
     efa: int = 0
 
@@ -69,10 +69,10 @@ class FallbackTerms:
     training in it, a node's start, and how long before the last moment it switches.
     """
 
-    work_s: float
-    train_s: float
-    start_s: float
-    margin_s: float
+    work_s: Seconds
+    train_s: Seconds
+    start_s: Seconds
+    margin_s: Seconds
 
 
 @dataclass(frozen=True)
@@ -113,38 +113,20 @@ class Terms:
 
 def read(run: Fields) -> Terms:
     """Those of run.json. Raises DoubtError."""
-    limits, extras = run.section("limits"), run.section("extras")
+    extras = run.section("extras")
     return Terms(
-        limits=RunLimits(
-            max_usd=limits.need("max_usd", reading.unsigned),
-            max_hours=limits.need("max_hours", reading.unsigned),
-            deadline=limits.take("deadline", reading.moment, None),
-            expires=limits.take("expires", reading.moment, None),
-        ),
+        limits=reading.filled(RunLimits, run.section("limits")),
         capacity=run.need("capacity", reading.choice("spot", "on-demand", "block")),
         prices=_prices(run.table("rates")),
         hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
         nodes=run.take("nodes", reading.choice(*range(1, MOST_NODES + 1)), 1),
         gather_s=run.take("gather_s", reading.seconds, None),
-        fallback=_fallback(run.section("fallback")) if "fallback" in run.tree else None,
+        fallback=reading.filled(FallbackTerms, run.section("fallback")) if "fallback" in run.tree else None,
     )
-
-
-def _fallback(section: Fields) -> FallbackTerms:
-    return FallbackTerms(**{each.name: section.need(each.name, reading.seconds) for each in fields(FallbackTerms)})
 
 
 def _prices(table: Mapping[str, Fields]) -> dict[str, TypePrices]:
     if not table:
         raise DoubtError("rates names no type")
-    return {
-        name: TypePrices(
-            on_demand=row.need("on_demand", reading.unsigned),
-            spot=row.take("spot", reading.mapping(reading.unsigned), {}),
-            gpus=row.take("gpus", reading.whole_number, 0),
-            gbps=row.take("gbps", reading.number, 0.0),
-            efa=row.take("efa", reading.whole_number, 0),
-        )
-        for name, row in table.items()
-    }
+    return {name: reading.filled(TypePrices, row) for name, row in table.items()}

@@ -24,18 +24,19 @@ from gpufleet.job import atomic
 from gpufleet.job.clock import SteadyClock
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract import terms
-from gpufleet.job.contract.attempt import SUPERSEDED, AttemptRecord, Exit
+from gpufleet.job.contract.attempt import SUPERSEDED, AttemptRecord, Exit, Node
 from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
 from gpufleet.job.contract.bucket import ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key
 from gpufleet.job.contract.codes import AttemptExit
+from gpufleet.job.contract.messages import AskAgain
 from gpufleet.job.contract.reading import Fields, iso
-from gpufleet.job.contract.workdir import ASK_AGAIN, RUN
-from gpufleet.job.node import attempts, container, disks, means
+from gpufleet.job.contract.spent import KEPT_S, Means, OtherNodes
+from gpufleet.job.contract.workdir import RUN
+from gpufleet.job.node import attempts, container, disks
 from gpufleet.job.node.allowance import LEAST_S, LOOK_S, Allowance
 from gpufleet.job.node.fallback import HandOver, delete_fleet
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.notices import Notices
-from gpufleet.job.node.others import OtherNodes
 from gpufleet.job.node.outside import (
     MetadataService,
     Objects,
@@ -43,6 +44,7 @@ from gpufleet.job.node.outside import (
     bounded,
     call,
     complaint,
+    history,
     last_line,
     log,
     nodes_there,
@@ -86,7 +88,7 @@ class NodeRun:
         )
         self.manifest: str | None = None
         self.keys: list[str] = []
-        self.others = OtherNodes(machine.instance)
+        self.others: OtherNodes  # once its record begins
         self.workdir: Path | None = None  # the job's, once it is there
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
         self.fired, self.ender, self._taking_over = threading.Event(), self.timer, threading.Lock()
@@ -219,6 +221,8 @@ class NodeRun:
 
     def _begin_record(self) -> None:
         """Ends the run instead, where boots before this one led nowhere."""
+        here, market = self.machine, self.hand_over.market
+        self.others = OtherNodes(Node(here.instance, here.type, here.zone, here.launched, capacity=market))
         if any(key.startswith(ATTEMPTS) for key in self.keys):
             records = self._records()
             if records is None or not self.objects.get_folder(HEARTBEATS, self.folder / HEARTBEATS):
@@ -227,8 +231,7 @@ class NodeRun:
             if self._is_futile(boots):
                 self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
             beats = self.folder / HEARTBEATS
-            told = ((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
-            self.others = OtherNodes(self.machine.instance, told)
+            self.others.hear((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
         self.record = replace(self.record, manifest_at_boot=self.manifest, capacity=self.hand_over.market)
         self._ask_others()
         if not self._record(self.record):
@@ -245,28 +248,28 @@ class NodeRun:
         """Whether AWS was asked when other nodes ended, which this one's record then tells to later ones."""
         fleet = self._find_fleet() if self.others.doubtful else None
         if fleet is not None:
-            self.others.ask([fleet, *self.hand_over.others(fleet)], self.clock())
-        self.record = replace(self.record, ended=dict(self.others.ended), untold=self.others.untold)
+            now = self.clock()
+            if (told := history([fleet, *self.hand_over.others(fleet)], now - KEPT_S)) is not None:
+                self.others.take(told, now)
+        self.record = replace(self.record, ended=self.others.ended, untold=self.others.untold)
         return fleet is not None
 
-    def _means(self) -> means.Means:
+    def _means(self) -> Means:
         """By the run config as it came: who trains may change the other copy."""
-        money, here = terms.read(Fields(atomic.read_object(self.folder / RUN))), self.machine
-        others, lives = self.others.nodes, self.others.lives
-        return means.of_node(money, here.type, here.zone, here.launched, others, lives, self.hand_over.market)
+        return self.others.means(terms.read(Fields(atomic.read_object(self.folder / RUN))))
 
     def _limit(self, workdir: Path) -> None:
         """Sets timer and schedule by what the run may still spend. Where that is too little, it ends here."""
         over, limit = self.allowance.begin(self._means(), workdir)
 
-        def recount() -> means.Means | None:
+        def recount() -> Means | None:
             return self._means() if self._ask_others() else None
 
         watch = (self._noticed, recount)
         threading.Thread(target=self.allowance.watch, args=watch, name="allowance", daemon=True).start()
         say(f"timer: {self.allowance.timer_at - self.clock():.0f} s from now, at the dearest price")
         left = over - self.clock()
-        if left <= (LEAST_S if self.others.nodes else 0):
+        if left <= (LEAST_S if self.others.nodes or self.others.untold else 0):
             self._end_run(limit, f"{max(left, 0):.0f} s were left for this boot")
 
     def _watch_notice(self) -> None:
@@ -400,9 +403,8 @@ class NodeRun:
         ending = AttemptRecord.from_json(atomic.read_object(self.folder / "attempt.json") or {}, _set_aside).exit
         if ending is not None and ending.reason == SUPERSEDED:
             self._stand_down()
-        asked = atomic.read_object(self.workdir / ASK_AGAIN) if self.workdir is not None else None
-        if asked is not None:
-            self._ask_again(str(asked.get("name")), float(asked.get("pause_s", 0)))
+        if self.workdir is not None and (asked := AskAgain.read(self.workdir)) is not None:
+            self._ask_again(asked.name, asked.pause_s)
         self.allowance.open()
         self._upload_log()
         self.notices.tell(f"AWS takes the node{'' if self._is_in_block() else ', and the run waits for another'}")

@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from gpufleet.job import atomic
+from gpufleet.job.contract.messages import Spent
 from gpufleet.job.contract.reading import iso
-from gpufleet.job.contract.workdir import SPENT
-from gpufleet.job.node.means import Means, SpentByNow
+from gpufleet.job.contract.spent import Means
 from gpufleet.job.node.outside import say
 from gpufleet.job.node.schedule import Schedule
 
@@ -41,7 +39,8 @@ class Allowance:
         self._means: Means | None = None
         self._workdir = Path()
         self._began = 0.0
-        self._said: tuple[Any, float] = None, 0.0  # the meter's last word, and when it was first seen
+        self._word: Spent | None = None  # the meter's last one
+        self._heard_at = 0.0
         self._spent_at: float | None = None  # when nothing was left any more: that does not come back
         self._stands: float | None = None  # the hour, as far as this node has moved it
         self._again_at = self._open_until = float("-inf")
@@ -111,10 +110,9 @@ class Allowance:
             say("the hour at which AWS ends the fleet cannot be moved: it stands")
         return moved
 
-    def _meter_told(self, now: float) -> SpentByNow | None:
+    def _meter_told(self, now: float) -> Spent | None:
         """The meter's last word, as of when it came: its clock is another."""
-        tree = atomic.read_object(self._workdir / SPENT)
-        if tree is not None and tree != self._said[0]:
-            self._said = tree, now
-        told = None if self._said[0] is None else SpentByNow.from_json(self._said[0])
-        return told and replace(told, at=self._said[1])
+        told = Spent.read(self._workdir)
+        if told is not None and told != self._word:
+            self._word, self._heard_at = told, now
+        return self._word and replace(self._word, at=self._heard_at)

@@ -15,9 +15,8 @@ from pathlib import Path
 from gpufleet.job import atomic
 from gpufleet.job.contract.aws import HANDOVER_S, OWN_TAGS, SWITCH
 from gpufleet.job.contract.bucket import FALLBACK
+from gpufleet.job.contract.messages import Spent
 from gpufleet.job.contract.reading import iso
-from gpufleet.job.contract.workdir import SPENT
-from gpufleet.job.node.means import SpentByNow
 from gpufleet.job.node.outside import MetadataService, Objects, aws, retry, say, spot_nodes, tries
 from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import Settings
@@ -126,13 +125,11 @@ class HandOver:
     def _watch(self) -> None:
         while not self._ended:
             time.sleep(LOOK_S)
-            tree = atomic.read_object(self._workdir / SPENT)
-            told = None if tree is None else SpentByNow.from_json(tree)
-            if told is not None:
+            if (told := Spent.read(self._workdir)) is not None:
                 with self._changing:
                     self.look(told)
 
-    def look(self, told: SpentByNow) -> None:
+    def look(self, told: Spent) -> None:
         """Moves the hour on where the run has trained since, and the switch off while its limits do not pay for it."""
         now = self._clock()
         if self._ended or told.switch_at <= 0 or told.trained_at <= self._trained_at or now < self._again_at:

@@ -21,10 +21,11 @@ from gpufleet.job import atomic
 from gpufleet.job.contract import terms
 from gpufleet.job.contract.aws import SILENCE
 from gpufleet.job.contract.gathering import TOLD_S
+from gpufleet.job.contract.messages import Alarm, Spent
 from gpufleet.job.contract.reading import Fields
-from gpufleet.job.contract.workdir import ALARM, RUN, SPENT
+from gpufleet.job.contract.spent import hours
+from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node.container import secret
-from gpufleet.job.node.means import SpentByNow
 from gpufleet.job.node.outside import NOT_REACHED, Objects, ask, bounded, retry, say
 from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import InstanceIdentity, Settings
@@ -109,10 +110,9 @@ class Notices:
                 say(f"nobody could be told: {error}")
 
     def _look(self) -> None:
-        alarm = atomic.read_object(self._folder / ALARM) or {}
-        if (kind := str(alarm.get("kind", ""))).isalnum() and not self._ended:
-            self._send_once(TOLD_ALARM + kind, f"warning: {alarm.get('text')}")
-        spent = self._spent()
+        alarm, spent = Alarm.read(self._folder), Spent.read(self._folder)
+        if alarm is not None and alarm.kind.isalnum() and not self._ended:
+            self._send_once(TOLD_ALARM + alarm.kind, f"warning: {alarm.text}")
         if spent is None or self._ended:
             return
         if spent.trained_at > self._trained_at:
@@ -137,30 +137,26 @@ class Notices:
             file.write_text(what)
             self._objects.put(file, key)
 
-    def _most(self, spent: SpentByNow) -> str | None:
+    def _most(self, spent: Spent) -> str | None:
         """What to say once most of a limit is used up."""
         limits = self._limits
         assert limits is not None
-        shares = {"max_usd": spent.usd / limits.max_usd, "max_hours": spent.seconds / 3600 / limits.max_hours}
+        shares = {"max_usd": spent.spent_usd / limits.max_usd, "max_hours": hours(spent.spent_s) / limits.max_hours}
         name = max(shares, key=lambda each: shares[each])
         return f"{shares[name]:.0%} of {name} is used up" if shares[name] >= MOST_SHARE else None
 
     @property
     def speaks_while_it_waits(self) -> bool:
         """Whether this node is the one that tells people, of several that wait."""
-        spent = self._spent()
+        spent = Spent.read(self._folder)
         return spent is not None and spent.waits_since > 0
 
     def _figures(self) -> str:
-        spent, limits = self._spent(), self._limits
+        spent, limits = Spent.read(self._folder), self._limits
         if spent is None or limits is None:
             return ""
-        hours = spent.seconds / 3600
-        return f"Spent: {spent.usd:.2f} of {limits.max_usd} USD, {hours:.1f} of {limits.max_hours} billed hours. "
-
-    def _spent(self) -> SpentByNow | None:
-        tree = atomic.read_object(self._folder / SPENT)
-        return None if tree is None else SpentByNow.from_json(tree)
+        usd, billed = f"{spent.spent_usd:.2f} of {limits.max_usd} USD", f"{hours(spent.spent_s):.1f}"
+        return f"Spent: {usd}, {billed} of {limits.max_hours} billed hours. "
 
     def _post(self, text: str) -> bool:
         """As Slack and what imitates it take a message. The URL is a secret, and in no word of an error. A server that

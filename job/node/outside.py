@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -17,6 +17,7 @@ from pathlib import Path
 from gpufleet.job.contract.aws import ENDED, FLEET_TAG, LAUNCHED, THERE
 from gpufleet.job.contract.bucket import FLEETS
 from gpufleet.job.contract.reading import epoch, iso
+from gpufleet.job.contract.spent import History
 
 LOOK_S = 1.0  # between two looks at a program that runs
 NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no network: minutes, not an hour
@@ -133,24 +134,23 @@ def aws(*words: str) -> str | None:
     return answer("aws", *words, *NOT_REACHED)
 
 
-def fleet_nodes(fleet: str, since: float) -> dict[str, dict[str, float]] | None:
-    """When nodes of the fleet were LAUNCHED and have ENDED, as its history tells, in epoch seconds; None: AWS does not
-    answer.
-    """
-    told = aws(
-        *("ec2", "describe-fleet-history", "--fleet-id", fleet, "--start-time", iso(since), "--output", "text"),
-        *("--event-type", "instance-change", "--query"),
-        "HistoryRecords[].[EventInformation.EventSubType,EventInformation.InstanceId,Timestamp]",
-    )
-    if told is None:
-        return None
+def history(fleets: Sequence[str], since: float) -> History | None:
+    """The nodes of these fleets, as their histories since then (epoch seconds) tell; None: AWS does not answer."""
     found: dict[str, dict[str, float]] = {LAUNCHED: {}, ENDED: {}}
-    for line in told.splitlines():
-        what, name, at = (*line.split(), "", "", "")[:3]
-        moment = epoch(at)
-        if what in found and moment is not None:
-            found[what][name] = moment
-    return found
+    for fleet in fleets:
+        told = aws(
+            *("ec2", "describe-fleet-history", "--fleet-id", fleet, "--start-time", iso(since), "--output", "text"),
+            *("--event-type", "instance-change", "--query"),
+            "HistoryRecords[].[EventInformation.EventSubType,EventInformation.InstanceId,Timestamp]",
+        )
+        if told is None:
+            return None
+        for line in told.splitlines():
+            what, name, at = (*line.split(), "", "", "")[:3]
+            moment = epoch(at)
+            if what in found and moment is not None:
+                found[what][name] = moment
+    return History(launched=found[LAUNCHED], ended=found[ENDED], there=nodes_there(*fleets))
 
 
 def nodes_there(*fleets: str) -> set[str] | None:

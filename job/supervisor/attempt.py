@@ -38,6 +38,7 @@ from gpufleet.job.contract.messages import (
 )
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import RunFile
+from gpufleet.job.contract.spent import count_node
 from gpufleet.job.contract.workdir import CHECKPOINTS, COMPILED, LOG, METRICS, PREFLIGHT, RECEIPT, RUNG, STAGES
 from gpufleet.job.supervisor import attempts, machine, receipt, staging, switch
 from gpufleet.job.supervisor.child import FIRST_SIGN_S, MetricsFollower
@@ -192,7 +193,8 @@ class Supervisor:
         )
         self._metered = True
         # Where memory really ran out. A phase that is predicted not to fit, the trainer takes lower by itself.
-        self.rung = max([attempt.floor for attempt in earlier if attempt.type == self.node.type], default=0)
+        floors = [each.record.floor for each in earlier if each.record.type == self.node.type]
+        self.rung = max(filter(None, floors), default=0)
         self.say(f"attempt {self.number} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
         self.record.update(
             type=self.node.type,
@@ -355,7 +357,6 @@ class Supervisor:
 
     def _tell_spent(self, now: float) -> None:
         self._spent_at, spent = now, self.meter.spent(now)
-        usd, seconds = str(spent.usd), str(spent.seconds)
         trained_at = 0.0 if self.progress.first_at is None else self.progress.grew_at
         published, step, step_s = self.publisher.newest.step, self.progress.step, self.progress.step_s
         found = switch.find_switch(
@@ -372,8 +373,8 @@ class Supervisor:
             self.say(f"fallback: the limits {pay} for the rest on demand{'' if found.is_paid else ': no switch'}")
         self._tell(
             Spent(
-                spent_usd=usd,
-                spent_s=seconds,
+                spent_usd=spent.usd,
+                spent_s=spent.seconds,
                 at=now,
                 attempt=self.number,
                 published=published,
@@ -620,8 +621,8 @@ class Supervisor:
         """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
         try:
             run, record = self.run_file, self.record.now
-            own = attempts.attempt_from_record(run, replace(record, instance=self.node.instance), self.heartbeat())
-            every = sorted([*self.others.attempts, own], key=lambda each: each.launched_at)
+            own = count_node(run, replace(record, instance=self.node.instance), self.heartbeat())
+            every = sorted([*self.others.attempts, own], key=lambda each: each.record.launched)
             measurement = receipt.measure(run, every, self.workdir, record, at=done.at)
             made = receipt.build(run, every, done, objects=self._objects(), measurement=measurement)
             text = receipt.text(made)

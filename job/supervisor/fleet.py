@@ -7,46 +7,41 @@ letting it expire, is an event of the fleet's history. That AWS takes a node bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from gpufleet.job.contract.aws import ENDED, FLEET_TAG, LAUNCHED, THERE
+from gpufleet.job.contract.spent import History
 from gpufleet.job.supervisor import store
 
 # EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, its sub-type in one.
 CHANGES = ("modify_in_progress", "expired", "deleted", "deleted_running", "deleted_terminating")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class History:
-    """Times are epoch seconds. `there`: nodes that have not ended; None: not known."""
-
-    changes: tuple[float, ...] = ()  # when its owner changed the fleet
-    launched: dict[str, float] = field(default_factory=dict)
-    ended: dict[str, float] = field(default_factory=dict)
-    there: frozenset[str] | None = None
-
 
 Ask = Callable[[float], History | None]  # since (epoch seconds) -> what AWS says; None: it does not
 
 
 def history(ec2: Any, fleet: str, since: float) -> History:
     """The fleet's own. Raises botocore's errors."""
-    asked: dict[str, Any] = {"FleetId": fleet, "StartTime": datetime.fromtimestamp(since, UTC)}
-    changes, nodes = list[float](), {LAUNCHED: dict[str, float](), ENDED: dict[str, float]()}
-    while True:
-        answer = ec2.describe_fleet_history(**asked)
-        for each in answer["HistoryRecords"]:
-            told, at = each["EventInformation"], each["Timestamp"].timestamp()
-            if told.get("EventSubType") in CHANGES:
-                changes.append(at)
-            elif told.get("EventSubType") in nodes and "InstanceId" in told:
-                nodes[told["EventSubType"]][told["InstanceId"]] = at
-        if not answer.get("NextToken"):
-            return History(changes=tuple(changes), launched=nodes[LAUNCHED], ended=nodes[ENDED])
-        asked["NextToken"] = answer["NextToken"]
+    start = datetime.fromtimestamp(since, UTC)
+    answers = store.pages(ec2.describe_fleet_history, FleetId=fleet, StartTime=start)
+    events = [each for answer in answers for each in answer["HistoryRecords"]]
+    told = [(each["EventInformation"], each["Timestamp"].timestamp()) for each in events]
+
+    def moments(kind: str) -> dict[str, float]:
+        return {of["InstanceId"]: at for of, at in told if of.get("EventSubType") == kind and "InstanceId" in of}
+
+    changes = tuple(at for of, at in told if of.get("EventSubType") in CHANGES)
+    return History(changes=changes, launched=moments(LAUNCHED), ended=moments(ENDED))
+
+
+def merged(told: Sequence[History], changes: Iterable[float], there: frozenset[str] | None = None) -> History:
+    """The histories of several fleets of one run."""
+    launched, ended = (
+        dict(ChainMap(*maps)) for maps in zip(*((each.launched, each.ended) for each in told), strict=True)
+    )
+    return History(changes=tuple(changes), launched=launched, ended=ended, there=there)
 
 
 def of_node(
@@ -70,16 +65,9 @@ def of_node(
                 {"Name": "instance-state-name", "Values": list(THERE)},
             ]
             found = ec2.describe_instances(Filters=filters)["Reservations"]
-            told = history(ec2, fleet, since)
-            for each in more:
-                other = history(ec2, each, since)
-                told = History(
-                    changes=other.changes if on_demand else told.changes,
-                    launched={**other.launched, **told.launched},
-                    ended={**other.ended, **told.ended},
-                )
+            told = [history(ec2, each, since) for each in (fleet, *more)]
             there = frozenset(str(each["InstanceId"]) for group in found for each in group["Instances"])
-            return replace(told, there=there)
+            return merged(told, told[-1 if on_demand else 0].changes, there)
         except (BotoCoreError, ClientError, OSError, LookupError, ValueError):
             return None
 

@@ -506,7 +506,9 @@ class GangMember(Supervisor):
         """The others are still there: they leave when they read how the run ended, and are not lost."""
         there, ending = self.watch.view.alive, Exit(AttemptExit.FINISHED, done.reason, at=done.at)
         self.others.attempts = [
-            replace(each, exit=ending) if each.exit is None and each.instance in there else each
+            replace(each, record=replace(each.record, exit=ending))
+            if each.record.exit is None and each.instance in there
+            else each
             for each in self.others.attempts
         ]
         super()._write_receipt(done)

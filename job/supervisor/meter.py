@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from gpufleet.job.contract import done as ends
-from gpufleet.job.contract.cost import CENT_100, GONE_S, MINIMUM_S, hours
+from gpufleet.job.contract.spent import CENT_100, GONE_S, MINIMUM_S, hours, passed_limit
 from gpufleet.job.contract.terms import Rates, RunLimits
-from gpufleet.job.supervisor.store import ec2
+from gpufleet.job.supervisor.store import ec2, pages
 
 HOUR_S = 3600
 ASK_AGAIN_S = 60.0
@@ -65,12 +64,16 @@ class Meter:
         """Takes what the run's other nodes have cost, as read now."""
         self._others = (*others, now)
 
+    def _most_of_peers(self, seconds: float) -> tuple[Decimal, Decimal]:
+        """What nodes that run at once cost in so long at the most, and their seconds together."""
+        total = self._peers * Decimal(f"{seconds:.3f}")
+        return hours(total) * (self.rates.ceiling + self.rates.extras), total
+
     def _others_spent(self, now: float) -> tuple[Decimal, Decimal]:
         """Those that run at once go on to spend where nobody reads of it: a store that is down stops no training."""
         usd, seconds, read_at = self._others
-        unread = max(0.0, now - read_at - GONE_S) if read_at is not None else 0.0
-        more = self._peers * Decimal(f"{unread:.3f}")
-        return usd + (hours(more) * (self.rates.ceiling + self.rates.extras)).quantize(CENT_100), seconds + more
+        more, more_s = self._most_of_peers(max(0.0, now - read_at - GONE_S) if read_at is not None else 0.0)
+        return usd + more.quantize(CENT_100), seconds + more_s
 
     def refresh(self, now: float) -> None:
         """Looks up the price of each hour begun and not yet known, at most once a minute."""
@@ -124,16 +127,8 @@ class Meter:
         """The limit that `reserve_s` more would pass: max_usd, max_hours, deadline, expiry or None."""
         then = now + reserve_s
         spent = self.spent(then, others_until=now)
-        peers_s = self._peers * Decimal(f"{reserve_s:.3f}")  # what they have cost by now is in `spent`
-        if spent.usd + hours(peers_s) * (self.rates.ceiling + self.rates.extras) >= limits.max_usd:
-            return ends.MAX_USD
-        if hours(spent.seconds + peers_s) >= limits.max_hours:
-            return ends.MAX_HOURS
-        if limits.deadline is not None and then >= limits.deadline:
-            return ends.DEADLINE
-        if limits.expires is not None and then >= limits.expires:
-            return ends.EXPIRY
-        return None
+        more, more_s = self._most_of_peers(reserve_s)  # what they have cost by now is in `spent`
+        return passed_limit(limits, spent.usd + more, spent.seconds + more_s, then)
 
     def left_s(self, now: float, limits: RunLimits, most_s: float) -> float:
         """Seconds until the first limit, `most_s` at most; 0 where one is passed."""
@@ -156,20 +151,10 @@ def spot_history(
 
         nonlocal failing
         try:
-            asked: dict[str, Any] = {
-                "InstanceTypes": [instance_type],
-                "AvailabilityZone": zone,
-                "ProductDescriptions": ["Linux/UNIX"],
-                "StartTime": at,
-                "EndTime": at,
-            }
-            rows: list[dict[str, Any]] = []
-            while True:  # a page may be empty and not the last
-                answer = (client or ec2()).describe_spot_price_history(**asked)
-                rows += [row for row in answer["SpotPriceHistory"] if row["Timestamp"].timestamp() <= at]
-                if not answer.get("NextToken"):
-                    break
-                asked["NextToken"] = answer["NextToken"]
+            of = {"InstanceTypes": [instance_type], "AvailabilityZone": zone, "ProductDescriptions": ["Linux/UNIX"]}
+            answers = pages((client or ec2()).describe_spot_price_history, **of, StartTime=at, EndTime=at)
+            told = [row for answer in answers for row in answer["SpotPriceHistory"]]
+            rows = [row for row in told if row["Timestamp"].timestamp() <= at]
             if not rows:
                 raise LookupError("no price in the answer")
             price = Decimal(max(rows, key=lambda row: row["Timestamp"])["SpotPrice"])

@@ -25,12 +25,11 @@ from gpufleet.job import measured
 from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract.attempt import AttemptRecord, Hardware
 from gpufleet.job.contract.aws import FREE_S
-from gpufleet.job.contract.cost import CENT_100, MINIMUM_S, hours
 from gpufleet.job.contract.done import Done
 from gpufleet.job.contract.receipt import CAUSES, AttemptCost, Receipt, ReceiptLine, money, seconds, start_up
 from gpufleet.job.contract.run import RunFile
+from gpufleet.job.contract.spent import CENT_100, MINIMUM_S, Attempt, hours
 from gpufleet.job.contract.workdir import LOG, METRICS
-from gpufleet.job.supervisor.attempts import Attempt
 
 GB, MONTH_H = Decimal(10**9), 730  # a month's hours, as the bill has them
 UNKEPT_DAYS = 1  # of a bucket that goes with the stack
@@ -69,7 +68,7 @@ def build(
         free_usd=_total(attempt.free_usd for attempt in attempts),
         expected=estimate.interruptions,
         with_notice=sum(attempt.interrupted for attempt in attempts),
-        without_notice=sum(attempt.exit is None for attempt in attempts[:-1]),
+        without_notice=sum(attempt.record.exit is None for attempt in attempts[:-1]),
         attempts=tuple(_cost(attempt, last=attempt is attempts[-1]) for attempt in attempts),
         measured=measurement,
     )
@@ -87,9 +86,9 @@ def measure(
     except OSError:
         return None
     phases = measured.phases(metrics.records(lines.split(b"\n")))
-    if not phases or len({attempt.type for attempt in attempts}) != 1:
+    if not phases or len({attempt.record.type for attempt in attempts}) != 1:
         return None
-    started = [float(attempt.started_s) for attempt in attempts if attempt.started_s is not None]
+    started = [float(each.record.started_s) for each in attempts if each.record.started_s is not None]
     machine = node.machine or Hardware()
     # What a command has of packages is in its image, which this process does not see.
     ours = {} if run.config.code_may_change else {**machine.versions, "python": machine.python}
@@ -216,9 +215,10 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
     for index, attempt in enumerate(attempts):
         seconds = attempt.idle_s
         if index:
-            seconds += attempt.lived_s if attempt.started_s is None else attempt.started_s
-            repeated = max(0, min(attempt.last_step, reached) - attempt.resumed_step)
-            seconds += Decimal(f"{repeated * attempt.step_s:.3f}")
+            started_s, resumed_step = attempt.record.started_s, attempt.record.resumed_step or 0
+            seconds += attempt.lived_s if started_s is None else started_s
+            repeated = max(0, min(attempt.last_step, reached) - resumed_step)
+            seconds += Decimal(f"{repeated * (attempt.beat.step_s or 0.0):.3f}")
         reached = max(reached, attempt.last_step)
         total += min(seconds, attempt.lived_s)
     lived = _total(attempt.lived_s for attempt in attempts)
@@ -226,26 +226,16 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
     return total + billed - max(lived, MINIMUM_S)  # one start in one piece has its minimum too
 
 
+LEFT = ("instance", "type", "zone", "capacity", "started_s", "pulled_s", "rung", "exit", "alarm")  # by the node itself
+PAID = ("seconds", "lived_s", "usd", "ceiling_s", "free_usd", "reclaimed", "last_step")
+
+
 def _cost(attempt: Attempt, *, last: bool) -> AttemptCost:
     return AttemptCost(
-        instance=attempt.instance,
-        type=attempt.type,
-        zone=attempt.zone,
-        capacity=attempt.capacity,
-        seconds=attempt.seconds,
-        lived_s=attempt.lived_s,
-        started_s=attempt.started_s,
-        pulled_s=attempt.pulled_s,
-        interrupted=attempt.interrupted or (attempt.exit is None and not last),
-        reclaimed=attempt.reclaimed,
-        usd=attempt.usd,
-        ceiling_s=attempt.ceiling_s,
-        free_usd=attempt.free_usd,
-        resumed_step=attempt.resumed_step,
-        last_step=attempt.last_step,
-        rung=attempt.rung,
-        exit=attempt.exit,
-        alarm=attempt.alarm,
+        **{name: getattr(attempt.record, name) for name in LEFT},
+        **{name: getattr(attempt, name) for name in PAID},
+        interrupted=attempt.interrupted or (attempt.record.exit is None and not last),
+        resumed_step=attempt.record.resumed_step or 0,
     )
 
 

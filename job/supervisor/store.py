@@ -333,6 +333,16 @@ def ec2() -> Any:
     return session().client("ec2", config=Config(connect_timeout=3, read_timeout=5, retries=retries))
 
 
+def pages(call: Callable[..., dict[str, Any]], **asked: Any) -> Iterator[dict[str, Any]]:
+    """Every answer of a call of EC2, of which one may be empty and not the last. Raises what botocore raises."""
+    token: dict[str, str] = {}
+    while answer := call(**asked, **token):
+        yield answer
+        if not answer.get("NextToken"):
+            return
+        token = {"NextToken": answer["NextToken"]}
+
+
 def _client() -> Any:
     from botocore.config import Config
 

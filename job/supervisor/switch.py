@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal
 
-from gpufleet.job.contract.cost import hours
+from gpufleet.job.contract.spent import hours
 from gpufleet.job.contract.terms import Terms
 
 

@@ -35,8 +35,8 @@ from gpufleet.job.contract.reading import iso
 JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
 CONTRACT = (
-    *("__init__", "attempt", "aws", "bucket", "codes", "cost"),
-    *("done", "environment", "gathering", "lives", "reading", "terms", "workdir"),
+    *("__init__", "attempt", "aws", "bucket", "codes", "done", "environment"),
+    *("gathering", "messages", "reading", "spent", "terms", "workdir"),
 )
 # What the node imports, all of it written for Python 3.9 (per-file-target-version in pyproject.toml).
 CODE = [

@@ -34,10 +34,10 @@ from gpufleet.job.contract.gang import Presence
 from gpufleet.job.contract.messages import AskAgain, LeaderSaved, Observed
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import config_digest, load
+from gpufleet.job.contract.spent import History
 from gpufleet.job.kind import Checkpoint
 from gpufleet.job.supervisor import publish, staging
 from gpufleet.job.supervisor.child import JobLog
-from gpufleet.job.supervisor.fleet import History
 from gpufleet.job.supervisor.gang import BEAT_S
 from gpufleet.job.supervisor.member import GangMember
 from gpufleet.job.supervisor.presence import Lookout

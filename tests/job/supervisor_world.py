@@ -21,11 +21,11 @@ from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.commit import Published
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import config_digest, load
+from gpufleet.job.contract.spent import History
 from gpufleet.job.gpus import Sampler
 from gpufleet.job.kind import Checkpoint
 from gpufleet.job.supervisor.attempt import Supervisor
 from gpufleet.job.supervisor.child import JobLog
-from gpufleet.job.supervisor.fleet import History
 from gpufleet.job.supervisor.metadata import Metadata
 from gpufleet.job.supervisor.publish import Publisher, commits
 from gpufleet.job.supervisor.store import ANY, FolderStore, Store, StoreError

@@ -19,8 +19,9 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import Account, StackDefinition
 from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.infra.program.resources.tags import tags
+from gpufleet.job.contract.spent import History
 from gpufleet.job.kind.command import CommandConfig
-from gpufleet.job.supervisor.fleet import History, history, of_node
+from gpufleet.job.supervisor.fleet import history, of_node
 from gpufleet.job.supervisor.store import MissingError, RefusedError, S3Store
 from gpufleet.rehearsal import gate
 from gpufleet.rehearsal.clock import ManualClock

@@ -198,7 +198,7 @@ def attempted(key: str) -> Any:
             get_bytes=there.get, entries=lambda prefix: [Entry(key=k, bytes=1) for k in there if k.startswith(prefix)]
         )
         run, said = a_run(folder.parent), list[str]()
-        found = attempts.read(store, run, done=DONE, say=said.append)
+        found = attempts.read_ended(store, run, DONE, None, 0.0, say=said.append)
         made = receipt.build(run, found, DONE)
         receipt.text(made)
         assert made.actual.is_finite()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,13 @@ WRITTEN = [
     messages.Start(rung=2),
     messages.Stop(reason="max_usd", save=True, ends=True),
     messages.Stop(reason="notice", save=False, deadline=1.5),
-    messages.Spent(spent_usd="1.25", at=3.0),
+    messages.Spent(spent_usd=Decimal("1.25"), spent_s=Decimal(60), at=3.0),
     messages.Accept(),
     messages.Fatal(error="ValueError", detail="no dataset"),
     messages.UsedRung(phase="dense", rung=1, micro=8, checkpointing=True, lower=2),
     messages.Ended(code=75),
     messages.Unreadable(step=5, problem="torn"),
-    messages.Spent(spent_usd="1.25", at=3.0, attempt=2, published=500),
+    messages.Spent(spent_usd=Decimal("1.25"), spent_s=Decimal(60), at=3.0, attempt=2, published=500),
     messages.CommandEnd(how="the command ended with exit code 1 at step 3", lines=("no such corpus",)),
     messages.Container(number=1, wanted=False),
     messages.Contained(number=1, pid=7),

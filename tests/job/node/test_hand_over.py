@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from gpufleet.job.contract.messages import Spent
 from gpufleet.job.node.fallback import MOVE_S, SOON_S, HandOver
-from gpufleet.job.node.means import SpentByNow
 
 HOUR = 3600.0
 
@@ -41,9 +41,14 @@ def node(tmp_path: Path, schedule: KeptSchedule, clock: Any) -> HandOver:
     return made
 
 
-def spent_now(switch_at: float, trained_at: float, *, paid: bool = True) -> SpentByNow:
-    return SpentByNow(
-        usd=Decimal(1), seconds=Decimal(1), at=0.0, trained_at=trained_at, switch_at=switch_at, switch_is_paid=paid
+def spent_now(switch_at: float, trained_at: float, *, paid: bool = True) -> Spent:
+    return Spent(
+        spent_usd=Decimal(1),
+        spent_s=Decimal(1),
+        at=0.0,
+        trained_at=trained_at,
+        switch_at=switch_at,
+        switch_is_paid=paid,
     )
 
 

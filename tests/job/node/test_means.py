@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit
-from gpufleet.job.contract.lives import Lives
+from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Node
+from gpufleet.job.contract.messages import Spent
 from gpufleet.job.contract.reading import iso
+from gpufleet.job.contract.spent import History, Means, OtherNodes
 from gpufleet.job.contract.terms import RunLimits, Terms, TypePrices
-from gpufleet.job.node import means
 from gpufleet.job.node.allowance import LEAST_S, OPEN_S, SOON_S, STOP_S, TIMER_S, Allowance
-from gpufleet.job.node.means import Means, SpentByNow
 
 T0 = 1_800_000_000.0
 LIMITS = RunLimits(max_usd=Decimal(12), max_hours=Decimal(20), deadline=None, expires=T0 + 44 * 3600)
@@ -30,18 +29,24 @@ TERMS = Terms(
 )
 
 
-def of_node(*others: tuple[AttemptRecord, Beat | None], terms: Terms = TERMS, lives: Lives = Lives()) -> Means:  # noqa: B008
-    return means.of_node(terms, "g5.2xlarge", "us-east-2a", T0, others, lives)
+def of_node(
+    *others: tuple[AttemptRecord, Beat | None],
+    terms: Terms = TERMS,
+    told: History = History(),  # noqa: B008 - immutable
+) -> Means:
+    known = OtherNodes(Node("i-me", "g5.2xlarge", "us-east-2a", T0), others)
+    known.take(told, T0)
+    return known.means(terms)
 
 
-def hours_of(limits: RunLimits = LIMITS, *, spent: SpentByNow | None = None) -> list[Any]:
+def hours_of(limits: RunLimits = LIMITS, *, spent: Spent | None = None) -> list[Any]:
     """Until nothing is left, from the launch on, and of what."""
     over, limit = of_node(terms=replace(TERMS, limits=limits)).when_over(spent)
     return [(over - T0) / 3600, limit]
 
 
-def meter_told(usd: str, hours: float, at_h: float) -> SpentByNow:
-    return SpentByNow(usd=Decimal(usd), seconds=Decimal(round(hours * 3600)), at=T0 + at_h * 3600)
+def meter_told(usd: str, hours: float, at_h: float) -> Spent:
+    return Spent(spent_usd=Decimal(usd), spent_s=Decimal(round(hours * 3600)), at=T0 + at_h * 3600)
 
 
 def test_what_is_left_counts_at_the_dearest_price_of_an_hour_until_the_meter_says_what_it_cost() -> None:
@@ -68,13 +73,13 @@ def test_a_later_node_has_what_earlier_ones_left_although_no_meter_told_of_them(
         instance="i-1", type="g5.2xlarge", zone="us-east-2a", launched_at=iso(T0 - 8 * 3600), exit=Exit(1, "crashed")
     )
     lost = replace(first, instance="i-2", launched_at=iso(T0 - 4 * 3600), exit=None)
-    lives = Lives(ended={"i-1": T0 - 6 * 3600, "i-2": T0 - 3 * 3600})
-    over, limit = of_node((first, None), (lost, None), lives=lives).when_over(None)
+    told = History(ended={"i-1": T0 - 6 * 3600, "i-2": T0 - 3 * 3600})
+    over, limit = of_node((first, None), (lost, None), told=told).when_over(None)
     assert [over, limit] == [pytest.approx(T0 + 7 * 3600), "max_usd"]  # three of ten hours
     beat = Beat(
         attempt_s=Decimal(7200), lived_s=Decimal(7200), compute_usd=Decimal("0.80"), usd_per_hour=Decimal("0.4")
     )
-    over, _ = of_node((first, beat), (lost, None), lives=lives).when_over(None)
+    over, _ = of_node((first, beat), (lost, None), told=told).when_over(None)
     assert over == pytest.approx(T0 + (12 - 0.90 - 1.2) / 1.2 * 3600)
 
 
@@ -152,6 +157,14 @@ def test_a_meter_whose_clock_is_another_gives_no_more_time(world: MeansWorld) ->
     (world.folder / "control/spent.json").write_text("{torn")
     world.allowance.look()
     assert world.allowance.timer_at == pytest.approx(T0 + 120 + 9.5 * 3600 + TIMER_S)
+
+
+def test_a_word_of_the_meter_that_cannot_be_believed_leaves_the_one_before_it(world: MeansWorld) -> None:
+    world.passes(2, Decimal("0.45"))
+    timer = world.allowance.timer_at
+    (world.folder / "control/spent.json").write_text('{"spent_usd": "-1", "spent_s": "0", "at": 0}')
+    world.passes(1)
+    assert world.allowance.timer_at == timer
 
 
 def test_an_hour_that_cannot_be_moved_stands_and_is_tried_again(world: MeansWorld) -> None:

@@ -12,7 +12,7 @@ import pytest
 from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore, NodeDeath, interrupted, notice_at, outage, state
 
 from gpufleet.job import atomic
-from gpufleet.job.contract.attempt import Exit
+from gpufleet.job.contract.attempt import AttemptRecord, Exit
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.supervisor import attempts
 from gpufleet.job.supervisor.store import StoreError
@@ -367,7 +367,7 @@ def test_a_dataset_that_arrives_damaged_on_three_nodes_fails_for_good(tmp_path: 
 
 def test_a_node_is_doubted_for_what_not_two_others_have_received_wrong() -> None:
     wrong = [Exit(71, f"{attempts.WRONG}: {key}: sha256 is 0") for key in ("w.bin", "w.bin", "v.bin")]
-    earlier: Any = [SimpleNamespace(exit=each) for each in wrong]
+    earlier: Any = [SimpleNamespace(record=AttemptRecord(exit=each)) for each in wrong]
     assert [attempts.doubts(earlier, key) for key in ("w.bin", "v.bin", "u.bin")] == [False, True, True]
 
 

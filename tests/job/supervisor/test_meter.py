@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import runs
 
-from gpufleet.job.contract import cost
+from gpufleet.job.contract import spent
 from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Node
-from gpufleet.job.contract.lives import KEPT_S, LATE_S, Lives
-from gpufleet.job.contract.run import load
-from gpufleet.job.contract.terms import Rates, RunLimits
+from gpufleet.job.contract.run import RunFile, load
+from gpufleet.job.contract.spent import KEPT_S, LATE_S, History, Lives, OtherNodes
+from gpufleet.job.contract.terms import Rates, RunLimits, Terms, TypePrices
 from gpufleet.job.supervisor import attempts, fleet
-from gpufleet.job.supervisor.fleet import History
 from gpufleet.job.supervisor.meter import Meter, spot_history
 from gpufleet.job.supervisor.store import FolderStore
 
@@ -111,7 +110,6 @@ def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> No
     made = meter(spot_price=price_at_second_try)
     made.refresh(T0 + 10)
     made.refresh(T0 + 40)
-    assert len(asked) == 1
     assert made.spent(T0 + 3600).compute_usd == Decimal("1.2120")
     made.refresh(T0 + 71)
     assert made.spent(T0 + 3600).compute_usd == Decimal("0.5000")  # the past is counted anew
@@ -218,6 +216,10 @@ def iso(seconds: float) -> str:
     return datetime.fromtimestamp(T0 + seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
+def counted(store: FolderStore, run: RunFile, me: Node, *gone: str) -> list[spent.Attempt]:
+    return OtherNodes(me, attempts.read(store, but=me.instance)).count(run, gone)
+
+
 def record(store: FolderStore, instance: str, launched: float, exit: dict[str, Any] | None, beat: Any = None) -> None:
     began = {"launched_at": iso(launched), "booted_at": iso(launched + 20)}
     fields = {"instance": instance, "type": "g5.2xlarge", "zone": "us-east-2a", **began}
@@ -241,11 +243,7 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=1_800_019_900)
     found = {
         attempt.instance: attempt
-        for attempt in attempts.judged(
-            attempts.read(store, run, but=me, lives=Lives(gone={"i-killed", "i-brief"})),
-            lambda _: History(),
-            me.launched_at,
-        )
+        for attempt in attempts.judged(counted(store, run, me, "i-killed", "i-brief"), {}, History(), me.launched_at)
     }
     assert list(found) == ["i-killed", "i-noticed", "i-old", "i-brief", "i-crashed", "i-silent", "i-silent-too"]
 
@@ -270,10 +268,17 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     assert found["i-silent"].compute_usd == Decimal("0.0673")
     assert found["i-killed"].ceiling_s == 0
     assert found["i-silent-too"].seconds == 10_200
-    unknown = attempts.attempt_from_record(run, AttemptRecord(launched_at=iso(0), resumed_step=30), None)
-    assert [unknown.seconds, unknown.last_step] == [cost.BOOT_S, 30]  # nor is known when the next one came
+    unknown = spent.count_node(run, AttemptRecord(launched_at=iso(0), resumed_step=30), None)
+    assert [unknown.seconds, unknown.last_step] == [spent.BOOT_S, 30]  # nor is known when the next one came
 
 
+PRICES = Terms(
+    limits=NO_LIMITS,
+    capacity="spot",
+    prices={"g5.2xlarge": TypePrices(on_demand=SPOT.on_demand, spot={}, gpus=1)},
+    hourly={},
+    fixed_usd=Decimal(0),
+)
 BEAT = Beat(attempt_s=Decimal(3000), compute_usd=Decimal("0.3000"), usd_per_hour=Decimal("0.36"), ceiling_s=Decimal(0))
 
 
@@ -294,14 +299,14 @@ def test_a_node_that_was_lost_costs_no_less_than_it_may_have(
     lives: Lives, until: float | None, seconds: float, usd: str
 ) -> None:
     node = AttemptRecord(instance="i-1", launched_at=iso(0))
-    found = cost.of_node(replace(SPOT, hourly={}), node, BEAT, lives, None if until is None else T0 + until)
+    found = spent.count_node(PRICES, node, BEAT, lives, None if until is None else T0 + until)
     assert [found.seconds, found.compute_usd] == [seconds, Decimal(usd)]
 
 
 def test_what_aws_says_of_a_node_s_end_counts_more_than_what_the_node_was_told(tmp_path: Path) -> None:
     ending = Exit(75, "notice", True, iso(600), iso(720))
     node = AttemptRecord(instance="i-1", launched_at=iso(0), exit=ending)
-    found = [cost.of_node(SPOT, node, None, lives).seconds for lives in (Lives(), Lives(ended={"i-1": T0 + 650}))]
+    found = [spent.count_node(PRICES, node, None, lives).seconds for lives in (Lives(), Lives(ended={"i-1": T0 + 650}))]
     assert found == [720, 650]
 
 
@@ -404,20 +409,13 @@ def test_a_first_hour_is_free_where_the_fleet_s_history_says_that_aws_took_the_n
     run, store = load(runs.place(tmp_path, runs.tree())), FolderStore(tmp_path / "r1")
     record(store, "i-noticed", 1000, {"code": 75, "notice": True, "at": iso(1600), "ends_at": iso(1720)}, None)
     me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=T0 + 2000)
-    asked: list[float] = []
-
-    def history(since: float) -> History | None:
-        asked.append(since)
-        return None if changes is None else History(changes=tuple(changes))
-
-    (found,) = attempts.judged(attempts.read(store, run, but=me), history, me.launched_at)
+    told = None if changes is None else History(changes=tuple(changes))
+    (found,) = attempts.judged(counted(store, run, me), {}, told, me.launched_at)
     assert found.reclaimed is reclaimed
     assert found.free_usd == (found.compute_usd if reclaimed else 0)
     assert found.interrupted is (reclaimed is not False)
-    assert asked == [T0 + 1000]
-    (forgotten,) = attempts.judged(attempts.read(store, run, but=me), history, T0 + 1001 + KEPT_S)
+    (forgotten,) = attempts.judged(counted(store, run, me), {}, told, T0 + 1001 + KEPT_S)
     assert forgotten.reclaimed is None  # AWS does not know any more
-    assert len(asked) == 1
 
 
 def test_three_peers_that_live_on_count_for_longer_than_their_last_beats_whoever_came_after_them(
@@ -427,8 +425,8 @@ def test_three_peers_that_live_on_count_for_longer_than_their_last_beats_whoever
     for number in range(3):
         record(store, f"i-{number}", number, None, {"attempt_s": "600.000", "lived_s": "600.000"})
     me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=T0 + 3)
-    found = attempts.read(store, run, but=me)
-    assert [float(each.seconds) for each in found] == [600 + cost.GONE_S] * 3
+    found = counted(store, run, me)
+    assert [float(each.seconds) for each in found] == [600 + spent.GONE_S] * 3
 
 
 def test_a_stop_takes_its_time_on_every_node() -> None:
@@ -450,3 +448,14 @@ def test_peers_that_nobody_reads_of_go_on_to_cost() -> None:
     assert before.usd - before.attempt_usd == Decimal("1.0000")
     assert after.usd - after.attempt_usd == Decimal("1.0000") + (3 * ceiling).quantize(Decimal("0.0001"))
     assert after.seconds - after.attempt_s == 3600 + 3 * 3600
+
+
+def test_a_node_of_several_without_a_record_counts_as_one_that_boots_until_aws_says_when_it_ended(
+    tmp_path: Path,
+) -> None:
+    run = load(runs.place(tmp_path, runs.tree(nodes=4)))
+    others = OtherNodes(Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=T0 + 3))
+    others.take(History(launched={"i-0": T0, "i-me": T0 + 3}), T0 + 60)
+    assert others.total(run)[1] == Decimal(spent.BOOT_S)
+    others.take(History(ended={"i-0": T0 + 300}), T0 + 360)
+    assert others.total(run)[1] == 300

@@ -16,10 +16,10 @@ from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.environment import BOOTED_AT
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.run import PhaseEstimate
+from gpufleet.job.contract.spent import History
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.supervisor import staging
 from gpufleet.job.supervisor.attempt import MARK_S, Supervisor
-from gpufleet.job.supervisor.fleet import History
 from gpufleet.job.supervisor.forecast import Forecast
 from gpufleet.job.supervisor.store import StoreError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -12,40 +12,45 @@ import pytest
 import runs
 
 from gpufleet.job import measured
-from gpufleet.job.contract.attempt import AttemptRecord, Exit, Hardware
+from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Hardware
 from gpufleet.job.contract.done import FINISHED, Done
+from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.run import RunFile, load
+from gpufleet.job.contract.spent import Attempt
 from gpufleet.job.supervisor import receipt
-from gpufleet.job.supervisor.attempts import Attempt
 
 DONE = Done(FINISHED, "", "i-1", "2027-01-15T09:00:00Z")
 EXTRAS = Decimal("0.015959")
+PAID = {each.name for each in fields(Attempt)}
 
 
 def attempt(seconds: int, rate: str = "0.36", **changes: Any) -> Attempt:
     hours = Decimal(seconds) / 3600
     compute = (hours * Decimal(rate)).quantize(Decimal("0.0001"))
-    values: dict[str, Any] = {
-        "instance": "i-1",
-        "type": "g5.2xlarge",
-        "zone": "us-east-2a",
-        "launched_at": runs.LAUNCHED,
+    paid: dict[str, Any] = {
         "seconds": Decimal(seconds),
         "lived_s": Decimal(seconds),
         "usd": compute + (hours * EXTRAS).quantize(Decimal("0.0001")),
         "compute_usd": compute,
-        "free_usd": Decimal(0),
+    }
+    left: dict[str, Any] = {
+        "instance": "i-1",
+        "type": "g5.2xlarge",
+        "zone": "us-east-2a",
+        "launched_at": iso(runs.LAUNCHED),
         "started_s": Decimal(300),
-        "resumed_step": 0,
-        "last_step": 3000,
-        "step_s": 0.5,
-        "idle_s": Decimal(0),
         "rung": 0,
-        "floor": 0,
         "exit": Exit(0, "finished"),
     }
-    return Attempt(**{**values, **changes})
+    beat = Beat(step=changes.pop("last_step", 3000), step_s=0.5)
+    paid |= {name: changes.pop(name) for name in PAID & changes.keys()}
+    return Attempt(record=AttemptRecord(**{**left, **changes}), beat=beat, **paid)
+
+
+def taken(seconds: int) -> Exit:
+    """The end of a node that waited so long for AWS to end it."""
+    return Exit(75, "notice", True, iso(runs.LAUNCHED), iso(runs.LAUNCHED + seconds))
 
 
 @pytest.fixture
@@ -66,13 +71,7 @@ CASES = {
     "slow": (attempt(4000),),
     "dear": (attempt(1800, rate="0.72"),),
     "noticed": (
-        attempt(
-            900,
-            free_usd=Decimal("0.0900"),
-            idle_s=Decimal(100),
-            exit=Exit(75, "notice", notice=True),
-            last_step=1000,
-        ),
+        attempt(900, reclaimed=True, exit=taken(100), last_step=1000),
         attempt(1500, resumed_step=1000),
     ),
     "killed": (attempt(900, exit=None, last_step=1100), attempt(1500, resumed_step=1000)),
@@ -170,11 +169,11 @@ def test_a_kill_without_notice_costs_the_steps_it_repeats(run: RunFile) -> None:
 
 
 def test_steps_are_repeated_whichever_node_repeats_them(run: RunFile) -> None:
-    first, last = CASES["killed"]
+    first, _ = CASES["killed"]
     booted = attempt(120, exit=None, started_s=None, last_step=0)  # lost before it knew where to go on
     some = attempt(900, exit=None, resumed_step=1000, last_step=1040)
     for between, booting_s in ((booted, 120 + 300), (some, 300 + 300)):
-        resumed = replace(last, resumed_step=max(1000, between.last_step))
+        resumed = attempt(1500, resumed_step=max(1000, between.last_step))
         expected = Decimal(booting_s + 50) / 3600 * (Decimal("0.36") + EXTRAS) - Decimal("0.0028")
         causes = build(run, first, between, resumed)["causes"]
         assert Decimal(causes["interruptions"]) == pytest.approx(expected, abs=Decimal("0.0001"))
@@ -182,7 +181,7 @@ def test_steps_are_repeated_whichever_node_repeats_them(run: RunFile) -> None:
 
 def test_no_more_of_a_node_is_lost_than_it_lived(run: RunFile) -> None:
     """Told to end as it booted: of its 200 s the 100 s of idling are not lost twice."""
-    booting = attempt(200, exit=None, started_s=None, last_step=0, idle_s=Decimal(100))
+    booting = attempt(200, exit=taken(100), started_s=None, last_step=0)
     causes = build(run, attempt(900, exit=None, last_step=1000), booting, attempt(1500, resumed_step=1000))["causes"]
     expected = Decimal(200 + 300) / 3600 * (Decimal("0.36") + EXTRAS) - Decimal("0.0028")
     assert Decimal(causes["interruptions"]) == pytest.approx(expected, abs=Decimal("0.0001"))
@@ -251,7 +250,7 @@ def test_what_aws_reports_later_is_said_to_be_as_in_the_bill(run: RunFile) -> No
 
 
 def test_the_text_names_error_grade_lines_and_attempts(run: RunFile) -> None:
-    killed = replace(CASES["killed"][0], instance="i-0")
+    killed = attempt(900, instance="i-0", exit=None, last_step=1100)
     said = shown(build(run, killed, CASES["killed"][1]))
     assert "inside p10-p90" in said
     assert "i-0 g5.2xlarge 900.000 s" in said

@@ -17,9 +17,10 @@ from gpufleet.job.contract.aws import HANDOVER_S
 from gpufleet.job.contract.bucket import FALLBACK
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import PhaseEstimate
+from gpufleet.job.contract.spent import History
 from gpufleet.job.contract.terms import FallbackTerms, RunLimits, Terms, TypePrices
 from gpufleet.job.experiments.growth.spec import GrowthConfig
-from gpufleet.job.supervisor.fleet import History, of_node
+from gpufleet.job.supervisor.fleet import of_node
 from gpufleet.job.supervisor.forecast import Forecast
 from gpufleet.job.supervisor.switch import Switch, find_switch
 

@@ -62,23 +62,13 @@ class Verdict:
         kernel_s, reference_s = (fields.take(key, quartiles, None) for key in ("kernel_s", "reference_s"))
         if any(pair is not None and len(pair) != 3 for pair in (kernel_s, reference_s)):
             raise DoubtError("quartiles are three")
-        return cls(
-            row=fields.need("row", reading.text),
-            candidate=fields.need("candidate", reading.text),
-            task=fields.need("task", reading.text),
-            origin=fields.need("origin", reading.text),
-            label=fields.need("label", reading.text),
-            source_sha256=fields.need("source_sha256", reading.text),
-            passed=fields.need("passed", reading.flag),
+        return reading.filled(
+            cls,
+            fields,
             stage=fields.need("stage", reading.choice(*range(1, PASSED + 1))),
-            reason=fields.need("reason", reading.text),
-            seconds=fields.need("seconds", reading.mapping(reading.number)),
-            cpu_s=fields.need("cpu_s", reading.number),
             isolated=fields.take("isolated", reading.flag, None),
-            speedup=fields.take("speedup", reading.number, None),
-            suspicious=fields.take("suspicious", reading.flag, False),
-            kernel_s=kernel_s,  # type: ignore[arg-type]
-            reference_s=reference_s,  # type: ignore[arg-type]
+            kernel_s=kernel_s,
+            reference_s=reference_s,
         )
 
 

@@ -1,0 +1,276 @@
+"""What the run has spent: from what each node has left of itself and AWS's word on its end to the cost of each, the
+total, and the moment at which nothing is left. Pure.
+
+A node never counts for less than it cost. One that was killed says nothing after its last heartbeat; the fleet's
+history says when AWS ended it. Until AWS has answered the node counts until the next one's launch, as a fleet of one
+launches none before; where AWS knows only that it is gone, for GONE_S after its last heartbeat. A node that was told of
+its end is billed until that end. A fleet's history is late by a minute or so, and tells of the last two days.
+
+The node's own Python reads this: no newer than 3.9 here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+
+from gpufleet.job.contract import aws, done
+from gpufleet.job.contract.attempt import AttemptRecord, Beat, Node
+from gpufleet.job.contract.messages import Spent
+from gpufleet.job.contract.reading import epoch, iso
+from gpufleet.job.contract.terms import RunLimits, Terms
+
+CENT_100 = Decimal("0.0001")
+MINIMUM_S = Decimal(aws.MINIMUM_S)
+HOUR_S = Decimal(3600)
+GONE_S = 120.0  # two heartbeats: one that was due, and one that may have been on its way
+BOOT_S = 480.0  # the newest node, before its first heartbeat: what the bills take for a small one's set-up
+KEPT_S = 48 * 3600.0  # AWS keeps a fleet's events for two days (EC2 API reference, DescribeFleetHistory)
+LATE_S = 300.0  # an event that has not come by then does not come
+
+
+def hours(seconds: Decimal) -> Decimal:
+    """Seconds as hours."""
+    return seconds / HOUR_S
+
+
+@dataclass(frozen=True)
+class History:
+    """One answer of AWS. Times are epoch seconds. `there`: nodes that have not ended; None: not known."""
+
+    changes: tuple[float, ...] = ()  # when its owner changed the fleet
+    launched: Mapping[str, float] = field(default_factory=dict)
+    ended: Mapping[str, float] = field(default_factory=dict)
+    there: Collection[str] | None = None
+
+
+@dataclass(frozen=True)
+class Lives:
+    """Epoch seconds at which each node ended, or was last seen running. `gone`: nodes that ended at an unknown time."""
+
+    ended: Mapping[str, float] = field(default_factory=dict)
+    seen: Mapping[str, float] = field(default_factory=dict)
+    gone: Collection[str] = ()
+
+
+UNKNOWN = Lives()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One node of the run: what it has left of itself, and what it has cost. `usd` is compute, disks and address."""
+
+    record: AttemptRecord
+    beat: Beat  # its last one; an empty one where it has left none
+    seconds: Decimal  # as billed: 60 at least
+    lived_s: Decimal
+    usd: Decimal
+    compute_usd: Decimal
+    ceiling_s: Decimal = Decimal(0)  # counted at the ceiling of a spot price, which AWS did not tell
+    reclaimed: bool | None = None  # AWS took it, or its owner did; None: it had no notice, or nobody knows
+
+    @property
+    def instance(self) -> str:
+        return self.record.instance
+
+    @property
+    def noticed(self) -> bool:
+        """AWS said that it would take the node away."""
+        return self.record.exit is not None and self.record.exit.notice
+
+    @property
+    def interrupted(self) -> bool:
+        """With a notice, and not by the owner's own hand as far as anybody knows."""
+        return self.noticed and self.reclaimed is not False
+
+    @property
+    def free_usd(self) -> Decimal:
+        """The compute that AWS does not charge."""
+        return self.compute_usd if self.reclaimed and self.seconds < aws.FREE_S else Decimal(0)
+
+    @property
+    def last_step(self) -> int:
+        return self.beat.step or self.record.resumed_step or 0
+
+    @property
+    def idle_s(self) -> Decimal:
+        """For how long it waited for AWS to end it after it was told that AWS would."""
+        ending = self.record.exit
+        told, gone = (epoch(ending.at), epoch(ending.ends_at)) if ending else (None, None)
+        return Decimal(f"{max(0.0, gone - told):.3f}") if told and gone else Decimal(0)
+
+
+Left = tuple[AttemptRecord, "Beat | None"]  # what a node has left of itself: its record and its last heartbeat
+
+
+def count_node(
+    terms: Terms, node: AttemptRecord, beat: Beat | None, lives: Lives = UNKNOWN, until: float | None = None
+) -> Attempt:
+    """What a node has cost, whose record names it. `until`: the launch of the next one; None: there is none."""
+    rates, last = terms.rates(node.type, node.zone, node.capacity), beat or Beat()
+    lived = _lived_s(node, beat, lives, until)
+    seconds = max(lived, MINIMUM_S)
+    metered = last.attempt_s
+    compute = rates.ceiling * hours(metered) if last.compute_usd is None else last.compute_usd
+    tail = max(seconds - metered, Decimal(0))
+    # The hour of the last heartbeat has its price; a later one's is not known here.
+    known = Decimal(0) if last.usd_per_hour is None else min(tail, HOUR_S - metered % HOUR_S)
+    compute += hours(known) * (last.usd_per_hour or 0) + hours(tail - known) * rates.ceiling
+    unknown = tail - known + (metered if last.compute_usd is None else last.ceiling_s or Decimal(0))
+    return Attempt(
+        record=node,
+        beat=last,
+        seconds=seconds,
+        lived_s=lived,
+        usd=(compute + hours(seconds) * rates.extras).quantize(CENT_100),
+        compute_usd=compute.quantize(CENT_100),
+        ceiling_s=unknown if rates.moves else Decimal(0),
+    )
+
+
+def _lived_s(node: AttemptRecord, beat: Beat | None, lives: Lives, until: float | None) -> Decimal:
+    launched, last, ended = node.launched, beat or Beat(), lives.ended.get(node.instance)
+    lived = last.attempt_s if last.lived_s is None else last.lived_s
+    if not launched:
+        return lived
+    moments = [lives.seen.get(node.instance) if ended is None else ended]
+    if ended is None and node.exit is not None:
+        moments += [epoch(node.exit.at), epoch(node.exit.ends_at)]
+    elif ended is None:
+        least = launched + (BOOT_S if beat is None else float(lived) + GONE_S)
+        is_gone = node.instance in lives.gone and beat is not None
+        moments.append(least if until is None else min(least, until) if is_gone else until)
+    return max([lived, *(Decimal(f"{at - launched:.3f}") for at in moments if at is not None)])
+
+
+def count_nodes(terms: Terms, nodes: Iterable[Left], lives: Lives, *launches: float) -> list[Attempt]:
+    """What each of these has cost, the oldest first. `launches`: of other nodes, or the end of the run."""
+    left = sorted(nodes, key=lambda each: each[0].launched)
+    every = [*launches, *(node.launched for node, _ in left)]
+    reclaimed = {name: taken for node, _ in left for name, taken in node.reclaimed.items()}
+
+    def next_launch(node: AttemptRecord) -> float | None:
+        # Several nodes live at once: the launch of one says nothing of another's end.
+        return None if terms.nodes > 1 else min((at for at in every if at > node.launched), default=None)
+
+    counted = [count_node(terms, node, beat, lives, next_launch(node)) for node, beat in left]
+    return [replace(each, reclaimed=reclaimed.get(each.instance)) for each in counted]
+
+
+class OtherNodes:
+    """The run's nodes but `own`: what they have left, and what AWS has said of those without an end, or a record."""
+
+    def __init__(self, own: Node, nodes: Iterable[Left] = ()) -> None:
+        self.own, self.nodes = own, list[Left]()
+        self.ended: dict[str, float] = {}  # this and `_launched` are replaced as a whole: another thread may read them
+        self._launched: dict[str, float] = {}
+        self._seen: dict[str, float] = {}
+        self._missing: dict[str, float] = {}  # since when, of those without an end
+        self._is_asked, self._asked_at = False, 0.0  # AWS, and it has answered
+        self.hear(nodes)
+
+    def hear(self, nodes: Iterable[Left]) -> None:
+        """Takes what each has left by now, in place of what it had before, and what AWS has said to it of others."""
+        self.nodes = list(nodes)
+        for each, _ in self.nodes:
+            self.know(each)
+
+    def know(self, record: AttemptRecord) -> None:
+        """Takes what AWS has said to the node of this record, which may be this one."""
+        self._launched = {**record.untold, **self._launched}
+        self.ended = {**record.ended, **self.ended}
+
+    def take(self, told: History, now: float) -> None:
+        """Takes an answer of AWS."""
+        self._is_asked, self._asked_at = True, now
+        self._launched, self.ended = {**self._launched, **told.launched}, {**self.ended, **told.ended}
+        for name in self._doubtful_names() if told.there is not None else ():
+            if name in (told.there or ()):
+                self._seen[name] = now
+            elif name not in self._missing:
+                self._missing[name] = now
+                if name in self._seen:  # it was there until now at most
+                    self._seen[name] = now
+
+    @property
+    def lives(self) -> Lives:
+        gone = {name for name, since in self._missing.items() if self._asked_at - since >= LATE_S}
+        return Lives(self.ended, self._seen, gone)
+
+    @property
+    def untold(self) -> dict[str, float]:
+        """When those were launched that have left no record: they ended before they could."""
+        names = {self.own.instance, *(node.instance for node, _ in self.nodes)}
+        return {name: at for name, at in self._launched.items() if name not in names}
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether AWS may have more to say."""
+        return not self._is_asked or bool(self._doubtful_names())
+
+    def _doubtful_names(self) -> set[str]:
+        """The nodes without an end of which AWS still knows."""
+        since = self.own.launched_at - KEPT_S
+        recent = {node.instance for node, _ in self.nodes if node.launched >= since}
+        return {*recent, *self._launched} - {self.own.instance, *self.ended, *self.lives.gone}
+
+    def count(self, terms: Terms, gone: Collection[str] = ()) -> list[Attempt]:
+        """What each that has left something has cost, the oldest first. `gone`: nodes that are known to have ended."""
+        lives = replace(self.lives, gone={*self.lives.gone, *gone})
+        return count_nodes(terms, self.nodes, lives, self.own.launched_at)
+
+    def total(self, terms: Terms) -> tuple[Decimal, Decimal]:
+        """USD and billed seconds of all together, with those that have left no record, at the dearest price."""
+        untold = [(AttemptRecord(instance=name, launched_at=iso(at)), None) for name, at in self.untold.items()]
+        launches = [self.own.launched_at, *(node.launched for node, _ in self.nodes)]
+        paid = [*self.count(terms), *count_nodes(terms, untold, self.lives, *launches)]
+        return sum((each.usd for each in paid), Decimal(0)), sum((each.seconds for each in paid), Decimal(0))
+
+    def means(self, terms: Terms) -> Means:
+        """What is left for this node and those that train with it."""
+        rates, (usd, seconds) = terms.rates(self.own.type, self.own.zone, self.own.capacity), self.total(terms)
+        return Means(
+            limits=terms.limits,
+            usd_per_hour=terms.nodes * (rates.ceiling + rates.extras),
+            before=Spent(spent_usd=terms.fixed_usd + usd, spent_s=seconds, at=self.own.launched_at),
+            nodes=terms.nodes,
+        )
+
+
+@dataclass(frozen=True)
+class Means:
+    """The run's limits, and what its nodes can cost at the most; `before`: all that was spent at this one's launch.
+
+    The job's meter knows what has been spent; this knows what there can be left of it should the meter fall silent:
+    from its last word on every hour counts at the dearest price that there is. So the moment at which nothing is left
+    moves away as long as the meter speaks, and stands still once it does not.
+    """
+
+    limits: RunLimits
+    usd_per_hour: Decimal  # of all `nodes` that train together
+    before: Spent
+    nodes: int = 1
+
+    def when_over(self, told: Spent | None) -> tuple[float, str]:
+        """The moment (epoch seconds) after which nothing is left, and of which limit. `told`: by the meter."""
+        known = told or self.before
+        hours = min(self._hours_over(each) for each in (self.before, known))
+        usd = known.at + float((self.limits.max_usd - known.spent_usd) / self.usd_per_hour) * 3600
+        return min((hours, done.MAX_HOURS), (usd, done.MAX_USD))
+
+    def _hours_over(self, spent: Spent) -> float:
+        return spent.at + float(self.limits.max_hours * 3600 - spent.spent_s) / self.nodes
+
+
+def passed_limit(limits: RunLimits, usd: Decimal, seconds: Decimal, at: float) -> str | None:
+    """The limit of which nothing is left with so much spent by that moment: dollars, hours, deadline, expiry."""
+    if usd >= limits.max_usd:
+        return done.MAX_USD
+    if hours(seconds) >= limits.max_hours:
+        return done.MAX_HOURS
+    if limits.deadline is not None and at >= limits.deadline:
+        return done.DEADLINE
+    if limits.expires is not None and at >= limits.expires:
+        return done.EXPIRY
+    return None
