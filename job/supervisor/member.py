@@ -236,7 +236,9 @@ class GangMember(Supervisor):
 
     def _train_with(self, generation: GangGeneration) -> int:
         """How this node's trainer ended."""
-        self.watch.tell(state="busy", generation=generation.number, ended=None, said="", saved=-1, named_by="", own_s=0.0)
+        self.watch.tell(
+            state="busy", generation=generation.number, ended=None, said="", saved=-1, named_by="", own_s=0.0
+        )
         self.uploader.abandon(self._pause)  # what this node led before, it must not send as a member of this one
         self.generation, self.fence.generation = generation, generation.number
         if self.leads:
