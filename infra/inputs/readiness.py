@@ -14,8 +14,9 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     name, sentences = definition.argument, [*definition.fleet.market.not_ready()]
     if definition.fleet.ami == "unpinned":
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
-    for key in _tagged(definition):
-        sentences.append(f"{key} has a tag but no digest: run `gpufleet doctor {name} --pin`.")
+    for key, image in (("image", definition.job.image), ("supervisor_image", definition.job.supervisor_image)):
+        if image is not None and "@sha256:" not in image:
+            sentences.append(f"job.{key} has a tag but no digest: run `gpufleet doctor {name} --pin`.")
     dataset, folder = definition.storage.dataset, definition.storage.dataset_folder(root)
     if folder is not None and (reason := _unprepared(definition, folder, root)):
         sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition)}`.")
@@ -49,21 +50,15 @@ def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
 
 
 def image_problems(definition: StackDefinition) -> list[Problem]:
-    """Images of several nodes that have no digest: a tag may move between two pulls. A scenario is there to be priced;
+    """An image of several nodes without a digest: its tag may move between two pulls. A scenario is there to be priced;
     whoever runs it hears the same of `not_ready`.
     """
-    if not definition.fleet.is_gang or definition.scenario:
+    image = definition.job.image
+    if not definition.fleet.is_gang or definition.scenario or "@sha256:" in image:
         return []
+    allowed = f"{image}@sha256:..., its digest, where fleet.nodes is {definition.nodes}"
     hint = f"A tag may move between the pulls of two nodes: `gpufleet doctor {definition.argument} --pin` writes it."
-    allowed = f"{{image}}@sha256:..., its digest, where fleet.nodes is {definition.nodes}"
-    tagged = _tagged(definition).items()
-    return [definition.problem(key, image, allowed.format(image=image), hint) for key, image in tagged]
-
-
-def _tagged(definition: StackDefinition) -> dict[str, str]:
-    """The images without a digest, by key."""
-    named = {"job.image": definition.job.image, "job.supervisor_image": definition.job.supervisor_image}
-    return {key: image for key, image in named.items() if image is not None and "@sha256:" not in image}
+    return [definition.problem("job.image", image, allowed, hint)]
 
 
 def command(definition: StackDefinition) -> str:
