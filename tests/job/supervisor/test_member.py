@@ -375,6 +375,20 @@ def test_a_slow_node_saves_and_leaves_where_another_is_cheaper_and_the_next_slow
     assert "i-3 is slow: its last 20 steps took 4.0 times" in (town.store.json("attempts/i-3.json") or {})["alarm"]
 
 
+def test_a_step_s_time_is_told_of_the_generation_in_which_it_was_measured(town: Town) -> None:
+    told = list[float]()
+
+    def look() -> None:
+        told.append((town.store.json(bucket.presence_key("i-1")) or {})["own_s"])
+
+    after_step(town, 26, look)
+    after_step(town, 30, lambda: town.kill(town.machines[1]))
+    town.when(lambda: len(town.generations()) == 2 and town.step == 38, look)
+    town.run()
+    finished(town)
+    assert told == [1.0, 0.0]
+
+
 def test_a_follower_that_fails_while_the_leader_saves_the_last_time_ends_no_generation(town: Town) -> None:
     town.end_s, town.follower_code = 60.0, 1
     town.run()
