@@ -375,7 +375,10 @@ class GangMember(Supervisor):
         and begin: all are billed meanwhile. Of a run one node leaves so: where the next is slow, it is not the node.
         """
         gather_s, began_s = self.run_file.gather_s, self.record.now.started_s
-        if not late_s or gather_s is None or began_s is None or any(map(_was_slow, self.others.attempts)):
+        has_left = any(
+            each.record.exit is not None and each.record.exit.reason == SLOW for each in self.others.attempts
+        )
+        if not late_s or gather_s is None or began_s is None or has_left:
             return False
         return late_s * self.forecast.steps_left(self.progress.step) > gather_s + float(began_s)
 
@@ -548,7 +551,3 @@ class GangMember(Supervisor):
         elif newest is not None and newest.number > self.fence.generation:
             return self._crashed(f"generation {newest.number} has taken over")
         return super()._finish(reason, detail)
-
-
-def _was_slow(attempt: attempts.Attempt) -> bool:
-    return attempt.exit is not None and attempt.exit.reason == SLOW

@@ -307,7 +307,8 @@ def test_the_receipt_says_which_nodes_were_interrupted(run: RunFile) -> None:
 
 def test_a_nodes_start_up_and_network_are_written_read_and_said(run: RunFile) -> None:
     by = "41.3 GB/s to the other nodes over AWS Libfabric"
-    found = receipt.build(run, [attempt(1800, pulled_s=Decimal("252.0"), network=by)], DONE)
+    told = {"between_gb_s": 41.26, "transport": "AWS Libfabric"}
+    found = receipt.build(run, [attempt(1800, pulled_s=Decimal("252.0"), preflight=told)], DONE)
     assert found.to_json()["attempts"][0]["pulled_s"] == "252.000"
     assert Receipt.from_json(found.to_json()).attempts[0].pulled_s == Decimal("252.000")
     assert Receipt.from_json(found.to_json()).attempts[0].network == by
