@@ -17,7 +17,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare.comparison import compare_file
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import receipts as _receipts
-from gpufleet.infra.inputs.readiness import code_problems, not_ready
+from gpufleet.infra.inputs.readiness import code_problems, image_problems, not_ready
 
 
 def load(definition: Given, *, scenario: str = "", name: str = "", project: Path | str | None = None) -> Definition:
@@ -49,10 +49,11 @@ def price(
         raise GpufleetError(f"{one.name}, scenario {one.scenario}: ran elsewhere, so there is nothing to price")
     missing = [] if one.variant.only_priced else not_ready(one, root)
     bill = bill_of(one, root, load_catalog(root, day=now.date()), today=now.date(), not_ready=missing)
+    own = [*code_problems(one, root), *image_problems(one)]
     return bill_in_numbers(
         bill,
         warnings=limits.deadline_warnings(one, bill, now),
-        problems=[*code_problems(one, root), *problems(one, bill), *limits.deadline_problems(one, bill, now)],
+        problems=[*own, *problems(one, bill), *limits.deadline_problems(one, bill, now)],
     )
 
 

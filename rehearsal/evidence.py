@@ -180,6 +180,7 @@ class Evidence:
             started_s=None,
             signalled=view.signalled,
             reason=watch.manifests.get(begun.step, ""),
+            observed=begun.leader.observed if begun.leader else Observed(),
         )
 
 

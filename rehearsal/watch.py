@@ -135,6 +135,7 @@ class Begun(NamedTuple):
 
     step: int  # the newest published; -1: none
     reached: int  # the last step that anybody had logged
+    leader: NodeView | None = None
 
 
 class Watch:
@@ -376,8 +377,8 @@ class Watch:
             self.manifests[step] = str(kept.get("reason", ""))
             self._tell("checkpoint", f"checkpoint of step {step} published", quiet=True, step=step)
         for number, kept in self._new_objects(bucket.GANG, bucket.GENERATION_KEY, self.generations):
-            begun = Begun(step=int(kept["step"]), reached=max(view.last_step for view in self.views.values()))
-            self.generations[number] = begun
+            reached, leader = max(view.last_step for view in self.views.values()), self.views.get(kept["members"][0])
+            begun = self.generations[number] = Begun(step=int(kept["step"]), reached=reached, leader=leader)
             names = [self.views[each].name for each in kept["members"] if each in self.views]
             after = f" from step {begun.step}" if begun.step >= 0 else ""
             self._tell("together", f"{' and '.join(names)} train together{after}", number=number)

@@ -23,6 +23,7 @@ ROOMS = {
             "progress",
             "gpus",
             "foreign",
+            "between",
             "contract",
             "clock",
             "kind",

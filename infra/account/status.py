@@ -33,7 +33,7 @@ from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.commit import BEST, Best
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.contract.reading import epoch, iso
-from gpufleet.job.contract.receipt import start_up
+from gpufleet.job.contract.receipt import network, start_up
 from gpufleet.job.text import counted
 
 AWAY_S = 120.0  # a node of several that has not told of itself for so long is not there
@@ -178,8 +178,7 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
         how = "running" if name in alive else "gone without notice"
         if record.exit:
             how = f"ended: {record.exit.reason} at {record.exit.at}"
-        took = start_up(record.started_s, record.pulled_s)
-        how += f", {took}" if took else ""
+        how = ", ".join(filter(None, (how, start_up(record.started_s, record.pulled_s), network(record.preflight))))
         kind = f"{record.type} {record.capacity}".rstrip()
         yield f"attempt     {name}, {kind} in {record.zone}, booted {record.booted_at}, {how}"
         if record.alarm:

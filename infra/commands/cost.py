@@ -26,7 +26,7 @@ from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.discover.marks import checks_warning
 from gpufleet.infra.errors import BeforeLaunch, DefinitionError, GpufleetError, Problem
 from gpufleet.infra.evidence.receipts import score
-from gpufleet.infra.inputs.readiness import code_problems, not_ready
+from gpufleet.infra.inputs.readiness import code_problems, image_problems, not_ready
 from gpufleet.infra.review import policy
 
 
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
     late = [*limits.deadline_problems(definition, bill, now), *without]
-    if found := [*code_problems(definition, root), *problems(definition, bill), *late]:
+    if found := [*code_problems(definition, root), *image_problems(definition), *problems(definition, bill), *late]:
         raise DefinitionError(str(definition.source), found)
     return 1 if broken else 0
 

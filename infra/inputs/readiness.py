@@ -49,6 +49,18 @@ def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
     return []
 
 
+def image_problems(definition: StackDefinition) -> list[Problem]:
+    """An image of several nodes without a digest: its tag may move between two pulls. A scenario is there to be priced;
+    whoever runs it hears the same of `not_ready`.
+    """
+    image = definition.job.image
+    if not definition.fleet.is_gang or definition.scenario or "@sha256:" in image:
+        return []
+    allowed = f"{image}@sha256:..., its digest, where fleet.nodes is {definition.nodes}"
+    hint = f"A tag may move between the pulls of two nodes: `gpufleet doctor {definition.argument} --pin` writes it."
+    return [definition.problem("job.image", image, allowed, hint)]
+
+
 def command(definition: StackDefinition) -> str:
     """The `gpufleet prepare` that makes its dataset; sources that are files are named by hand."""
     return f"gpufleet prepare {definition.argument} {definition.job.parameters.dataset.argument()}".rstrip()

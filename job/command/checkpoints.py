@@ -266,9 +266,14 @@ class CommandCheckpoints:
         would show.
         """
         self._settle()
-        now = self._clock()
-        while self._waits_for_leader() and self._clock() < now + LEADER_S:
+        until = self._clock() + LEADER_S
+        while self._waits_for_leader() and self._clock() < until:
+            self._take_whole(by_itself)  # of what the leader has told by now, whose last word may come late
             time.sleep(LEAVING_S)
+        self._take_whole(by_itself)
+
+    def _take_whole(self, by_itself: bool) -> None:
+        now = self._clock()
         there = self.find() if self._node == 0 else self._find_part()
         for each in there:
             self._watch(each, now)

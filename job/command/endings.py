@@ -33,7 +33,7 @@ REASONS = {  # in words of many programs
     "a GPU's memory is broken": re.compile(r"uncorrectable ecc|ecc error"),
 }
 
-Verdict = Literal["finished", "failed", "again", "elsewhere", "stopped"]
+Verdict = Literal["finished", "failed", "again", "elsewhere", "refused", "stopped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gpufleet.job import atomic
 from gpufleet.job.clock import SteadyClock
-from gpufleet.job.command import processes
+from gpufleet.job.command import network, processes
 from gpufleet.job.command.checkpoints import CommandCheckpoints
 from gpufleet.job.command.endings import End, Verdict
 from gpufleet.job.command.given import Folders, Mask, secrets, variables
@@ -30,7 +30,7 @@ from gpufleet.job.contract.commit import Commit
 from gpufleet.job.contract.messages import Alarm, CommandEnd, Fatal, LeaderSaved, Message, Spent, Stop
 from gpufleet.job.contract.results import refusal
 from gpufleet.job.contract.run import Task
-from gpufleet.job.contract.workdir import FINAL, METRICS, RESULTS, SAVE, STOP
+from gpufleet.job.contract.workdir import ACCEPT, FINAL, METRICS, RESULTS, SAVE, STOP
 from gpufleet.job.gpus import Sampler
 from gpufleet.job.kind.command import CommandConfig, filled
 from gpufleet.job.supervisor import machine
@@ -40,13 +40,14 @@ TICK_S = 0.1
 CALM_S = 1.0  # between two looks at processes and watchdogs
 LEFTOVER_S = 10.0  # for what a command leaves behind when it has ended by itself
 HOLD_S = 60.0  # between two words of a node that is held
-SETUP = "setup"
+SETUP, NETWORK, COMMAND = "setup", "network", "command"
 SETUP_BEGINS, SETUP_ENDS = "the set-up begins", "the set-up has ended"  # a rehearsal shows what comes between
-WHAT = {SETUP: "the set-up", "command": "the command"}
+WHAT = {SETUP: "the set-up", NETWORK: "the pre-flight", COMMAND: "the command"}
 CODES: dict[Verdict, int] = {
     "finished": TrainerExit.FINISHED,
     "failed": TrainerExit.FATAL,
     "elsewhere": TrainerExit.CRASHED,
+    "refused": TrainerExit.REFUSED,
     "stopped": TrainerExit.STOPPED,
 }
 
@@ -110,6 +111,7 @@ class Host:
         )
         self.is_there = False  # its first process
         self.is_set_up = not self.config.setup.strip()
+        self.asks_network = nodes > 1 and self.config.device == "cuda"
         self.place: Place | None = None
 
     def run(self) -> int:
@@ -147,9 +149,11 @@ class Host:
         step = start.restored.step if start.restored is not None else 0
         if start.restored is not None:
             say(f"restored step {step:,} to {self.checkpoints.place(start.restored)}")
-        commands = [("command", self._command(start.restored))]
+        commands = [(COMMAND, self._command(start.restored))]
         if not self.is_set_up:
             commands.insert(0, (SETUP, filled(self.config.setup, dict(self.values))))
+        if self.asks_network:
+            commands.insert(-1, (NETWORK, network.command(self.scripts, self.values)))
         for name, command in commands:
             if (stop := Stop.read(self.workdir)) is not None:
                 return "stopped", "it was not started", End(code=0, step=step), stop
@@ -160,6 +164,16 @@ class Host:
             except GoneError as error:
                 end = start.end(processes.KILLED, f"its container is gone: {error}", WHAT[name])
                 self._leave_place()
+            if name == NETWORK and self.place is not None:
+                self.asks_network = False
+                found = network.read(end.code, end.lines, float(os.environ.get(environment.GBPS, 0)), say)
+                self._note(found)
+                if not found.problems:
+                    continue
+                if not (self.workdir / ACCEPT).exists():
+                    return "refused", "; ".join(found.problems), end, None
+                self.warn(f"nodes before it were refused for this, and this one goes on: {'; '.join(found.problems)}")
+                continue
             if name == SETUP:
                 say(SETUP_ENDS)
                 self.is_set_up = end.code == 0 and not end.why
@@ -197,7 +211,7 @@ class Host:
             contained = os.environ.get(environment.JOB_CONTAINER)
             self.place = WatchedContainer(self.workdir) if contained else GuardedProcesses(self.workdir)
         folder = self.folders.code
-        if what != SETUP:
+        if what == COMMAND:
             folder = self.folders.resolve_path(self.config.workdir, self.values)
             start.begin()
         self.scripts.run(name, command, self._environment(start.restored), folder)
@@ -211,7 +225,7 @@ class Host:
             self.progress.poll()
             code = self.scripts.code(name) if code is None else code
             refusal = ""
-            if what != SETUP:  # what is there once it has ended, `end` takes
+            if what == COMMAND:  # what is there once it has ended, `end` takes
                 refusal = start.look(commit=code is None or left_at is not None)
             if why == "":
                 why = self._why_not(start, what, watch, refusal)
@@ -220,12 +234,12 @@ class Host:
                     if not self.is_there or not self.scripts.began:  # nor will it
                         code = processes.KILLED
                         break
-            if what != SETUP and (observed := start.observe()) is not None:
+            if what == COMMAND and (observed := start.observe()) is not None:
                 self._note(observed)
             if code is not None or now >= calm_at + CALM_S:
                 calm_at = now
                 self._prune()
-                if what != SETUP and self.is_there and self.place is not None and start.meeting.is_open:
+                if what == COMMAND and self.is_there and self.place is not None and start.meeting.is_open:
                     start.meeting.look(self.place.world())
                 left_at = self._leftover(start, code, now, left_at)
                 if code is not None and left_at is None:
@@ -234,7 +248,7 @@ class Host:
             time.sleep(TICK_S)
         self.output.finish()
         why = why or (start.leaving.ended if start.leaving else "")
-        if what == SETUP:
+        if what != COMMAND:
             lines, cause = tuple(self.output.last), self.output.cause.text
             return End(code=code, step=self.progress.step, lines=lines, cause=cause, why=why, what=WHAT[what])
         end = start.end(code, why, WHAT[what])
@@ -256,7 +270,7 @@ class Host:
         if start.leaving is not None:
             return start.leaving.look(
                 self.clock(),
-                saving=lambda: what != SETUP and self.checkpoints.saving(),
+                saving=lambda: what == COMMAND and self.checkpoints.saving(),
                 committed=self.checkpoints.newest,
                 on_signal=self.checkpoints.newest_is_on_signal,
                 send=self._send_stop,

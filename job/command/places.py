@@ -94,6 +94,11 @@ class Scripts:
             (self.folder / f"{name}.env", exports.encode()),
         ]
 
+    def put(self, name: str, content: bytes) -> Path:
+        """A file that what runs may read; its path is the same there."""
+        self._own.write(self.folder / name, content)
+        return self.folder / name
+
     def offer(self) -> None:
         """Writes into each pipe that is waited at, in turn, as much as it takes. Raises GoneError where one is none."""
         while self._waiting:

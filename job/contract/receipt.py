@@ -15,6 +15,7 @@ from gpufleet.job.contract import reading
 from gpufleet.job.contract.attempt import Exit
 from gpufleet.job.contract.reading import Amount, Fields, Step
 from gpufleet.job.contract.spent import CENT_100
+from gpufleet.job.text import printable
 
 SCHEMA = 1
 CAUSES = ("price", "runtime", "interruptions", "other")  # job/supervisor/receipt.py says what each is
@@ -60,6 +61,7 @@ class AttemptCost:
     rung: int | None = None
     exit: Exit | None = None  # None: gone without notice
     alarm: str = ""  # what people were warned of
+    network: str = ""  # how fast it reached the other nodes, and by which transport
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -80,6 +82,7 @@ class AttemptCost:
             "exit": self.exit and self.exit.to_json(),
             **({"capacity": self.capacity} if self.capacity else {}),
             **({"alarm": self.alarm} if self.alarm else {}),
+            **({"network": self.network} if self.network else {}),
             **({} if self.pulled_s is None else {"pulled_s": seconds(self.pulled_s)}),
         }
 
@@ -204,6 +207,13 @@ class Receipt:
 def parse(content: bytes) -> Receipt:
     """The receipt in the bytes of receipt.json. Raises DoubtError."""
     return Receipt.from_json(reading.parse(content))
+
+
+def network(preflight: Mapping[str, Any] | None) -> str:
+    """What a node's record says of the network between the nodes; empty: nothing was measured."""
+    gb_s, transport = ((preflight or {}).get(key) for key in ("between_gb_s", "transport"))
+    over = f" over {printable(transport)}" if transport and isinstance(transport, str) else ""
+    return f"{gb_s:.1f} GB/s to the other nodes{over}" if isinstance(gb_s, int | float) else ""
 
 
 def start_up(started_s: Decimal | None, pulled_s: Decimal | None) -> str:

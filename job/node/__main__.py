@@ -24,7 +24,7 @@ from gpufleet.job import atomic
 from gpufleet.job.clock import SteadyClock
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract import terms
-from gpufleet.job.contract.attempt import SUPERSEDED, AttemptRecord, Exit, Node
+from gpufleet.job.contract.attempt import SLOW, SUPERSEDED, AttemptRecord, Exit, Node
 from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
 from gpufleet.job.contract.bucket import ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key
 from gpufleet.job.contract.codes import AttemptExit
@@ -407,7 +407,8 @@ class NodeRun:
             self._ask_again(asked.name, asked.pause_s)
         self.allowance.open()
         self._upload_log()
-        self.notices.tell(f"AWS takes the node{'' if self._is_in_block() else ', and the run waits for another'}")
+        how = "a slow node leaves" if ending is not None and ending.reason == SLOW else "AWS takes the node"
+        self.notices.tell(f"{how}{'' if self._is_in_block() else ', and the run waits for another'}")
         age = self.clock() - self.machine.launched
         if ending is not None and ending.notice and age < FREE_S:
             say(f"interrupted {age:.0f} s after launch: waiting for AWS to end this machine")

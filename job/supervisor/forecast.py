@@ -71,6 +71,10 @@ class Forecast:
         done = sum((min(max(step, first), last) - first) * pace for first, last, pace in spans)
         return done / whole if whole else 0.0
 
+    def steps_left(self, step: int) -> int:
+        """Optimizer steps that are still to be done."""
+        return max(self._last[-1] - step, 0)
+
     def slower(self, step: int, step_s: float | None) -> float:
         """How many times as long as the bill says a step takes, 1 at least."""
         predicted_s = self._step_s.get(self._phases[self.phase(step)].name, 0.0)

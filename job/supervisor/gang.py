@@ -9,6 +9,7 @@ concludes anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -238,16 +239,21 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
 
 
 def why_slow(view: View, generation: GangGeneration) -> str:
-    """In which way this node keeps the others waiting; empty: in none that shows."""
-    own = view.own
-    others = [view.others[name].presence for name in generation.members if name in view.others]
-    if own.look_s > SLOW_LOOK_S:
-        return f"its looks at S3 have taken {own.look_s:.0f} s and more, {SLOW_LOOKS} times in a row"
-    known = [each.own_s for each in others if each.generation == generation.number and each.own_s]
-    if own.own_s and known and own.own_s >= SLOW * median(known):
-        times = own.own_s / median(known)
+    """In which way this node is slow; empty: in none that shows."""
+    if view.own.look_s > SLOW_LOOK_S:
+        return f"its looks at S3 have taken {view.own.look_s:.0f} s and more, {SLOW_LOOKS} times in a row"
+    if late_s := late_each_step_s(view, generation):
+        times = view.own.own_s / (view.own.own_s - late_s)
         return f"its last {SLOW_STEPS} steps took {times:.1f} times as long as the other nodes' before they exchange"
     return ""
+
+
+def late_each_step_s(view: View, generation: GangGeneration) -> float:
+    """For how long the others wait for this node in each step; 0: for too short to be told from chance."""
+    others = [view.others[name].presence for name in generation.members if name in view.others]
+    known = [each.own_s for each in others if each.generation == generation.number and each.own_s]
+    usual_s = median(known) if known else math.inf
+    return view.own.own_s - usual_s if view.own.own_s >= SLOW * usual_s else 0.0
 
 
 def notice_in_s(view: View, generation: GangGeneration) -> float | None:

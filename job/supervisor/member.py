@@ -17,7 +17,7 @@ from statistics import median
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract import done as ends
-from gpufleet.job.contract.attempt import Exit, Node
+from gpufleet.job.contract.attempt import SLOW, Exit, Node
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration
@@ -52,6 +52,7 @@ from gpufleet.job.supervisor import attempts, gang, staging
 from gpufleet.job.supervisor.attempt import (
     CRASH_S,
     FINISH_S,
+    LATE_S,
     SPENT_S,
     TICK_S,
     LimitReachedError,
@@ -90,6 +91,7 @@ class GangMember(Supervisor):
         self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)  # of the last of them, before they need the others
         self._was_silent = False  # a member whose ranks go on
         self._is_slow = False  # this node, and has said so
+        self._gives_way_at: float | None = None  # when it leaves for being slow
 
     def run(self) -> int:
         """As a single node's."""
@@ -234,7 +236,9 @@ class GangMember(Supervisor):
 
     def _train_with(self, generation: GangGeneration) -> int:
         """How this node's trainer ended."""
-        self.watch.tell(state="busy", generation=generation.number, ended=None, said="", saved=-1, named_by="")
+        self.watch.tell(
+            state="busy", generation=generation.number, ended=None, said="", saved=-1, named_by="", own_s=0.0
+        )
         self.uploader.abandon(self._pause)  # what this node led before, it must not send as a member of this one
         self.generation, self.fence.generation = generation, generation.number
         if self.leads:
@@ -357,10 +361,31 @@ class GangMember(Supervisor):
             self.say(f"warning: {why}")
             with suppress(OSError):
                 Alarm(kind="slow", text=f"{self.node.instance} is slow: {why}").write(self.workdir)
+        if self._gives_way_at is None and self._is_dearer_than_another(gang.late_each_step_s(view, self.generation)):
+            stop_s = self.forecast.stop_s(self.progress.step, self.progress.step_s)
+            self._gives_way_at = self.clock() + stop_s + LATE_S
+            self.say("another node in its place is cheaper: this one saves and leaves")
         silent = [name for name, each in view.others.items() if name in self.generation.members and not each.is_there]
         if silent and not self._was_silent:
             self.say(f"nothing is heard of {', '.join(silent)} for {gang.LOST_S:.0f} s; the ranks' steps decide")
         self._was_silent = bool(silent)
+
+    def _is_dearer_than_another(self, late_s: float) -> bool:
+        """Whether the others wait longer for this node, `late_s` in each step that is left, than for a new one to come
+        and begin: all are billed meanwhile. Of a run one node leaves so: where the next is slow, it is not the node.
+        """
+        gather_s, began_s = self.run_file.gather_s, self.record.now.started_s
+        has_left = any(
+            each.record.exit is not None and each.record.exit.reason == SLOW for each in self.others.attempts
+        )
+        if not late_s or gather_s is None or began_s is None or has_left:
+            return False
+        return late_s * self.forecast.steps_left(self.progress.step) > gather_s + float(began_s)
+
+    def _leaving(self) -> Cause | None:
+        """As AWS takes a node, a slow one takes itself."""
+        leaving = super()._leaving()
+        return leaving or (None if self._gives_way_at is None else Cause(reason=SLOW, deadline=self._gives_way_at))
 
     def _tell_now_and_then(self) -> None:
         """For the node's timer, which stands still without."""

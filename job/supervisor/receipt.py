@@ -26,7 +26,7 @@ from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract.attempt import AttemptRecord, Hardware
 from gpufleet.job.contract.aws import FREE_S
 from gpufleet.job.contract.done import Done
-from gpufleet.job.contract.receipt import CAUSES, AttemptCost, Receipt, ReceiptLine, money, seconds, start_up
+from gpufleet.job.contract.receipt import CAUSES, AttemptCost, Receipt, ReceiptLine, money, network, seconds, start_up
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.spent import CENT_100, MINIMUM_S, Attempt, hours
 from gpufleet.job.contract.workdir import LOG, METRICS
@@ -153,7 +153,7 @@ def text(receipt: Receipt) -> str:
         if attempt.reclaimed is False:
             end += ", as the fleet was changed, deleted or expired"
         paid = f"{seconds(attempt.seconds)} s ${money(attempt.usd)}"
-        paid = ", ".join(filter(None, (paid, start_up(attempt.started_s, attempt.pulled_s))))
+        paid = ", ".join(filter(None, (paid, start_up(attempt.started_s, attempt.pulled_s), attempt.network)))
         kind = f"{attempt.type} {attempt.capacity}".rstrip()
         said.append(f"  {attempt.instance} {kind} {paid}: {end}{attempt.alarm and f'; warned: {attempt.alarm}'}")
     return "\n".join(said)
@@ -236,6 +236,7 @@ def _cost(attempt: Attempt, *, last: bool) -> AttemptCost:
         **{name: getattr(attempt, name) for name in PAID},
         interrupted=attempt.interrupted or (attempt.record.exit is None and not last),
         resumed_step=attempt.record.resumed_step or 0,
+        network=network(attempt.record.preflight),
     )
 
 

@@ -427,13 +427,9 @@ def commit(machine: TownNode, step: int, place: Rendezvous, reason: str) -> None
 
 
 class TownMember(GangMember):
-    """Its locks are the town's, and so is the last step."""
+    """Its locks are the town's."""
 
     machine: TownNode
-
-    @property
-    def _has_done_all(self) -> bool:
-        return self.progress.step >= self.machine.town.last
 
     def _register(self) -> None:
         super()._register()
@@ -550,9 +546,12 @@ class Town:
     ) -> None:
         """`parts`: each node leaves a part of a checkpoint, as ranks of a command do."""
         self.folder, self.nodes, self.last, self.saves_every, self.parts = folder, nodes, last, saves_every, parts
+        steps = {"dense": last, "moe": 0, "grown": 0, "train": last}  # the last phase is a command's
+        rows = [{"phase": name, "step_ms": 100.0, "steps": count} for name, count in steps.items()]
+        estimate = {**runs.ESTIMATE, "phases": rows}
         config = replace(runs.TINY, checkpoint=Checkpoint(interval_s=300, heartbeat_s=60))
         self.tree = runs.with_files(
-            runs.tree(config, nodes=nodes, **{"gather_s": 900.0, **changes}),
+            runs.tree(config, nodes=nodes, **{"gather_s": 900.0, "estimate": estimate, **changes}),
             folder,
             {"dataset.json": b'{"schema": 1, "files": []}'},
         )

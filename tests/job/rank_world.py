@@ -209,6 +209,7 @@ def environment(rank: int, size: int, port: int, nodes: int = 1) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank % here),
+        LOCAL_WORLD_SIZE=str(here),
         WORLD_SIZE=str(size),
         GROUP_RANK=str(rank // here),
         GROUP_WORLD_SIZE=str(nodes),

@@ -150,6 +150,13 @@ def test_several_nodes_go_on_together_from_what_was_published(tmp_path: Path) ->
     assert told["steps repeated after a loss without notice"] == "10 (last logged 50, resumed after step 40)"
 
 
+def test_of_several_nodes_the_leader_of_the_next_generation_shows_whether_it_goes_on(tmp_path: Path) -> None:
+    rehearsal = several(tmp_path, (-1, 0), (30, 30), (40, 50))
+    leader = SimpleNamespace(observed=Observed(resumes="goes on", why="step 31 came first"))
+    rehearsal.watch.generations[2] = rehearsal.watch.generations[2]._replace(leader=leader)
+    assert [each.observed.resumes for each in Evidence(rehearsal).resumptions()] == ["goes on", ""]
+
+
 @pytest.mark.parametrize(
     ("steps", "said"),
     [

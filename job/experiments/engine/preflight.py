@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from gpufleet.job import between
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.messages import Preflight
 from gpufleet.job.contract.workdir import ACCEPT, PREFLIGHT
@@ -29,8 +29,6 @@ from gpufleet.job.gpus import ask
 # has lost its clocks or a memory stack stays far below. Estimates, 2026-11. An L4 at its 72 W falls to its base clock,
 # 795 of 2040 MHz, in long products (a 70 W T4, likewise sound: 24 of 65 TFLOP/s; NVIDIA's forum, thread 264462).
 MATMUL_SHARE, BANDWIDTH_SHARE = 0.4, 0.4
-BETWEEN_SHARE = 0.4  # of the cards' data sheet, as the others; TCP, which NCCL falls back to in silence, has far less
-BETWEEN_BYTES = 64 << 20
 POWER_LIMITED = {"NVIDIA L4": 0.2}  # instead of MATMUL_SHARE
 TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. Below it a checkpoint of 10 GB stops training for 7 s and more
 
@@ -94,12 +92,14 @@ def run(
     told = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(found) for text in texts]
     problems = [text for _, text in told]
     own_problems = tuple(text for rank, text in told if rank // world.ranks_per_node == world.node)
-    between: float | None = None
+    found_gb_s: float | None = None
     if not problems and world.spans_nodes and device.is_cuda:
+        assert world.mesh is not None
         with _limited(give_up):
-            between = max(world.every(between_gb_s(device, world)))
-        say(f"pre-flight: {between:.1f} GB/s from a node to the others")
-        problems += judge_between(between, float(os.environ.get(environment.GBPS, 0)))
+            own_gb_s = between.gb_s(world.mesh.get_group("node"), device.torch, world.ranks_per_node, world.nodes)
+            found_gb_s = max(world.every(own_gb_s))
+        say(f"pre-flight: {found_gb_s:.1f} GB/s from a node to the others")
+        problems += between.judge(found_gb_s, float(os.environ.get(environment.GBPS, 0)))
         own_problems = tuple(problems)
     if own is not None:
         say(
@@ -107,7 +107,7 @@ def run(
             f"{own.memory_gb_s:.0f} GB/s, to host {own.to_host_gb_s or 0:.1f} GB/s"
         )
     if world.first_here:
-        Preflight(ranks=tuple(figures for figures, _ in found), problems=own_problems, between_gb_s=between).write(
+        Preflight(ranks=tuple(figures for figures, _ in found), problems=own_problems, between_gb_s=found_gb_s).write(
             workdir
         )
     if not problems:
@@ -159,25 +159,6 @@ def judge(found: Measured, *, gpus: int | None) -> list[str]:
     if found.throttled:
         problems.append(f"the hardware slows its clock down: {found.clock_mhz} of {found.clock_max_mhz} MHz")
     return problems
-
-
-def between_gb_s(device: Device, world: World) -> float:
-    """What a node sends to the others in a sum over one rank of each, which all ranks do at once."""
-    assert world.mesh is not None
-    group, sent = world.mesh.get_group("node"), torch.ones(BETWEEN_BYTES // 4, device=device.torch)
-    seconds = _seconds(device, lambda: dist.all_reduce(sent, group=group), 3)
-    return world.ranks_per_node * BETWEEN_BYTES * 2 * (world.nodes - 1) / world.nodes / seconds / 1e9
-
-
-def judge_between(gb_s: float, gbps: float) -> list[str]:
-    """Why these nodes are refused for how they meet, on cards of `gbps` (0: not known); empty: they are not."""
-    if not gbps or gb_s * 8 >= BETWEEN_SHARE * gbps:
-        return []
-    share = gb_s * 8 / gbps
-    return [
-        f"EFA is not in use: {gb_s:.1f} GB/s from a node to the others, {share:.0%} of its cards' {gbps:g} Gb/s; at "
-        f"least {BETWEEN_SHARE:.0%} is expected"
-    ]
 
 
 @contextmanager

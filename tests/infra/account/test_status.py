@@ -133,10 +133,14 @@ def test_status_tells_who_trains_together_who_waits_and_what_the_leader_says(
     assert "progress    phase moe, step 120" in lines
 
 
-def test_status_tells_how_long_a_node_took_to_its_first_step(cloud: Cloud, stack: StackDefinition) -> None:
+def test_status_tells_how_long_a_node_took_to_its_first_step_and_how_fast_it_reaches_others(
+    cloud: Cloud, stack: StackDefinition
+) -> None:
     told = {"instance": "i-1", "booted_at": "12:00", "pulled_s": 252.0, "started_s": 480.0}
+    told["preflight"] = {"between_gb_s": 41.26, "transport": "AWS Libfabric"}
     put(cloud, declare_bucket(cloud), "attempts/i-1.json", told)
-    assert stated(stack)["attempt"].endswith("set-up 8.0 min, image pull 4.2 min")
+    took = "set-up 8.0 min, image pull 4.2 min, 41.3 GB/s to the other nodes over AWS Libfabric"
+    assert stated(stack)["attempt"].endswith(took)
 
 
 def test_status_tells_what_a_job_warns_of(cloud: Cloud, stack: StackDefinition) -> None:

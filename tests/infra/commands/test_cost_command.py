@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from command_files import several_nodes
 from repository import ROOT
 
 from gpufleet.infra.commands import compare, cost
@@ -106,6 +107,22 @@ def test_json_prints_the_same_figures_for_programs(project: Path, capsys: pytest
 def test_what_up_still_needs_is_a_warning(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(STACK, "--json")
     assert any("doctor" in warning for warning in json.loads(capsys.readouterr().out)["warnings"])
+
+
+def test_of_several_nodes_an_image_without_its_digest_is_an_error_after_the_bill(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, text = project / "stacks" / "pretrain-d64.yaml", several_nodes("one")
+    file.write_text(text)
+    with pytest.raises(DefinitionError, match="the pulls of two nodes: `gpufleet doctor pretrain-d64 --pin`") as told:
+        run("pretrain-d64")
+    assert capsys.readouterr().out.startswith("pretrain-d64: about ")
+    (problem,) = told.value.problems
+    assert problem.path == "job.image"
+    assert problem.allowed == f"{problem.value}@sha256:..., its digest, where fleet.nodes is 2"
+    assert problem.line == text[: text.index("  image: ")].count("\n") + 1
+    file.write_text(text.replace(problem.value, f"{problem.value}@sha256:{'1' * 64}"))
+    assert run("pretrain-d64") == 0
 
 
 def test_a_cap_below_the_bill_shows_the_bill_and_is_then_an_error(

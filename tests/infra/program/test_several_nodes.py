@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +15,9 @@ from declared_world import Declared, declare
 from gpufleet.infra.account import rights
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
+from gpufleet.infra.program.plan import make
+from gpufleet.infra.program.run_guard import Previous
+from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.handlers.table import UNKNOWN
 
 TEMPLATE, FLEET = "aws:ec2/launchTemplate:LaunchTemplate", "aws:ec2/fleet:Fleet"
@@ -134,3 +139,17 @@ def test_a_node_reads_how_many_it_trains_with(two: Declared) -> None:
     texts = [each.get("content", "") for each in two.inputs("aws:s3/bucketObjectv2:BucketObjectv2")]
     (run,) = (json.loads(text) for text in texts if '"experiment"' in text)
     assert run["nodes"] == 2
+
+
+def test_no_node_can_train_with_other_code_than_the_others(two: Declared, tmp_path: Path) -> None:
+    """They boot from one version of one template, whose script names archive and run.json, and so code and inputs, by
+    their hash; a node that finds other bytes ends (tests/job/node, test_staging.py).
+    """
+    (launched,) = two.one(FLEET)["launchTemplateConfigs"]
+    assert launched["launchTemplateSpecification"]["version"] == UNKNOWN  # a number, where "$Latest" moves
+    root = scratch.make(tmp_path / "project", {"pretrain-d64": several_nodes("one")})
+    plan = make(root, "pretrain-d64", now=datetime.now(UTC), previous=Previous(outputs={}), preview=True)
+    script = base64.b64decode(plan.user_data("bucket", "log", "group/stop")).decode()
+    assert f"\nARCHIVE_SHA256={plan.archive.sha256}\n" in script
+    assert f"\nRUN_CONFIG_SHA256={hashlib.sha256(plan.run_config.encode()).hexdigest()}\n" in script
+    assert f"\nIMAGE={plan.definition.job.image}\n" in script

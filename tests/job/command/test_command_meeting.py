@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_world import CommandJob, parameters
 from waiting import wait_for
 
-from gpufleet.job.command import processes
+from gpufleet.job import atomic, between
+from gpufleet.job.command import network, processes
 from gpufleet.job.command.meeting import STABLE_S, Meeting
-from gpufleet.job.contract.messages import Fatal, Observed
+from gpufleet.job.contract.messages import Accept, Fatal, Observed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the environment of other processes is /proc's")
 
@@ -129,8 +133,10 @@ Meeting.look = looked
 """
 
 
-def on_two_nodes(folder: Path, command: str, *, changed: str = "", nodes: int = 2) -> CommandJob:
-    told = parameters(f"echo step 1 loss 1; {command}", checkpoint={"format": "none"}, work={"steps": 1}, gpus=1)
+def on_two_nodes(folder: Path, command: str, *, changed: str = "", nodes: int = 2, device: str = "cpu") -> CommandJob:
+    told = parameters(
+        f"echo step 1 loss 1; {command}", checkpoint={"format": "none"}, work={"steps": 1}, gpus=1, device=device
+    )
     job = CommandJob(folder / "w", told, changed=changed)
     job.environment = {"GPUFLEET_NODES": str(nodes), "GPUFLEET_NODE_RANK": "0"}
     return job
@@ -160,3 +166,55 @@ def test_one_that_ends_before_it_is_sure_is_judged_by_what_was_seen(
         seen.touch()
     assert job.run() == code, job.log
     assert (Observed.read(job.workdir) or Observed(met="nothing")).met == met
+
+
+FAST, SLOW = ({"gb_s": gb_s, "transport": by} for gb_s, by in ((300, "AWS Libfabric"), (3, "Socket")))
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "gbps", "said", "problem"),
+    [
+        (0, FAST, 3200.0, "300.0 GB/s from a node to the others over AWS Libfabric", ""),
+        (0, SLOW, 3200.0, "3.0 GB/s", "EFA is not in use: 3.0 GB/s from a node to the others over Socket, 1% of"),
+        (0, SLOW, 0.0, "3.0 GB/s from a node to the others over Socket", ""),  # cards of unknown speed
+        (network.NO_TORCHRUN, "", 3200.0, "is not known: the image has no torchrun", ""),
+        (1, "RuntimeError: no GPU", 3200.0, "is not known: it ended with 1: RuntimeError: no GPU", ""),
+    ],
+)
+def test_only_what_a_pre_flight_has_measured_refuses_a_node(
+    code: int, printed: dict[str, Any] | str, gbps: float, said: str, problem: str
+) -> None:
+    log = list[str]()
+    line = printed if isinstance(printed, str) else f"{between.TOLD}{json.dumps(printed)}"
+    found = network.read(code, ("NCCL version 2.31", line), gbps, log.append)
+    assert said in log[0]
+    assert "; ".join(found.problems).startswith(problem)
+    assert bool(found.problems) is bool(problem)
+    assert found.transport == (None if isinstance(printed, str) else printed["transport"])
+
+
+TORCHRUN = f"""#!/bin/sh
+for each in "$@"; do last=$each; done
+echo "asked $*"
+grep -q "def gb_s" "$last" && echo '{between.TOLD}{json.dumps(SLOW)}'
+"""
+
+
+@pytest.mark.parametrize(("accepted", "code"), [(False, 71), (True, 0)])
+def test_a_node_whose_network_is_slow_is_refused_before_its_command_begins_unless_others_were(
+    tmp_path: Path, accepted: bool, code: int
+) -> None:
+    job = on_two_nodes(tmp_path, "env WORLD_SIZE=2 true", device="cuda")
+    program = tmp_path / "bin" / "torchrun"
+    program.parent.mkdir()
+    program.write_text(TORCHRUN)
+    program.chmod(0o755)
+    job.environment |= {"PATH": f"{program.parent}:{os.environ['PATH']}", "GPUFLEET_GBPS": "3200"}
+    if accepted:
+        Accept().write(job.workdir)
+    assert job.run() == code, job.log
+    flags = "--nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port 29900 --max-restarts 0"
+    assert f"asked {flags} " in job.log
+    assert ("step 1 loss 1" in job.log) is accepted
+    (problem,) = (atomic.read_object(job.workdir / "preflight.json") or {})["problems"]
+    assert problem in job.log

@@ -210,6 +210,21 @@ def test_at_its_end_a_node_waits_for_the_leader_s_last_word_and_not_for_long(say
     assert (disk.newest is not None) is says
 
 
+def test_at_its_end_a_node_has_its_part_ready_before_the_leader_s_last_word(tmp_path: Path) -> None:
+    disk, had = NodeDisk(tmp_path, {"format": "dcp"}, 1), list[int]()
+
+    def word() -> LeaderSaved | None:
+        disk.now += 1
+        had.append(disk.newest.step if disk.newest else -1)
+        return LeaderSaved(step=30, named_by="step-30/.metadata", ended=len(had) > 8)
+
+    disk.leader = word
+    disk.write("step-30/__1_0.distcp")
+    disk.checkpoints.end(by_itself=False)
+    assert had[0] == -1
+    assert 30 in had[:8]
+
+
 def test_of_one_file_that_is_overwritten_no_node_waits_for_the_leader(tmp_path: Path) -> None:
     disk, asked = NodeDisk(tmp_path, {"each": ["last.pt"], "rewritten": True}, 1), list[str]()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boot_stubs import BootOutcome, StubNode
+from boot_stubs import INSTANCE, BootOutcome, StubNode
 
 from gpufleet.job.contract.aws import SILENCE
 from gpufleet.job.contract.messages import Alarm
@@ -161,6 +161,13 @@ def test_a_notice_and_a_crash_are_told(node: StubNode) -> None:
     node.job_ends_with(75)
     node.boot()
     assert subjects(node) == ["AWS takes the node, and the run waits for another"]
+
+
+def test_a_node_that_leaves_since_it_is_slow_is_not_said_to_be_taken(node: StubNode) -> None:
+    written = node.s3 / f"r1/attempts/{INSTANCE}.json"
+    node.job_ends_with(75, f"""echo '{{"exit": {{"code": 75, "reason": "slow"}}}}' > {written}""")
+    node.boot()
+    assert subjects(node) == ["a slow node leaves, and the run waits for another"]
 
 
 def test_a_crash_is_told_with_its_reason(node: StubNode) -> None:

@@ -355,6 +355,40 @@ def test_a_node_that_the_others_wait_for_is_named_in_record_and_receipt(tmp_path
     assert {each["instance"]: each.get("alarm") for each in attempts} == {"i-1": None, "i-2": why, "i-3": None}
 
 
+@pytest.mark.parametrize("slow", [0, 1], ids=["the leader", "a follower"])
+def test_a_slow_node_saves_and_leaves_where_another_is_cheaper_and_the_next_slow_one_stays(
+    tmp_path: Path, slow: int
+) -> None:
+    town = Town(tmp_path, last=100, gather_s=300.0)
+    first, second = town.boot(), town.boot()
+    first.own_s = second.own_s = 10.0  # of what only the ranks tell, so that 80 steps are minutes
+    town.machines[slow].own_s = 16.0
+    town.when(lambda: len(town.machines) == 3, lambda: setattr(town.machines[2], "own_s", 40.0))
+    town.run()
+    finished(town)
+    stays = f"i-{2 - slow}"
+    assert [each["members"] for each in town.generations()] == [["i-1", "i-2"], [stays, "i-3"]]
+    assert [step for _, step in town.steps] == list(range(1, 101))
+    ends = {each["instance"]: each["exit"]["reason"] for each in (town.store.json("receipt.json") or {})["attempts"]}
+    assert ends == {f"i-{slow + 1}": "slow", stays: "finished", "i-3": "finished"}
+    assert town.machines[slow].code == 75
+    assert "i-3 is slow: its last 20 steps took 4.0 times" in (town.store.json("attempts/i-3.json") or {})["alarm"]
+
+
+def test_a_step_s_time_is_told_of_the_generation_in_which_it_was_measured(town: Town) -> None:
+    told = list[float]()
+
+    def look() -> None:
+        told.append((town.store.json(bucket.presence_key("i-1")) or {})["own_s"])
+
+    after_step(town, 26, look)
+    after_step(town, 30, lambda: town.kill(town.machines[1]))
+    town.when(lambda: len(town.generations()) == 2 and town.step == 38, look)
+    town.run()
+    finished(town)
+    assert told == [1.0, 0.0]
+
+
 def test_a_follower_that_fails_while_the_leader_saves_the_last_time_ends_no_generation(town: Town) -> None:
     town.end_s, town.follower_code = 60.0, 1
     town.run()

@@ -305,10 +305,13 @@ def test_the_receipt_says_which_nodes_were_interrupted(run: RunFile) -> None:
     assert (made["capacity"], made["device"]) == ("spot", "cpu")
 
 
-def test_a_nodes_start_up_is_written_read_and_said(run: RunFile) -> None:
-    found = receipt.build(run, [attempt(1800, pulled_s=Decimal("252.0"))], DONE)
+def test_a_nodes_start_up_and_network_are_written_read_and_said(run: RunFile) -> None:
+    by = "41.3 GB/s to the other nodes over AWS Libfabric"
+    told = {"between_gb_s": 41.26, "transport": "AWS Libfabric"}
+    found = receipt.build(run, [attempt(1800, pulled_s=Decimal("252.0"), preflight=told)], DONE)
     assert found.to_json()["attempts"][0]["pulled_s"] == "252.000"
     assert Receipt.from_json(found.to_json()).attempts[0].pulled_s == Decimal("252.000")
-    assert "set-up 5.0 min, image pull 4.2 min: " in receipt.text(found)
+    assert Receipt.from_json(found.to_json()).attempts[0].network == by
+    assert f"set-up 5.0 min, image pull 4.2 min, {by}: " in receipt.text(found)
     unknown = receipt.build(run, [attempt(1800)], DONE)
-    assert "pulled_s" not in unknown.to_json()["attempts"][0]
+    assert not {"pulled_s", "network"} & unknown.to_json()["attempts"][0].keys()

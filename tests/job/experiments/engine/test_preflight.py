@@ -21,9 +21,9 @@ from repository import ROOT
 from supervisor_world import Bench, FakeTrainer
 from waiting import HANG_S
 
-from gpufleet.job import atomic, gpus
+from gpufleet.job import atomic, between, gpus
 from gpufleet.job.contract.codes import AttemptExit
-from gpufleet.job.experiments.engine import parallel, preflight
+from gpufleet.job.experiments.engine import preflight
 from gpufleet.job.experiments.engine.device import Device, NodeRefusedError, PeerRefusedError, choose
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.preflight import Measured, judge, parse_clocks
@@ -178,7 +178,7 @@ def test_a_run_that_may_refuse_no_more_goes_on_with_a_warning(tmp_path: Path, mo
 
 @pytest.mark.parametrize(("gb_s", "gbps", "refused"), [(5.0, 100.0, False), (4.9, 100.0, True), (4.9, 0.0, False)])
 def test_nodes_that_meet_without_efa_are_refused_with_the_figures(gb_s: float, gbps: float, refused: bool) -> None:
-    said = preflight.judge_between(gb_s, gbps)
+    said = between.judge(gb_s, gbps)
     assert bool(said) is refused
     if said:
         assert said[0].startswith("EFA is not in use: 4.9 GB/s from a node to the others, 39% of its cards' 100 Gb/s")
@@ -187,13 +187,23 @@ def test_nodes_that_meet_without_efa_are_refused_with_the_figures(gb_s: float, g
 def summed(number: int, size: int, port: int) -> None:
     """A rank's process on a node of its own."""
     rank_world.environment(number, size, port, nodes=2)
-    world = parallel.join("cpu")
-    assert preflight.between_gb_s(CPU, world) > 0
-    world.close()
+    between.BYTES = 1 << 16
+    between.main()
 
 
-def test_what_nodes_send_each_other_is_measured_by_a_sum() -> None:
+def test_what_nodes_send_each_other_is_measured_by_a_sum_and_the_first_rank_of_each_tells(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert rank_world.launched(summed, 2) == [0, 0]
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(between.TOLD)]
+    found = [json.loads(line.removeprefix(between.TOLD)) for line in lines]
+    assert len(found) == 2
+    assert all(each["gb_s"] > 0 and each["transport"] == "" for each in found)
+
+
+def test_nccl_names_the_transport_of_each_channel_between_nodes() -> None:
+    log = "x:1:2 [0] NCCL INFO Channel 00/0 : 1[1] -> 0[0] [send] via NET/AWS Libfabric/0/GDRDMA\n[0] via P2P/CUMEM\n"
+    assert between.VIA.findall(log + "Ring 00 : 7 -> 8 [receive] via NET/Socket/0\n") == ["AWS Libfabric", "Socket"]
 
 
 class SecondOfTwo(World):

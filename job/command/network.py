@@ -1,0 +1,40 @@
+"""Before a command on several nodes: how fast they reach one another, by the torch and NCCL of its own image."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from gpufleet.job import between
+from gpufleet.job.command.places import Scripts
+from gpufleet.job.contract.messages import Preflight
+
+PROGRAM = "between.py"
+NO_TORCHRUN = 3
+FURTHER = 500  # its port is so much beyond the command's, whose ranks must not meet those of a pre-flight
+
+
+def command(scripts: Scripts, values: Mapping[str, str | int]) -> str:
+    """What runs in the command's container, as many ranks as it has GPUs."""
+    path = scripts.put(PROGRAM, Path(between.__file__).read_bytes())
+    flags = f"--nnodes {values['nodes']} --node-rank {values['node_rank']} --nproc-per-node {values['gpus']}"
+    flags += f" --master-addr {values['master']} --master-port {int(values['port']) + FURTHER} --max-restarts 0"
+    return f"command -v torchrun > /dev/null || exit {NO_TORCHRUN}; exec torchrun {flags} {shlex.quote(str(path))}"
+
+
+def read(code: int, lines: Sequence[str], gbps: float, say: Callable[[str], None]) -> Preflight:
+    """What it has found. That it could not look refuses nobody. `gbps`: of a node's cards; 0: not known."""
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            told = json.loads(line.partition(between.TOLD)[2])
+            gb_s, transport = float(told["gb_s"]), str(told["transport"])
+            say(f"pre-flight: {gb_s:.1f} GB/s from a node to the others over {transport or 'an unnamed transport'}")
+            return Preflight(
+                problems=tuple(between.judge(gb_s, gbps, transport)), between_gb_s=gb_s, transport=transport
+            )
+    why = "the image has no torchrun" if code == NO_TORCHRUN else f"it ended with {code}: {''.join(lines[-1:])}"
+    say(f"warning: how fast the nodes reach one another is not known: {why}")
+    return Preflight()
