@@ -10,6 +10,8 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from gpufleet.infra.catalog.items import known_items
+
 ITEMS = {  # (service, usage type) -> (unit, USD), in the list's own units
     ("AmazonEC2", "EBS:VolumeUsage.gp3"): ("GB-Mo", "0.08"),
     ("AmazonEC2", "EBS:VolumeP-IOPS.gp3"): ("IOPS-Mo", "0.005"),
@@ -26,6 +28,8 @@ ITEMS = {  # (service, usage type) -> (unit, USD), in the list's own units
     ("AmazonEC2", "NatGateway-Hours"): ("Hrs", "0.045"),
     ("AmazonEC2", "NatGateway-Bytes"): ("GB", "0.045"),
 }
+for each in known_items().values():  # one more of the catalog's
+    ITEMS.setdefault((each.service, each.usage_type), (next(iter(each.units)), "0.01"))
 
 
 def product(*tiers: tuple[str, str, str], term: str = "OnDemand", **attributes: str) -> str:
