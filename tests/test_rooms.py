@@ -38,6 +38,7 @@ ROOMS = {
     "infra": (
         *(
             "text",
+            "show",
             "errors",
             "progress",
             "terminal",
