@@ -7,7 +7,7 @@ BIN := .venv/bin
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel check-dist test-wheel docs release lint schema fix
+.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel check-dist test-wheel docs release lint schema freeze fix
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
@@ -88,6 +88,9 @@ lint: .venv/ready ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+freeze: .venv/ready ## write down a deliberate change of frozen bills, tables and resources; its diff is the review
+	GPUFLEET_FREEZE=1 $(BIN)/python -m pytest -q tests/test_frozen.py tests/infra/bill/test_bill_golden.py tests/infra/bill/test_table.py
 
 schema: .venv/ready ## write the definition's JSON Schema of code and pages
 	@$(BIN)/python -m gpufleet.infra.definition.json_schema

@@ -30,6 +30,7 @@ from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import SHIPPED, load_catalog, read_catalog
 from gpufleet.infra.compare import ranking
+from gpufleet.infra.compare.rows import Study
 from gpufleet.infra.definition.loader import find, load
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.risk.simulation import simulate
@@ -133,13 +134,13 @@ def _priced(stack: str, now: datetime) -> Taken:
 
 def _compared(stack: str, now: datetime) -> tuple[str, Taken]:
     """(what was compared, the comparison in this process)."""
-    catalog, path = load_catalog(), find(stack, ROOT)
+    study, path = Study(load_catalog()), find(stack, ROOT)
     definition, variants = load(path, now=now), scenarios(path, now=now)
-    rows = ranking.every_option(definition, variants, catalog)
+    rows = ranking.every_option(definition, variants, study)
 
     def compare_all() -> None:
-        ranking.scenarios(definition, variants, catalog)
-        ranking.refined(ranking.every_option(definition, variants, catalog))
+        ranking.scenarios(definition, variants, study)
+        ranking.refined(ranking.every_option(definition, variants, study))
 
     types, works = len({row.type for row in rows}), len({row.scenario for row in rows})
     said = f"{types} types x 2 capacities x {works} pieces of work of {len(variants)} scenarios = {len(rows)} options"

@@ -48,25 +48,17 @@ __all__ = [
 ]
 
 # Imported when asked for: `import gpufleet` is quick, and only TrainingRun needs Pulumi.
-_PLACES = {
-    "Bill": "gpufleet._bill",
-    "BillLine": "gpufleet._bill",
-    "Comparison": "gpufleet._compare",
-    "Definition": "gpufleet._definition",
-    "DefinitionError": "gpufleet.infra.errors",
-    "Figures": "gpufleet._bill",
-    "Frontier": "gpufleet._compare",
-    "GpufleetError": "gpufleet.infra.errors",
-    "Option": "gpufleet._compare",
-    "Receipt": "gpufleet._receipt",
-    "ReceiptLine": "gpufleet._receipt",
-    "TrainingRun": "gpufleet._training_run",
-    "compare": "gpufleet._functions",
-    "load": "gpufleet._functions",
-    "price": "gpufleet._functions",
-    "program": "gpufleet._program",
-    "receipts": "gpufleet._functions",
+_MODULES = {
+    "gpufleet._bill": ("Bill", "BillLine", "Figures"),
+    "gpufleet._compare": ("Comparison", "Frontier", "Option"),
+    "gpufleet._definition": ("Definition",),
+    "gpufleet._functions": ("compare", "load", "price", "receipts"),
+    "gpufleet._program": ("program",),
+    "gpufleet._receipt": ("Receipt", "ReceiptLine"),
+    "gpufleet._training_run": ("TrainingRun",),
+    "gpufleet.infra.errors": ("DefinitionError", "GpufleetError"),
 }
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

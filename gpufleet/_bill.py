@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import date
+from decimal import Decimal
+from typing import Any, TypeVar
 
-from gpufleet import _html
 from gpufleet.infra.bill.bill import Bill as _Bill
 from gpufleet.infra.bill.side import Quantiles
-from gpufleet.infra.bill.table import render
+from gpufleet.infra.bill.table import LINES, render
+from gpufleet.infra.show import html
+from gpufleet.infra.show.sheet import Column, Sheet
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,54 +71,54 @@ class Bill:
         return render(self._bill)
 
     def _repr_html_(self) -> str:
-        rows: list[tuple[object, ...]] = [
-            (f"{line.name} *" if line.inferred else line.name, line.quantity, line.unit, line.unit_usd, line.usd)
-            for line in self.lines
-        ]
-        rows.append(("total = p50", None, "", None, self.usd.p50))
+        sheet = Sheet.build(in_notebook(LINES), self._bill.lines, ("total = p50", "", "", "", figure(self.usd.p50)))
         inferred = ["* price inferred"] if any(line.inferred for line in self.lines) else []
         span = f"USD {self.usd.p10:.2f} to {self.usd.p90:.2f} in eight runs of ten, {self.hours.p50:.2f} node-hours"
-        name = f"{self.stack}, scenario {self.scenario}" if self.scenario else self.stack
-        caption = f"{name}, run {self.run}: {self.capacity} {self.instance_type} in {self.region}. {span}"
+        caption = f"{self._bill.title}, run {self.run}: {self.capacity} {self.instance_type} in {self.region}. {span}"
         notes = [*inferred, *self.warnings, *self.problems]
-        return _html.table(caption, ("line", "quantity", "unit", "USD each", "USD"), rows, notes)
+        return html.table(sheet, caption=caption) + "".join(map(html.paragraph, notes))
 
 
-def figures(values: Quantiles) -> Figures:
-    """As floats."""
-    return Figures(p10=float(values.p10), p50=float(values.p50), p90=float(values.p90), mean=float(values.mean))
+def figure(value: float | Decimal) -> str:
+    """Two decimals, or two digits of what is small."""
+    number = float(value)
+    return f"{number:,.2f}" if abs(number) >= 0.1 or not number else f"{number:.2g}"
+
+
+def in_notebook(columns: Iterable[Column]) -> list[Column]:
+    """The columns with their numbers as a notebook shows them."""
+    return [column._replace(digits=figure) if column.unit else column for column in columns]
+
+
+def in_numbers(cls: type[T], thing: object, **known: Any) -> T:
+    """The public form of a thing: each field is `known`, or its attribute of that name, with floats for decimals."""
+    names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+    return cls(**{name: _number(known[name] if name in known else getattr(thing, name)) for name in names})
+
+
+def _number(value: Any) -> Any:
+    match value:
+        case Decimal():
+            return float(value)
+        case Quantiles():
+            return in_numbers(Figures, value)
+    return value
 
 
 def bill_in_numbers(bill: _Bill, *, warnings: Iterable[str] = (), problems: Iterable[object] = ()) -> Bill:
     """The public form of a bill."""
     chosen = bill.chosen
-    nodes = chosen.exposure.nodes
-    return Bill(
-        stack=bill.stack,
-        scenario=bill.scenario,
-        run=bill.run,
-        region=bill.region,
-        capacity=bill.capacity,
+    return in_numbers(
+        Bill,
+        bill,
         instance_type=chosen.type,
-        usd=figures(bill.usd),
-        hours=figures(bill.hours.times(nodes)),
-        wall_hours=figures(chosen.wall_hours),
-        usd_to_finish=figures(chosen.needed_usd),
-        lines=tuple(
-            BillLine(
-                name=line.name,
-                quantity=float(line.quantity),
-                unit=line.unit,
-                unit_usd=float(line.unit_price),
-                usd=float(line.amount),
-                inferred=line.inferred,
-            )
-            for line in bill.lines
-        ),
-        interruptions=float(chosen.interruptions.mean),
-        stopped=None if bill.cap is None else float(bill.cap.probability),
-        kept_usd_per_month=float(bill.kept.usd_per_month),
-        prices_as_of=bill.prices_as_of,
+        hours=bill.hours.times(chosen.exposure.nodes),
+        wall_hours=chosen.wall_hours,
+        usd_to_finish=chosen.needed_usd,
+        lines=tuple(in_numbers(BillLine, line, unit_usd=line.unit_price, usd=line.amount) for line in bill.lines),
+        interruptions=chosen.interruptions.mean,
+        stopped=bill.cap and bill.cap.probability,
+        kept_usd_per_month=bill.kept.usd_per_month,
         warnings=(*bill.warnings, *warnings),
         problems=tuple(map(str, problems)),
         _bill=bill,

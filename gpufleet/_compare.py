@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpufleet import _html
-from gpufleet._bill import Figures, figures
+from gpufleet._bill import Figures, in_numbers
+from gpufleet.infra.compare import columns, plot
 from gpufleet.infra.compare import comparison as _comparison
-from gpufleet.infra.compare import plot
 from gpufleet.infra.compare.columns import sheet
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.show import html
 
 SHOWN = 40  # rows of a table
 
@@ -49,22 +48,16 @@ class Frontier:
 
     def save(self, path: Path | str) -> None:
         """Draws USD against hours to a .png or .svg file. Raises GpufleetError without matplotlib, OSError."""
-        kind = Path(path).suffix.removeprefix(".")
-        if kind not in ("png", "svg"):
-            raise GpufleetError(f"{path}: a picture is one of .png, .svg, by its name's ending")
-        Path(path).write_bytes(self._drawn(kind))
+        if Path(path).suffix not in plot.KINDS:
+            raise GpufleetError(f"{path}: a picture is one of {', '.join(plot.KINDS)}, by its name's ending")
+        Path(path).write_bytes(self._drawn(Path(path).suffix))
 
     def _repr_png_(self) -> bytes:
-        return self._drawn("png")
+        return self._drawn(".png")
 
     def _drawn(self, kind: str) -> bytes:
         rows, edge = ([each._row for each in some] for some in (self._others, self.options))
-        into = io.BytesIO()
-        try:
-            plot.draw(rows, edge, self.title, into, kind)
-        except ImportError as error:
-            raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
-        return into.getvalue()
+        return plot.drawn(rows, edge, self.title, kind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,31 +74,31 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         able = [each for each in self.options if each.runnable]
-        names = ("*", "scenario", "type", "capacity", "used", "h p50", "h p90", "USD p50", "USD p90", "mean")
-        found = sheet([each._row for each in able[:SHOWN]], *names, edge=[each._row for each in self.frontier.options])
+        edge = [each._row for each in self.frontier.options]
+        found = sheet([each._row for each in able[:SHOWN]], columns.NOTEBOOK, edge)
         more, other = max(0, len(able) - SHOWN), len(self.options) - len(able)
         notes = [
             "* nothing does the same work for fewer mean dollars in fewer hours by the wall.",
             f"`options` has {more} more that can be run, and {other} that cannot, whose `why` says the reason.",
         ]
         caption = f"{self.stack} in {self.region}: USD to finish"
-        return _html.table(caption, found.heads, found.rows, notes, right=found.right)
+        return html.table(found, caption=caption) + "".join(map(html.paragraph, notes))
 
 
 def comparison_in_numbers(found: _comparison.Comparison) -> Comparison:
     """The public form of a comparison."""
     options = {id(row): _option(row) for row in (*found.listed, *found.rows)}
     own = found.own_rows
-    return Comparison(
+    return in_numbers(
+        Comparison,
+        found,
         stack=found.definition.name,
         region=found.definition.fleet.region,
-        scenario=found.scenario,
         scenarios=_options_of(found.listed, options),
         options=_options_of(found.rows, options),
         frontier=Frontier(
             options=_options_of(found.own_frontier, options), title=found.title, _others=_options_of(own, options)
         ),
-        runnable=found.runnable,
     )
 
 
@@ -114,20 +107,6 @@ def _options_of(rows: Sequence[Row], options: dict[int, Option]) -> tuple[Option
 
 
 def _option(row: Row) -> Option:
-    return Option(
-        scenario=row.scenario,
-        instance_type=row.type,
-        capacity=row.capacity,
-        region=row.region,
-        nodes=row.nodes,
-        gpus_used=row.ranks,
-        usd=None if row.usd is None else figures(row.usd),
-        hours=None if row.hours is None else figures(row.hours),
-        wall_hours=None if row.wall_hours is None else figures(row.wall_hours),
-        late=row.late,
-        over_limit=row.over_limit,
-        runnable=row.ranked,
-        measured=row.basis == "measured",
-        why=row.why or row.lost,
-        _row=row,
-    )
+    known = {column.key: column.value(row) for column in columns.FIGURES}
+    known |= {"instance_type": row.type, "runnable": row.ranked, "measured": row.basis == "measured"}
+    return in_numbers(Option, row, **known | {"why": row.why or row.lost, "_row": row})

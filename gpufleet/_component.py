@@ -6,6 +6,7 @@ The SDK reads the annotations below as they are, so none may be a text: no `from
 import importlib.metadata
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
@@ -95,13 +96,7 @@ class TrainingRun(_training_run.TrainingRun):
         )
         bill = cast("_bill.Bill", self.bill)
         self.bill = pulumi.Output.from_input(
-            RunBill(
-                usd=_figures(bill.usd),
-                hours=_figures(bill.hours),
-                wall_hours=_figures(bill.wall_hours),
-                usd_to_finish=_figures(bill.usd_to_finish),
-                kept_usd_per_month=bill.kept_usd_per_month,
-            )
+            cast("RunBill", {name: _plain(getattr(bill, name)) for name in RunBill.__annotations__})
         )
 
 
@@ -110,8 +105,8 @@ def _project(folder: Path) -> Path:
     return next((each for each in (folder, *folder.parents) if (each / "Pulumi.yaml").is_file()), folder)
 
 
-def _figures(found: _bill.Figures) -> Figures:
-    return Figures(p10=found.p10, p50=found.p50, p90=found.p90, mean=found.mean)
+def _plain(value: object) -> object:
+    return asdict(value) if isinstance(value, _bill.Figures) else value
 
 
 def _with_whole_numbers(value: Any) -> Any:

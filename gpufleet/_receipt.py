@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpufleet import _html
-from gpufleet.infra.evidence.receipts import counts, is_rehearsal
+from gpufleet._bill import figure, in_notebook, in_numbers
+from gpufleet.infra.evidence.receipts import LINES, counts, is_rehearsal
+from gpufleet.infra.show import html
+from gpufleet.infra.show.sheet import Sheet
 from gpufleet.job.contract import receipt as _contract
 
 
@@ -43,37 +45,26 @@ class Receipt:
     lines: tuple[ReceiptLine, ...]
 
     def _repr_html_(self) -> str:
-        rows: list[tuple[object, ...]] = [
-            (line.name, line.estimate, line.actual, line.actual - line.estimate, line.note) for line in self.lines
-        ]
-        rows.append(("total", self.estimate, self.actual, self.actual - self.estimate, f"{self.error_percent:+.1f} %"))
-        rows += [(f"because of {name}", None, None, usd, "") for name, usd in self.causes.items()]
+        difference, error = self.actual - self.estimate, f"{self.error_percent:+.1f} %"
+        total = ("total", *map(figure, (self.estimate, self.actual, difference)), error)
+        causes = ((f"because of {name}", "", "", figure(usd), "") for name, usd in self.causes.items())
         kind = "rehearsal" if self.rehearsal else self.reason
         caption = f"{self.stack}, run {self.run}: {kind}, until {self.until}"
-        return _html.table(caption, ("line", "estimate", "actual", "difference", ""), rows)
+        columns = [column._replace(head=None) if column.unit else column for column in in_notebook(LINES)]
+        return html.table(Sheet.build(columns, self.lines, total, *causes), caption=caption)
 
 
 def receipt_in_numbers(found: _contract.Receipt) -> Receipt:
     """The public form of a receipt."""
-    return Receipt(
-        stack=found.stack,
-        run=found.run,
-        reason=found.reason,
+    return in_numbers(
+        Receipt,
+        found,
         until=found.at,
-        capacity=found.capacity,
         rehearsal=is_rehearsal(found),
         counted=counts(found),
-        estimate=float(found.estimate),
-        actual=float(found.actual),
-        p10=float(found.p10),
-        p90=float(found.p90),
-        error_percent=float(found.error_percent),
         inside=found.within_range,
-        estimate_hours=float(found.estimate_h),
-        actual_hours=float(found.actual_h),
+        estimate_hours=found.estimate_h,
+        actual_hours=found.actual_h,
         causes={name: float(usd) for name, usd in found.causes.items()},
-        lines=tuple(
-            ReceiptLine(name=line.name, estimate=float(line.estimate), actual=float(line.actual), note=line.note)
-            for line in found.lines
-        ),
+        lines=tuple(in_numbers(ReceiptLine, line) for line in found.lines),
     )

@@ -13,6 +13,11 @@ def hours(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
+def share(value: float) -> str:
+    """Whole percent, of little that there is some: 12%, under 1%, 0%."""
+    return "under 1%" if 0 < value < 0.005 else f"{value:.0%}"
+
+
 def about_hours(value: Decimal) -> str:
     """Two digits, whole hours from ten on: 0.57, 1.8, 14."""
     return f"{value:.0f}" if value >= 10 else f"{float(value):.2g}"

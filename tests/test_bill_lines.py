@@ -14,6 +14,7 @@ from gpufleet.infra.bill import lines, record
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import Catalog, load_catalog
 from gpufleet.infra.catalog.files import Price
+from gpufleet.infra.catalog.items import known_items
 from gpufleet.infra.definition.model import StackDefinition
 
 GATEWAY = Price(amount=Decimal("0.25"), unit="hour", source="a test", as_of=date(2026, 11, 26), status="verified")
@@ -52,3 +53,8 @@ def test_every_line_of_a_bill_has_a_row_of_its_receipt(tmp_path: Path) -> None:
     bench.attempt().run()
     rows = bench.json("receipt.json")["lines"]
     assert [(row["name"], row["estimate"]) for row in rows] == [(each.name, str(each.amount)) for each in bill.lines]
+
+
+def test_prices_refresh_knows_where_aws_lists_every_line() -> None:
+    items = {line.item for line in price(definition(), load_catalog(), runs=100).lines if line.item}
+    assert items <= set(known_items())

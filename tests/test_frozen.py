@@ -1,20 +1,20 @@
 """What must not change while the structure does: bills, declared resources, run.json, the node's rights, what a run
 leaves in its bucket, exit codes, and what error messages tell.
 
-A change that is meant is written down by `GPUFLEET_FREEZE=1 python -m pytest tests/test_frozen.py`; its diff is the
-review. What differs from run to run (digests, moments, the user-data) stands there as a word in angle brackets.
+A change that is meant is written down by `make freeze`; its diff is the review. What differs from run to run (digests,
+moments, the user-data) stands there as a word in angle brackets.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import freezing
 import pulumi
 import pytest
 from declared_world import declare
@@ -167,7 +167,4 @@ def assert_frozen(name: str, found: Any) -> None:
     text = lines(found)
     for pattern, word in CHANGING.items():
         text = re.sub(pattern, word, text)
-    path = FROZEN / f"{name}.json"
-    if os.environ.get("GPUFLEET_FREEZE"):
-        path.write_text(text)
-    assert text == path.read_text()
+    freezing.assert_frozen(FROZEN / f"{name}.json", text)

@@ -39,6 +39,7 @@ ROOMS = {
     "infra": (
         *(
             "text",
+            "show",
             "errors",
             "progress",
             "terminal",

@@ -13,10 +13,11 @@ from datetime import date, timedelta
 from decimal import Decimal
 from typing import Any
 
-from gpufleet.infra import text
 from gpufleet.infra.errors import AwsRefused
+from gpufleet.infra.evidence.receipts import LINES
 from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
-from gpufleet.job.contract.receipt import Receipt
+from gpufleet.infra.show.sheet import Sheet
+from gpufleet.job.contract.receipt import Receipt, ReceiptLine
 
 REGION = "us-east-1"  # Cost Explorer has no other
 TAGS = (STACK_TAG, RUN_TAG)
@@ -43,6 +44,7 @@ _NOTES = {
     "transfer of results": "the receipt has the bill's figure; none before `gpufleet results`",
     "logs": "the receipt has the bill's figure",
 }
+_HEADS = ("line", "receipt", "AWS", "difference", "what differs")
 ACTIVATE = (
     "the account that pays must activate them, once, and costs carry them from then on:\n"
     "  aws ce update-cost-allocation-tags-status --cost-allocation-tags-status "
@@ -124,19 +126,19 @@ def compared(receipt: Receipt, told: Charged, today: date) -> Iterator[str]:
         late = "AWS tells a day later" if today <= date.fromisoformat(receipt.at[:10]) + timedelta(days=DELAY) else ""
         yield f"  nothing is tagged with it: {late or 'its tags were not active then, or it cost nothing'}"
         return
-    rows = []
-    for name in [*counted, *(name for name in told.usd if name not in counted)]:
-        mine, theirs = counted.get(name, Decimal(0)), told.usd.get(name, Decimal(0))
-        note = _NOTES.get(name, "") if name in counted else "no line of the bill"
-        note = note if abs(theirs - mine) >= CENT else ""
-        rows.append((name, _money(mine), _money(theirs), f"{theirs - mine:+.4f}", note))
-    difference = told.total - receipt.actual
-    rows.append(("total", _money(receipt.actual), _money(told.total), f"{difference:+.4f}", ""))
-    for row in text.table(("line", "receipt", "AWS", "difference", "what differs"), rows, right=range(1, 4)):
+    rows = [_compared(name, counted.get(name), told.usd.get(name, Decimal(0))) for name in {**counted, **told.usd}]
+    total = ReceiptLine(name="total", estimate=receipt.actual, actual=told.total)
+    for row in Sheet.build(_COLUMNS, [*rows, total]).text():
         yield f"  {row}"
     if told.estimated:
         yield "  AWS calls some of it estimated: it may still change."
 
 
-def _money(amount: Decimal) -> str:
-    return f"{amount:.4f}"
+_COLUMNS = [column._replace(head=head) for column, head in zip(LINES, _HEADS, strict=True)]
+
+
+def _compared(name: str, counted: Decimal | None, theirs: Decimal) -> ReceiptLine:
+    """What AWS charged against a line of the receipt, and what may differ."""
+    note, mine = "no line of the bill" if counted is None else _NOTES.get(name, ""), counted or Decimal(0)
+    note = note if abs(theirs - mine) >= CENT else ""
+    return ReceiptLine(name=name, estimate=mine, actual=theirs, note=note)

@@ -33,7 +33,7 @@ def answer(
 ) -> Iterator[str]:
     """The lines. `command` shows all of the bill; `cheaper` is the line of infra.compare.cheaper, or empty."""
     usd = bill.usd if fallback is None else fallback.usd
-    lines = [*wrap(f"{_name(bill)}: {headline(bill, fallback)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
+    lines = [*wrap(f"{bill.title}: {headline(bill, fallback)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
     lines += _charges(bill, usd)
     lines += wrap(cheaper) if cheaper else []
     to_do = [each for each in bill.warnings if isinstance(each, BeforeLaunch)]
@@ -105,10 +105,6 @@ def grouped(warnings: Iterable[str]) -> list[str]:
         match = _RUN.fullmatch(warning)
         found.setdefault(match[2] if match else warning, []).extend([match[1]] if match else [])
     return [f"{what}: {', and '.join(why)}" if why else what for what, why in found.items()]
-
-
-def _name(bill: Bill) -> str:
-    return f"{bill.stack}, scenario {bill.scenario}" if bill.scenario else bill.stack
 
 
 def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:

@@ -84,3 +84,8 @@ class Bill:
     def capacity(self) -> Capacity:
         """The market's name."""
         return self.market.name
+
+    @property
+    def title(self) -> str:
+        """The stack, and which of its scenarios."""
+        return f"{self.stack}, scenario {self.scenario}" if self.scenario else self.stack

@@ -8,7 +8,7 @@ from decimal import Decimal
 from gpufleet.infra.bill import fit, limits
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.limits import AS_COUNTED
-from gpufleet.infra.bill.options import Calibrations
+from gpufleet.infra.bill.options import BillBasis
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.catalog import SpotPrice
 from gpufleet.infra.catalog.regions import known_regions
@@ -29,10 +29,9 @@ _SPOILS = Decimal("1.25")  # dearest spot zone over the next from which it is wo
 _SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
 
 
-def warnings(
-    definition: StackDefinition, bill: Bill, dataset_bytes: int | None, calibrations: Calibrations
-) -> Iterator[str]:
+def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
     """In the order a reader needs them."""
+    definition = basis.definition
     config = definition.job.parameters
     if not bill.calibrated and not config.is_endless:
         faster, slower = (unknown.span(each) for each in _speed(bill))
@@ -40,7 +39,7 @@ def warnings(
             f"uncalibrated: {bill.chosen.runtime.basis}; in eight runs of ten the work takes {faster[0]:.0%} to"
             f" {slower[1]:.0%} of those hours"
         )
-    for type_, calibration in calibrations.items():
+    for type_, calibration in basis.calibrations.items():
         if isinstance(calibration, RefusedCalibration) and type_ in definition.fleet.instance_types:
             yield f"{type_}: {calibration.why}"
     if definition.fleet.is_gang:
@@ -74,7 +73,7 @@ def warnings(
             f"{storage / bill.usd.p50:.0%} of p50 is keeping the bucket for storage.keep.days: {bill.kept.days};"
             " delete what you do not need, or keep it for fewer days"
         )
-    if dataset_bytes is None and config.dataset_kind and not definition.storage.dataset.startswith("s3://"):
+    if basis.dataset_bytes is None and config.dataset_kind and not definition.storage.dataset.startswith("s3://"):
         yield "the size of the dataset is assumed from what job.parameters.data says of it"
     if definition.account.vpc:
         yield "not priced: what account.vpc has of its own, NAT gateways and endpoints and their traffic"

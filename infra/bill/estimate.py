@@ -10,28 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
 from decimal import Decimal
+from typing import Any
 
 from gpufleet.infra.bill import doubts, limits, lines, options
 from gpufleet.infra.bill.bill import Bill, Cap, KeptStorage
 from gpufleet.infra.bill.lines import Line
-from gpufleet.infra.bill.own_steps import known_steps
-from gpufleet.infra.bill.side import (
-    FEW,
-    UNBOUND,
-    Hazards,
-    Side,
-    cadence,
-    exact,
-    price_side,
-    span_usd,
-    supposed,
-)
+from gpufleet.infra.bill.options import BillBasis
+from gpufleet.infra.bill.side import FEW, UNBOUND, Side, cadence, exact, price_side, span_usd, supposed
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import Problem
-from gpufleet.infra.evidence.speeds import Speeds
 from gpufleet.infra.market import COMPARED
 from gpufleet.infra.risk import closed_form, simulation
 
@@ -40,40 +29,34 @@ def price(
     definition: StackDefinition,
     catalog: Catalog,
     *,
-    dataset_bytes: int | None = None,
     not_ready: Sequence[str] = (),
-    calibrations: options.Calibrations | None = None,
-    hazards: Hazards | None = None,
-    speeds: Speeds | None = None,
-    today: date | None = None,
     runs: int = simulation.RUNS,
+    **known: Any,
 ) -> Bill:
-    """The bill of `definition`. Without `dataset_bytes` the dataset's size is assumed.
+    """As `price_of`, on what is `known` of a BillBasis beside definition and catalog."""
+    return price_of(BillBasis(definition, catalog, **known), not_ready=not_ready, runs=runs)
 
-    `not_ready` are sentences to show among the warnings; `calibrations` come from infra.evidence.calibration.find_all,
-    `hazards` from infra.risk.hazard.learn, and count where the definition fixes none; `speeds` from
-    infra.evidence.own_speeds. `today`: None for the day of the catalog's newest price. Raises PriceMissing when a
-    needed price of a service is not in the catalog, DefinitionError when the job fits no listed type or none of them
-    has a price.
+
+def price_of(basis: BillBasis, *, not_ready: Sequence[str] = (), runs: int = simulation.RUNS) -> Bill:
+    """The bill of a definition. `not_ready` are sentences to show among the warnings. Raises PriceMissing when a needed
+    price of a service is not in the catalog, DefinitionError when the job fits no listed type or none of them has a
+    price.
     """
+    definition, catalog = basis.definition, basis.catalog
     only_priced = definition.variant.only_priced
     if only_priced:
         definition = replace(definition, limits=UNBOUND)
-    known = known_steps(definition, catalog, calibrations or {})
-    types = options.type_costs(definition, catalog, calibrations, speeds, known)
+        basis = basis.with_definition(definition)
+    types = options.type_costs(basis)
     market, capacity = definition.fleet.market, definition.fleet.capacity
     if options.dearest(types, capacity) is None:
         raise options.refuse(definition, types)
     sides = {
         kind: price_side(
-            replace(definition, fleet=definition.fleet.bought_as(kind)),
-            catalog,
+            basis.with_definition(replace(definition, fleet=definition.fleet.bought_as(kind))),
             types,
             kind,
-            dataset_bytes=dataset_bytes,
             runs=runs if kind == capacity else min(runs, FEW),
-            hazards=hazards,
-            today=today,
         )
         for kind in dict.fromkeys((*COMPARED, capacity))
     }
@@ -115,7 +98,7 @@ def price(
         buys=chosen.trained_hours if endless else None,
         hourly_usd={each.name: each.usd_per_hour for each in lines.hourly_charges(definition, catalog)},
     )
-    return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes, calibrations or {}), *not_ready))
+    return replace(bill, warnings=(*doubts.warnings(basis, bill), *not_ready))
 
 
 def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:

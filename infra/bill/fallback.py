@@ -8,7 +8,7 @@ apart from that the share is shown that an assumption has without: nobody promis
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -19,7 +19,8 @@ from gpufleet.infra.bill.side import FEW, Quantiles, Side, quantiles_of
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.risk import simulation
-from gpufleet.infra.text import hours
+from gpufleet.infra.show.sheet import plain
+from gpufleet.infra.text import hours, share
 from gpufleet.job.contract.aws import SWITCH_MARGIN_S
 
 ON_DEMAND_MISSING = 0.05  # share of switches that find no on-demand capacity: an assumption, no public source
@@ -59,22 +60,19 @@ class Fallback:
 
     def sentence(self) -> str:
         """For people."""
-        unpaid = f"; limits forbid the switch in {_share(self.unpaid)}" if self.unpaid else ""
+        unpaid = f"; limits forbid the switch in {share(self.unpaid)}" if self.unpaid else ""
         return (
             f"fleet.fallback: on demand from {hours(self.switch_h)} h after the start if nothing is done by then, later"
-            f" by the hours of work that are done: {_share(self.switched)} of runs switch{unpaid};"
-            f" {_share(self.on_time)} are done by the deadline, {hours(self.hours_left)} h from now."
-            f" {_share(self.missing)} find no on-demand capacity, if {ON_DEMAND_MISSING:.0%} of switches do: an"
+            f" by the hours of work that are done: {share(self.switched)} of runs switch{unpaid};"
+            f" {share(self.on_time)} are done by the deadline, {hours(self.hours_left)} h from now."
+            f" {share(self.missing)} find no on-demand capacity, if {ON_DEMAND_MISSING:.0%} of switches do: an"
             " assumption, for nobody promises it."
         )
 
     def to_json(self) -> dict[str, Any]:
         """Keys as documented in docs/bill.md."""
-        tree = asdict(self)
-        return {
-            key: {name: str(each) for name, each in value.items()} if isinstance(value, dict) else value
-            for key, value in tree.items()
-        }
+        found: dict[str, Any] = plain(self, digits=20)  # that is all of a float's
+        return found
 
     def run_json(self) -> dict[str, Any]:
         """run.json's `fallback`: what a node has to know to push the hour, in seconds, and what a policy asks."""
@@ -163,7 +161,3 @@ def fallback_problems(definition: StackDefinition, bill: Bill, found: Fallback |
 def switch_at(found: Fallback, deadline: datetime, now: datetime) -> datetime:
     """The hour to declare: with nothing done, but not before `up` gets there, as AWS takes none that has passed."""
     return max(deadline - timedelta(hours=found.needed_h), now + SOONEST).replace(microsecond=0)
-
-
-def _share(value: float) -> str:
-    return "under 1%" if 0 < value < Decimal("0.005") else f"{value:.0%}"

@@ -6,7 +6,8 @@ The fleet may pick any listed type in any listed zone, so the bill stands on the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from datetime import date
 
 from gpufleet.infra.bill import fit
 from gpufleet.infra.bill import runtime as runtimes
@@ -18,18 +19,32 @@ from gpufleet.infra.evidence.calibration import Calibration, RefusedCalibration
 from gpufleet.infra.evidence.speeds import Speeds
 from gpufleet.infra.market import COMPARED, WAYS
 from gpufleet.infra.market.market import Offer
+from gpufleet.infra.risk.hazard import Hazards
 
 Calibrations = Mapping[str, Calibration | RefusedCalibration]  # by instance type: evidence.calibration.find_all
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BillBasis:
-    """What a bill of a definition stands on beside the catalog, as infra.bill.project.bill_basis finds it."""
+    """What a bill stands on: infra.bill.project.bill_basis finds it in a project."""
 
     definition: StackDefinition  # with what its prepared dataset counts
+    catalog: Catalog
+    _: KW_ONLY
     dataset_bytes: int | None = None  # None: not prepared, assumed
     calibrations: Calibrations = field(default_factory=dict)
     speeds: Speeds | None = None  # None: what the shipped table says
+    hazards: Hazards = field(default_factory=dict)  # count where the definition fixes none
+    today: date | None = None  # by which a price has its age; None: the day of the catalog's newest price
+
+    def with_definition(self, definition: StackDefinition) -> BillBasis:
+        """What another form of the work stands on."""
+        return replace(self, definition=definition)
+
+    @property
+    def known_steps(self) -> tuple[StepTime, ...]:
+        """What is known of a step of a user's own command; nothing for a ready-made job."""
+        return known_steps(self.definition, self.catalog, self.calibrations)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,18 +88,10 @@ class TypeCost:
         return all(phase.fits for phase in self.fits)
 
 
-def type_costs(
-    definition: StackDefinition,
-    catalog: Catalog,
-    calibrations: Calibrations | None = None,
-    speeds: Speeds | None = None,
-    known: Sequence[StepTime] | None = None,
-) -> tuple[TypeCost, ...]:
-    """Every listed type, in the file's order. `known`: as type_cost has it."""
-    return tuple(
-        type_cost(definition, catalog, type_, calibrations=calibrations, speeds=speeds, known=known)
-        for type_ in definition.fleet.instance_types
-    )
+def type_costs(basis: BillBasis) -> tuple[TypeCost, ...]:
+    """Every listed type, in the file's order."""
+    known = basis.known_steps
+    return tuple(type_cost(basis, type_, known=known) for type_ in basis.definition.fleet.instance_types)
 
 
 def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float = 0.0) -> TypeCost | None:
@@ -167,20 +174,14 @@ def listed(index: int) -> str:
 
 
 def type_cost(
-    definition: StackDefinition,
-    catalog: Catalog,
-    type_: str,
-    *,
-    nearest: str | None = None,
-    calibrations: Calibrations | None = None,
-    speeds: Speeds | None = None,
-    known: Sequence[StepTime] | None = None,
+    basis: BillBasis, type_: str, *, nearest: str | None = None, known: Sequence[StepTime] | None = None
 ) -> TypeCost:
-    """One type, listed or not. `nearest`: fit.cheapest_holder's words, `known`: known_steps of the definition, for who
-    asks about many types, or about another number of nodes. Raises GpufleetError for one that the catalog has never
-    heard of, which no definition file may list.
+    """One type, listed or not. `nearest`: fit.cheapest_holder's words, `known`: the basis' known_steps, for who asks
+    about many types, or about another number of nodes. Raises GpufleetError for one that the catalog has never heard
+    of, which no definition file may list.
     """
-    found = (calibrations or {}).get(type_)
+    definition, catalog, speeds = basis.definition, basis.catalog, basis.speeds
+    found = basis.calibrations.get(type_)
     calibration = found if isinstance(found, Calibration) else None
     config, region = definition.job.parameters, definition.fleet.region
     root = definition.storage.root
@@ -188,7 +189,7 @@ def type_cost(
     if instance is None:
         raise GpufleetError(catalog.unknown_type(type_))
     estimate = definition.estimate if _is_of(definition, type_, catalog) else replace(definition.estimate, step_ms=None)
-    known = known_steps(definition, catalog, calibrations or {}) if known is None else known
+    known = basis.known_steps if known is None else known
     why, runtime = [], None
     offers, market, limits = offers_of(definition, catalog, type_), definition.fleet.market, definition.limits
     price = offers[market.name].price

@@ -12,16 +12,15 @@ from datetime import date
 from pathlib import Path
 
 from gpufleet.infra.bill.bill import Bill
-from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.estimate import price_of
 from gpufleet.infra.bill.options import BillBasis, Calibrations
-from gpufleet.infra.bill.side import Hazards
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence import own_speeds
 from gpufleet.infra.evidence.calibration import Calibration, find_all
 from gpufleet.infra.evidence.observations import observations
 from gpufleet.infra.inputs.prepared import counted_by, prepared_dataset
-from gpufleet.infra.risk.hazard import learn
+from gpufleet.infra.risk.hazard import Hazards, learn
 
 
 def bill_of(
@@ -34,20 +33,11 @@ def bill_of(
     not_ready: Sequence[str] = (),
     but: Sequence[Path] = (),
 ) -> Bill:
-    """The bill, with what lies under `root`. `today`: as price() has it. `hazards`: learnt there already; `but`: traces
-    that must not teach them. Raises as price().
+    """The bill, with what lies under `root`. `hazards`: learnt there already; `but`: traces that must not teach them.
+    Raises as price_of().
     """
-    found = bill_basis(definition, root, catalog)
-    return price(
-        found.definition,
-        catalog,
-        dataset_bytes=found.dataset_bytes,
-        not_ready=not_ready,
-        calibrations=found.calibrations,
-        speeds=found.speeds,
-        today=today,
-        hazards=learn(observations(root, but=but)) if hazards is None else hazards,
-    )
+    learned = learn(observations(root, but=but)) if hazards is None else hazards
+    return price_of(replace(bill_basis(definition, root, catalog), hazards=learned, today=today), not_ready=not_ready)
 
 
 def bill_basis(
@@ -62,7 +52,8 @@ def bill_basis(
     asked = catalog.instances if definition.job.parameters.is_users_own else types
     calibrations = find_all(definition, catalog.instances, root, asked)
     return BillBasis(
-        definition=_as_measured(counted_by(definition, dataset), calibrations),
+        _as_measured(counted_by(definition, dataset), calibrations),
+        catalog,
         dataset_bytes=_uploaded(definition, root) if dataset is None else sum(file.bytes for file in dataset.files),
         calibrations=calibrations,
         speeds=own_speeds.known(root, catalog.instances, definition.name),

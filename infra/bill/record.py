@@ -5,17 +5,16 @@ Money and hours are decimal strings. Nothing depends on the clock: run.json hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
-from datetime import date
+from dataclasses import asdict
 from decimal import Decimal
 from typing import Any
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
-from gpufleet.infra.bill.side import Quantiles, Side
+from gpufleet.infra.bill.side import Side
 from gpufleet.infra.risk.cadence import BestInterval
 from gpufleet.infra.risk.hazard import Hazard
+from gpufleet.infra.show.sheet import plain
 
 SCHEMA = 1
 LINE = ("name", "kind", "quantity", "unit", "unit_price", "amount", "source", "as_of", "inferred")
@@ -35,20 +34,20 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "type": bill.chosen.type,
         "zone": bill.chosen.zone,
         "lines": [plain(line, *LINE) | ({"item": line.item} if line.kind == "fixed" else {}) for line in bill.lines],
-        "usd": quantiles(bill.usd),
-        "hours": quantiles(bill.hours.times(nodes)),
-        **({"buys_hours": quantiles(bill.buys)} if bill.buys else {}),
-        "wall_hours": quantiles(bill.chosen.wall_hours),
+        "usd": plain(bill.usd),
+        "hours": plain(bill.hours.times(nodes)),
+        **({"buys_hours": plain(bill.buys)} if bill.buys else {}),
+        "wall_hours": plain(bill.chosen.wall_hours),
         "needed": {
-            "usd": quantiles(bill.chosen.needed_usd),
-            "hours": quantiles(bill.chosen.needed_hours.times(nodes)),
+            "usd": plain(bill.chosen.needed_usd),
+            "hours": plain(bill.chosen.needed_hours.times(nodes)),
         },
-        "metered": {"usd": quantiles(bill.chosen.metered_usd)},
+        "metered": {"usd": plain(bill.chosen.metered_usd)},
         "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.chosen.compute.quantity)},
         "spot": bill.spot and _side(bill.spot),
         "on_demand": bill.on_demand and _side(bill.on_demand),
         bill.capacity.replace("-", "_"): _side(bill.chosen),
-        "interruptions": quantiles(bill.chosen.interruptions),
+        "interruptions": plain(bill.chosen.interruptions),
         "interruptions_expected": round(float(bill.chosen.interruptions.mean), 3),
         "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
         "hazard": bill.chance and _hazard(bill.chance),
@@ -140,42 +139,15 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
     ]
 
 
-def plain(value: Any, *names: str, digits: int = 4) -> Any:
-    """`value` as JSON holds it: decimals as strings, floats to so many digits, dates as ISO 8601; of an object these
-    attributes, or all that it has.
-    """
-    match value:
-        case Decimal():
-            return str(value)
-        case float():
-            return round(value, digits)
-        case date():
-            return value.isoformat()
-        case Mapping():
-            return {key: plain(each, digits=digits) for key, each in value.items()}
-        case tuple() | list():
-            return [plain(each, *names, digits=digits) for each in value]
-    if is_dataclass(value):
-        names = names or tuple(field.name for field in fields(value))
-        return {name: plain(getattr(value, name), digits=digits) for name in names}
-    return value
-
-
-def quantiles(values: Quantiles) -> dict[str, str]:
-    """The four figures as decimal strings."""
-    found: dict[str, str] = plain(values)
-    return found
-
-
 def _unknown(bill: Bill) -> dict[str, Any]:
     """The parts of the range, each as if it alone were unknown, in USD to finish."""
     of = bill.chosen.exposure.unknown
     alone = {name: plain({"p10": low, "p90": high}) for name, (low, high) in bill.span_usd.items()}
     return {
-        "interruptions": quantiles(bill.chosen.alone_usd),
+        "interruptions": plain(bill.chosen.alone_usd),
         "speed": alone.get("speed"),
         "price": alone.get("price"),
-        "measured": bill.measured_usd and quantiles(bill.measured_usd),
+        "measured": bill.measured_usd and plain(bill.measured_usd),
         "sigma": plain(of, "faster", "slower", "price", "setup"),
     }
 
@@ -199,7 +171,7 @@ def _side(side: Side) -> dict[str, Any]:
         "type": side.type,
         "zone": side.zone,
         "usd_per_hour": str(side.price.amount),
-        "usd": quantiles(side.usd),
-        "hours": quantiles(side.hours.times(side.exposure.nodes)),
+        "usd": plain(side.usd),
+        "hours": plain(side.hours.times(side.exposure.nodes)),
         "uninterrupted_usd": str(side.total),
     }

@@ -17,12 +17,12 @@ import numpy as np
 
 from gpufleet.infra import text
 from gpufleet.infra.bill.bill import Bill
-from gpufleet.infra.bill.record import quantiles
 from gpufleet.infra.bill.side import Quantiles, quantiles_of
-from gpufleet.infra.bill.table import price_age
+from gpufleet.infra.bill.table import QUANTILES, figures, price_age
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import Floats
+from gpufleet.infra.show.sheet import Column, Sheet, plain
 from gpufleet.job.text import counted
 
 
@@ -70,12 +70,12 @@ class Several:
 
     def lines(self) -> Iterator[str]:
         """The table."""
-        heads = ("", "runs", "USD p10", "p50", "p90", "mean")
-        cells = [(part.name, "1", *_cells(part.one)) for part in self.parts]
-        runs = str(sum(part.times for part in self.parts))
-        cells += [("all, each with its own luck", runs, *_cells(self.independent))]
-        cells += [("all, equally fast or slow", runs, *_cells(self.alike))]
-        yield from text.table(heads, cells, right=range(1, 6))
+        runs, (name, p10, *others) = sum(part.times for part in self.parts), QUANTILES
+        whole = (("all, each with its own luck", self.independent), ("all, equally fast or slow", self.alike))
+        rows = [(1, figures(part.name, part.one, 2)) for part in self.parts]
+        rows += [(runs, figures(of_all, usd, 2)) for of_all, usd in whole]
+        columns = (name, Column("runs", unit="runs"), p10._replace(head="USD p10"), *others)
+        yield from Sheet(columns, [(first, str(count), *cells) for count, (first, *cells) in rows]).text()
         yield ""
         each = ", ".join(f"{counted(part.times, 'run')} of {part.name}" for part in self.parts)
         yield from text.wrap(
@@ -88,9 +88,9 @@ class Several:
         """Keys as documented in docs/bill.md."""
         return {
             "schema": 1,
-            "stacks": [{"stack": part.name, "times": part.times, "usd": quantiles(part.one)} for part in self.parts],
-            "usd": quantiles(self.independent),
-            "usd_alike": quantiles(self.alike),
+            "stacks": [{"stack": part.name, "times": part.times, "usd": plain(part.one)} for part in self.parts],
+            "usd": plain(self.independent),
+            "usd_alike": plain(self.alike),
             "max_usd": str(self.max_usd),
         }
 
@@ -111,7 +111,3 @@ def repeated(bills: Sequence[tuple[StackDefinition, Bill]], times: int, today: d
             for definition, bill in bills
         ),
     )
-
-
-def _cells(usd: Quantiles) -> tuple[str, ...]:
-    return tuple(f"{value:.2f}" for value in (usd.p10, usd.p50, usd.p90, usd.mean))

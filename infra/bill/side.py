@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import date
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 
 from gpufleet.infra.bill import lines, options
 from gpufleet.infra.bill.lines import Line
-from gpufleet.infra.bill.options import TypeCost
+from gpufleet.infra.bill.options import BillBasis, TypeCost
 from gpufleet.infra.bill.runtime import Runtime
-from gpufleet.infra.catalog import Catalog, Price
+from gpufleet.infra.catalog import Price
 from gpufleet.infra.definition.model import Capacity, Fleet, Limits, StackDefinition
 from gpufleet.infra.market import WAYS
 from gpufleet.infra.risk import simulation, unknown
 from gpufleet.infra.risk.cadence import BestInterval, optimal
-from gpufleet.infra.risk.hazard import HAZARD_WORDS, Floats, Hazard, Key, find, gather, wait
+from gpufleet.infra.risk.hazard import HAZARD_WORDS, Floats, Hazard, Hazards, find, gather, wait
 from gpufleet.infra.risk.unknown import Unknown
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 
 UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
-Hazards = Mapping[Key, Hazard]  # as infra.risk.hazard.learn gives them
 FEW = 2_000  # simulated runs behind a figure that is only a comparison
 
 
@@ -107,30 +105,23 @@ class Side(Prepared):
 
 
 def prepare(
-    definition: StackDefinition,
-    catalog: Catalog,
-    types: Sequence[TypeCost],
-    capacity: Capacity,
-    *,
-    dataset_bytes: int | None,
-    hazards: Hazards | None = None,
-    today: date | None = None,
-    likely: bool = False,
+    basis: BillBasis, types: Sequence[TypeCost], capacity: Capacity, *, likely: bool = False
 ) -> Prepared | None:
-    """None when no listed type has both a price of this kind and a known speed. `today`: by which a price has its age;
-    None: by the newest price of the catalog. `likely`: at what the fleet may expect to pay, not at its dearest zone.
+    """None when no listed type has both a price of this kind and a known speed. `likely`: at what the fleet may expect
+    to pay, not at its dearest zone.
     """
-    option = options.dearest(
-        types, capacity, float(sum(each.usd_per_hour for each in lines.hourly_charges(definition, catalog)))
-    )
+    definition, catalog = basis.definition, basis.catalog
+    extras = float(sum(each.usd_per_hour for each in lines.hourly_charges(definition, catalog)))
+    option = options.dearest(types, capacity, extras)
     hourly = None if option is None else option.likely(capacity) if likely else option.hourly(capacity)
     if option is None or hourly is None or option.runtime is None:
         return None
     node = lines.node_lines(definition, catalog, option.runtime.total_s / 3600, hourly)
-    bucket = lines.bucket_lines(definition, catalog, option.runtime, dataset_bytes)
-    offer, way = option.offers[capacity], WAYS[capacity]
-    chance = _chance(definition, option, hazards or {}) if way.is_interrupted else 0.0
-    age = ((today or catalog.as_of) - hourly.as_of).days if offer.zones else 0  # prices that differ by zone move
+    bucket = lines.bucket_lines(definition, catalog, option.runtime, basis.dataset_bytes)
+    offer = option.offers[capacity]
+    chance = _chance(definition, option, basis.hazards) if WAYS[capacity].is_interrupted else 0.0
+    # Prices that differ by zone move.
+    age = ((basis.today or catalog.as_of) - hourly.as_of).days if offer.zones else 0
     return Prepared(
         option=option,
         zone=offer.zones[-1].zone if offer.zones and not likely else None,
@@ -141,19 +132,9 @@ def prepare(
     )
 
 
-def price_side(
-    definition: StackDefinition,
-    catalog: Catalog,
-    types: Sequence[TypeCost],
-    capacity: Capacity,
-    *,
-    dataset_bytes: int | None,
-    runs: int,
-    hazards: Hazards | None = None,
-    today: date | None = None,
-) -> Side | None:
+def price_side(basis: BillBasis, types: Sequence[TypeCost], capacity: Capacity, *, runs: int) -> Side | None:
     """As `prepare`."""
-    prepared = prepare(definition, catalog, types, capacity, dataset_bytes=dataset_bytes, hazards=hazards, today=today)
+    prepared = prepare(basis, types, capacity)
     if prepared is None:
         return None
     exposure = prepared.exposure
@@ -175,12 +156,7 @@ def settle(
     if needed is not outcome:
         needed_usd, needed_hours, _, metered_usd = _figures(needed, prepared)
     return Side(
-        option=prepared.option,
-        zone=prepared.zone,
-        price=prepared.price,
-        lines=prepared.lines,
-        runtime=prepared.runtime,
-        exposure=prepared.exposure,
+        **{each.name: getattr(prepared, each.name) for each in fields(Prepared)},
         usd=usd,
         hours=hours,
         wall_hours=wall_hours,

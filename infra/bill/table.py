@@ -5,21 +5,24 @@ Short enough to be read at every preview. What each figure means is in docs/bill
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from decimal import Decimal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.fit import Fit, Notice
 from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
+from gpufleet.infra.bill.options import TypeCost
+from gpufleet.infra.bill.runtime import PhaseTime
 from gpufleet.infra.bill.side import Quantiles, Side
 from gpufleet.infra.definition.model import Capacity, deadline_text
 from gpufleet.infra.market import WAYS
 from gpufleet.infra.risk.hazard import word
-from gpufleet.infra.text import table, wrap
-from gpufleet.job.contract.aws import NOTICE_S
+from gpufleet.infra.show.sheet import Column, Sheet
+from gpufleet.infra.text import share, wrap
+from gpufleet.job.contract.aws import MINIMUM_S, NOTICE_S
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
@@ -52,22 +55,20 @@ def _head(bill: Bill) -> Iterator[str]:
     price = bill.market.at_price(side.price.amount)
     if side.zone:
         price += " (dearest zone)" if len(side.option.offers[bill.capacity].zones) > 1 else ""
-    name = f"{bill.stack}, scenario {bill.scenario}" if bill.scenario else bill.stack
     nodes = bill.market.filled_in(bill.market.counts)
-    yield from wrap(f"{name}, run {bill.run}: {nodes} in {bill.region}, {dearest}{side.type} {price}")
+    yield from wrap(f"{bill.title}, run {bill.run}: {nodes} in {bill.region}, {dearest}{side.type} {price}")
+
+
+LINES = (
+    Column("name", "line", of=lambda line: f"{line.name} *" if line.inferred else line.name),
+    Column("quantity", unit="units", digits=4),
+    Column("unit"),
+    Column("unit_price", "USD each", "USD", "{:f}".format),
+    Column("amount", "USD", "USD", 4),
+)
 
 
 def _lines(bill: Bill) -> Iterator[str]:
-    rows = [
-        (
-            f"{line.name} *" if line.inferred else line.name,
-            f"{line.quantity:.4f}",
-            line.unit,
-            f"{line.unit_price:f}",
-            f"{line.amount:.4f}",
-        )
-        for line in bill.chosen.lines
-    ]
     sums = [("interruptions", interruptions_usd(bill))]
     unknown = bill.chosen.needed_usd.p50 - bill.chosen.alone_usd.p50
     if unknown:
@@ -77,8 +78,8 @@ def _lines(bill: Bill) -> Iterator[str]:
     elif bill.cap is not None and (cut := bill.usd.p50 - bill.chosen.needed_usd.p50):
         sums += [("total to finish = p50", bill.chosen.needed_usd.p50), (f"stopped by {bill.cap.first}", cut)]
     sums.append((f"total = p50{_limits_note(bill)}", bill.usd.p50))
-    rows += [(name, "", "", "", f"{amount:.4f}") for name, amount in sums]
-    yield from table(("line", "quantity", "unit", "USD each", "USD"), rows, right=(1, 3, 4))
+    more = ((name, "", "", "", f"{amount:.4f}") for name, amount in sums)
+    yield from Sheet.build(LINES, bill.chosen.lines, *more).text()
     if any(line.inferred for line in bill.lines):
         yield f"* price inferred, not read in any source for {bill.region}"
 
@@ -88,12 +89,15 @@ def interruptions_usd(bill: Bill) -> Decimal:
     return bill.chosen.alone_usd.p50 - bill.chosen.total
 
 
+QUANTILES = (Column("name", ""), *(Column(part, unit="USD or hours") for part in ("p10", "p50", "p90", "mean")))
+
+
 def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     chosen = bill.chosen
     if bill.buys is not None and bill.cap is not None:
         node_hours = bill.hours.times(chosen.exposure.nodes)
         rows = [figures("USD", bill.usd), figures("node-hours", node_hours), figures("hours of training", bill.buys)]
-        yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
+        yield from Sheet(QUANTILES, rows).text()
         yield from wrap(
             f"Nobody says how long the run is (job.work), so this is what the money buys: {bill.buys.p10:.1f} to"
             f" {bill.buys.p90:.1f} h of training (p10 to p90) until {bill.cap.first}, interruptions taken off."
@@ -115,7 +119,7 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     rows.append(figures(bill.market.hours_of, bill.hours))
     if bill.market.is_interrupted:
         rows.append(figures("hours with waits for capacity", chosen.wall_hours))
-    yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
+    yield from Sheet(QUANTILES, rows).text()
     if beside:
         yield "limits.max_usd counts interrupted first hours as well, which AWS does not charge."
 
@@ -147,9 +151,9 @@ def _limits_note(bill: Bill) -> str:
     return " within the limits" if stopped else ""
 
 
-def figures(name: str, values: Quantiles) -> tuple[str, ...]:
-    """A row of dollars or hours: the name, then p10, p50, p90 and mean."""
-    digits = 2 if values.p90 >= Decimal("0.1") else 4
+def figures(name: str, values: Quantiles, digits: int | None = None) -> tuple[str, ...]:
+    """A row of QUANTILES, dollars or hours. `digits`: decimals; None: as many as it takes."""
+    digits = (2 if values.p90 >= Decimal("0.1") else 4) if digits is None else digits
     return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
 
 
@@ -163,63 +167,67 @@ def _other(bill: Bill, market: Capacity, other: Side | None) -> tuple[str, ...]:
 
 
 def _types(bill: Bill) -> Iterator[str]:
-    rows = []
-    for option in bill.types:
-        hourly, runtime = option.hourly(bill.capacity), option.runtime
-        low, high = (option.spot[0].price.amount, option.spot[-1].price.amount) if option.spot else (None, None)
-        compute = "left out" if option.offers[bill.capacity].left_out else "no price or speed"
-        if hourly and runtime:
-            node_s = Decimal(max(runtime.total_s, 60)) * bill.chosen.exposure.nodes
-            compute = f"{hourly.amount * node_s / 3600:.4f}"
-        rows.append(
-            (
-                option.type,
-                option.instance.gpus,
-                f"{runtime.total_s / 3600:.3f}" if runtime else "-",
-                "-" if low is None else f"{low}" if low == high else f"{low} to {high}",
-                f"{option.on_demand.amount}" if option.on_demand else "-",
-                compute,
-                "yes" if option.holds_the_job else "NO",
-            )
-        )
-    heads = ("listed type", "GPU", "hours", "spot USD/h by zone", "on demand", "compute USD", "fits")
-    yield from table(heads, rows, right=(2, 5))
+    def compute(option: TypeCost) -> str:
+        if (hourly := option.hourly(bill.capacity)) and option.runtime:
+            node_s = Decimal(max(option.runtime.total_s, MINIMUM_S)) * bill.chosen.exposure.nodes
+            return f"{hourly.amount * node_s / 3600:.4f}"
+        return "left out" if option.offers[bill.capacity].left_out else "no price or speed"
+
+    columns = (
+        Column("type", "listed type"),
+        Column("GPU", of=lambda option: option.instance.gpus),
+        Column("hours", None, "h", 3, lambda option: option.runtime and option.runtime.total_s / 3600),
+        Column("spot USD/h by zone", of=_spot_span),
+        Column("on demand", of=lambda option: option.on_demand and option.on_demand.amount),
+        Column("compute USD", unit="USD", of=compute),
+        Column("fits", of=lambda option: "yes" if option.holds_the_job else "NO"),
+    )
+    yield from Sheet.build(columns, bill.types).text()
     for option in bill.types:
         if option.why and not option.offers[bill.capacity].left_out:
             yield from wrap(f"{option.type}: {option.why}")
 
 
+def _spot_span(option: TypeCost) -> str | None:
+    """The prices of its zones."""
+    prices = [zone.price.amount for zone in option.spot]
+    return " to ".join(map(str, dict.fromkeys((prices[0], prices[-1])))) if prices else None
+
+
 def _phases(bill: Bill) -> Iterator[str]:
-    runtimes = {option.type: option.runtime for option in bill.types}
+    times = {(each.type, time.name): time for each in bill.types if each.runtime for time in each.runtime.phases}
     notices = {(notice.type, notice.phase): notice for notice in bill.notice}
-    rows = []
-    for fit in bill.fits:
-        runtime = runtimes[fit.type]
-        time = next((phase for phase in runtime.phases if phase.name == fit.phase), None) if runtime else None
-        notice = notices.get((fit.type, fit.phase))
-        rows.append(
-            (
-                fit.type,
-                fit.phase,
-                f"{time.seconds / 3600:.3f}" if time else "-",
-                f"{time.step_ms:.1f}" if time and time.steps and time.counts_steps else "-",
-                f"{time.tokens_per_s:,.0f}" if time and time.steps and time.flops_per_token else "-",
-                f"{time.mfu:.0%}" if time and time.mfu else "-",
-                _memory(fit),
-                f"{fit.micro}{' ckpt' if fit.checkpointing else ''}",
-                _notice(notice) if notice else "-",
-            )
-        )
-    heads = ("type", "phase", "hours", "step ms", "tok/s", "MFU", "GPU memory", "micro", "save + upload")
-    yield from table(heads, rows, right=(2, 3, 4, 5))
+
+    def timed(value: Callable[[PhaseTime], Any]) -> Callable[[Fit], Any]:
+        return lambda fit: value(times[fit.type, fit.phase]) if (fit.type, fit.phase) in times else None
+
+    columns = (
+        Column("type"),
+        Column("phase"),
+        Column("hours", None, "h", 3, timed(lambda time: time.seconds / 3600)),
+        Column(
+            "step ms", None, "ms", 1, timed(lambda time: time.step_ms if time.steps and time.counts_steps else None)
+        ),
+        Column(
+            *("tok/s", None, "tokens/s", "{:,.0f}".format),
+            timed(lambda time: time.tokens_per_s if time.steps and time.flops_per_token else None),
+        ),
+        Column("MFU", None, "share", "{:.0%}".format, timed(lambda time: time.mfu or None)),
+        Column("GPU memory", of=_memory),
+        Column("micro", of=lambda fit: f"{fit.micro}{' ckpt' if fit.checkpointing else ''}"),
+        Column("save + upload", of=lambda fit: _notice(notices.get((fit.type, fit.phase)))),
+    )
+    yield from Sheet.build(columns, bill.fits).text()
     yield from wrap(_setup_and_idle(bill))
     for fit in bill.fits:
         if not fit.fits:
             yield from wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
 
 
-def _notice(notice: Notice) -> str:
+def _notice(notice: Notice | None) -> str | None:
     """Whether a save and its upload fit what AWS gives."""
+    if notice is None:
+        return None
     if not notice.saves:
         return "no save shown"
     return f"{notice.total_s:.0f} of {NOTICE_S:.0f} s{'' if notice.fits else ' NO'}"
@@ -340,8 +348,7 @@ def _limits(bill: Bill, fallbacks: Sequence[Fallback]) -> str:
         hours += f", the block's end (comes first, at {cap.at_hours:.2f} node-hours)"
     if bill.buys is not None:
         return f"Limits: {money}, {hours}. The first one ends the run."
-    chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
-    said = f"Limits: {money}, {hours}; chance that one stops the run: {chance}."
+    said = f"Limits: {money}, {hours}; chance that one stops the run: {share(cap.probability)}."
     notes = [each.sentence() for each in fallbacks]
     if cap.deadline is not None and not notes:
         notes.append(

@@ -27,6 +27,7 @@ from typing import Literal
 
 from gpufleet.infra.catalog import files
 from gpufleet.infra.catalog.files import Price, SpotPrice, Status
+from gpufleet.infra.catalog.items import known_items
 from gpufleet.infra.catalog.regions import known_regions
 from gpufleet.infra.catalog.table import read_table
 from gpufleet.infra.errors import PriceMissing
@@ -38,10 +39,7 @@ SHIPPED = Path(__file__).parent
 # Nvidia Driver AMI for AL2023 list G4dn, G5, G6, G6e, G7, G7e, P4d and newer; read 2026-11).
 LEAST_CAPABILITY = 7.5
 # Items of services.csv without which no bill can be made.
-BILLED = (
-    "ebs_gp3_storage", "ebs_gp3_iops", "ebs_gp3_throughput", "s3_storage", "s3_write_requests", "s3_read_requests",
-    "transfer_out", "public_ipv4", "logs_ingestion",
-)  # fmt: skip
+BILLED = tuple(name for name, item in known_items().items() if item.in_every_bill)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

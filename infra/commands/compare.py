@@ -53,28 +53,14 @@ def run(args: argparse.Namespace) -> int:
 
         atomic.write_bytes(args.html, comparison.html(found).encode())
     if args.json:
-        tree = compare_table.record(
-            found.definition, found.listed, found.rows, found.frontier, found.policy[0] if found.policy else None
-        )
-        tree["regions"] = [compare_table.record_row(row) for row in found.regions]
-        tree["batches"] = [compare_table.record_row(row) for row in found.batches]
-        sys.stdout.write(json.dumps(tree, indent=2) + "\n")
+        sys.stdout.write(json.dumps(compare_table.record(found), indent=2) + "\n")
         return 0 if found.runnable else 1
-    if not args.all:
-        name = f" --scenario {shlex.quote(args.scenario)}" if args.scenario else ""
-        within = f" --within {args.within:g}" if args.within is not None else ""
-        command = f"gpufleet compare {found.definition.argument}{name}{within}"
-        print("\n".join(compare_table.answer(found, command, now.date())))
-        return _drawn(found, args)
-    parts = [
-        compare_table.scenarios(found.listed),
-        compare_table.ranked(found.rows, found.frontier),
-        compare_table.regions(found.regions),
-        compare_table.batches(found.batches),
-        compare_table.ages(found.rows, now.date(), found.definition.estimate.max_price_age_days),
-        compare_table.policy(*found.policy) if found.policy else "",
-    ]
-    sys.stdout.write("\n".join(filter(None, parts)))
+    name = f" --scenario {shlex.quote(args.scenario)}" if args.scenario else ""
+    within = f" --within {args.within:g}" if args.within is not None else ""
+    command = f"gpufleet compare {found.definition.argument}{name}{within}"
+    today = now.date()
+    lines = [compare_table.full_text(found, today)] if args.all else compare_table.answer(found, command, today)
+    print("\n".join(lines))
     return _drawn(found, args)
 
 
@@ -86,12 +72,11 @@ def _drawn(found: Comparison, args: argparse.Namespace) -> int:
 
 
 def _draw(found: Comparison, path: Path) -> None:
-    try:
-        from gpufleet.infra.compare import plot
+    from gpufleet.infra.compare import plot
 
-        plot.draw(found.own_rows, found.own_frontier, found.title, path, path.suffix.removeprefix("."))
-    except ImportError as error:
-        raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
+    picture = plot.drawn(found.own_rows, found.own_frontier, found.title, path.suffix)
+    try:
+        path.write_bytes(picture)
     except OSError as error:
         raise GpufleetError(f"--plot {path} cannot be written: {error.strerror}") from error
 

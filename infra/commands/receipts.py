@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 
-from gpufleet.infra import text
 from gpufleet.infra.definition.loader import project_root, stacks_of
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.evidence import receipts
 from gpufleet.infra.evidence.receipts import Accuracy
+from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.job.contract.receipt import CAUSES, Receipt
 from gpufleet.job.text import counted
 
@@ -73,22 +74,21 @@ def _name(stack: str, root: Path) -> str:
 
 def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
     """One line per run, with what each of the causes added; `-` in `graded` where it does not count."""
-    causes = tuple(causes)
-    heads = ("stack", "run", "ended by", "estimate", "actual", "error", *causes, "graded")
-    rows = [
-        (
-            receipt.stack,
-            receipt.run,
-            "rehearsal" if receipts.is_rehearsal(receipt) else receipt.reason,
-            f"{receipt.estimate:.4f}",
-            f"{receipt.actual:.4f}",
-            f"{receipt.error_percent:+.1f}%",
-            *(f"{receipt.causes[name]:+.4f}" for name in causes),
-            _graded(receipt),
-        )
-        for receipt in found
-    ]
-    return text.table(heads, rows, right=range(3, 6 + len(causes)), spare=(2, 0))
+    columns = (
+        Column("stack"),
+        Column("run"),
+        Column("ended by", of=lambda found: "rehearsal" if receipts.is_rehearsal(found) else found.reason),
+        Column("estimate", unit="USD", digits=4),
+        Column("actual", unit="USD", digits=4),
+        Column("error", unit="%", of=lambda found: f"{found.error_percent:+.1f}%"),
+        *(Column(name, None, "USD", "{:+.4f}".format, _cause(name)) for name in causes),
+        Column("graded", of=_graded),
+    )
+    return Sheet.build(columns, found, spare=("ended by", "stack")).text()
+
+
+def _cause(name: str) -> Callable[[Receipt], Decimal]:
+    return lambda receipt: receipt.causes[name]
 
 
 def summary(total: Accuracy) -> Iterator[str]:

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import date, datetime
+from datetime import datetime
 from decimal import Decimal
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from gpufleet.infra import text
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.project import bill_basis, bill_of
-from gpufleet.infra.bill.record import plain
-from gpufleet.infra.bill.side import UNBOUND, Hazards
+from gpufleet.infra.bill.side import UNBOUND
 from gpufleet.infra.catalog import Catalog
-from gpufleet.infra.compare import ranking
+from gpufleet.infra.compare import columns, ranking
 from gpufleet.infra.compare.columns import sheet
-from gpufleet.infra.compare.rows import Row, filled
+from gpufleet.infra.compare.rows import Row, Study, filled
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.observations import observations
 from gpufleet.infra.market import WAYS
 from gpufleet.infra.review import policy
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import learn
+from gpufleet.infra.show.sheet import plain
 from gpufleet.job.text import counted
 
 SHOWN = 3
@@ -77,9 +78,8 @@ class Cheaper:
             yield from text.wrap(f"No other type is sure to do this work for less{others}; all: `{self.command}`.")
             return
         yield "Cheaper to finish this work; less: how likely that is:"
-        names = ("*", "type", "capacity", "GPU", "used", "USD p50", "USD p90", "h p50", "less")
         assumed = [row for row in self.rows if row.type in self.assumed]
-        yield from sheet(self.rows, *names, edge=assumed).text("GPU", "USD p90")
+        yield from sheet(self.rows, columns.CHEAPER, assumed).text()
         if self.assumed:
             yield "* at a speed that is assumed or guessed; the bill's own is measured or declared"
         more = f"{self.more} more within the limits" if self.more else ""
@@ -111,8 +111,14 @@ def bill_and_cheaper(
     not_ready: Sequence[str] = (),
 ) -> tuple[Bill, Cheaper | None]:
     """The bill, and what would do its work for less: within the limits and the project's `rules`. Raises as price()."""
-    hazards = learn(observations(root))
-    bill = bill_of(definition, root, catalog, today=now.date(), hazards=hazards, not_ready=not_ready)
+    study = Study(
+        catalog,
+        hazards=learn(observations(root)),
+        hours_left=definition.hours_left(now),
+        today=now.date(),
+        find_basis=lambda work, types: bill_basis(work, root, catalog, types),
+    )
+    bill = bill_of(definition, root, catalog, today=study.today, hazards=study.hazards, not_ready=not_ready)
     facts = policy.facts(definition, bill)
     if definition.variant.only_priced:  # nor is its bill held against them
         rules = None
@@ -122,29 +128,11 @@ def bill_and_cheaper(
         of_row = replace(facts, instance_types=(row.type,), capacity=row.capacity, usd_p90=usd_p90, usd_per_hour=None)
         return rules is None or not policy.broken(rules, of_row)
 
-    options = cheaper(
-        definition,
-        bill,
-        catalog,
-        hours_left=definition.hours_left(now),
-        hazards=hazards,
-        found=lambda work, types: bill_basis(work, root, catalog, types),
-        allowed=allowed,
-        today=now.date(),
-    )
-    return bill, options
+    return bill, cheaper(definition, bill, study, allowed=allowed)
 
 
 def cheaper(
-    definition: StackDefinition,
-    bill: Bill,
-    catalog: Catalog,
-    *,
-    hours_left: float | None = None,
-    hazards: Hazards | None = None,
-    found: ranking.Found = ranking.nothing,
-    allowed: Callable[[Row], bool] = lambda row: True,
-    today: date | None = None,
+    definition: StackDefinition, bill: Bill, study: Study, *, allowed: Callable[[Row], bool] = lambda row: True
 ) -> Cheaper | None:
     """`allowed`: whether the project's rules let the row be. None for what cannot be taken to another type: several
     nodes, a block that is paid for, or a run that was elsewhere.
@@ -152,30 +140,21 @@ def cheaper(
     if not definition.fleet.market.moves_elsewhere or definition.variant.reference:
         return None
     if definition.variant.only_priced:  # no limit is held against its bill either
-        definition, hours_left = replace(definition, limits=UNBOUND), None
+        definition, study = replace(definition, limits=UNBOUND), replace(study, hours_left=None)
     mean = bill.chosen.needed_usd.mean
     below = mean - max(ranking.LEAST * mean, CENT)
 
     def able(rows: list[Row]) -> list[Row]:
-        return sorted((row for row in rows if _mean(row) < below), key=_mean)
+        return sorted((row for row in rows if row.mean_usd < below), key=attrgetter("mean_usd"))
 
     def within_limits(row: Row) -> bool:
         return not row.over_limit and row.late <= LATE and allowed(row)
 
-    options = ranking.every_option(
-        definition,
-        (definition,),
-        catalog,
-        hours_left=hours_left,
-        hazards=hazards,
-        found=found,
-        below=below,
-        today=today,
-        likely=False,  # as the bill is priced
-    )
+    # Priced as the bill is, at the dearest zone.
+    options = ranking.every_option(definition, (definition,), study, below=below, likely=False)
     rows = able([row for row in options if row.ranked and not row.untried and not _listed(row, definition)])
     likely = [row for row in rows if within_limits(row)][:REFINED]
-    closer = filled(likely, hours_left, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
+    closer = filled(likely, study.hours_left, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
     as_is = bill.chosen.exposure.unlimited
     halved = replace(as_is, setup_h=as_is.setup_h / 2, restart_h=as_is.restart_h / 2)
     own, quick = simulation.simulate_each([as_is, halved], runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
@@ -215,8 +194,3 @@ def _half_setup(
 def _listed(row: Row, definition: StackDefinition) -> bool:
     """The fleet may pick it as it is."""
     return row.type in definition.fleet.instance_types and definition.fleet.market.name == row.capacity
-
-
-def _mean(row: Row) -> Decimal:
-    assert row.usd is not None  # of a ranked one
-    return row.usd.mean

@@ -1,50 +1,59 @@
-"""What stands in the columns of a comparison, each said once: tables on a terminal, on a page and in a notebook choose
-from them by name.
+"""The figures of a comparison, each written down once: tables on a terminal, on a page and in a notebook, the JSON and
+the public record choose from them by key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
-from typing import NamedTuple
+from typing import Any
 
-from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.compare.rows import Row
-from gpufleet.infra.text import hours, table
+from gpufleet.infra.show.sheet import Column, Sheet, plain, record
+from gpufleet.infra.text import hours
+
+# The figures of each table, by key, `*` for the frontier's mark; then those that a narrow terminal goes without, the
+# first ones first.
+ANSWER = ("* place market gpus_used hours_p50 usd_p50 usd_p90 cheaper marks", "gpus_used usd_p90 hours_p50")
+SCENARIOS = (
+    "scenario place market claim_h claim_usd hours_p50 hours_p90 usd_p50 usd_p90 basis marks",
+    "claim_h claim_usd basis hours_p90 usd_p90",
+)
+RANKED = (
+    "* place gpus gpus_used market hours_p50 hours_p90 usd_p50 usd_p90 mean cheaper dearest_usd free_usd"
+    " interruptions_p50",
+    "free_usd dearest_usd mean interruptions_p50 hours_p90 gpus gpus_used",
+)
+REGIONS = (
+    "region place market hours_p50 usd_p50 usd_p90 dearest_usd inputs_usd marks",
+    "inputs_usd dearest_usd usd_p90",
+)
+BATCHES = (
+    "batch steps place gpus_used market hours_p50 usd_p50 usd_p90 dearest_usd basis marks",
+    "dearest_usd steps basis usd_p90",
+)
+CHEAPER = ("* place market gpus gpus_used usd_p50 usd_p90 hours_p50 cheaper", "gpus usd_p90")
+PAGE = ("place market gpus gpus_used usd_p50 usd_p90 wall_p50 wall_p90 beaten", "")
+REFUSED = ("place market why nearest", "")
+NOTEBOOK = ("* scenario place market gpus_used hours_p50 hours_p90 usd_p50 usd_p90 mean", "")
 
 
-class Sheet(NamedTuple):
-    """A table: its columns by name, their headings, the rows, and which columns stand flush right."""
-
-    names: tuple[str, ...]
-    heads: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    right: tuple[int, ...]
-
-    def text(self, *spare: str) -> Iterator[str]:
-        """Its lines; without the first columns of `spare` where the terminal is too narrow for all."""
-        return table(self.heads, self.rows, right=self.right, spare=[self.names.index(name) for name in spare])
-
-
-def sheet(rows: Sequence[Row], *names: str, edge: Sequence[Row] = ()) -> Sheet:
-    """The columns of these names for the rows; `*` marks those of the frontier, `edge`."""
+def sheet(rows: Sequence[Row], table: tuple[str, str], edge: Sequence[Row] = ()) -> Sheet:
+    """One of the tables above, for these rows; `*` marks those of `edge`."""
+    keys, spare = (each.split() for each in table)
     marked = {id(row) for row in edge}
-    cells = [
-        tuple(("*" if id(row) in marked else "") if name == "*" else COLUMNS[name][1](row) for name in names)
-        for row in rows
-    ]
-    heads = tuple("" if name == "*" else COLUMNS[name][0] for name in names)
-    return Sheet(names, heads, cells, tuple(at for at, name in enumerate(names) if name not in LEFT))
+    mark = Column("*", "", of=lambda row: "*" if id(row) in marked else "")
+    return Sheet.build([mark if key == "*" else COLUMNS[key] for key in keys], rows, spare=spare)
 
 
-def number(value: Decimal | None) -> str:
-    """Two decimals, or two digits of what is small; `-` for what is not known."""
-    return "-" if value is None else f"{value:.2f}" if value >= Decimal("0.1") else f"{float(value):.2g}"
+def record_row(row: Row) -> dict[str, Any]:
+    """One scenario or option, as an object: keys as documented in docs/compare.md."""
+    return record(FIGURES, row)
 
 
-def number_of_hours(value: float | None) -> str:
-    """Two decimals, or two digits of what is small; `-` for what is not known."""
-    return "-" if value is None else hours(value)
+def number(value: Decimal) -> str:
+    """Two decimals, or two digits of what is small."""
+    return f"{value:.2f}" if value >= Decimal("0.1") else f"{float(value):.2g}"
 
 
 def marks(row: Row) -> Iterator[str]:
@@ -62,37 +71,62 @@ def marks(row: Row) -> Iterator[str]:
         yield f"late in {row.late:.0%}"
 
 
-def _figure(values: Quantiles | None, name: str) -> str:
-    return "-" if values is None else f"{getattr(values, name):.2f}"
+def _or_dash(form: str) -> Any:
+    return lambda value: format(value, form) if value else "-"
 
 
-LEFT = ("*", "scenario", "batch", "region", "type", "GPU", "capacity", "basis", "marks", "lost", "why", "nearest")
-COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
-    "scenario": ("scenario", lambda row: row.scenario),
-    "batch": ("batch", lambda row: row.scenario),
-    "region": ("region", lambda row: row.region),
-    "type": ("type", lambda row: row.place),
-    "GPU": ("GPU", lambda row: row.gpus),
-    "used": ("used", lambda row: str(row.ranks) if row.ranks else "-"),
-    "capacity": ("capacity", lambda row: "" if row.reference else row.capacity),
-    "steps": ("steps", lambda row: f"{row.steps:,}"),
-    "claim h": ("claim h", lambda row: number(row.claim.hours)),
-    "claim USD": ("USD", lambda row: number(row.claim.usd)),
-    "h p50": ("h p50", lambda row: _figure(row.hours, "p50")),
-    "h p90": ("h p90", lambda row: _figure(row.hours, "p90")),
-    "wall p50": ("hours p50", lambda row: _figure(row.wall_hours, "p50")),
-    "wall p90": ("p90", lambda row: _figure(row.wall_hours, "p90")),
-    "USD p50": ("USD p50", lambda row: _figure(row.usd, "p50")),
-    "USD p90": ("USD p90", lambda row: _figure(row.usd, "p90")),
-    "mean": ("mean", lambda row: _figure(row.usd, "mean")),
-    "less": ("less", lambda row: "-" if row.cheaper is None else f"{row.cheaper:.0%}"),
-    "dear": ("dear", lambda row: number(row.dearest_usd)),
-    "free": ("free", lambda row: "-" if row.free_usd is None else f"{row.free_usd:.2f}"),
-    "stops": ("stops", lambda row: "-" if row.interruptions is None else f"{row.interruptions.p50:.0f}"),
-    "inputs": ("inputs", lambda row: f"{row.inputs_usd:.2f}" if row.inputs_usd else "-"),
-    "basis": ("basis", lambda row: row.basis),
-    "marks": ("", lambda row: ", ".join(marks(row))),
-    "lost": ("", lambda row: "over a limit of the file" if row.over_limit else row.lost),
-    "why": ("why", lambda row: row.why),
-    "nearest": ("what would help", lambda row: row.nearest),
+def _part(key: str, head: str, unit: str, figure: str, part: str) -> Column:
+    """One of a figure's quantiles, or its mean."""
+
+    def value(row: Row) -> Decimal | None:
+        whole = getattr(row, figure)
+        return None if whole is None else getattr(whole, part)
+
+    return Column(key, head, unit, 2, value)
+
+
+# For programs, in this order; people see some of them.
+FIGURES = (
+    *map(Column, ("scenario", "region", "type", "capacity", "nodes", "reference", "tokens")),
+    Column("steps", unit="steps", digits="{:,}".format),
+    *map(Column, ("hours", "wall_hours", "usd")),
+    Column("dearest_usd", "dear", "USD", number),
+    Column("inputs_usd", "inputs", "USD", _or_dash(".2f")),
+    Column("free_usd", "free", "USD", 2),
+    *map(Column, ("fits", "launchable", "over_limit", "late", "basis", "why")),
+    Column("nearest", "what would help"),
+    Column("lost"),
+    Column("claim", of=lambda row: plain(row.claim, "hours", "usd")),
+    Column("gpus_used", "used", "GPUs", _or_dash(""), lambda row: row.ranks),
+    Column("dataset", of=lambda row: row.dataset or None),
+    Column("gpu_hours", "GPU-h", "h", hours, lambda row: row.billed_gpu_h),
+    Column("gpu_hours_used", "used", "h", hours, lambda row: row.used_gpu_h),
+    Column("compute_hours", "compute h", "h", hours, lambda row: row.compute_h, 6),
+    Column("rates", of=lambda row: {rate.region: plain(rate, "on_demand", "spot") for rate in row.rates}),
+    Column("interruptions", of=lambda row: row.interruptions and float(row.interruptions.mean), places=3),
+    Column(
+        "interruptions_p50", "stops", "times", of=lambda row: row.interruptions and round(float(row.interruptions.p50))
+    ),
+    Column("cheaper", "less", "share", "{:.0%}".format, places=3),
+)
+COLUMNS = {
+    column.key: column
+    for column in (
+        *FIGURES,
+        Column("batch", of=lambda row: row.scenario),
+        Column("place", "type"),
+        Column("gpus", "GPU"),
+        Column("market", "capacity", of=lambda row: "" if row.reference else row.capacity),
+        Column("claim_h", "claim h", "h", number, lambda row: row.claim.hours),
+        Column("claim_usd", "USD", "USD", number, lambda row: row.claim.usd),
+        _part("hours_p50", "h p50", "h", "hours", "p50"),
+        _part("hours_p90", "h p90", "h", "hours", "p90"),
+        _part("wall_p50", "hours p50", "h", "wall_hours", "p50"),
+        _part("wall_p90", "p90", "h", "wall_hours", "p90"),
+        _part("usd_p50", "USD p50", "USD", "usd", "p50"),
+        _part("usd_p90", "USD p90", "USD", "usd", "p90"),
+        _part("mean", "mean", "USD", "usd", "mean"),
+        Column("marks", "", of=lambda row: ", ".join(marks(row))),
+        Column("beaten", "", of=lambda row: "over a limit of the file" if row.over_limit else row.lost),
+    )
 }

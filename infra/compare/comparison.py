@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from gpufleet.infra.bill.options import BillBasis
 from gpufleet.infra.bill.project import bill_basis
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
-from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.compare.rows import Row, Study
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition, deadline_text
 from gpufleet.infra.definition.scenarios import chosen, scenarios
@@ -66,33 +64,24 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     variants = tuple(policy.held_to(each, rules) for each in scenarios(path, now=now))
     asked = chosen(path, variants, scenario)
     whose = asked[0] if scenario else definition
-    left = _hours_left(within, whose, now)
-    hazards = learn(observations(root))
-
-    def find_basis(work: StackDefinition, types: Iterable[str]) -> BillBasis:
-        return bill_basis(work, root, catalog, types)
-
-    listed = ranking.scenarios(
-        definition, variants, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
+    study = Study(
+        catalog,
+        hazards=learn(observations(root)),
+        hours_left=_hours_left(within, whose, now),
+        today=now.date(),
+        find_basis=lambda work, types: bill_basis(work, root, catalog, types),
     )
-    rows = ranking.every_option(
-        whose, asked, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
-    )
-    rows = ranking.refined(rows, hours_left=left)
+    rows = ranking.refined(ranking.every_option(whose, asked, study), hours_left=study.hours_left)
     name = scenario or ranking.default_scenario(definition, variants)
     return Comparison(
         definition=whose,
         scenario=name,
-        listed=listed,
+        listed=ranking.scenarios(definition, variants, study),
         rows=rows,
         frontier=ranking.frontier(rows),
-        regions=ranking.every_region(
-            whose, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
-        ),
-        batches=ranking.every_batch(
-            whose, catalog, hours_left=left, hazards=hazards, found=find_basis, today=now.date()
-        ),
-        policy=ranking.deadline_policy(rows, name, left),
+        regions=ranking.every_region(whose, study),
+        batches=ranking.every_batch(whose, study),
+        policy=ranking.deadline_policy(rows, name, study.hours_left),
     )
 
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.errors import GpufleetError
 
 SHOWN = 40  # the cheapest; more cannot be told apart
 
 
-def draw(rows: Sequence[Row], frontier: Sequence[Row], title: str, into: Path | BinaryIO, kind: str) -> None:
-    """Writes a `png` or `svg`. Raises ImportError without matplotlib, and OSError."""
-    from matplotlib.figure import Figure  # not pyplot: it would choose a backend for a whole notebook
+KINDS = (".png", ".svg")
 
-    figure = Figure(figsize=(10, 6.2), layout="constrained")
+
+def drawn(rows: Sequence[Row], frontier: Sequence[Row], title: str, kind: str) -> bytes:
+    """The picture, of one of KINDS. Raises GpufleetError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for a whole notebook
+    except ImportError as error:
+        raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
+    figure, into = Figure(figsize=(10, 6.2), layout="constrained"), io.BytesIO()
     axes = figure.subplots()
     fill(axes, rows, frontier, spot="#1f77b4", on_demand="#d62728", ink="black")
     axes.set_title(title)
-    figure.savefig(into, dpi=130, format=kind)
+    figure.savefig(into, dpi=130, format=kind.removeprefix("."))
+    return into.getvalue()
 
 
 def fill(axes: Any, rows: Sequence[Row], frontier: Sequence[Row], *, spot: str, on_demand: str, ink: str) -> None:

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import date
 from decimal import Decimal
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from gpufleet.infra import text
 from gpufleet.infra.bill import fit, options
 from gpufleet.infra.bill.options import BillBasis, TypeCost
-from gpufleet.infra.bill.own_steps import known_steps
-from gpufleet.infra.bill.side import Hazards, Side
+from gpufleet.infra.bill.side import Side
 from gpufleet.infra.catalog import Catalog, Price
-from gpufleet.infra.compare.rows import Row, draft, filled, rate
+from gpufleet.infra.compare.rows import Row, Study, draft, filled, rate
 from gpufleet.infra.definition.model import Capacity, Fleet, StackDefinition
 from gpufleet.infra.market import COMPARED, WAYS
 from gpufleet.infra.market.fallback import SpotThenOnDemand
@@ -42,111 +41,77 @@ SURE = 0.5  # an option that misses the deadline more often than this is none
 LEAST = Decimal("0.02")  # of dollars or hours: what an option is better by, at least; less is noise of the simulation
 
 
-# What lies here of a definition, with what was measured on these types: infra.bill.project.bill_basis.
-Found = Callable[[StackDefinition, Iterable[str]], BillBasis]
-
-
-def nothing(definition: StackDefinition, types: Iterable[str]) -> BillBasis:
-    """No prepared dataset, no calibrations."""
-    return BillBasis(definition=definition)
-
-
 def scenarios(
     definition: StackDefinition,
     variants: Sequence[StackDefinition],
-    catalog: Catalog,
+    study: Study,
     *,
-    hours_left: float | None = None,
     runs: int = simulation.RUNS,
-    hazards: Hazards | None = None,
-    found: Found = nothing,
-    today: date | None = None,
 ) -> list[Row]:
     """Each scenario on the first type of its own fleet, in the file's order. Without any, the file as it is."""
-    regions = [definition.fleet.region, *(r for r in catalog.regions() if r != definition.fleet.region)]
+    catalog, own = study.catalog, definition.fleet.region
+    regions = [own, *(region for region in catalog.regions() if region != own)]
     drafts = []
-    for variant in variants or (definition,):
-        name, fleet = variant.scenario or definition.name, variant.fleet
-        if variant.variant.reference:
-            row = Row(
-                scenario=name,
-                type="elsewhere",
-                capacity=fleet.capacity,
-                region="",
-                note=variant.variant.note,
-                claim=variant.variant.claim,
-                reference=True,
-                basis="claim",
-            )
-            drafts.append(row)
+    for work in variants or (definition,):
+        name, capacity = work.scenario or definition.name, work.fleet.capacity
+        if (variant := work.variant).reference:
+            told = {"note": variant.note, "claim": variant.claim, "reference": True, "basis": "claim"}
+            drafts.append(Row(scenario=name, type="elsewhere", capacity=capacity, region="", **told))  # type: ignore[arg-type]
             continue
-        first = fleet.instance_types[0]
-        bill_inputs = found(variant, (first,))
-        measured = {"calibrations": bill_inputs.calibrations, "speeds": bill_inputs.speeds}
-        option = options.type_cost(bill_inputs.definition, catalog, first, **measured)  # type: ignore[arg-type]
-        drafted = draft(bill_inputs, name, option, fleet.capacity, catalog, hazards or {}, today)
-        rates = tuple(rate(drafted, option, region, catalog) for region in regions)
-        drafts.append(replace(drafted, rates=rates))
-    return filled(drafts, hours_left, runs=runs)
+        basis = study.basis(work, work.fleet.instance_types[:1])
+        option = options.type_cost(basis, work.fleet.instance_types[0])
+        drafted = draft(basis, name, option, capacity)
+        drafts.append(replace(drafted, rates=tuple(rate(drafted, option, region, catalog) for region in regions)))
+    return filled(drafts, study.hours_left, runs=runs)
 
 
 def every_option(
     definition: StackDefinition,
     variants: Sequence[StackDefinition],
-    catalog: Catalog,
+    study: Study,
     *,
-    hours_left: float | None = None,
     types: Sequence[str] | None = None,
     runs: int = RUNS_EACH,
-    hazards: Hazards | None = None,
-    found: Found = nothing,
     below: Decimal | None = None,
-    today: date | None = None,
     likely: bool = True,
 ) -> list[Row]:
     """Every (work, type, capacity), the work's own types on several nodes too, the best first; those that cannot run
     come last with the reason. `below`: only those that can be had for a mean of less than so many USD, in no order.
     `likely`: at what a fleet may expect to pay, not at its dearest zone.
     """
+    catalog = study.catalog
     drafts: list[Row] = []
     fleets: dict[str, Fleet] = {}
     for work, name in _works(definition, variants):
+        region = work.fleet.region
         listed = tuple(types or catalog.instances)
         if below is not None:
-            listed = tuple(each for each in listed if _is_sold(each, work.fleet.region, catalog))
-        bill_inputs = found(work, listed)
-        found_work, measured = _by_the_hour(bill_inputs.definition), bill_inputs.calibrations
-        known = known_steps(found_work, catalog, measured)
-        unstated = _unstated(found_work)  # estimate.step_ms is of the file's own number of nodes
-        parameters, region = found_work.job.parameters, work.fleet.region
-        holder = "-" if below is not None else fit.cheapest_holder(parameters, catalog, region)
+            listed = tuple(each for each in listed if _is_sold(each, region, catalog))
+        basis = _by_the_hour(study.basis(work, listed))
+        holder = "-" if below is not None else fit.cheapest_holder(basis.definition.job.parameters, catalog, region)
+        known = basis.known_steps
         for type_ in listed:
             for count in node_counts(work, type_, catalog):
-                option = options.type_cost(
-                    (found_work if count == work.nodes else unstated).on_nodes(count),
-                    catalog,
-                    type_,
-                    nearest=holder,
-                    calibrations=measured,
-                    speeds=bill_inputs.speeds,
-                    known=known,
-                )
+                there = basis.with_definition(basis.definition.on_nodes(count))
+                # estimate.step_ms is of the file's own number of nodes
+                stated = there if count == work.nodes else there.with_definition(_unstated(there.definition))
+                option = options.type_cost(stated, type_, nearest=holder, known=known)
                 if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                     option = replace(option, why="")
-                there = replace(bill_inputs, definition=found_work.on_nodes(count))
                 for market in COMPARED:
                     price = option.likely(market) if likely else option.hourly(market)
                     if _may_cost_less(_compute_usd(option, price), market, below):
-                        row = draft(there, name, option, market, catalog, hazards or {}, today, likely=likely)
+                        row = draft(there, name, option, market, likely=likely)
                         whole = None if row.prepared is None else row.prepared.total
                         if _may_cost_less(whole, market, below):
                             drafts.append(row)
         fleets[name] = work.fleet
-    rows = filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH, below=below)
+    rows = filled(drafts, study.hours_left, runs=runs, attempts=ATTEMPTS_EACH, below=below)
     if below is not None:
         return rows
     theirs = {name: _own(rows, name, fleet) for name, fleet in fleets.items()}
-    return _ranked([replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows], hours_left)
+    rows = [replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows]
+    return _ranked(rows, study.hours_left)
 
 
 def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
@@ -171,54 +136,33 @@ def _may_cost_less(usd: Decimal | None, capacity: Capacity, below: Decimal | Non
     return usd is not None and usd * WAYS[capacity].least_share <= below
 
 
-def every_region(
-    definition: StackDefinition,
-    catalog: Catalog,
-    *,
-    hours_left: float | None = None,
-    runs: int = RUNS_EACH,
-    hazards: Hazards | None = None,
-    found: Found = nothing,
-    today: date | None = None,
-) -> list[Row]:
+def every_region(definition: StackDefinition, study: Study, *, runs: int = RUNS_EACH) -> list[Row]:
     """The work in each region whose prices a bill needs are known, the cheapest first: there on the type and capacity
     whose uninterrupted run costs least, with what it takes to bring inputs that lie in a bucket.
     """
-    if not _by_the_hour(definition).fleet.market.moves_elsewhere or definition.variant.reference:
+    catalog = study.catalog
+    if not _moves_elsewhere(definition):
         return []
-    bill_inputs = found(definition, catalog.instances)
-    work = _by_the_hour(bill_inputs.definition)
-    known, drafts = _on_every_type(work, bill_inputs, catalog), []
-    for region in catalog.regions():
-        if catalog.missing(region):
-            continue
+    basis = _by_the_hour(study.basis(definition, catalog.instances))
+    work, known, drafts = basis.definition, _on_every_type(basis), list[Row]()
+    for region in (each for each in catalog.regions() if not catalog.missing(each)):
         fleet = replace(work.fleet, region=region, zones=catalog.zones(region))
-        there = replace(bill_inputs, definition=replace(work, fleet=fleet))
-        priced = (
-            replace(each, offers=options.offers_of(there.definition, catalog, each.type), why="") for each in known
-        )
-        if (cheapest := _cheapest(priced, hours_left)) is not None:
-            row = draft(there, work.name, *cheapest, catalog, hazards or {}, today, likely=True)
-            drafts.append(replace(row, inputs_usd=_brought(work, region)))
-    rows = [row for row in filled(drafts, hours_left, runs=runs) if row.ranked]
-    return sorted((replace(row, usd=row.usd and row.usd.plus(row.inputs_usd)) for row in rows), key=_mean_usd)
+        there = basis.with_definition(replace(work, fleet=fleet))
+        priced = (replace(each, offers=options.offers_of(there.definition, catalog, each.type)) for each in known)
+        cheapest = _on_the_cheapest(there, work.name, priced, study.hours_left)
+        drafts += [replace(row, inputs_usd=_brought(work, region)) for row in cheapest]
+    rows = [row for row in filled(drafts, study.hours_left, runs=runs) if row.ranked]
+    return sorted(
+        (replace(row, usd=row.usd and row.usd.plus(row.inputs_usd)) for row in rows), key=attrgetter("mean_usd")
+    )
 
 
-def every_batch(
-    definition: StackDefinition,
-    catalog: Catalog,
-    *,
-    hours_left: float | None = None,
-    runs: int = RUNS_EACH,
-    hazards: Hazards | None = None,
-    found: Found = nothing,
-    today: date | None = None,
-) -> list[Row]:
+def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_EACH) -> list[Row]:
     """The work with the file's batch and then with larger ones, where the parameters allow them: each on the type and
     capacity whose uninterrupted run costs least. Empty where they allow none.
     """
     larger = [*definition.job.parameters.larger_batches()]
-    if not _by_the_hour(definition).fleet.market.moves_elsewhere or definition.variant.reference or not larger:
+    if not _moves_elsewhere(definition) or not larger:
         return []
     drafts: list[Row] = []
     doubted = 0
@@ -226,36 +170,35 @@ def every_batch(
         other = replace(definition, job=replace(definition.job, parameters=parameters))
         if parameters is not definition.job.parameters:
             other = _unstated(other)
-        bill_inputs = found(other, catalog.instances)
-        work = _by_the_hour(bill_inputs.definition)
-        config = work.job.parameters
+        basis = _by_the_hour(study.basis(other, study.catalog.instances))
+        config = basis.definition.job.parameters
         doubts = len([*config.doubts(max(phase.steps for phase in config.phases()))])
         if drafts and doubts > doubted:  # a warm-up of the whole run, for instance; larger ones are no better
             break
         doubted = doubts
-        known = _on_every_type(work, bill_inputs, catalog)
-        if (cheapest := _cheapest((replace(each, why="") for each in known), hours_left)) is not None:
-            there = replace(bill_inputs, definition=work)
-            drafts.append(draft(there, name, *cheapest, catalog, hazards or {}, today, likely=True))
-    return [row for row in filled(drafts, hours_left, runs=runs) if row.ranked]
+        drafts += _on_the_cheapest(basis, name, _on_every_type(basis), study.hours_left)
+    return [row for row in filled(drafts, study.hours_left, runs=runs) if row.ranked]
 
 
-def _on_every_type(work: StackDefinition, bill_inputs: BillBasis, catalog: Catalog) -> list[TypeCost]:
+def _moves_elsewhere(definition: StackDefinition) -> bool:
+    """Whether the work can be taken to another type: not that of a run that was elsewhere."""
+    market = definition.fleet.bought_as(definition.fleet.market.by_the_hour).market
+    return market.moves_elsewhere and not definition.variant.reference
+
+
+def _on_every_type(basis: BillBasis) -> list[TypeCost]:
     """What the work takes on each type that has the GPUs it asks for, with the prices of its region."""
-    least, measured = work.job.parameters.least_gpus(), bill_inputs.calibrations
-    known = known_steps(work, catalog, measured)
+    known, least = basis.known_steps, basis.definition.job.parameters.least_gpus()
     return [
-        options.type_cost(
-            work, catalog, type_, nearest="-", calibrations=measured, speeds=bill_inputs.speeds, known=known
-        )
-        for type_, instance in catalog.instances.items()
+        replace(options.type_cost(basis, type_, nearest="-", known=known), why="")
+        for type_, instance in basis.catalog.instances.items()
         if not instance.unusable and least <= instance.gpu_count
     ]
 
 
-def _cheapest(known: Iterable[TypeCost], hours_left: float | None) -> tuple[TypeCost, Capacity] | None:
-    """The type and capacity whose uninterrupted run costs least, of those that hold the job and have a price; of these
-    those in time, if any is.
+def _on_the_cheapest(basis: BillBasis, name: str, known: Iterable[TypeCost], hours_left: float | None) -> list[Row]:
+    """The work on the type and capacity whose uninterrupted run costs least, of those that hold the job and have a
+    price; of these those in time, if any is. Empty where none is left.
     """
     most_s = math.inf if hours_left is None else hours_left * 3600
     priced = [
@@ -264,17 +207,15 @@ def _cheapest(known: Iterable[TypeCost], hours_left: float | None) -> tuple[Type
         for market in COMPARED
         if (price := option.likely(market)) and option.runtime and option.holds_the_job
     ]
-    return min(priced, key=lambda each: each[:2])[2:] if priced else None
+    if not priced:
+        return []
+    *_, option, market = min(priced, key=lambda each: each[:2])
+    return [draft(basis, name, option, market, likely=True)]
 
 
 def _unstated(work: StackDefinition) -> StackDefinition:
     """The work without the step time that its file states."""
     return replace(work, estimate=replace(work.estimate, step_ms=None))
-
-
-def _mean_usd(row: Row) -> Decimal:
-    assert row.usd is not None
-    return row.usd.mean
 
 
 def _brought(work: StackDefinition, region: str) -> Decimal:
@@ -390,9 +331,10 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
     return sorted({1, own, *able})
 
 
-def _by_the_hour(definition: StackDefinition) -> StackDefinition:
-    """The definition without what is paid in advance, as a block is: no other way to run it pays that."""
-    return replace(definition, fleet=definition.fleet.bought_as(definition.fleet.market.by_the_hour))
+def _by_the_hour(basis: BillBasis) -> BillBasis:
+    """The work without what is paid in advance, as a block is: no other way to run it pays that."""
+    work = basis.definition
+    return basis.with_definition(replace(work, fleet=work.fleet.bought_as(work.fleet.market.by_the_hour)))
 
 
 def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
@@ -402,7 +344,7 @@ def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
 
     def order(row: Row) -> tuple[int, Decimal, str]:
         group = 2 if not row.ranked else 1 if row.late > SURE else 0
-        return group, row.usd.mean if row.usd else Decimal(0), row.type
+        return group, row.mean_usd, row.type
 
     ordered = sorted(rows, key=order)
     first: dict[str, Row] = {}

@@ -6,8 +6,8 @@ and rows with the same exposure share its runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import date
 from decimal import Decimal
 from statistics import median
@@ -20,11 +20,31 @@ from gpufleet.infra.bill.side import Prepared, Quantiles, Side
 from gpufleet.infra.catalog import Catalog, Instance
 from gpufleet.infra.definition.model import Capacity, Claim, Limits, StackDefinition
 from gpufleet.infra.risk import simulation
+from gpufleet.infra.risk.hazard import Hazards
 from gpufleet.infra.text import hours
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.text import counted
 
 BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}  # of a row
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What every row of a comparison stands on, beside its work. `find_basis`: what lies here of a definition, with
+    what was measured on these types; None: nothing does.
+    """
+
+    catalog: Catalog
+    _: KW_ONLY
+    hazards: Hazards = field(default_factory=dict)
+    hours_left: float | None = None  # to the deadline; None: there is none
+    today: date | None = None  # by which a price has its age
+    find_basis: Callable[[StackDefinition, Iterable[str]], BillBasis] | None = None
+
+    def basis(self, work: StackDefinition, types: Iterable[str]) -> BillBasis:
+        """What the work's rows stand on, on these types."""
+        found = self.find_basis(work, types) if self.find_basis else BillBasis(work, self.catalog)
+        return replace(found, hazards=self.hazards, today=self.today)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,26 +106,21 @@ class Row:
         return f"{self.type} x{self.nodes}".removesuffix(" x1")
 
     @property
+    def mean_usd(self) -> Decimal:
+        """The mean of a row with figures; zero for another."""
+        return self.usd.mean if self.usd else Decimal(0)
+
+    @property
     def ranked(self) -> bool:
         """Could be run as it is."""
         return self.launchable and self.fits and self.usd is not None
 
 
-def draft(
-    bill_inputs: BillBasis,
-    name: str,
-    option: TypeCost,
-    capacity: Capacity,
-    catalog: Catalog,
-    hazards: side.Hazards,
-    today: date | None = None,
-    *,
-    likely: bool = False,
-) -> Row:
+def draft(basis: BillBasis, name: str, option: TypeCost, capacity: Capacity, *, likely: bool = False) -> Row:
     """What can be said of the row before anything is simulated. The definition's limits are marked, never applied.
     `likely`: as side.prepare has it.
     """
-    definition = bill_inputs.definition
+    definition = basis.definition
     fleet, instance, runtime = definition.fleet, option.instance, option.runtime
     config, variant = definition.job.parameters, definition.variant
     unfit = next((phase for phase in option.fits if not phase.fits), None)
@@ -114,10 +129,7 @@ def draft(
         why = f"is for one node: {config.one_node}"
     prepared = None
     if runtime is not None and option.hourly(capacity) is not None and unfit is None:
-        size = bill_inputs.dataset_bytes
-        prepared = side.prepare(
-            definition, catalog, [option], capacity, dataset_bytes=size, hazards=hazards, today=today, likely=likely
-        )
+        prepared = side.prepare(basis, [option], capacity, likely=likely)
     return Row(
         scenario=name,
         type=option.type,
@@ -131,7 +143,7 @@ def draft(
         claim=variant.claim,
         tokens=sum(phase.steps * phase.tokens_per_step for phase in config.phases() if phase.flops_per_token),
         steps=sum(phase.steps for phase in config.phases()),
-        dataset="" if bill_inputs.dataset_bytes is None else definition.storage.dataset,
+        dataset="" if basis.dataset_bytes is None else definition.storage.dataset,
         compute_h=_compute_h(definition, option),
         used_gpu_h=None if runtime is None else runtime.ranks * sum(p.seconds for p in runtime.phases) / 3600,
         work="" if runtime is None else _work(runtime),

@@ -15,11 +15,21 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from gpufleet.infra.show.sheet import Column
 from gpufleet.job import atomic
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
     from gpufleet.job.contract.receipt import Receipt  # imported where one is read: 9 ms that most bills do not spend
+
+# Of a line of a receipt.
+LINES = (
+    Column("name", "line"),
+    Column("estimate", "bill, USD", "USD", 4),
+    Column("actual", "receipt, USD", "USD", 4),
+    Column("difference", None, "USD", "{:+.4f}".format, lambda line: line.actual - line.estimate),
+    Column("note", ""),
+)
 
 FOLDER = "receipts"
 TARGET = 0.8  # share of runs that should end between p10 and p90

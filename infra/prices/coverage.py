@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from decimal import ROUND_HALF_UP, Decimal
+from operator import itemgetter
 from typing import Any
 
 from gpufleet.infra.catalog import Catalog, Instance, Price, SpotPrice
+from gpufleet.infra.show.sheet import Column, Sheet, plain
 from gpufleet.infra.text import table, wrap
 
 SCHEMA = 1
@@ -28,7 +30,8 @@ def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, 
         },
         "regions": [_region(catalog, region, today) for region in regions],
         "items": [
-            {"item": item, "region": region, "usd": f"{price.amount:f}", "unit": price.unit, **_origin(price)}
+            {"item": item, "region": region, "usd": f"{price.amount:f}"}
+            | plain(price, "unit", "as_of", "source", "status")
             for (item, region), price in sorted(catalog.services.items())
             if region in regions
         ],
@@ -149,29 +152,25 @@ def _dates(prices: Iterable[Price]) -> dict[str, Any]:
     }
 
 
-def _origin(price: Price) -> dict[str, str]:
-    return {"as_of": price.as_of.isoformat(), "source": price.source, "status": price.status}
-
-
 def _counts(regions: list[dict[str, Any]]) -> list[str]:
-    rows = []
-    for found in regions:
-        on_demand, spot = found["on_demand"], found["spot"]
-        rows.append(
-            (
-                found["region"],
-                str(found["types"]),
-                str(on_demand["priced"]),
-                str(on_demand["inferred"]),
-                _span(on_demand),
-                str(spot["priced"]),
-                str(spot["zones"]),
-                _span(spot),
-                str(found["services"]["priced"]),
-            )
-        )
-    heads = ("region", "types", "on demand", "inferred", "of", "spot", "zones", "of", "items")
-    return list(table(heads, rows))
+    def count(head: str, of: str, key: str) -> Column:
+        return Column(head, of=lambda region: region[of][key])
+
+    def span(of: str) -> Column:
+        return Column("of", of=lambda region: _span(region[of]))
+
+    columns = (
+        Column("region", of=itemgetter("region")),
+        Column("types", of=itemgetter("types")),
+        count("on demand", "on_demand", "priced"),
+        count("inferred", "on_demand", "inferred"),
+        span("on_demand"),
+        count("spot", "spot", "priced"),
+        count("zones", "spot", "zones"),
+        span("spot"),
+        count("items", "services", "priced"),
+    )
+    return list(Sheet.build(columns, regions).text())
 
 
 def _span(dated: dict[str, Any]) -> str:
@@ -185,20 +184,14 @@ def _types(catalog: Catalog, region: str, today: date) -> list[str]:
     for type_, instance in _launchable(catalog, region, today).items():
         price, spot = catalog.on_demand_prices.get((type_, region)), catalog.spot_prices.get((type_, region), ())
         zones = [f"{zone.zone} {zone.price.amount:f}" for zone in spot]
-        lines = [", ".join(zones[at : at + ABREAST]) for at in range(0, len(zones), ABREAST)] or ["-"]
+        starts = range(0, len(zones), ABREAST)
+        first, *more = [", ".join(zones[at : at + ABREAST]) for at in starts] or ["-"]
         if week := [amount for zone in spot for amount in (zone.low, zone.high) if amount is not None]:
-            lines.append(f"7 days: {min(week):f} to {max(week):f}")
-        rows.append(
-            (
-                type_,
-                instance.gpus,
-                f"{price.amount:f}{'*' if price.status == 'inferred' else ''}" if price else "-",
-                price.as_of.isoformat() if price else "-",
-                lines[0],
-                max(zone.price.as_of for zone in spot).isoformat() if spot else "-",
-            )
-        )
-        rows += [("", "", "", "", line, "") for line in lines[1:]]
+            more.append(f"7 days: {min(week):f} to {max(week):f}")
+        newest = max(zone.price.as_of for zone in spot).isoformat() if spot else "-"
+        read = price.as_of.isoformat() if price else "-"
+        rows.append((type_, instance.gpus, _marked(price), read, first, newest))
+        rows += [("", "", "", "", line, "") for line in more]
     return list(table(("type", "GPUs", "on demand", "of", "spot by zone", "of"), rows))
 
 
@@ -207,6 +200,11 @@ def _items(catalog: Catalog, regions: Sequence[str]) -> list[str]:
     for item in dict.fromkeys(item for item, _ in catalog.services):
         cells = [catalog.services.get((item, region)) for region in regions]
         found = [cell for cell in cells if cell]
-        shown = [f"{cell.amount:f}{'*' if cell.status == 'inferred' else ''}" if cell else "-" for cell in cells]
-        rows.append((item, found[0].unit if found else "-", *shown, _span(_dates(found))))
+        unit = found[0].unit if found else "-"
+        rows.append((item, unit, *map(_marked, cells), _span(_dates(found))))
     return list(table(("item", "USD per", *regions, "of"), rows))
+
+
+def _marked(price: Price | None) -> str:
+    """USD; `*` after what was read in no source."""
+    return "-" if price is None else f"{price.amount:f}{'*' if price.status == 'inferred' else ''}"

@@ -17,12 +17,13 @@ Where an answer leaves a choice, there is no price: a guess would look like a fa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from gpufleet.infra.catalog.items import known_items
 from gpufleet.infra.catalog.regions import known_regions
 
 API_REGION = "us-east-1"  # the Price List answers for every region from here
@@ -34,16 +35,6 @@ class NoFigure(Exception):
     def __init__(self, why: str, *, empty: bool = False) -> None:
         super().__init__(why)
         self.empty = empty
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """Where the Price List keeps one item of services.csv. `units`: factors from its units to the catalog's."""
-
-    service: str
-    usage_type: str  # without the region's prefix
-    unit: str  # the catalog's
-    units: dict[str, Decimal]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,24 +53,7 @@ class Quote:
 
 
 _ONE = Decimal(1)
-ITEMS = {
-    "ebs_gp3_storage": Item("AmazonEC2", "EBS:VolumeUsage.gp3", "GiB-month", {"gb-mo": _ONE}),
-    "ebs_gp3_iops": Item("AmazonEC2", "EBS:VolumeP-IOPS.gp3", "IOPS-month", {"iops-mo": _ONE}),
-    "ebs_gp3_throughput": Item(
-        "AmazonEC2", "EBS:VolumeP-Throughput.gp3", "MiB/s-month", {"gibps-mo": _ONE / 1024, "mibps-mo": _ONE}
-    ),
-    "ebs_snapshot": Item("AmazonEC2", "EBS:SnapshotUsage", "GB-month", {"gb-mo": _ONE}),
-    "s3_storage": Item("AmazonS3", "TimedStorage-ByteHrs", "GB-month", {"gb-mo": _ONE}),
-    "s3_write_requests": Item("AmazonS3", "Requests-Tier1", "1000 requests", {"requests": Decimal(1000)}),
-    "s3_read_requests": Item("AmazonS3", "Requests-Tier2", "1000 requests", {"requests": Decimal(1000)}),
-    "logs_ingestion": Item("AmazonCloudWatch", "DataProcessing-Bytes", "GB", {"gb": _ONE}),
-    "logs_storage": Item("AmazonCloudWatch", "TimedStorage-ByteHrs", "GB-month", {"gb-mo": _ONE}),
-    "transfer_out": Item("AWSDataTransfer", "DataTransfer-Out-Bytes", "GB", {"gb": _ONE}),
-    "transfer_between_zones": Item("AWSDataTransfer", "DataTransfer-Regional-Bytes", "GB", {"gb": _ONE}),
-    "nat_gateway": Item("AmazonEC2", "NatGateway-Hours", "hour", {"hrs": _ONE}),
-    "nat_traffic": Item("AmazonEC2", "NatGateway-Bytes", "GB", {"gb": _ONE}),
-    "public_ipv4": Item("AmazonVPC", "PublicIPv4:InUseAddress", "address-hour", {"hrs": _ONE}),
-}
+ITEMS = known_items()
 
 
 def on_demand(pricing: Any, type_: str, region: str, day: date) -> Quote:
@@ -126,7 +100,7 @@ def _products(pricing: Any, service_code: str, filters: dict[str, str]) -> Itera
             yield product
 
 
-def _quote(products: list[dict[str, Any]], units: dict[str, Decimal], region: str, day: date) -> Quote:
+def _quote(products: list[dict[str, Any]], units: Mapping[str, Decimal], region: str, day: date) -> Quote:
     """The one price that all products of the region agree on, on that day, and the ones that are to follow."""
     here = [product for product in products if _region(product) in (region, None)]
     if not here:
@@ -142,7 +116,7 @@ def _quote(products: list[dict[str, Any]], units: dict[str, Decimal], region: st
 
 
 def _changes(
-    products: list[dict[str, Any]], units: dict[str, Decimal], amount: Decimal, days: Iterable[date]
+    products: list[dict[str, Any]], units: Mapping[str, Decimal], amount: Decimal, days: Iterable[date]
 ) -> Iterator[tuple[date, Decimal]]:
     """What `amount` becomes, each from a day on. A change that leaves a choice is not known yet."""
     for day in days:
@@ -155,7 +129,7 @@ def _changes(
         amount = new
 
 
-def _amount(products: list[dict[str, Any]], units: dict[str, Decimal], day: date) -> Decimal:
+def _amount(products: list[dict[str, Any]], units: Mapping[str, Decimal], day: date) -> Decimal:
     """What all of them agree on, on that day. Raises NoFigure."""
     tiers = [tier for product in products if (tier := _first_tier(product, day)) is not None]
     if not tiers:

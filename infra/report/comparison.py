@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpufleet.infra.compare import plot
+from gpufleet.infra.compare import columns, plot
 from gpufleet.infra.compare.columns import sheet
 from gpufleet.infra.compare.comparison import Comparison
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.report import charts, page
+from gpufleet.infra.show.html import paragraph
 
 
 def html(found: Comparison) -> str:
@@ -18,7 +19,7 @@ def html(found: Comparison) -> str:
         f"{definition.name}, {found.scenario}: cost against time",
         f"{definition.fleet.region}; p50, and p10 to p90 in the picture; hours by the wall, with waits for capacity",
         (
-            "" if charts.drawable() else page.paragraph(charts.LACKING),
+            "" if charts.drawable() else paragraph(charts.LACKING),
             page.charts([("The cheapest that can be run, and the frontier", _picture(found))]),
             page.section("Frontier: nothing is cheaper and sooner", _options(frontier)),
             page.section("All options for this work", _options(row for row in found.own_rows if row.usd)),
@@ -39,11 +40,8 @@ def _picture(found: Comparison) -> str:
 
 
 def _options(rows: Iterable[Row]) -> str:
-    names = ("type", "capacity", "GPU", "used", "USD p50", "USD p90", "wall p50", "wall p90", "lost")
-    found = sheet([row for row in rows if row.usd and row.wall_hours], *names)
-    return page.table(found.heads, found.rows, right=found.right)
+    return page.table(sheet([row for row in rows if row.usd and row.wall_hours], columns.PAGE))
 
 
 def _refused(rows: Iterable[Row]) -> str:
-    found = sheet([row for row in rows if not row.usd], "type", "capacity", "why", "nearest")
-    return page.table(found.heads, found.rows)
+    return page.table(sheet([row for row in rows if not row.usd], columns.REFUSED))

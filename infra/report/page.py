@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from gpufleet.infra.show import html
+from gpufleet.infra.show.sheet import Sheet
+
 # Names of colours; charts draw with them, the page says what each is by day and by night.
 COLOURS = {
     "ink": ("#1f2328", "#e6edf3"),
@@ -56,10 +59,6 @@ def section(title: str, *parts: str) -> str:
     return f"<section><h2>{escape(title)}</h2>\n{inside}</section>\n" if inside else ""
 
 
-def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
-
-
 def figures(found: Sequence[tuple[str, str, str]]) -> str:
     """The figures that matter most: (name, figure, what to hold it against)."""
     cells = (
@@ -75,21 +74,6 @@ def charts(drawn: Iterable[tuple[str, str]]) -> str:
     return f'<div class="charts">{"".join(cells)}</div>' if cells else ""
 
 
-def table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), total: bool = False
-) -> str:
-    """`right`: columns of numbers. With `total` the last row is one. Nothing for no rows."""
-    if not rows:
-        return ""
-    numbers = set(right)
-
-    def cells(row: Sequence[str], kind: str) -> str:
-        return "".join(
-            f"<{kind}{' class=number' if at in numbers else ''}>{escape(text)}</{kind}>" for at, text in enumerate(row)
-        )
-
-    body = "".join(
-        f"<tr{' class=total' if total and at == len(rows) - 1 else ''}>{cells(row, 'td')}</tr>"
-        for at, row in enumerate(rows)
-    )
-    return f'<div class="wide"><table><thead><tr>{cells(heads, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+def table(found: Sheet, *, total: bool = False) -> str:
+    """With `total` the last row is one. Nothing for no rows."""
+    return f'<div class="wide">{html.table(found, total=total)}</div>' if found.rows else ""

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.evidence.receipts import is_rehearsal
+from gpufleet.infra.evidence.receipts import LINES, is_rehearsal
 from gpufleet.infra.report import charts, page
 from gpufleet.infra.report.charts import Bar, Mark, Point, Series
+from gpufleet.infra.show.html import paragraph
+from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.job.contract import metrics, reading
 from gpufleet.job.contract.attempt import AttemptRecord, Beat
 from gpufleet.job.contract.bucket import ATTEMPTS, heartbeat_key
@@ -89,7 +91,7 @@ def html(run: RunResults) -> str:
         f"{kind}{detail}, counted until {receipt.at}, {receipt.capacity or 'capacity unknown'}",
         (
             page.figures(list(_figures(run))),
-            "" if charts.drawable() else page.paragraph(charts.LACKING),
+            "" if charts.drawable() else paragraph(charts.LACKING),
             page.section("Dollars", _rehearsed_money(run))
             if is_rehearsal(receipt)
             else page.section("Bill against receipt", _money(run), _lines_table(receipt)),
@@ -97,7 +99,7 @@ def html(run: RunResults) -> str:
             page.section("Nodes", page.charts(_nodes(run)), _attempts_table(receipt)),
             "" if is_rehearsal(receipt) else page.section("Predicted and measured", _speeds(run)),
             page.section("What was turned down", _options(run.bill)),
-            page.section("What the bill warned of", *map(page.paragraph, _texts(run.bill.get("warnings")))),
+            page.section("What the bill warned of", *map(paragraph, _texts(run.bill.get("warnings")))),
         ),
     )
 
@@ -130,13 +132,13 @@ def _money(run: RunResults) -> str:
     receipt = run.receipt
     by_cause = {name: float(usd) for name, usd in receipt.causes.items()}
     whole = charts.steps_to(("bill", float(receipt.estimate)), by_cause, ("receipt", float(receipt.actual)), unit="USD")
-    return page.charts([("Why the receipt is not the bill", whole), ("Dollars spent", _spent(run))]) + page.paragraph(
+    return page.charts([("Why the receipt is not the bill", whole), ("Dollars spent", _spent(run))]) + paragraph(
         "Dollars spent are as the meter counts: with interrupted first hours, which AWS does not charge."
     )
 
 
 def _rehearsed_money(run: RunResults) -> str:
-    return page.charts([("As the meter would count", _spent(run))]) + page.paragraph(
+    return page.charts([("As the meter would count", _spent(run))]) + paragraph(
         "Nothing was paid. The meter counts this machine's time at the price of the type: it shows that the count goes"
         " on over interruptions, and says nothing of what the run will cost. `gpufleet cost` does."
     )
@@ -162,14 +164,8 @@ def _spent(run: RunResults) -> str:
 
 
 def _lines_table(receipt: Receipt) -> str:
-    rows = [
-        (line.name, f"{line.estimate:.4f}", f"{line.actual:.4f}", f"{line.actual - line.estimate:+.4f}", line.note)
-        for line in receipt.lines
-    ]
-    rows.append(
-        ("total", f"{receipt.estimate:.4f}", f"{receipt.actual:.4f}", f"{receipt.difference:+.4f}", receipt.grade)
-    )
-    return page.table(("line", "bill, USD", "receipt, USD", "difference", ""), rows, right=(1, 2, 3), total=True)
+    usd = (f"{receipt.estimate:.4f}", f"{receipt.actual:.4f}", f"{receipt.difference:+.4f}")
+    return page.table(Sheet.build(LINES, receipt.lines, ("total", *usd, receipt.grade)), total=True)
 
 
 def _training(run: RunResults) -> Iterator[tuple[str, str]]:
@@ -238,23 +234,22 @@ def _nodes(run: RunResults) -> Iterator[tuple[str, str]]:
     yield "What each save kept training waiting", charts.lines([kept], x="step", y="s")
 
 
+_ATTEMPT = (
+    Column("instance", "node"),
+    Column("type", of=lambda each: f"{each.type} {each.capacity}".rstrip()),
+    Column("zone"),
+    Column("usd", "USD", "USD", 4),
+    Column("hours", None, "h", 3, lambda each: each.lived_s / 3600),
+    Column("started_s", "s to first step", "s", 0),
+    Column("steps", of=lambda each: f"{each.resumed_step:,} to {each.last_step:,}"),
+    Column("end", "ended by", of=lambda each: _ending(each)),
+)
+
+
 def _attempts_table(receipt: Receipt) -> str:
-    rows = [
-        (
-            str(number),
-            each.instance,
-            f"{each.type} {each.capacity}".rstrip(),
-            each.zone,
-            f"{each.usd:.4f}",
-            f"{each.lived_s / 3600:.3f}",
-            "-" if each.started_s is None else f"{each.started_s:.0f}",
-            f"{each.resumed_step:,} to {each.last_step:,}",
-            _ending(each),
-        )
-        for number, each in enumerate(receipt.attempts, start=1)
-    ]
-    heads = ("", "node", "type", "zone", "USD", "hours", "s to first step", "steps", "ended by")
-    return page.table(heads, rows, right=(0, 4, 5, 6))
+    numbers = itertools.count(1)
+    number = Column("number", "", "th", of=lambda _: next(numbers))
+    return page.table(Sheet.build((number, *_ATTEMPT), receipt.attempts))
 
 
 def _ending(each: AttemptCost) -> str:
@@ -270,41 +265,44 @@ def _noticed(each: AttemptCost) -> bool:
 def _speeds(run: RunResults) -> str:
     """The bill's step and memory of each phase beside the run's own."""
     measured = {phase.get("name"): phase for phase in (run.receipt.measured or {}).get("phases") or []}
-    rows = []
-    for phase in run.bill.get("phases") or []:
-        own = measured.get(phase["phase"])
-        if own is None:
-            continue
-        said, found = float(phase["step_ms"]), float(own["step_ms"]["median"])
-        memory = own.get("memory_gb")
-        rows.append(
-            (
-                *(phase["phase"], f"{said:,.2f}", f"{found:,.2f}", f"{found / said - 1:+.0%}" if said else ""),
-                *(_gb(phase.get("memory_gb")), _gb(memory)),
-            )
-        )
-    heads = ("phase", "bill, ms a step", "measured", "difference", "bill, GB", "measured")
-    basis = run.bill.get("basis")
-    return page.table(heads, rows, right=range(1, 6)) + (
-        page.paragraph(f"The bill stood on: {basis}.") if rows and basis else ""
+    pairs = [(said, measured[name]) for said in run.bill.get("phases") or [] if (name := said["phase"]) in measured]
+    columns = (
+        Column("phase", of=lambda pair: pair[0]["phase"]),
+        Column("said_ms", "bill, ms a step", "ms", "{:,.2f}".format, lambda pair: float(pair[0]["step_ms"])),
+        Column("own_ms", "measured", "ms", "{:,.2f}".format, lambda pair: float(pair[1]["step_ms"]["median"])),
+        Column("difference", unit="share", of=_slower),
+        Column("said_gb", "bill, GB", "GB", 2, lambda pair: _gb(pair[0])),
+        Column("own_gb", "measured", "GB", 2, lambda pair: _gb(pair[1])),
     )
+    basis = run.bill.get("basis")
+    stood = paragraph(f"The bill stood on: {basis}.") if pairs and basis else ""
+    return page.table(Sheet.build(columns, pairs)) + stood
 
 
-def _gb(memory: Any) -> str:
-    return "-" if not memory else f"{float(memory):.2f}"
+def _gb(phase: Mapping[str, Any]) -> float | None:
+    return float(phase.get("memory_gb") or 0) or None
+
+
+def _slower(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> str:
+    """By which share a step took longer than the bill had it."""
+    said, found = float(pair[0]["step_ms"]), float(pair[1]["step_ms"]["median"])
+    return f"{found / said - 1:+.0%}" if said else ""
 
 
 def _options(bill: Mapping[str, Any]) -> str:
     """The cheaper options that the bill named: docs/bill.md."""
-    found = (bill.get("cheaper") or {}).get("options") or []
-    rows = [
-        (
-            f"{each['type']} {each['capacity']}, {each['gpus']}",
-            *(f"{float(each[figure][share]):.2f}" for figure in ("usd", "hours") for share in ("p50", "p90")),
-        )
-        for each in found
+
+    def figure(head: str, name: str, share: str) -> Column:
+        return Column(f"{name}_{share}", head, name, 2, lambda each: float(each[name][share]))
+
+    figures = [
+        column
+        for head, name in (("USD", "usd"), ("hours", "hours"))
+        for column in (figure(f"{head} p50", name, "p50"), figure("p90", name, "p90"))
     ]
-    return page.table(("cheaper, said the bill", "USD p50", "p90", "hours p50", "p90"), rows, right=range(1, 5))
+    said = "cheaper, said the bill"
+    name = Column("name", said, of=lambda each: f"{each['type']} {each['capacity']}, {each['gpus']}")
+    return page.table(Sheet.build((name, *figures), (bill.get("cheaper") or {}).get("options") or []))
 
 
 def _texts(found: Any) -> Iterable[str]:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.infra.bill.bill import Bill
-from gpufleet.infra.bill.estimate import price, problems
+from gpufleet.infra.bill.estimate import price_of, problems
 from gpufleet.infra.bill.fallback import price_fallback
 from gpufleet.infra.bill.limits import AS_COUNTED
-from gpufleet.infra.bill.record import plain
-from gpufleet.infra.bill.side import Hazards, Quantiles
+from gpufleet.infra.bill.options import BillBasis
+from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.bill.table import price_age
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.definition.loader import load
@@ -32,6 +32,8 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence import own_speeds
 from gpufleet.infra.evidence.calibration import find_all
 from gpufleet.infra.review.policy import Broken, Policy, broken, facts, held_to
+from gpufleet.infra.risk.hazard import Hazards
+from gpufleet.infra.show.sheet import plain
 
 ASIDE = ("rehearsal", "scenarios")  # sections that no bill of the stack itself reads
 Path_ = tuple[str, ...]
@@ -138,15 +140,16 @@ class Pricer:
         path.write_bytes(text)
         try:
             definition = held_to(load(path, now=self.now, past_deadline=True, catalog=known.catalog), self.rules)
-            measured = find_all(definition, known.catalog.instances, known.folder)
-            bill = price(
+            instances = known.catalog.instances
+            basis = BillBasis(
                 definition,
                 known.catalog,
-                calibrations=measured,
+                calibrations=find_all(definition, instances, known.folder),
                 hazards=known.hazards,
-                speeds=own_speeds.known(known.folder, known.catalog.instances, definition.name),
+                speeds=own_speeds.known(known.folder, instances, definition.name),
                 today=self.now.date(),
             )
+            bill = price_of(basis)
             return StackAtCommit(tree=tree, definition=definition, bill=bill)
         except DefinitionError as error:
             return StackAtCommit(tree=tree, errors=tuple(str(problem) for problem in error.problems))

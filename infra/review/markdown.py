@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
+from typing import Any
 
 from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.review.compare import Review, StackAtCommit, StackReview
+from gpufleet.infra.show.sheet import Column, Sheet
 
 MARKER = "<!-- gpufleet-cost-review{} -->"  # a workflow finds its own comment by this line; with the project's folder
 _LONGEST = 80  # characters of a value
@@ -53,10 +55,7 @@ def _lines(review: Review) -> Iterator[str]:
     yield ""
     shown = [stack for stack in review.stacks if stack.changed or stack.fails or _errors(stack)]
     if shown:
-        yield "| Stack | | p50 USD | p90 USD | Bound | |"
-        yield "|---|---|---:|---:|---:|---|"
-        for stack in shown:
-            yield _row(stack)
+        yield from Sheet.build(STACK, shown).markdown()
         yield ""
     for stack in shown:
         yield from _details(stack)
@@ -103,27 +102,34 @@ def _verdict(review: Review) -> str:
     return "Every bound and rule holds."
 
 
-def _row(stack: StackReview) -> str:
-    kind = (
-        "added"
-        if stack.base is None
-        else "removed"
-        if stack.head is None
-        else "changed"
-        if stack.changed
-        else "as before"
-    )
-    limits = stack.head.definition.limits if stack.head and stack.head.definition else None
+STACK = (
+    Column("Stack", of=lambda stack: _code(stack.name)),
+    Column("kind", "", of=lambda stack: _kind(stack)),
+    Column("p50 USD", unit="USD", of=lambda stack: _change(stack, "p50")),
+    Column("p90 USD", unit="USD", of=lambda stack: _change(stack, "p90")),
+    Column("Bound", unit="USD", of=lambda stack: _bound(stack)),
+    Column("verdict", "", of=lambda stack: _holds(stack)),
+)
+
+
+def _kind(stack: StackReview) -> str:
+    if stack.base is None or stack.head is None:
+        return "added" if stack.base is None else "removed"
+    return "changed" if stack.changed else "as before"
+
+
+def _bound(stack: StackReview) -> Any:
+    definition = stack.head and stack.head.definition
+    return definition.limits.max_usd if definition else ""
+
+
+def _holds(stack: StackReview) -> str:
     if _errors(stack):
-        verdict = "**no bill**"
-    else:
-        broken = [each.rule for each in stack.policy]
-        marks = [f"p90 passes it: {_counted(stack)} {AS_COUNTED}"] if stack.over_cap else []
-        marks += ["`up` would refuse"] if stack.refused else []
-        marks += [f"breaks {_code(rule)}" for rule in broken]
-        verdict = f"**{', '.join(marks)}**" if marks else "holds" if stack.head else ""
-    p50, p90 = (_change(stack, which) for which in ("p50", "p90"))
-    return f"| {_code(stack.name)} | {kind} | {p50} | {p90} | {limits.max_usd if limits else ''} | {verdict} |"
+        return "**no bill**"
+    marks = [f"p90 passes it: {_counted(stack)} {AS_COUNTED}"] if stack.over_cap else []
+    marks += ["`up` would refuse"] if stack.refused else []
+    marks += [f"breaks {_code(each.rule)}" for each in stack.policy]
+    return f"**{', '.join(marks)}**" if marks else "holds" if stack.head else ""
 
 
 def _counted(stack: StackReview) -> str:
@@ -167,12 +173,7 @@ def _details(stack: StackReview) -> Iterator[str]:
     if stack.over_cap or stack.refused or stack.policy:
         yield ""
     if moving:
-        yield "| Because of | from | to | p50 USD | p90 USD |"
-        yield "|---|---|---|---:|---:|"
-        for step in moving:
-            keys = ", ".join(_code(key) for key in step.keys) + (" together" if len(step.keys) > 1 else "")
-            values = f"{_code(step.before)} | {_code(step.after)}"
-            yield f"| {keys} | {values} | {_signed(step.p50, 4)} | {_signed(step.p90, 4)} |"
+        yield from Sheet.build(STEP, moving).markdown()
         p50, p90 = (sum((getattr(step, which) for step in moving), Decimal(0)) for which in ("p50", "p90"))
         yield f"| **all** | | | **{_signed(p50, 4)}** | **{_signed(p90, 4)}** |"
         yield ""
@@ -182,6 +183,19 @@ def _details(stack: StackReview) -> Iterator[str]:
     if still:
         yield f"Changed without an effect on the bill: {', '.join(map(_code, still))}."
         yield ""
+
+
+STEP = (
+    Column("keys", "Because of", of=lambda step: _keys(step.keys)),
+    Column("from", of=lambda step: _code(step.before)),
+    Column("to", of=lambda step: _code(step.after)),
+    Column("p50", "p50 USD", "USD", lambda usd: _signed(usd, 4)),
+    Column("p90", "p90 USD", "USD", lambda usd: _signed(usd, 4)),
+)
+
+
+def _keys(keys: Sequence[str]) -> str:
+    return ", ".join(map(_code, keys)) + (" together" if len(keys) > 1 else "")
 
 
 def _speed(stack: StackReview) -> str:

@@ -13,7 +13,6 @@ import tempfile
 from datetime import UTC, date, datetime
 from pathlib import Path
 
-from gpufleet.infra.bill.side import Hazards
 from gpufleet.infra.catalog import SHIPPED, Catalog, files, load_catalog
 from gpufleet.infra.definition.loader import is_definition
 from gpufleet.infra.errors import GpufleetError
@@ -22,7 +21,7 @@ from gpufleet.infra.evidence.observations import TRACES, observations
 from gpufleet.infra.inputs import git
 from gpufleet.infra.review import policy
 from gpufleet.infra.review.compare import Known, Review, compare
-from gpufleet.infra.risk.hazard import learn
+from gpufleet.infra.risk.hazard import Hazards, learn
 
 
 def review_commits(project: Path, base: str, head: str, rules: Path | None = None) -> Review:

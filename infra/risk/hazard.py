@@ -159,6 +159,9 @@ class Key(NamedTuple):
     zone: str | None
 
 
+Hazards = Mapping[Key, Hazard]  # as learn() gives them
+
+
 def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
     """A hazard for each (type, zone) seen, and for each type (`zone` None) in a zone without history.
 
@@ -185,7 +188,7 @@ def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
     return learned
 
 
-def find(learned: Mapping[Key, Hazard], kind: str, zone: str | None, gpus: int = 1) -> Hazard:
+def find(learned: Hazards, kind: str, zone: str | None, gpus: int = 1) -> Hazard:
     """The most particular one: of the zone, else of the type, else the prior of nodes with so many GPUs."""
     return learned.get(Key(kind, zone)) or learned.get(Key(kind, None)) or prior(gpus)
 

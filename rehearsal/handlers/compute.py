@@ -12,8 +12,8 @@ from typing import Any
 
 from gpufleet.job.text import stamp
 from gpufleet.rehearsal.handlers import table
-from gpufleet.rehearsal.handlers.network import retag
-from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, UnsupportedError, absent, deleted, tagged
+from gpufleet.rehearsal.handlers.calls import OwnCalls
+from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError, absent, tagged
 
 _POLL_S = 0.05
 # How long the provider waits for `deleted`; no instant fleet comes there soon (docs/decisions, capacity block).
@@ -32,9 +32,12 @@ def _template_data(inputs: Properties) -> dict[str, Any]:
 
 
 def _create_template(aws: Aws, inputs: Properties) -> str:
-    said = {**inputs, "launchTemplateName": inputs["name"], "launchTemplateData": _template_data(inputs)}
-    keys, made = "launchTemplateName launchTemplateData", "LaunchTemplate.LaunchTemplateId"
-    return table.created("create_launch_template", "launch-template", made, keys)(aws, said)
+    answer = aws.ec2.create_launch_template(
+        LaunchTemplateName=inputs["name"],
+        LaunchTemplateData=_template_data(inputs),
+        TagSpecifications=table.tag_specification("launch-template", inputs),
+    )
+    return str(answer["LaunchTemplate"]["LaunchTemplateId"])
 
 
 def _update_template(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -44,7 +47,6 @@ def _update_template(aws: Aws, resource_id: str, old: Properties, new: Propertie
         )["LaunchTemplateVersion"]["VersionNumber"]
         if new.get("updateDefaultVersion"):
             aws.ec2.modify_launch_template(LaunchTemplateId=resource_id, DefaultVersion=str(version))
-    retag(aws, resource_id, old, new)
 
 
 def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -122,7 +124,6 @@ def _update_fleet(aws: Aws, resource_id: str, old: Properties, new: Properties) 
             },
         )
         _wait(aws, resource_id, {"active"}, timeout_s=600)
-    retag(aws, resource_id, old, new)
 
 
 def _delete_fleet(aws: Aws, resource_id: str, state: Properties) -> None:
@@ -144,12 +145,7 @@ def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-CALLS = {
-    "aws:ec2/launchTemplate:LaunchTemplate": Calls(
-        _create_template,
-        _read_template,
-        deleted("ec2", "delete_launch_template", "LaunchTemplateId"),
-        _update_template,
-    ),
-    "aws:ec2/fleet:Fleet": Calls(_create_fleet, _read_fleet, _delete_fleet, _update_fleet),
+OWN = {
+    "aws:ec2/launchTemplate:LaunchTemplate": OwnCalls(_create_template, _read_template, change=_update_template),
+    "aws:ec2/fleet:Fleet": OwnCalls(_create_fleet, _read_fleet, _delete_fleet, change=_update_fleet),
 }

@@ -5,109 +5,38 @@ A security group's rules are resources of their own, so it starts with none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Calls,
-    Properties,
-    absent,
-    api,
-    created,
-    deleted,
-    described,
-    tag_diff,
-    tag_list,
-    tag_specification,
-    to_api,
-)
+from gpufleet.rehearsal.handlers.calls import OwnCalls
+from gpufleet.rehearsal.handlers.table import Aws, Properties, absent, api, tag_specification
+
+_DNS = ("enableDnsSupport", "enableDnsHostnames")
 
 
-def retag(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    gone, changed = tag_diff(old, new)
-    if gone:
-        aws.ec2.delete_tags(Resources=[resource_id], Tags=[{"Key": key} for key in gone])
-    if changed:
-        aws.ec2.create_tags(Resources=[resource_id], Tags=tag_list(changed))
-
-
-_VPC = described("describe_vpcs", "VpcIds", "Vpcs", "InvalidVpcID.NotFound", arn="vpc")
-_GATEWAY = described(
-    "describe_internet_gateways", "InternetGatewayIds", "InternetGateways", "InvalidInternetGatewayID.NotFound",
-    arn="internet-gateway",
-)  # fmt: skip
-_GROUP = described(
-    "describe_security_groups", "GroupIds", "SecurityGroups", "InvalidGroup.NotFound",
-    arn="security-group", name="groupName",
-)  # fmt: skip
-
-
-_RULE = described(
-    "describe_security_group_rules", "SecurityGroupRuleIds", "SecurityGroupRules",
-    "InvalidSecurityGroupRuleId.NotFound", "InvalidGroup.NotFound",
-    arn="security-group-rule", securityGroupId="groupId",
-)  # fmt: skip
-_NAT = described("describe_nat_gateways", "NatGatewayIds", "NatGateways", "NatGatewayNotFound", arn="natgateway")
-
-
-def _create_vpc(aws: Aws, inputs: Properties) -> str:
-    vpc = created("create_vpc", "vpc", "Vpc.VpcId", "cidrBlock")(aws, inputs)
-    _update_vpc(aws, vpc, {"tags": inputs.get("tags")}, inputs)
-    return vpc
-
-
-def _update_vpc(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    for name in ("enableDnsSupport", "enableDnsHostnames"):
+def _put_dns(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    for name in _DNS:
         if name in new and new[name] != old.get(name):
             aws.ec2.modify_vpc_attribute(VpcId=resource_id, **{api(name): {"Value": new[name]}})
-    retag(aws, resource_id, old, new)
 
 
-def _read_vpc(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    live = _VPC(aws, resource_id, like)
-    for name in ("enableDnsSupport", "enableDnsHostnames"):
-        if live is not None and name in like:
-            answer = aws.ec2.describe_vpc_attribute(VpcId=resource_id, Attribute=name)
-            live[name] = answer[api(name)]["Value"]
-    return live
+def _dns(aws: Aws, like: Properties, live: Properties, found: Mapping[str, Any]) -> Properties:
+    def value(name: str) -> Any:
+        return aws.ec2.describe_vpc_attribute(VpcId=live["vpcId"], Attribute=name)[api(name)]["Value"]
+
+    return {name: value(name) for name in _DNS if name in like}
 
 
-def _create_subnet(aws: Aws, inputs: Properties) -> str:
-    keys = "vpcId cidrBlock availabilityZone availabilityZoneId"
-    subnet = created("create_subnet", "subnet", "Subnet.SubnetId", keys)(aws, inputs)
-    _update_subnet(aws, subnet, {"tags": inputs.get("tags")}, inputs)
-    return subnet
-
-
-def _update_subnet(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+def _put_public(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     public = new.get("mapPublicIpOnLaunch", False)
     if public != old.get("mapPublicIpOnLaunch", False):
         aws.ec2.modify_subnet_attribute(SubnetId=resource_id, MapPublicIpOnLaunch={"Value": public})
-    retag(aws, resource_id, old, new)
-
-
-def _create_gateway(aws: Aws, inputs: Properties) -> str:
-    made = "InternetGateway.InternetGatewayId"
-    gateway = created("create_internet_gateway", "internet-gateway", made, "")(aws, inputs)
-    aws.ec2.attach_internet_gateway(InternetGatewayId=gateway, VpcId=inputs["vpcId"])
-    return gateway
-
-
-def _read_gateway(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    live = _GATEWAY(aws, resource_id, like)
-    return live and {**live, "vpcId": next((each["vpcId"] for each in live["attachments"]), None)}
 
 
 def _delete_gateway(aws: Aws, resource_id: str, state: Properties) -> None:
     if state.get("vpcId"):
         aws.ec2.detach_internet_gateway(InternetGatewayId=resource_id, VpcId=state["vpcId"])
     aws.ec2.delete_internet_gateway(InternetGatewayId=resource_id)
-
-
-def _create_endpoint(aws: Aws, inputs: Properties) -> str:
-    keys = "vpcId serviceName vpcEndpointType routeTableIds policyDocument"
-    create = created("create_vpc_endpoint", "vpc-endpoint", "VpcEndpoint.VpcEndpointId", keys)
-    return create(aws, {**inputs, "policyDocument": inputs["policy"]})
 
 
 def _update_endpoint(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -120,7 +49,6 @@ def _update_endpoint(aws: Aws, resource_id: str, old: Properties, new: Propertie
         changes["PolicyDocument"] = new["policy"]
     if changes := {key: value for key, value in changes.items() if value}:
         aws.ec2.modify_vpc_endpoint(VpcEndpointId=resource_id, **changes)
-    retag(aws, resource_id, old, new)
 
 
 def _table(aws: Aws, table: str) -> dict[str, Any] | None:
@@ -161,19 +89,11 @@ def _read_association(aws: Aws, resource_id: str, like: Properties) -> Propertie
     return None
 
 
-def _create_group(aws: Aws, inputs: Properties) -> str:
-    create = created("create_security_group", "security-group", "GroupId", "groupName description vpcId")
-    group = create(aws, {**inputs, "groupName": inputs["name"]})
-    # The provider removes the rule that AWS adds to every new group: everything out.
-    rules = aws.ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"][0]["IpPermissionsEgress"]
+def _close(aws: Aws, resource_id: str, inputs: Properties) -> None:
+    """The provider removes the rule that AWS adds to every new group: everything out."""
+    rules = aws.ec2.describe_security_groups(GroupIds=[resource_id])["SecurityGroups"][0]["IpPermissionsEgress"]
     if rules:
-        aws.ec2.revoke_security_group_egress(GroupId=group, IpPermissions=rules)
-    return group
-
-
-def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    live = _GROUP(aws, resource_id, like)
-    return live and {**live, "ingress": [_permission(rule) for rule in live["ipPermissions"]]}
+        aws.ec2.revoke_security_group_egress(GroupId=resource_id, IpPermissions=rules)
 
 
 def _permission(rule: dict[str, Any]) -> Properties:
@@ -195,13 +115,10 @@ def _rule(inputs: Properties) -> dict[str, Any]:
     return {"IpProtocol": inputs["ipProtocol"], **ports, **peers}
 
 
-def _read_rule(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    live = _RULE(aws, resource_id, like)
-    if live is None:
-        return None
+def _peer(aws: Aws, like: Properties, live: Properties, found: Mapping[str, Any]) -> Properties:
     group = (live.get("referencedGroupInfo") or {}).get("groupId")
     said = live.get("description") or (like.get("description") if group else None)  # moto drops it beside a group
-    return {**live, "referencedSecurityGroupId": group, "description": said}
+    return {"referencedSecurityGroupId": group, "description": said}
 
 
 def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -210,10 +127,9 @@ def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -
         rule = {api(key): new[key] for key in keys if key in new}
         change = {"SecurityGroupRuleId": resource_id, "SecurityGroupRule": rule}
         aws.ec2.modify_security_group_rules(GroupId=new["securityGroupId"], SecurityGroupRules=[change])
-    retag(aws, resource_id, old, new)
 
 
-def _rules(way: str) -> Calls:
+def _rules(way: str) -> OwnCalls:
     """The calls of rules `ingress` or `egress`."""
 
     def create(aws: Aws, inputs: Properties) -> str:
@@ -228,72 +144,36 @@ def _rules(way: str) -> Calls:
         revoke = getattr(aws.ec2, f"revoke_security_group_{way}")
         revoke(GroupId=state["securityGroupId"], SecurityGroupRuleIds=[resource_id])
 
-    return Calls(create, _read_rule, delete, _update_rule)
+    return OwnCalls(create, delete=delete, change=_update_rule, seen=_peer)
 
 
-def _read_nat(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    live = _NAT(aws, resource_id, like)
-    return live and {**live, "allocationId": live["natGatewayAddresses"][0]["allocationId"]}
-
-
-CALLS = {
-    "aws:ec2/vpc:Vpc": Calls(_create_vpc, _read_vpc, deleted("ec2", "delete_vpc", "VpcId"), _update_vpc),
-    "aws:ec2/subnet:Subnet": Calls(
-        _create_subnet,
-        described("describe_subnets", "SubnetIds", "Subnets", "InvalidSubnetID.NotFound", arn="subnet"),
-        deleted("ec2", "delete_subnet", "SubnetId"),
-        _update_subnet,
-    ),
-    "aws:ec2/internetGateway:InternetGateway": Calls(_create_gateway, _read_gateway, _delete_gateway, retag),
-    "aws:ec2/vpcEndpoint:VpcEndpoint": Calls(
-        _create_endpoint,
-        described(
-            "describe_vpc_endpoints",
-            "VpcEndpointIds",
-            "VpcEndpoints",
-            "InvalidVpcEndpointId.NotFound",
-            arn="vpc-endpoint",
-            policy="policyDocument",
+OWN = {
+    "aws:ec2/vpc:Vpc": OwnCalls(settle=_put_dns, seen=_dns),
+    "aws:ec2/subnet:Subnet": OwnCalls(settle=_put_public),
+    "aws:ec2/internetGateway:InternetGateway": OwnCalls(
+        delete=_delete_gateway,
+        made=lambda aws, gateway, inputs: aws.ec2.attach_internet_gateway(
+            InternetGatewayId=gateway, VpcId=inputs["vpcId"]
         ),
-        lambda aws, resource_id, state: aws.ec2.delete_vpc_endpoints(VpcEndpointIds=[resource_id]),
-        _update_endpoint,
+        seen=lambda aws, like, live, found: {"vpcId": next((each["vpcId"] for each in live["attachments"]), None)},
     ),
-    "aws:ec2/routeTable:RouteTable": Calls(
-        created("create_route_table", "route-table", "RouteTable.RouteTableId", "vpcId"),
-        described(
-            "describe_route_tables", "RouteTableIds", "RouteTables", "InvalidRouteTableID.NotFound", arn="route-table"
-        ),
-        deleted("ec2", "delete_route_table", "RouteTableId"),
-        retag,
-    ),
-    "aws:ec2/route:Route": Calls(
+    "aws:ec2/vpcEndpoint:VpcEndpoint": OwnCalls(change=_update_endpoint),
+    "aws:ec2/route:Route": OwnCalls(
         _create_route,
         _read_route,
         lambda aws, resource_id, state: aws.ec2.delete_route(
             RouteTableId=state["routeTableId"], DestinationCidrBlock=state["destinationCidrBlock"]
         ),
-        lambda aws, resource_id, old, new: aws.ec2.replace_route(**_target(new)),
+        change=lambda aws, resource_id, old, new: aws.ec2.replace_route(**_target(new)),
     ),
-    "aws:ec2/routeTableAssociation:RouteTableAssociation": Calls(
-        lambda aws, inputs: str(aws.ec2.associate_route_table(**to_api(inputs))["AssociationId"]),
-        _read_association,
-        deleted("ec2", "disassociate_route_table", "AssociationId"),
-    ),
-    "aws:ec2/securityGroup:SecurityGroup": Calls(
-        _create_group, _read_group, deleted("ec2", "delete_security_group", "GroupId"), retag
+    "aws:ec2/routeTableAssociation:RouteTableAssociation": OwnCalls(read=_read_association),
+    "aws:ec2/securityGroup:SecurityGroup": OwnCalls(
+        made=_close,
+        seen=lambda aws, like, live, found: {"ingress": [_permission(rule) for rule in live["ipPermissions"]]},
     ),
     "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": _rules("egress"),
     "aws:vpc/securityGroupIngressRule:SecurityGroupIngressRule": _rules("ingress"),
-    "aws:ec2/eip:Eip": Calls(
-        created("allocate_address", "elastic-ip", "AllocationId", "domain"),
-        described("describe_addresses", "AllocationIds", "Addresses", "InvalidAllocationID.NotFound", arn="elastic-ip"),
-        deleted("ec2", "release_address", "AllocationId"),
-        retag,
-    ),
-    "aws:ec2/natGateway:NatGateway": Calls(
-        created("create_nat_gateway", "natgateway", "NatGateway.NatGatewayId", "allocationId subnetId"),
-        _read_nat,
-        deleted("ec2", "delete_nat_gateway", "NatGatewayId"),
-        retag,
+    "aws:ec2/natGateway:NatGateway": OwnCalls(
+        seen=lambda aws, like, live, found: {"allocationId": live["natGatewayAddresses"][0]["allocationId"]}
     ),
 }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
 
 from gpufleet.rehearsal.handlers import table
-from gpufleet.rehearsal.handlers.table import Aws, Calls, Properties, UnsupportedError, absent, tagged
+from gpufleet.rehearsal.handlers.calls import OwnCalls
+from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError, absent, tagged
 
 _GONE = ("NoSuchBucket", "404")
 
@@ -62,54 +61,6 @@ def _delete_bucket(aws: Aws, resource_id: str, state: Properties) -> None:
         raise
 
 
-def _setting(
-    put: Callable[[Aws, Properties], Any],
-    get: str,
-    absent_code: str,
-    remove: str,
-    *,
-    answer: str = "",
-) -> Calls:
-    """A setting of a bucket: its id is the bucket's name, and it moves to no other. `get`: the operation that reads it,
-    which answers under the key `answer`.
-    """
-
-    def create(aws: Aws, inputs: Properties) -> str:
-        put(aws, inputs)
-        return str(inputs["bucket"])
-
-    def read(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-        found = absent(lambda: getattr(aws.s3, get)(Bucket=resource_id), absent_code, *_GONE)
-        return found and {**table.from_api(found[answer] if answer else found), "bucket": resource_id}
-
-    def delete(aws: Aws, resource_id: str, state: Properties) -> None:
-        absent(lambda: getattr(aws.s3, remove)(Bucket=resource_id), absent_code, *_GONE)
-
-    return Calls(create, read, delete, lambda aws, resource_id, old, new: put(aws, new))
-
-
-_FLAGS = ("blockPublicAcls", "blockPublicPolicy", "ignorePublicAcls", "restrictPublicBuckets")
-
-
-def _put_closed(aws: Aws, inputs: Properties) -> None:
-    flags = {table.api(name): bool(inputs.get(name)) for name in _FLAGS}
-    aws.s3.put_public_access_block(Bucket=inputs["bucket"], PublicAccessBlockConfiguration=flags)
-
-
-def _put_encryption(aws: Aws, inputs: Properties) -> None:
-    rules = {"Rules": table.to_api(inputs["rules"])}
-    aws.s3.put_bucket_encryption(Bucket=inputs["bucket"], ServerSideEncryptionConfiguration=rules)
-
-
-def _put_policy(aws: Aws, inputs: Properties) -> None:
-    aws.s3.put_bucket_policy(Bucket=inputs["bucket"], Policy=inputs["policy"])
-
-
-def _put_lifecycle(aws: Aws, inputs: Properties) -> None:
-    rules = {"Rules": table.to_api(inputs["rules"])}
-    aws.s3.put_bucket_lifecycle_configuration(Bucket=inputs["bucket"], LifecycleConfiguration=rules)
-
-
 def _body(inputs: Properties) -> bytes:
     if "content" in inputs:
         return str(inputs["content"]).encode()
@@ -144,32 +95,12 @@ def _read_object(aws: Aws, resource_id: str, like: Properties) -> Properties | N
     }
 
 
-CALLS = {
-    "aws:s3/bucket:Bucket": Calls(_create_bucket, _read_bucket, _delete_bucket, _update_bucket),
-    "aws:s3/bucketPublicAccessBlock:BucketPublicAccessBlock": _setting(
-        _put_closed,
-        "get_public_access_block",
-        "NoSuchPublicAccessBlockConfiguration",
-        "delete_public_access_block",
-        answer="PublicAccessBlockConfiguration",
-    ),
-    "aws:s3/bucketServerSideEncryptionConfiguration:BucketServerSideEncryptionConfiguration": _setting(
-        _put_encryption,
-        "get_bucket_encryption",
-        "ServerSideEncryptionConfigurationNotFoundError",
-        "delete_bucket_encryption",
-        answer="ServerSideEncryptionConfiguration",
-    ),
-    "aws:s3/bucketPolicy:BucketPolicy": _setting(
-        _put_policy, "get_bucket_policy", "NoSuchBucketPolicy", "delete_bucket_policy"
-    ),
-    "aws:s3/bucketLifecycleConfiguration:BucketLifecycleConfiguration": _setting(
-        _put_lifecycle, "get_bucket_lifecycle_configuration", "NoSuchLifecycleConfiguration", "delete_bucket_lifecycle"
-    ),
-    "aws:s3/bucketObjectv2:BucketObjectv2": Calls(
+OWN = {
+    "aws:s3/bucket:Bucket": OwnCalls(_create_bucket, _read_bucket, _delete_bucket, change=_update_bucket),
+    "aws:s3/bucketObjectv2:BucketObjectv2": OwnCalls(
         _put_object,
         _read_object,
         lambda aws, resource_id, state: aws.s3.delete_object(Bucket=state["bucket"], Key=state["key"]),
-        _update_object,
+        change=_update_object,
     ),
 }

@@ -11,11 +11,9 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import boto3
-import yaml
 from botocore.exceptions import ClientError
 
 Properties = dict[str, Any]
@@ -79,29 +77,19 @@ class Aws:
         return f"arn:aws:{service}:{self.region}:{self.account()}:{resource}"
 
 
+Change = Callable[[Aws, str, Properties, Properties], Any]  # id, old state or nothing, new inputs
 Read = Callable[[Aws, str, Properties], Properties | None]  # id, inputs or state -> what AWS has now; None: gone
-
-
-class Calls(NamedTuple):
-    """What a resource type's code does. An id stands for the resource once it is made."""
-
-    create: Callable[[Aws, Properties], str]  # inputs -> id
-    read: Read
-    delete: Callable[[Aws, str, Properties], Any]
-    update: Callable[[Aws, str, Properties, Properties], Any] | None = None  # id, old state, new inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceHandler:
-    """One resource type over boto3. Only what our program declares is accepted; anything else is an error. All but its
-    calls stands in resources.yaml, as words in a line.
-    """
+    """One resource type over boto3. Only what our program declares is accepted; anything else is an error."""
 
     source: str  # of `replaces`: the ForceNew fields in terraform-provider-aws internal/service/, read 2026-11-21
-    create: Callable[[Aws, Properties], str]
+    create: Callable[[Aws, Properties], str]  # inputs -> id, which stands for the resource from then on
     read: Read
     delete: Callable[[Aws, str, Properties], Any]
-    update: Callable[[Aws, str, Properties, Properties], Any] | None = None
+    update: Change | None = None
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     replaces: frozenset[str] = frozenset()  # a change of these (dotted paths for nested ones) means a new resource
@@ -245,59 +233,10 @@ def from_api(value: Any, key: str = "") -> Any:
     return str(value).lower() if isinstance(value, bool) and key in BOOLEANS else value
 
 
-def described(operation: str, ids: str, answer: str, *absent_codes: str, arn: str, **renamed: str) -> Read:
-    """A read of an EC2 resource: what `operation` answers about the one whose id it is given as `ids`. Of `renamed`
-    properties the API's name is another one. `arn`: the resource's kind in its ARN.
-    """
-
-    def read(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-        asked = absent(lambda: getattr(aws.ec2, operation)(**{ids: [resource_id]}), *absent_codes)
-        there = [each for each in asked[answer] if each.get("State") not in ("deleted", "deleting")] if asked else []
-        if not there:
-            return None
-        live = from_api(there[0])
-        named = {name: live.get(theirs) for name, theirs in renamed.items()}
-        return {**live, **named, "arn": aws.arn("ec2", f"{arn}/{resource_id}"), **tagged(there[0].get("Tags"))}
-
-    return read
-
-
-def created(operation: str, kind: str, answer: str, keys: str) -> Callable[[Aws, Properties], str]:
-    """The create of an EC2 resource with its tags: `operation` is given `keys` as declared, and answers with the id at
-    the path `answer`.
-    """
-
-    def create(aws: Aws, inputs: Properties) -> str:
-        asked = {api(key): inputs[key] for key in keys.split() if key in inputs}
-        answered = getattr(aws.ec2, operation)(**asked, TagSpecifications=tag_specification(kind, inputs))
-        return str(get(answered, answer))
-
-    return create
-
-
 def tag_specification(kind: str, inputs: Properties) -> list[dict[str, Any]]:
     """TagSpecifications of a create call."""
     tags = inputs.get("tags")
     return [{"ResourceType": kind, "Tags": tag_list(tags)}] if tags else []
-
-
-def deleted(service: str, operation: str, key: str) -> Callable[[Aws, str, Properties], Any]:
-    """A delete by the id alone."""
-    return lambda aws, resource_id, state: getattr(aws.client(service), operation)(**{key: resource_id})
-
-
-def handlers(calls: Mapping[str, Calls]) -> dict[str, ResourceHandler]:
-    """The types of resources.yaml with their calls."""
-    rows = yaml.safe_load((Path(__file__).parent / "resources.yaml").read_text(encoding="utf-8"))
-    found = {}
-    for kind, row in rows.items():
-        words: dict[str, Any] = {
-            key: fields(text) for key, text in row.items() if key not in ("source", "name", "allowed")
-        }
-        allowed = {path: fields(text) for path, text in row.get("allowed", {}).items()}
-        own: dict[str, Any] = {"source": row["source"], "name": row.get("name"), "allowed": allowed}
-        found[kind] = ResourceHandler(**own, **words, **calls[kind]._asdict())
-    return found
 
 
 def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
@@ -309,15 +248,6 @@ def tag_diff(old: Properties, new: Properties) -> tuple[list[str], dict[str, str
     before, after = old.get("tags") or {}, new.get("tags") or {}
     changed = {key: value for key, value in after.items() if before.get(key) != value}
     return [key for key in before if key not in after], changed
-
-
-def retag_by(tag: Any, untag: Any, target: Mapping[str, str], old: Properties, new: Properties) -> None:
-    """Tags what `target` names anew, by the calls of APIs that take TagKeys and a list of Tags."""
-    gone, changed = tag_diff(old, new)
-    if gone:
-        untag(**target, TagKeys=gone)
-    if changed:
-        tag(**target, Tags=tag_list(changed))
 
 
 def tagged(tags: list[dict[str, str]] | None) -> Properties:

@@ -10,6 +10,9 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.catalog.items import known_items
+
 ITEMS = {  # (service, usage type) -> (unit, USD), in the list's own units
     ("AmazonEC2", "EBS:VolumeUsage.gp3"): ("GB-Mo", "0.08"),
     ("AmazonEC2", "EBS:VolumeP-IOPS.gp3"): ("IOPS-Mo", "0.005"),
@@ -26,6 +29,10 @@ ITEMS = {  # (service, usage type) -> (unit, USD), in the list's own units
     ("AmazonEC2", "NatGateway-Hours"): ("Hrs", "0.045"),
     ("AmazonEC2", "NatGateway-Bytes"): ("GB", "0.045"),
 }
+SHIPPED = {item: price.amount for (item, _), price in load_catalog().services.items()}
+for name, each in known_items().items():  # one more of the catalog's, at its price there
+    unit, factor = next(iter(each.units.items()))
+    ITEMS.setdefault((each.service, each.usage_type), (unit, f"{SHIPPED[name] / factor:f}"))
 
 
 def product(*tiers: tuple[str, str, str], term: str = "OnDemand", **attributes: str) -> str:

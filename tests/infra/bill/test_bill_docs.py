@@ -12,7 +12,8 @@ from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare.cheaper import cheaper
-from gpufleet.infra.compare.table import record_row
+from gpufleet.infra.compare.columns import record_row
+from gpufleet.infra.compare.rows import Study
 from gpufleet.infra.risk import deadline
 from gpufleet.job.contract.metrics import KEYS
 
@@ -33,7 +34,7 @@ def test_each_key_of_the_bill_is_in_its_page() -> None:
     for name in ("lines", "types", "fits", "notice", "phases"):
         keys |= set(tree[name][0])
     dear = definition(capacity="on-demand")  # spot is sure to be cheaper
-    options = cheaper(dear, price(dear, CATALOG), CATALOG)
+    options = cheaper(dear, price(dear, CATALOG), Study(CATALOG))
     assert options is not None
     tree = options.to_json()
     keys |= {"cheaper", *tree, *tree["options"][0]}
@@ -42,7 +43,7 @@ def test_each_key_of_the_bill_is_in_its_page() -> None:
 
 def test_each_key_of_a_comparison_is_in_its_page() -> None:
     plan = definition()
-    (row,) = ranking.scenarios(plan, [], CATALOG, runs=100)
+    (row,) = ranking.scenarios(plan, [], Study(CATALOG), runs=100)
     tree = record_row(row)
     keys = set(tree) | set(tree["claim"]) | set(deadline.DeadlinePlan.__dataclass_fields__)
     assert keys - documented("compare.md") == set()

@@ -16,6 +16,7 @@ from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare.cheaper import cheaper
+from gpufleet.infra.compare.rows import Study
 from gpufleet.infra.definition.model import CapacityBlock, StackDefinition
 
 pytestmark = pytest.mark.usefixtures("everything_known")
@@ -140,10 +141,10 @@ def test_the_meter_s_rates_are_nothing_and_its_fixed_sum_has_the_fee() -> None:
 
 def test_other_ways_to_do_the_work_are_ranked_by_the_hour_and_none_is_cheaper_than_what_is_paid() -> None:
     plan = in_block()
-    rows = ranking.every_option(plan, (plan,), CATALOG, types=["g5.2xlarge", "g6.xlarge"])
+    rows = ranking.every_option(plan, (plan,), Study(CATALOG), types=["g5.2xlarge", "g6.xlarge"])
     assert {row.capacity for row in rows} == {"spot", "on-demand"}
     assert all(row.usd is not None and row.usd.p90 < 100 for row in rows)
-    (own,) = ranking.scenarios(plan, (), CATALOG)
+    (own,) = ranking.scenarios(plan, (), Study(CATALOG))
     assert own.usd is not None
     assert own.usd.p50 > 900
-    assert cheaper(plan, price(plan, CATALOG), CATALOG) is None
+    assert cheaper(plan, price(plan, CATALOG), Study(CATALOG)) is None

@@ -20,6 +20,7 @@ from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
+from gpufleet.infra.compare.rows import Study
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.run_guard import creation_digest
@@ -101,7 +102,7 @@ def test_with_nothing_left_there_is_no_bill_and_the_message_names_the_key() -> N
 
 def test_a_comparison_says_why_a_type_is_none_for_both_markets() -> None:
     asked = plan("1")
-    rows = ranking.every_option(asked, (asked,), CATALOG, types=[*TWO, "g6.2xlarge"], runs=20)
+    rows = ranking.every_option(asked, (asked,), Study(CATALOG), types=[*TWO, "g6.2xlarge"], runs=20)
     ranked = {(row.type, row.capacity) for row in rows if row.ranked}
     assert ranked == {
         ("g5.2xlarge", "spot"),

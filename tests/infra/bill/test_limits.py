@@ -69,14 +69,16 @@ def test_a_slower_listed_type_that_max_hours_always_stops_is_refused() -> None:
 def test_max_usd_is_held_against_the_slower_listed_type_where_its_disks_make_it_the_dearer() -> None:
     """65,536 GiB are 7.19 USD/h: 0.164 h longer on them is more than the dearer node saves."""
     disk = Disk(size_gib=65_536)
-    (said,) = refused(definition(**TWO, data=disk, max_usd="3.50"))
+    said, *_ = refused(definition(**TWO, data=disk, max_usd="3.50"))
     found = re.search(r"^limits.max_usd: at least ([0-9.]+) USD: half of the simulated runs .* for a clean stop", said)
     assert found
     assert refused(definition(**TWO, data=disk, max_usd=found[1])) == []
-    alone = bill(types=TWO["types"][1:], region=TWO["region"], data=disk, max_usd="50").chosen
+    of_one = bill(types=TWO["types"][1:], region=TWO["region"], data=disk, max_usd="50")
+    alone = of_one.chosen
     assert alone.type == "g5.xlarge"
     assert Decimal(found[1]) == enough(alone.metered_usd.p50 + alone.reserve[0])
-    hourly = float(alone.price.amount) + (65_536 + 100) * 0.08 / 730 + 0.005
+    assert of_one.hourly_usd["data disk"] == pytest.approx(Decimal(65_536 * 0.08 / 730), abs=Decimal("1e-6"))
+    hourly = float(alone.price.amount + sum(of_one.hourly_usd.values()))
     assert float(alone.reserve[0]) == pytest.approx(alone.exposure.reserve_h * hourly, abs=2e-4)
 
 

@@ -15,13 +15,15 @@ from command_files import FLEET, command_file
 
 from gpufleet.infra.bill import options
 from gpufleet.infra.bill.estimate import price
-from gpufleet.infra.bill.own_steps import StepTime, known_steps
+from gpufleet.infra.bill.options import BillBasis
+from gpufleet.infra.bill.own_steps import StepTime
 from gpufleet.infra.bill.project import bill_basis, bill_of
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare.cheaper import cheaper
+from gpufleet.infra.compare.rows import Study
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError
@@ -45,7 +47,7 @@ def definition(tmp_path: Path, types: str, work: dict[str, Any], **job: Any) -> 
 
 
 def runtime_on(plan: StackDefinition, type_: str, **given: Any) -> Runtime:
-    found = options.type_cost(plan, CATALOG, type_, **given).runtime
+    found = options.type_cost(BillBasis(plan, CATALOG, **given), type_).runtime
     assert found is not None
     return found
 
@@ -150,7 +152,7 @@ def test_a_step_on_a_gpu_that_is_none_is_refused(tmp_path: Path, name: str, near
 
 def test_every_type_whose_gpu_has_a_peak_is_priced_and_says_that_it_is_guessed(tmp_path: Path) -> None:
     plan = definition(tmp_path, "g6e.2xlarge", {"steps": 20_000, "step_ms": {"L40S": 500}})
-    rows = ranking.every_option(plan, (plan,), CATALOG, runs=10)
+    rows = ranking.every_option(plan, (plan,), Study(CATALOG), runs=10)
     usable = {name for name, each in CATALOG.instances.items() if not each.unusable and each.gpu.bf16_tflops}
     priced = {row.type for row in rows if row.ranked}
     assert priced >= {name for name in usable if (name, "us-east-1") in CATALOG.on_demand_prices}
@@ -164,14 +166,14 @@ def test_gpus_with_less_memory_than_it_is_known_to_run_on_are_no_advice(tmp_path
     plan = definition(tmp_path, "p5.48xlarge", {"steps": 20_000, "step_ms": {"H100": 140}}, same_gpus=False)
     plan = replace(plan, limits=replace(plan.limits, max_usd=Decimal(500), max_hours=Decimal(40)))
     bill = price(plan, CATALOG)
-    found = cheaper(plan, bill, CATALOG)
+    found = cheaper(plan, bill, Study(CATALOG))
     assert found is not None
     assert {row.type for row in found.rows} <= {"p6-b200.48xlarge", "p5en.48xlarge", "g7e.48xlarge", "p4de.24xlarge"}
-    assert options.type_cost(plan, CATALOG, "p5.4xlarge").untried == (
+    assert options.type_cost(BillBasis(plan, CATALOG), "p5.4xlarge").untried == (
         "whether 1 x 80 GB hold it is not known, 8 x 80 GB do: job.memory_gb would say"
     )
     stated = replace(plan, job=replace(plan.job, parameters=plan.job.parameters.changed(memory_gb=30.0)))
-    assert not options.type_cost(stated, CATALOG, "p5.4xlarge").untried
+    assert not options.type_cost(BillBasis(stated, CATALOG), "p5.4xlarge").untried
 
 
 def measure(tmp_path: Path, plan: StackDefinition) -> None:
@@ -229,10 +231,11 @@ def test_a_run_of_which_nobody_knows_the_length_buys_the_same_hours_everywhere(t
 def test_a_step_of_two_nodes_takes_twice_as_long_on_one(tmp_path: Path) -> None:
     plan = definition(tmp_path, "p5.48xlarge", {"steps": 20_000, "step_ms": {"H100": 70}})
     two = replace(plan, fleet=replace(plan.fleet, nodes=2, zones=plan.fleet.zones[:1]))
-    known = known_steps(two, CATALOG, {})
+    basis = BillBasis(two, CATALOG)
+    known = basis.known_steps
     assert [(each.gpus, each.step_ms) for each in known] == [(16, 70.0)]
     assert runtime_on(two, "p5.48xlarge").speed == "declared"
-    alone = options.type_cost(two.on_nodes(1), CATALOG, "p5.48xlarge", known=known).runtime
+    alone = options.type_cost(basis.with_definition(two.on_nodes(1)), "p5.48xlarge", known=known).runtime
     assert alone is not None
     assert (alone.speed, alone.phases[0].step_ms) == ("guessed", 140.0)
 

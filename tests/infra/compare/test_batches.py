@@ -14,7 +14,7 @@ from repository import ROOT
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking, table
-from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.compare.rows import Row, Study
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.experiments.sft.spec import SftConfig
@@ -39,12 +39,12 @@ def sft(**changes: Any) -> StackDefinition:
 
 @cache
 def batches() -> tuple[Row, ...]:
-    return tuple(ranking.every_batch(sft(), CATALOG, runs=100))
+    return tuple(ranking.every_batch(sft(), Study(CATALOG), runs=100))
 
 
 def best(definition: StackDefinition) -> Decimal:
     """The uninterrupted USD of what costs least of all options on one node."""
-    rows = ranking.every_option(definition, (definition,), CATALOG, runs=20)
+    rows = ranking.every_option(definition, (definition,), Study(CATALOG), runs=20)
     return min(row.prepared.total for row in rows if row.ranked and row.nodes == 1 and row.prepared)
 
 
@@ -69,16 +69,16 @@ def test_more_rows_are_shared_by_more_gpus_and_the_table_says_what_else_changes(
     own, *larger = batches()
     assert own.ranks <= 4
     assert [row.ranks for row in larger] == [8, 8, 8]
-    said = " ".join(table.batches(batches()).split())
+    said = " ".join("\n".join(table.batches(batches())).split())
     assert "It is another training" in said
     assert all(name in said for name in NAMES)
 
 
 def test_where_it_saves_nothing_one_sentence_says_so() -> None:
     """kernel-sft has 128 rows a step: eight GPUs have enough of them."""
-    rows = ranking.every_batch(stack("kernel-sft"), CATALOG, runs=100)
+    rows = ranking.every_batch(stack("kernel-sft"), Study(CATALOG), runs=100)
     assert len(rows) == 4
-    assert table.batches(rows) == "A larger batch, which more GPUs could share, would save nothing.\n"
+    assert [*table.batches(rows)] == ["A larger batch, which more GPUs could share, would save nothing."]
 
 
 def totals(rows: Sequence[Row]) -> list[Decimal]:
@@ -90,7 +90,7 @@ def test_a_step_that_the_file_says_was_measured_is_of_its_own_batch_and_gpu() ->
     plain = sft()
     for step_ms, is_own in ((Decimal(1), True), (Decimal(100_000), False)):
         timed = replace(plain, estimate=replace(plain.estimate, step_ms=(step_ms, Decimal(1))))
-        own, *larger = ranking.every_batch(timed, CATALOG, runs=100)
+        own, *larger = ranking.every_batch(timed, Study(CATALOG), runs=100)
         assert (own.type in timed.fleet.instance_types) is is_own
         assert is_own or totals([own]) == totals(batches()[:1])
         assert totals(larger) == totals(batches()[1:])
@@ -99,21 +99,21 @@ def test_a_step_that_the_file_says_was_measured_is_of_its_own_batch_and_gpu() ->
 def test_no_batch_is_shown_whose_warm_up_is_longer_than_the_run() -> None:
     """12,000 steps of warm-up are too many for 10,017."""
     long = replace(SftConfig().optim, warmup=12_000)
-    assert [row.scenario for row in ranking.every_batch(sft(optim=long), CATALOG, runs=20)] == NAMES[:2]
+    assert [row.scenario for row in ranking.every_batch(sft(optim=long), Study(CATALOG), runs=20)] == NAMES[:2]
 
 
 def test_within_a_deadline_the_first_is_in_time_where_anything_is_and_what_may_be_late_says_so() -> None:
     """28.5 h on g7e.2xlarge are too long for 10; the cheapest that is not is dearer."""
-    hurried = ranking.every_batch(sft(), CATALOG, hours_left=10.0, runs=100)
+    hurried = ranking.every_batch(sft(), Study(CATALOG, hours_left=10.0), runs=100)
     assert hurried[0].prepared is not None
     assert hurried[0].prepared.option.runtime is not None
     assert hurried[0].prepared.option.runtime.total_s < 36_000
     assert totals(hurried)[0] > totals(batches())[0]
-    too_short = ranking.every_batch(sft(), CATALOG, hours_left=0.1, runs=100)
-    assert "late in 100%" in table.batches(too_short)
+    too_short = ranking.every_batch(sft(), Study(CATALOG, hours_left=0.1), runs=100)
+    assert "late in 100%" in "\n".join(table.batches(too_short))
 
 
 @pytest.mark.parametrize("name", ["tinystories-growth", "pretrain-d64", "two-tower"])
 def test_a_file_that_says_how_many_steps_there_are_has_one_batch(name: str) -> None:
-    assert ranking.every_batch(stack(name), CATALOG, runs=20) == []
-    assert table.batches([]) == ""
+    assert ranking.every_batch(stack(name), Study(CATALOG), runs=20) == []
+    assert [*table.batches([])] == []

@@ -19,6 +19,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare.cheaper import REFINED, SHOWN, Cheaper, bill_and_cheaper, cheaper
 from gpufleet.infra.compare.ranking import LEAST
+from gpufleet.infra.compare.rows import Study
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import Limits, StackDefinition
 from gpufleet.infra.definition.scenarios import scenarios
@@ -37,7 +38,7 @@ def shipped(stack: str) -> StackDefinition:
 
 
 def cheaper_options(asked: StackDefinition, hours_left: float | None = None) -> Cheaper:
-    options = cheaper(asked, price(asked, CATALOG), CATALOG, hours_left=hours_left)
+    options = cheaper(asked, price(asked, CATALOG), Study(CATALOG, hours_left=hours_left))
     assert options is not None
     return options
 
@@ -73,7 +74,7 @@ def test_none_is_left_out_before_it_is_priced_that_would_be_cheaper() -> None:
     every, some = (
         {
             (row.type, row.capacity, row.usd)
-            for row in ranking.every_option(asked, (asked,), CATALOG, runs=50, likely=False, below=limit)
+            for row in ranking.every_option(asked, (asked,), Study(CATALOG), runs=50, likely=False, below=limit)
             if row.ranked and row.usd and row.usd.mean < below
         }
         for limit in (None, below)
@@ -146,7 +147,7 @@ def test_a_listed_type_is_one_with_the_other_capacity() -> None:
 
 def test_several_nodes_are_compared_with_nothing() -> None:
     asked = on_nodes(definition(max_usd="20"), 2)
-    assert cheaper(asked, price(asked, CATALOG), CATALOG) is None
+    assert cheaper(asked, price(asked, CATALOG), Study(CATALOG)) is None
 
 
 def test_the_bill_names_them_and_where_all_are() -> None:

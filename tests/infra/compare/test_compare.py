@@ -12,13 +12,13 @@ import pytest
 from repository import ROOT
 
 from gpufleet.infra.bill.estimate import price
-from gpufleet.infra.bill.options import type_cost
+from gpufleet.infra.bill.options import BillBasis, type_cost
 from gpufleet.infra.bill.side import UNBOUND, quantiles_of
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare import rows as compare_rows
 from gpufleet.infra.compare import table as compare_table
-from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.compare.rows import Row, Study
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenarios
@@ -41,7 +41,7 @@ def stack(name: str) -> tuple[StackDefinition, tuple[StackDefinition, ...]]:
 @cache
 def rows(name: str) -> dict[str, Row]:
     definition, variants = stack(name)
-    return {row.scenario: row for row in ranking.scenarios(definition, variants, load_catalog(), runs=200)}
+    return {row.scenario: row for row in ranking.scenarios(definition, variants, Study(load_catalog()), runs=200)}
 
 
 def usd(row: Row, region: str, kind: str) -> float:
@@ -197,7 +197,7 @@ def test_a_sweep_is_priced_by_its_work_within_the_hour_that_was_meant_for_it() -
 
 def test_a_type_whose_gpu_the_image_cannot_use_is_marked_with_its_price() -> None:
     definition, _ = stack("two-tower")
-    option = type_cost(definition, load_catalog(), "p3dn.24xlarge")
+    option = type_cost(BillBasis(definition, load_catalog()), "p3dn.24xlarge")
     assert "compute capability 7.0" in compare_rows._unlaunchable(option, "us-east-1")
 
 
@@ -205,7 +205,7 @@ def test_a_type_with_fewer_gpus_than_the_job_asks_for_is_no_option_as_its_file_w
     definition, variants = stack("sft-h100")
     four = [variant for variant in variants if variant.scenario == "zero3-4xa100"]  # gpus: 4
     types = ("g6e.2xlarge", "g6e.12xlarge")
-    found = ranking.every_option(definition, four, load_catalog(), types=types, runs=10)
+    found = ranking.every_option(definition, four, Study(load_catalog()), types=types, runs=10)
     assert {row.type for row in found if row.ranked} == {"g6e.12xlarge"}
     (said,) = {row.lost for row in found if row.type == "g6e.2xlarge"}
     assert said == "has 1 GPU, and job.parameters.gpus asks for 4: leave that out"
@@ -231,9 +231,8 @@ def test_a_row_that_a_limit_leaves_too_little_to_stop_in_is_beyond_it() -> None:
 def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_nodes_at_p90() -> None:
     definition, _ = stack("tinystories-growth")
     rough = replace(definition, estimate=replace(definition.estimate, hazard_per_hour=Decimal(3)))
-    footing = ranking.nothing(rough, ())
-    option = type_cost(definition, load_catalog(), "g5.2xlarge")
-    drafted = compare_rows.draft(footing, "own", option, "spot", load_catalog(), {})
+    option = type_cost(BillBasis(definition, load_catalog()), "g5.2xlarge")
+    drafted = compare_rows.draft(BillBasis(rough, load_catalog()), "own", option, "spot")
 
     def filled(nodes: int = 1, **limits: Any) -> Row:
         made = replace(drafted, nodes=nodes, limits=replace(UNBOUND, **limits))
@@ -259,7 +258,7 @@ def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_n
 
 def test_a_node_is_held_for_its_hours_or_for_its_work_where_that_is_longer() -> None:
     definition, _ = stack("tinystories-growth")
-    option = type_cost(definition, load_catalog(), "g5.2xlarge")
+    option = type_cost(BillBasis(definition, load_catalog()), "g5.2xlarge")
     assert option.runtime is not None
     work_h = option.runtime.compute_s / 3600
     for held, found in (("0.001", work_h), ("9", 9.0)):
@@ -268,7 +267,7 @@ def test_a_node_is_held_for_its_hours_or_for_its_work_where_that_is_longer() -> 
 
 
 def test_a_type_that_is_not_offered_in_the_region_is_marked() -> None:
-    option = type_cost(stack("tinystories-growth")[0], load_catalog(), "g5.2xlarge")
+    option = type_cost(BillBasis(stack("tinystories-growth")[0], load_catalog()), "g5.2xlarge")
     assert option.instance is not None
     elsewhere = replace(option, instance=replace(option.instance, regions=(E1,)))
     assert compare_rows._unlaunchable(elsewhere, W2) == f"not offered in {W2}"
@@ -312,7 +311,7 @@ GPU_HOURS = (("kernel-sft", "conservative"), ("kernel-sft", "ours"), ("sft-h100"
 def options(within: float | None = None) -> list[Row]:
     definition, variants = stack("tinystories-growth")
     own = [variant for variant in variants if variant.scenario == "g5-1000-b16"]
-    return ranking.every_option(definition, own, load_catalog(), hours_left=within)
+    return ranking.every_option(definition, own, Study(load_catalog(), hours_left=within))
 
 
 def test_an_option_is_late_where_the_job_would_begin_to_stop_before_it_is_done() -> None:
@@ -359,7 +358,7 @@ def test_options_are_ranked_by_mean_dollars_and_every_loser_says_why() -> None:
 def test_an_unfit_type_names_the_nearest_change_that_fits() -> None:
     definition, variants = stack("tinystories-growth")
     wide = [variant for variant in variants if variant.scenario == "g6e-1000-b16"]
-    found = ranking.every_option(definition, wide, load_catalog(), types=["g5.2xlarge"])
+    found = ranking.every_option(definition, wide, Study(load_catalog()), types=["g5.2xlarge"])
     assert all("nearest: job.parameters.precision.phase3_state: bf16" in row.lost for row in found)
 
 
@@ -369,14 +368,14 @@ def test_step_times_of_the_file_are_of_its_own_gpus_alone() -> None:
     timed = replace(plan, estimate=replace(plan.estimate, step_ms=(Decimal(50), Decimal(100), Decimal(400))))
     types = ["g5.xlarge", "g5.2xlarge", "g6.2xlarge", "g6e.2xlarge"]
     plain, found = (
-        {row.type: row for row in ranking.every_option(each, [each], load_catalog(), types=types, runs=10)}
+        {row.type: row for row in ranking.every_option(each, [each], Study(load_catalog()), types=types, runs=10)}
         for each in (plan, timed)
     )
     assert {type_ for type_, row in found.items() if row.basis == "declared"} == {"g5.xlarge", "g5.2xlarge"}
     assert [found[type_].compute_h for type_ in types[:2]] == [pytest.approx(550 / 3600)] * 2
     assert [found[type_].compute_h for type_ in types[2:]] == [plain[type_].compute_h for type_ in types[2:]]
     whole = replace(timed, fleet=replace(timed.fleet, instance_types=("g6.2xlarge",)))
-    rows = ranking.every_option(whole, [whole], load_catalog(), types=["g6.2xlarge", "g6f.2xlarge"], runs=10)
+    rows = ranking.every_option(whole, [whole], Study(load_catalog()), types=["g6.2xlarge", "g6f.2xlarge"], runs=10)
     assert {row.type: row.basis for row in rows} == {"g6.2xlarge": "declared", "g6f.2xlarge": "target"}  # a slice of it
 
 
@@ -384,11 +383,11 @@ def test_scenarios_that_share_their_work_share_the_widest_of_their_limits() -> N
     plan, _ = stack("tinystories-growth")
     dear = replace(plan, scenario="dear", limits=replace(plan.limits, max_usd=Decimal(9)))
     long = replace(plan, scenario="long", limits=replace(plan.limits, max_hours=Decimal(20)))
-    found = ranking.every_option(plan, [plan, dear, long], load_catalog(), types=["g5.48xlarge"], runs=10)
+    found = ranking.every_option(plan, [plan, dear, long], Study(load_catalog()), types=["g5.48xlarge"], runs=10)
     assert {row.scenario for row in found} == {"tinystories-growth, dear, long"}
     assert {(row.limits.max_usd, row.limits.max_hours) for row in found if row.limits} == {(Decimal(9), Decimal(20))}
     assert not any(row.over_limit for row in found)
-    alone = ranking.every_option(plan, [plan], load_catalog(), types=["g5.48xlarge"], runs=10)
+    alone = ranking.every_option(plan, [plan], Study(load_catalog()), types=["g5.48xlarge"], runs=10)
     assert all(row.over_limit for row in alone)
 
 
@@ -448,7 +447,7 @@ def test_scenarios_that_differ_in_nodes_or_cards_are_works_of_their_own() -> Non
     definition, _ = stack("pretrain-d64")
     two = replace(definition.on_nodes(2), scenario="two")
     works = [definition, two, replace(two, scenario="all", fleet=replace(two.fleet, cards="all"))]
-    found = ranking.every_option(definition, works, load_catalog(), types=["p5.48xlarge"], runs=20)
+    found = ranking.every_option(definition, works, Study(load_catalog()), types=["p5.48xlarge"], runs=20)
     usd = {row.scenario: row.usd for row in found if (row.nodes, row.capacity) == (2, "on-demand")}
     assert set(usd) == {definition.name, "two", "all"}
     assert usd["two"] == usd[definition.name]
@@ -482,7 +481,7 @@ def test_refining_keeps_the_order_by_mean_dollars() -> None:
 
 
 def test_the_scenario_table_says_what_does_not_launch_or_is_over_its_limit() -> None:
-    text = compare_table.scenarios(list(rows("two-tower").values()))
+    text = "\n".join(compare_table.scenarios(list(rows("two-tower").values())))
     line = next(line for line in text.splitlines() if line.startswith("o-p3.8x"))
     assert "NOT LAUNCHABLE" in line
 
@@ -490,14 +489,14 @@ def test_the_scenario_table_says_what_does_not_launch_or_is_over_its_limit() -> 
 def test_the_age_of_prices_is_told_where_one_is_older_than_the_definition_allows() -> None:
     (newest, *_, oldest) = sorted(row.prepared.price.as_of for row in options() if row.ranked and row.prepared)[::-1]
     day = oldest + timedelta(days=90)
-    assert compare_table.ages(options(), day, 90) == ""
-    said = compare_table.ages(options(), day + timedelta(days=1), 90)
+    assert [*compare_table.ages(options(), day, 90)] == []
+    said = "\n".join(compare_table.ages(options(), day + timedelta(days=1), 90))
     span = f"{91 - (newest - oldest).days} to 91" if newest > oldest else "91"
-    assert said == f"These nodes' prices are {span} days old: `gpufleet prices refresh` reads new ones.\n"
+    assert said == f"These nodes' prices are {span} days old: `gpufleet prices refresh` reads new ones."
 
 
 def test_no_dollars_are_shown_as_none() -> None:
-    text = compare_table.scenarios([rows("tinystories-growth")["g5-100-b8"]]).splitlines()
+    text = [*compare_table.scenarios([rows("tinystories-growth")["g5-100-b8"]])]
     shown = [line for line in text if line.startswith("g5-100-b8 ")][1]  # the second table: compute by region
     assert "  0.0048  " in shown  # 48 s on an A10G: spot in us-east-2
 
@@ -505,8 +504,8 @@ def test_no_dollars_are_shown_as_none() -> None:
 @pytest.mark.parametrize("name", ["tinystories-growth", "sft-h100", "pretrain-d64", "kernel-sft", "two-tower"])
 def test_a_terminal_of_120_columns_holds_the_tables(name: str) -> None:
     listed = list(rows(name).values())
-    text = compare_table.scenarios(listed) + compare_table.ranked(listed, [])
-    assert [line for line in text.splitlines() if len(line) > compare_table.WIDTH] == []
+    lines = [*compare_table.scenarios(listed), *compare_table.ranked(listed, [])]
+    assert [line for line in lines if len(line) > compare_table.WIDTH] == []
 
 
 def test_a_scenario_lies_over_the_file_and_leaves_the_rest() -> None:
@@ -522,7 +521,7 @@ def test_a_scenario_lies_over_the_file_and_leaves_the_rest() -> None:
 
 def test_a_scenario_costs_in_the_comparison_what_its_own_bill_says_it_takes_to_finish() -> None:
     plan, _ = stack("tinystories-growth")
-    (row,) = ranking.scenarios(plan, [plan], load_catalog(), runs=1000)
+    (row,) = ranking.scenarios(plan, [plan], Study(load_catalog()), runs=1000)
     found = price(plan, load_catalog(), runs=1000).chosen
     interruptions = quantiles_of(found.needed.interruptions.astype(float))
     assert (row.usd, row.hours, row.interruptions) == (found.needed_usd, found.needed_hours, interruptions)
@@ -534,9 +533,9 @@ def test_what_was_learned_of_a_type_moves_its_spot_rows_alone() -> None:
     plain, learned = (
         {
             (row.type, row.capacity): row
-            for row in ranking.every_option(plan, [plan], load_catalog(), hazards=hazards, runs=100)
+            for row in ranking.every_option(plan, [plan], Study(load_catalog(), hazards=hazards), runs=100)
         }
-        for hazards in (None, rough)
+        for hazards in ({}, rough)
     )
     moved = {key for key in plain if plain[key].usd != learned[key].usd}
     assert moved == {("g5.2xlarge", "spot")}
@@ -547,7 +546,7 @@ def test_what_was_learned_of_a_type_moves_its_spot_rows_alone() -> None:
 
 def test_a_work_s_own_types_are_ranked_on_several_nodes_too_and_others_are_not() -> None:
     definition, _ = stack("pretrain-d64")
-    found = ranking.every_option(definition, [], load_catalog())
+    found = ranking.every_option(definition, [], Study(load_catalog()))
     places = {(row.type, row.nodes) for row in found}
     assert {("p5.48xlarge", count) for count in (1, 2, 4, 8)} <= places
     assert {nodes for type_, nodes in places if type_ != "p5.48xlarge"} == {1}

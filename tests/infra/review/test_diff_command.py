@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -96,10 +96,9 @@ def test_a_section_that_was_empty_is_filled_key_by_key_and_emptied_alike(
 def test_new_prices_are_a_row_of_their_own(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     base = project.stack()
     prices = files.read(SHIPPED)
-    old = prices.on_demand[KEY]
-    dearer = files.Price(
-        amount=old.amount * 2, unit=old.unit, source="x", as_of=prices.newest.replace(month=11), status="verified"
-    )
+    old, newest = prices.on_demand[KEY], prices.newest
+    day = newest + timedelta(days=20)
+    dearer = files.Price(amount=old.amount * 2, unit=old.unit, source="x", as_of=day, status="verified")
     prices.on_demand[KEY] = dearer
     files.write(prices, project.folder / "prices", dearer.as_of)
     head = project.stack(("steps_per_phase: 1000", "steps_per_phase: 1100"))
@@ -107,7 +106,7 @@ def test_new_prices_are_a_row_of_their_own(project: Project, capsys: pytest.Capt
     growth = stacks["growth"]
     first, second = growth["steps"]
     assert first["keys"] == ["prices"]
-    was, now_is = f"shipped, {dearer.as_of.replace(month=10)}", f"prices/{dearer.as_of}, {dearer.as_of}"
+    was, now_is = f"shipped, {newest}", f"prices/{dearer.as_of}, {dearer.as_of}"
     assert (first["before"], first["after"]) == (was, now_is)
     before = load(project.folder / "stacks" / "growth.yaml", now=NOW)
     before = replace(before, job=replace(before.job, parameters=replace(before.job.parameters, steps_per_phase=1000)))

@@ -1,0 +1,96 @@
+"""A table whose columns are written down once: text for a terminal, HTML, Markdown and JSON come from the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import date
+from decimal import Decimal
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from gpufleet.infra import text
+
+
+class Column(NamedTuple):
+    """One figure of a thing: a row of a table, an object for programs."""
+
+    key: str  # its name for programs, by which a table asks for it
+    head: str | None = None  # above it, for people; None: the key
+    unit: str = ""  # of a number, which stands flush right; empty: text
+    digits: int | Callable[[Any], str] = str  # decimals, or how else people read the value
+    of: Callable[[Any], Any] | None = None  # its value in a thing, None where nobody knows; None: its attribute `key`
+    places: int = 4  # decimals of a float for programs
+
+    def value(self, thing: Any) -> Any:
+        return (self.of or attrgetter(self.key))(thing)
+
+    def text(self, thing: Any) -> str:
+        """The value for people; `-` for what is not known."""
+        value = self.value(thing)
+        if value is None:
+            return "-"
+        return self.digits(value) if callable(self.digits) else f"{value:.{self.digits}f}"
+
+
+@dataclass(slots=True)
+class Sheet:
+    """A table: its columns, and the texts of its rows."""
+
+    columns: Sequence[Column]
+    rows: list[tuple[str, ...]]
+    spare: Sequence[str] = ()  # keys of columns that a terminal too narrow for all goes without, the first ones first
+
+    @classmethod
+    def build(
+        cls, columns: Sequence[Column], things: Iterable[Any], *more: tuple[str, ...], spare: Sequence[str] = ()
+    ) -> Sheet:
+        """A row for each thing, and then `more`."""
+        return cls(columns, [*(tuple(column.text(thing) for column in columns) for thing in things), *more], spare)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        return tuple(column.key if column.head is None else column.head for column in self.columns)
+
+    @property
+    def right(self) -> list[int]:
+        """The columns that stand flush right."""
+        return [at for at, column in enumerate(self.columns) if column.unit]
+
+    def text(self) -> Iterator[str]:
+        """Its lines, for a terminal."""
+        keys = [column.key for column in self.columns]
+        return text.table(self.heads, self.rows, right=self.right, spare=[keys.index(key) for key in self.spare])
+
+    def markdown(self) -> Iterator[str]:
+        """Its lines. The cells are Markdown."""
+        rule = ("---:" if column.unit else "---" for column in self.columns)
+        yield "".join(f"| {head} " if head else "| " for head in self.heads) + "|"
+        yield f"|{'|'.join(rule)}|"
+        yield from (f"| {' | '.join(row)} |" for row in self.rows)
+
+
+def record(columns: Iterable[Column], thing: Any) -> dict[str, Any]:
+    """The thing as an object for programs."""
+    return {column.key: plain(column.value(thing), digits=column.places) for column in columns}
+
+
+def plain(value: Any, *names: str, digits: int = 4) -> Any:
+    """`value` as JSON holds it: decimals as strings, floats to so many digits, dates as ISO 8601; of an object these
+    attributes, or all that it has.
+    """
+    match value:
+        case Decimal():
+            return str(value)
+        case float():
+            return round(value, digits)
+        case date():
+            return value.isoformat()
+        case Mapping():
+            return {key: plain(each, digits=digits) for key, each in value.items()}
+        case tuple() | list():
+            return [plain(each, *names, digits=digits) for each in value]
+    if is_dataclass(value):
+        names = names or tuple(field.name for field in fields(value))
+        return {name: plain(getattr(value, name), digits=digits) for name in names}
+    return value
