@@ -16,7 +16,7 @@ Colour = Literal["red", "green"]
 
 
 @dataclass(frozen=True)
-class Part:
+class FilledPart:
     name: str
     weight: float = 1.0
 
@@ -27,7 +27,7 @@ class Whole:
     usd: Decimal | None = None
     took_s: Seconds = 0.0
     colour: Colour = "red"
-    parts: tuple[Part, ...] = ()
+    parts: tuple[FilledPart, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     private: str = "own"
 
@@ -38,7 +38,7 @@ def whole(tree: dict[str, Any]) -> Whole:
 
 def test_every_field_is_read_by_its_type_and_what_is_missing_or_null_keeps_its_default() -> None:
     tree = {"step": 3, "usd": "1.25", "took_s": "2.5", "colour": "green", "parts": [{"name": "a"}], "counts": {"b": 2}}
-    assert whole({**tree, "private": "another's"}) == Whole(3, Decimal("1.25"), 2.5, "green", (Part("a"),), {"b": 2})
+    assert whole({**tree, "private": "another's"}) == Whole(3, Decimal("1.25"), 2.5, "green", (FilledPart("a"),), {"b": 2})
     assert whole({"step": 3, "usd": None}) == Whole(3)
     assert reading.filled(Whole, Fields({"usd": "1"}), step=7) == Whole(7, Decimal(1))
 
