@@ -5,7 +5,7 @@ so a restart repeats no finished candidate. With `data.curriculum: on` the model
 the next one draws more from tasks that it half masters (judge/curriculum.py). With `compare` there are two
 phases of equally many steps, each from the base: without that, then with it; the candidates of the first are written
 at its end. Leaves `final/` (the last phase's bf16 weights as published ones look, the tokenizer),
-`stages/candidates.jsonl`, `stages/verdicts.jsonl`, `ablation.json` and `results.json`.
+`stages/candidates.jsonl`, `stages/verdicts.jsonl` and `results.json`.
 """
 
 from __future__ import annotations
