@@ -34,6 +34,7 @@ from gpufleet.infra.errors import Problem
 from gpufleet.infra.evidence.speeds import Speeds
 from gpufleet.infra.market import COMPARED
 from gpufleet.infra.risk import closed_form, simulation
+from gpufleet.job.kind import batch
 
 
 def price(
@@ -79,7 +80,7 @@ def price(
     }
     spot, on_demand, chosen = sides["spot"], sides["on-demand"], sides[capacity]
     assert chosen is not None
-    endless = definition.job.parameters.is_endless
+    endless = batch.is_endless(definition.job.parameters)
     unmeasured = not (chosen.runtime.calibrated or endless)
     at_hazards, measured_usd = supposed(chosen, interrupted=market.is_interrupted, measured=unmeasured)
     bill = Bill(

@@ -217,7 +217,7 @@ def every_batch(
     """The work with the file's batch and then with larger ones, where the parameters allow them: each on the type and
     capacity whose uninterrupted run costs least. Empty where they allow none.
     """
-    larger = [*definition.job.parameters.larger_batches()]
+    larger = [(each.setting, each.config) for each in definition.job.parameters.variants() if not each.narrower]
     if not _by_the_hour(definition).fleet.market.moves_elsewhere or definition.variant.reference or not larger:
         return []
     drafts: list[Row] = []
@@ -242,7 +242,7 @@ def every_batch(
 
 def _on_every_type(work: StackDefinition, bill_inputs: BillBasis, catalog: Catalog) -> list[TypeCost]:
     """What the work takes on each type that has the GPUs it asks for, with the prices of its region."""
-    least, measured = work.job.parameters.least_gpus(), bill_inputs.calibrations
+    least, measured = work.job.parameters.gpus_needed(), bill_inputs.calibrations
     known = known_steps(work, catalog, measured)
     return [
         options.type_cost(
@@ -383,10 +383,11 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
     can use.
     """
     config, own = work.job.parameters, work.nodes
-    if type_ not in work.fleet.instance_types or config.one_node or config.is_users_own or config.device == "cpu":
+    rows = config.rows()
+    if type_ not in work.fleet.instance_types or config.demands.one_node or config.device == "cpu" or rows is None:
         return sorted({1, own} if type_ in work.fleet.instance_types else {1})
     gpus = catalog.instances[type_].gpu_count
-    able = (count for count in NODE_COUNTS if count * gpus <= config.rows() and config.gpus in (None, gpus))
+    able = (count for count in NODE_COUNTS if count * gpus <= rows and config.gpus in (None, gpus))
     return sorted({1, own, *able})
 
 

@@ -35,6 +35,7 @@ from gpufleet.job.experiments.models import decoder
 from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.kind.common import Rung
+from gpufleet.job.kind.job import require
 
 
 class Kernel(Experiment):
@@ -45,7 +46,7 @@ class Kernel(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, KernelConfig)
         self.session, self.config = session, session.config
-        self.config.require()
+        require(self.config)
         self.manifest = read_manifest(session.data)
         tuning.check_dataset(session, self.manifest, self.config)
         self.batches = PackedBatches(session.data, self.manifest, session.world, session.device.torch)

@@ -20,6 +20,7 @@ from gpufleet.job.kind.common import (
     GB,
     Checkpoint,
     Compute,
+    Demands,
     Guard,
     Log,
     Memory,
@@ -29,8 +30,8 @@ from gpufleet.job.kind.common import (
     added_later,
     bounded,
     in_gb,
+    remembered,
 )
-from gpufleet.job.kind.job import remembered
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
@@ -90,10 +91,12 @@ class KernelConfig(TuningConfig):
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.kernel.run:Kernel"
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.kernel.data:KernelPairs"
-    one_node: ClassVar[str] = "its candidates are judged on one node, while the others would wait and be billed"
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
-    # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest of that.
-    container_options: ClassVar[str] = "--security-opt seccomp={app}/gpufleet/job/node/namespaces.json"
+    demands: ClassVar[Demands] = Demands(
+        one_node="its candidates are judged on one node, while the others would wait and be billed",
+        # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest.
+        container_options="--security-opt seccomp={app}/gpufleet/job/node/namespaces.json",
+    )
 
     epochs: int = bounded(1, 1, 1000)
     seed: int = bounded(1337, 0, 2**31 - 1)
@@ -179,15 +182,7 @@ class KernelConfig(TuningConfig):
         )
 
     @remembered
-    def memory(
-        self,
-        phase_index: int,
-        micro_batch: int,
-        *,
-        checkpointing: bool = False,
-        products_too: bool = False,
-        ranks: int = 1,
-    ) -> Memory:
+    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
         """Training: fp32 state cut over the ranks, gathered weights of two layers. generate: the trained weights still
         cut, whole ones of the compute dtype on each GPU, and the cache of its share of the sequences. verify: what a
         candidate may take.
@@ -198,10 +193,10 @@ class KernelConfig(TuningConfig):
         weights = gradients = moments = activations = logits = 0.0
         if phase_index < first:
             weights, gradients, moments = tuning.whole_state(
-                m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=checkpointing
+                m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=rung.checkpointing
             )
-            tokens = micro_batch * self.data.row
-            activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing, products_too=products_too)
+            tokens = rung.micro * self.data.row
+            activations = tuning.activations(m, tokens, compute, rung)
             logits = tuning.loss_bytes(m, tokens, trained=True)
         elif phase_index == first:
             weights = total * (compute + 4 / ranks)
