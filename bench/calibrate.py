@@ -111,11 +111,11 @@ def scaled(steps: int) -> StackDefinition:
 def train(definition: StackDefinition, steps: int | None) -> MeasuredRun:
     """One process: a probe of `steps`, or the whole run."""
     config = definition.job.parameters
-    whole = measurement.Shortened(config=config, stop_at=None, save_at={})
-    plan = measurement.shorten(config, steps) if steps else whole
+    if steps:
+        config = config.probed(steps).config
     with tempfile.TemporaryDirectory() as scratch, Path(os.devnull).open("wb") as nowhere:
         workdir = Path(scratch)
-        measurement.place(definition, plan, ROOT, workdir)
+        measurement.place(definition, config, ROOT, workdir)
         log = JobLog(workdir / "job.log", stream=nowhere)
         watch = ProcessorClock(workdir)
 
@@ -126,7 +126,7 @@ def train(definition: StackDefinition, steps: int | None) -> MeasuredRun:
             watch.begin(process.pid)
             return Child(lambda: process, log, time.time)
 
-        outcome = probe.run(workdir, save_at=plan.save_at, start=start)
+        outcome = probe.run(workdir, save_at=measurement.middles(config, steps) if steps else {}, start=start)
         cpu_s, records = watch.end()
         phases = measured.phases(records)
         first_s = records[0]["step"] * phases[0]["step_ms"]["median"] / 1e3

@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 import triton
 
-from gpufleet.job.experiments.kernel.judge import adversarial, planted
+from gpufleet.job.experiments.kernel.judge import catalog, planted
 from gpufleet.job.experiments.kernel.judge.funnel import Judge
-from gpufleet.job.experiments.kernel.judge.planted import STOPS_AT
+from gpufleet.job.experiments.kernel.judge.planted import STOPS_AT, Candidate
 from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Workers
 from gpufleet.job.experiments.kernel.spec import Funnel
@@ -57,7 +57,9 @@ def main() -> None:
     cores, found = len(os.sched_getaffinity(0)), list[Verdict]()
     with tempfile.TemporaryDirectory() as folder, Workers(Path(folder) / "scratch", gpus=False) as workers:
         judge = Judge(LIMITS, 1337, workers)
-        judge.all(adversarial.candidates(gpus=False)[:2], Switches(timing=False), "full", lambda verdict: None)
+        source = planted.source(catalog.BY_NAME["relu"], block=256)
+        first = Candidate(name="first", task="relu", source=source, origin="planted")
+        judge.all([first], Switches(), "full", lambda verdict: None)
         candidates = planted.candidates(200)
         load = os.getloadavg()[0]
         machine, server, own, began = busy_s(), servers_s(workers), time.process_time(), time.perf_counter()

@@ -31,8 +31,8 @@ from gpufleet.job.experiments.engine.experiment import Experiment, Phase
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.engine.step import compiled, update
-from gpufleet.job.kind import JobConfig
-from gpufleet.job.kind.common import Rung
+from gpufleet.job.kind import JobConfig, batch
+from gpufleet.job.kind.common import DEVICE_RESERVE_GB, Rung
 from gpufleet.job.kind.dataset import Given
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,8 @@ def main() -> None:
     whole: Any = load(find(a.stack, ROOT), now=datetime.now(UTC), rehearsal=not cuda, past_deadline=True).job.parameters
     shape = {key: value for key in ("layers", "width") if (value := getattr(a, key)) is not None}
     rows = {} if a.rows is None else {ROWS[a.stack]: a.rows, "micro": None}
-    config = whole.changed(
+    config = replace(
+        whole,
         data=replace(whole.data, **(DATA[a.stack] if cuda else {})),
         batch=replace(whole.batch, **rows),
         model=replace(whole.model, **shape),
@@ -90,7 +91,7 @@ def opened(scratch: Path, name: str, config: JobConfig) -> Experiment:
 def line(experiment: Experiment, phase: Phase, rung: Rung, *, steps: int, eager: bool) -> str:
     """One row of the table."""
     found, config = experiment.session.device, experiment.session.config
-    predicted = config.memory(phase.index, rung.micro).total_gb
+    predicted = batch.peak_gb(config, phase.index, Rung(micro=rung.micro)) - DEVICE_RESERVE_GB
     how = "eager" if eager else "compiled"
     begun = f"| {phase.name} | {config.rows()} | {rung.micro} | {how} | {predicted:.1f}"
     found.tidy()

@@ -25,6 +25,7 @@ from gpufleet.job.experiments.engine.step import compiled
 from gpufleet.job.experiments.models import decoder, lora
 from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.sft.spec import SftConfig, flops_per_token
+from gpufleet.job.kind.common import Rung
 
 WARM = 5  # steps before the clock counts
 LONGEST = 1024  # tokens of an example, as data.longest: the varlen kernel launches as much for each as for the longest
@@ -72,7 +73,7 @@ def main() -> int:
         f"{found.name}, torch {torch.__version__}, {a.layers} layers, {a.rows} x {a.row} tokens, "
         f"{'eager' if a.eager else 'compiled'}, {'mask' if a.mask else 'varlen'}: {step_s * 1e3:.1f} ms "
         f"(from {min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f}), {tokens / step_s:,.0f} tok/s, MFU {mfu}, "
-        f"{memory:.1f} GB, predicted {config.memory(0, a.rows).total_gb:.1f}"
+        f"{memory:.1f} GB, predicted {config.memory(0, Rung(micro=a.rows)).total_gb:.1f}"
     )
     return 0
 

@@ -124,7 +124,7 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
         seconds = (time.perf_counter() - began) / STEPS
         tok_s = size.tokens_per_step / seconds
         mfu = "-" if not found.peak_tflops else f"{tok_s * size.flops_per_token / found.peak_tflops / 1e12:.1%}"
-        predicted = config.memory(index, config.batch.sequences).total_gb
+        predicted = config.memory(index, Rung(micro=config.batch.sequences)).total_gb
         least = least_s(found, size)
         limits = f"{least * 1000:.1f} | {seconds / least:.2f} x" if least else "- | -"
         say(

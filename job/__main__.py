@@ -39,6 +39,7 @@ from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.environment import BOOTED_AT, JOB_CONTAINER, NODE_UPTIME, RUN_URI
 from gpufleet.job.contract.run import RunFile, load
 from gpufleet.job.contract.workdir import ENDED, LOG, PACKAGES, START
+from gpufleet.job.kind import batch
 from gpufleet.job.supervisor import bootstrap
 
 
@@ -96,10 +97,10 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     log = JobLog(workdir / LOG)
     gpus = machine.gpus() if run.config.device == "cuda" else ()
     ranks = run.config.ranks(len(gpus), run.nodes)
-    launched, alone = run.config.launched(ranks // run.nodes), run.nodes == 1
-    ended = workdir / ENDED if launched > 1 or (run.config.several_ranks and not alone) else None
+    launched, alone = batch.launched(run.config, ranks // run.nodes), run.nodes == 1
+    ended = workdir / ENDED if launched > 1 or (run.config.processes == "per GPU" and not alone) else None
     # A command has a container too, without gpufleet's Python: its host, here, asks for that.
-    contained = JOB_CONTAINER in environment and not run.config.is_users_own
+    contained = JOB_CONTAINER in environment and run.config.processes != "own"
     above = leash.ABOVE if contained else ""
 
     def process(words: list[str], more: dict[str, str]) -> TrainerProcess:
@@ -114,7 +115,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         return Child(lambda: process(words, {}), log, clock, ended, workdir / START)
 
     def join(rung: int, place: Rendezvous) -> Child:
-        met = place if run.config.several_ranks else None
+        met = place if run.config.processes == "per GPU" else None
         words = trainer(workdir, rung, launched, run.config.module, met, parent=above)
         return Child(lambda: process(words, place.environment), log, clock, ended)
 

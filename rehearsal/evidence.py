@@ -22,6 +22,7 @@ from gpufleet.job.contract.done import FINISHED, Done
 from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
+from gpufleet.job.kind import batch
 from gpufleet.job.kind.common import PhaseSize
 from gpufleet.rehearsal import account
 from gpufleet.rehearsal.cloud import Cloud
@@ -121,7 +122,7 @@ class Evidence:
         self.metrics = _lines(folder / METRICS)
         config = as_prepared(rehearsal.definition, rehearsal.project).job.parameters
         self.phases = config.phases()
-        self.total_steps = config.total_steps()
+        self.total_steps = batch.total_steps(config)
 
     def spans(self) -> Iterator[tuple[PhaseSize, int, int]]:
         """Each phase that has steps, with the first and the last of them, counted over the whole run."""
@@ -264,9 +265,10 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
     rehearsal, config = evidence.rehearsal, evidence.rehearsal.definition.job.parameters
     ends = {last for _, _, last in evidence.spans()}
     # A phase that ended early is resumed after what would have been its last step; a command's lines may count from 0.
-    reached = resumption.resumed_step <= resumption.last_step + config.is_users_own or resumption.resumed_step in ends
+    last = resumption.last_step + (config.processes == "own")
+    reached = resumption.resumed_step <= last or resumption.resumed_step in ends
     figure = f"{resumption.lost} (last logged {resumption.last_step}, resumed after step {resumption.resumed_step})"
-    if resumption.kind == "notice" and not config.is_users_own:
+    if resumption.kind == "notice" and config.processes != "own":
         yield Promise(name="steps lost on a handled notice", figure=figure, held=resumption.lost == 0)
     elif resumption.kind == "notice":
         saved = resumption.saved(config.steps_between_saves())
@@ -281,7 +283,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
         yield Promise(name="steps repeated after a loss without notice", figure=figure, held=held)
     if resumption.started_s is None:
         return
-    if not config.is_users_own:
+    if config.processes != "own":
         beyond = resumption.started_s - rehearsal.torch_s
         text = f"{resumption.started_s:.1f} s, {beyond:.1f} s beyond importing torch (bar {RECOVERY_S:.0f})"
         yield Promise(name="new node to first new step", figure=text, held=beyond < RECOVERY_S, required=False)
@@ -304,7 +306,7 @@ def _steps(evidence: Evidence, last: int) -> Promise:
     """
     watch, total = evidence.rehearsal.watch, evidence.total_steps
     assert watch is not None
-    if evidence.rehearsal.definition.job.parameters.may_stop_early:
+    if any(phase.may_stop_early for phase in evidence.rehearsal.definition.job.parameters.phases()):
         held = last == max(watch.manifests, default=0) <= total
         done = sum(evidence.steps_done().values())
         return Promise(name="steps", figure=f"{done} of at most {total}, it may stop early", held=held)
@@ -312,7 +314,7 @@ def _steps(evidence: Evidence, last: int) -> Promise:
     counts = config.phases()[-1].counts
     figure = f"{last}, of how many job.work does not say" if counts == "seconds" else f"{last} of {total}"
     return Promise(
-        name=counts if counts == "epochs" else "steps", figure=figure, held=config.is_users_own or last == total
+        name=counts if counts == "epochs" else "steps", figure=figure, held=config.processes == "own" or last == total
     )
 
 

@@ -121,7 +121,7 @@ def require(definition: StackDefinition, out: Callable[[str], None]) -> Docker:
     """This machine's docker, with the definition's images. Raises GpufleetError where there is none, or they cannot be
     had.
     """
-    if not definition.job.parameters.is_users_own:
+    if definition.job.parameters.processes != "own":
         raise GpufleetError(f"{definition.name} is a ready-made job, rehearsed without its image: leave out --image")
     program = shutil.which("docker")
     if program is None:

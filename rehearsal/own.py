@@ -42,7 +42,7 @@ def secret_values(definition: StackDefinition) -> Iterator[None]:
     """Values for the job's secrets where the shell gives none: nobody guesses them, so that whatever holds one has it
     from the node.
     """
-    names = [environment.SECRET + name for name in definition.job.parameters.secrets_named]
+    names = [environment.SECRET + name for name in definition.job.parameters.demands.secrets]
     made = {name: f"{secrets.token_hex(12)}:{secrets.token_hex(12)}" for name in names if name not in os.environ}
     os.environ.update(made)
     try:
@@ -116,7 +116,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     """Every promise about a command; nothing for a ready-made job."""
     rehearsal, definition = evidence.rehearsal, evidence.rehearsal.definition
     config = definition.job.parameters
-    if not config.is_users_own:
+    if config.processes != "own":
         return
     assert rehearsal.watch is not None
     views = list(rehearsal.watch.views.values())
@@ -179,7 +179,7 @@ def saves(evidence: Evidence) -> bool | None:
     """Whether the user's script saved on the signal of each notice. None: not shown."""
     rehearsal = evidence.rehearsal
     config = rehearsal.definition.job.parameters
-    if not config.is_users_own or rehearsal.stand_in:
+    if config.processes != "own" or rehearsal.stand_in:
         return None
     told = [each.saved(config.steps_between_saves()) for each in evidence.resumptions() if each.kind == "notice"]
     return None if not told or None in told else all(told)
@@ -204,7 +204,7 @@ def advice(notices: Sequence[Resumption], every: int | None, declared: bool | No
 
 def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:
     """That no file of node, bucket, state or log holds a secret's value."""
-    names = rehearsal.definition.job.parameters.secrets_named
+    names = rehearsal.definition.job.parameters.demands.secrets
     values = {name: os.environ[environment.SECRET + name].encode() for name in names}
     if not values:
         return

@@ -39,7 +39,7 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
             " faster steps, or more under `limits` of the file's `rehearsal` section, leave time for that"
         )
     own = rehearsal.definition.job.parameters
-    if own.is_users_own and own.saves and not watch.manifests:
+    if own.processes == "own" and own.saves and not watch.manifests:
         config = cast(CommandConfig, rehearsal.definition.job.parameters)
         return GpufleetError(
             f"the run ended, and no whole checkpoint of it was ever seen: nothing named {', '.join(config.names)} came"

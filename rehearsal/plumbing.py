@@ -25,7 +25,7 @@ def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mappin
     """The tree with the stand-in, whose code is written into `folder`, in the place of its command. Raises
     GpufleetError for a ready-made job.
     """
-    if not definition.job.parameters.is_users_own:
+    if definition.job.parameters.processes != "own":
         raise GpufleetError(f"{definition.name} is a ready-made job, which trains on a CPU: leave out --plumbing")
     config = cast(CommandConfig, definition.job.parameters)
     every, pace_s = config.checkpoint.every, TRAINS_S / STEPS

@@ -22,7 +22,6 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -98,7 +97,7 @@ def rehearse(
     definition = load(path, now=now, rehearsal=True)
     definition = replace(definition, interruptions=possible(definition))
     missing = [name for name in TRAINS_WITH if find_spec(name) is None]  # found out by a node a minute later
-    if missing and not definition.job.parameters.is_users_own:
+    if missing and definition.job.parameters.processes != "own":
         raise GpufleetError(
             f"{path.name}: a ready-made job trains with {', '.join(missing)}: pip install 'gpufleet[job,rehearsal]'"
         )
@@ -107,7 +106,7 @@ def rehearse(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
             f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}."
         )
-    if again and not definition.job.parameters.is_users_own:
+    if again and definition.job.parameters.processes != "own":
         raise GpufleetError(f"{definition.name} is a ready-made job: leave out --exact and --limit")
     docker = images.require(definition, way) if image else None
     finished = root / "rehearsals" / definition.name / definition.run.id
@@ -134,13 +133,12 @@ def rehearse(
 def _lacking(definition: StackDefinition, *, stand_in: bool = False) -> list[str]:
     """What a definition needs for its rehearsal and does not say, as keys of the file with their values."""
     config = definition.job.parameters
-    generated = get_args(get_type_hints(type(config.data))["source"])[-1]  # the others are the user's, or fetched
     phases = sum(1 for size in config.phases() if size.steps)
     if stand_in:
         return list(own.lacking(definition))
     return [
         *(["job.parameters.device: cpu"] if config.device != "cpu" else []),
-        *([f"job.parameters.data.source: {generated}"] if config.dataset.argument() else []),
+        *([f"job.parameters.data.source: {config.dataset.generated}"] if config.dataset.argument() else []),
         *(["storage.dataset: a folder"] if definition.storage.dataset.startswith("s3://") else []),
         *(["storage.base_weights: null"] if definition.storage.base_weights else []),
         *([f"estimate.step_ms: a list of {phases}"] if definition.estimate.step_ms is None else []),
@@ -162,7 +160,7 @@ def _attempt(
     until: Until | None = None,
 ) -> int:
     """The rehearsal, in a new `folder`, of the definition with `changed` laid over it."""
-    trains = "your script on this machine's CPU" if definition.job.parameters.is_users_own else "job"
+    trains = "your script on this machine's CPU" if definition.job.parameters.processes == "own" else "job"
     laid = block.begun(definition, changed, datetime.now(UTC))
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=laid)})
     if stand_in:
@@ -170,7 +168,7 @@ def _attempt(
     if docker is not None:
         trains = "your script in its own image, without a GPU"
     programs, python = None, None
-    if definition.job.parameters.is_users_own and not stand_in and docker is None:
+    if definition.job.parameters.processes == "own" and not stand_in and docker is None:
         programs, python = own_programs(definition, root, project)
     if laid is not None:
         definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
@@ -189,7 +187,7 @@ def _attempt(
             cloud = stack.enter_context(
                 Cloud(project, region=definition.fleet.region, notice_s=notice_s, relaunch_delay_s=RELAUNCH_S)
             )
-            cloud.has(definition.account, definition.job.parameters.secrets_named)
+            cloud.has(definition.account, definition.job.parameters.demands.secrets)
             if (reservation := block.bought(definition)) is not None:
                 cloud.has_block(reservation)
             if docker is not None:
@@ -217,7 +215,7 @@ def _attempt(
             way(f"Engine: {engine.name}")
             if python is not None:
                 way(f"Your script's Python: {os.path.normpath(python)}; rehearsal.python names another")
-                if definition.job.parameters.installs:
+                if definition.job.parameters.demands.installs:
                     way(INSTALLS)
             try:
                 is_shown = run_steps(rehearsal, out, way)
@@ -298,7 +296,7 @@ def _programs_of(
     """
     if programs is None or python is None:
         return None
-    if definition.job.parameters.installs:
+    if definition.job.parameters.demands.installs:
         return lambda root: overlay.make(python, root / "environment", cache=project / "pip")
     return lambda root: programs
 
@@ -398,7 +396,7 @@ def _follow(rehearsal: Rehearsal) -> None:
         saves=counted.saves,
         **({"doubts": own.doubts(counted)} if isinstance(counted, CommandConfig) and not rehearsal.stand_in else {}),
     )
-    words, times_torch = ("wait", rehearsal.name), not definition.job.parameters.is_users_own
+    words, times_torch = ("wait", rehearsal.name), definition.job.parameters.processes != "own"
     with _started(rehearsal, *words) as waiting:
         answered = False
 

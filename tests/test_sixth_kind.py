@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+from gpufleet.job.kind import JobConfig
+
 NEW = {
     "spec.py": "job/experiments/toy/spec.py",
     "trainer.py": "job/experiments/toy/run.py",
@@ -77,3 +79,9 @@ def test_it_is_rehearsed_and_receipted(project: Path) -> None:
     assert receipt["measured"]["experiment"] == "toy"
     assert [attempt["last_step"] for attempt in receipt["attempts"]] == [40]
     assert {line["name"] for line in receipt["lines"]} >= {"compute", "root disk", "S3 storage"}
+
+
+def test_a_kind_answers_35_questions_at_most() -> None:
+    parts = [each for each in JobConfig.__mro__ if each.__module__ == JobConfig.__module__]
+    asked = {name for part in parts for name in (*vars(part), *vars(part).get("__annotations__", ()))}
+    assert len([name for name in asked if not name.startswith("_")]) <= 35

@@ -30,7 +30,7 @@ from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.definition.schema import SECTIONS
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.kind import EXPERIMENTS
+from gpufleet.job.kind import EXPERIMENTS, batch
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.job.kind.convert import describe
 
@@ -99,7 +99,7 @@ def test_every_phase_fits_every_listed_type(stack: StackDefinition) -> None:
         assert kind is not None
         ranks = config.ranks(kind.gpu_count)
         for phase in range(len(config.phases())):
-            assert config.choose_rung(kind.gpu_memory_gb, phase, ranks) is not None
+            assert batch.choose_rung(config, kind.gpu_memory_gb, phase, ranks) is not None
 
 
 def test_the_shipped_file_pins_nothing_that_ages(stack: StackDefinition) -> None:

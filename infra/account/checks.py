@@ -362,7 +362,7 @@ def _first(place: str, s3: Any) -> str:
 def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Check]:
     """What the job is to know is kept where the file says. No value is read."""
     region, own = definition.fleet.region, definition.account.kms_key or ""
-    for reference in dict.fromkeys(definition.job.parameters.secrets_named.values()):
+    for reference in dict.fromkeys(definition.job.parameters.demands.secrets.values()):
         service, _, name = reference.partition(":")
         kept = _parameter(name, client("ssm", region)) if service == "ssm" else _secret(name, client(service, region))
         if kept is None:

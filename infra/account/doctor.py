@@ -37,7 +37,7 @@ def pin(definition: StackDefinition, ssm: Any, say: Callable[[str], None] = prin
             f"{definition.fleet.region} has no parameter {AMI_PARAMETER}. Choose another region, or write an AMI with "
             "the Nvidia driver, docker and the Nvidia container toolkit into fleet.ami by hand."
         ) from None
-    images = {"image": _pinned(definition.job.image, definition.job.parameters.login)}
+    images = {"image": _pinned(definition.job.image, definition.job.parameters.demands.login)}
     if definition.job.supervisor_image is not None:
         images["supervisor_image"] = _pinned(definition.job.supervisor_image)
     pins.pin(definition.source, ami=ami, **images)
@@ -107,7 +107,8 @@ def images(definition: StackDefinition, sts: Any) -> Iterator[Check]:
 
 def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
     """Whether a node could pull the container image. Raises botocore's errors for a private ECR repository."""
-    if definition.job.parameters.login is not None and name == definition.job.image and not ecr.repository(name):
+    login = definition.job.parameters.demands.login
+    if login is not None and name == definition.job.image and not ecr.repository(name):
         pinned = "@" in name
         yield Check(
             name="image",

@@ -110,7 +110,7 @@ def fetch(
         if made:
             lacking.remove(RECEIPT)
     reason, detail = (done.reason, done.detail) if done else ("", "")
-    if lacking == [RESULTS] and reason == FINISHED and not definition.job.parameters.leaves_results:
+    if lacking == [RESULTS] and reason == FINISHED and not definition.job.parameters.sizes().results:
         lacking = []
     if lacking == [RESULTS] and reason in EARLY:
         if definition.job.parameters.sizes().final_if_cut[0] and not any(

@@ -19,7 +19,7 @@ from gpufleet.infra.evidence.calibration import RefusedCalibration
 from gpufleet.infra.risk import unknown
 from gpufleet.infra.risk.hazard import gang
 from gpufleet.job.contract.aws import NOTICE_S
-from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.text import counted
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
@@ -33,7 +33,7 @@ def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
     """In the order a reader needs them."""
     definition = basis.definition
     config = definition.job.parameters
-    if not bill.calibrated and not config.is_endless:
+    if not bill.calibrated and not batch.is_endless(config):
         faster, slower = (unknown.span(each) for each in _speed(bill))
         yield (
             f"uncalibrated: {bill.chosen.runtime.basis}; in eight runs of ten the work takes {faster[0]:.0%} to"
@@ -45,14 +45,14 @@ def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
     if definition.fleet.is_gang:
         yield from _several(definition, bill)
     yield from map(BeforeLaunch, schedule(definition.job.parameters, bill.chosen.runtime))
-    if not config.is_endless:
+    if not batch.is_endless(config):
         yield from map(BeforeLaunch, _limits(bill))
     yield from _free_hours(bill)
     yield from _types(definition, bill)
-    if config.held_minutes:
-        usd = bill.chosen.exposure.usd_h * config.held_minutes / 60
+    if held := config.demands.held_minutes:
+        usd = bill.chosen.exposure.usd_h * held / 60
         yield (
-            f"job.exit.hold_minutes: a run that fails keeps its node for {config.held_minutes:g} min more, which costs"
+            f"job.exit.hold_minutes: a run that fails keeps its node for {held:g} min more, which costs"
             f" {usd:.2f} USD, and never passes a limit"
         )
     for notice in bill.notice if bill.market.is_interrupted and config.saves else ():
@@ -83,7 +83,7 @@ def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
 
 def _several(definition: StackDefinition, bill: Bill) -> Iterator[str]:
     """What is not known of nodes that train together."""
-    nodes, endless = definition.nodes, definition.job.parameters.is_endless
+    nodes, endless = definition.nodes, batch.is_endless(definition.job.parameters)
     if not endless and not bill.chosen.option.instance.has_efa(definition.fleet.cards):
         yield "nodes of this type have no EFA on these cards: they talk over TCP, whose speed nobody has measured"
     if not endless and bill.market.is_interrupted:
@@ -169,7 +169,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
                 f"{option.type} has {counted(instance.gpu_count, 'GPU')}, and job.command starts"
                 f" {counted(asked, 'process')} on each node: write {{gpus}} there, or list a type with {asked}"
             )
-        rows, empty = config.rows(), config.empty_rows(used)
+        rows, empty = config.rows() or 0, batch.empty_rows(config, used)
         if empty > _EMPTY_SHARE * rows and config.device == "cuda":
             yield f"{option.type}: a step of {rows} rows takes {used} GPUs as long as one of {rows + empty}"
         room_gb = instance.nvme_gb or (definition.storage.root.size_gib - _IMAGE_AND_SYSTEM_GIB) * 1.073741824

@@ -23,6 +23,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.market import COMPARED
 from gpufleet.infra.risk import closed_form, simulation
+from gpufleet.job.kind import batch
 
 
 def price(
@@ -62,7 +63,7 @@ def price_of(basis: BillBasis, *, not_ready: Sequence[str] = (), runs: int = sim
     }
     spot, on_demand, chosen = sides["spot"], sides["on-demand"], sides[capacity]
     assert chosen is not None
-    endless = definition.job.parameters.is_endless
+    endless = batch.is_endless(definition.job.parameters)
     unmeasured = not (chosen.runtime.calibrated or endless)
     at_hazards, measured_usd = supposed(chosen, interrupted=market.is_interrupted, measured=unmeasured)
     bill = Bill(

@@ -12,7 +12,7 @@ from gpufleet.infra.bill.runtime import SHA256_GB_S, Runtime, scratch_rate, uplo
 from gpufleet.infra.catalog import Catalog, Instance
 from gpufleet.infra.definition.model import Disk, Estimate
 from gpufleet.job.contract.aws import NOTICE_S
-from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.kind.common import DEVICE_RESERVE_GB, Memory, Rung
 
 POLL_S = 5.0  # the supervisor looks this often
@@ -63,7 +63,7 @@ def fits(
 
     `holder`: what `cheapest_holder` says, for who asks about many types.
     """
-    whole = config.choose_rung(instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count))
+    whole = batch.choose_rung(config, instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count))
 
     def nearest() -> str:
         return _narrower(config, instance) or (cheapest_holder(config, catalog, region) if holder is None else holder)
@@ -112,15 +112,15 @@ def scratch_gb(config: JobConfig) -> float:
 
 def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, nearest: Callable[[], str]) -> Fit:
     ranks = config.ranks(instance.gpu_count)
-    rung = whole or config.choose_rung(instance.gpu_memory_gb, index, ranks)
+    rung = whole or batch.choose_rung(config, instance.gpu_memory_gb, index, ranks)
     shown = rung or config.ladder(ranks)[-1]
-    needs = config.memory_on(index, shown, ranks)
+    needs = config.memory(index, shown, ranks)
     why = _misfit_reason(config, instance, index, rung, needs)
     return Fit(
         type=instance.type,
         phase=config.phases()[index].name,
         fits=not why,
-        needs_gb=needs.total_gb + DEVICE_RESERVE_GB if config.memory_is_predicted else 0.0,
+        needs_gb=0.0 if needs is None else needs.total_gb + DEVICE_RESERVE_GB,
         has_gb=instance.gpu_memory_gb,
         micro=shown.micro,
         checkpointing=shown.checkpointing,
@@ -129,14 +129,14 @@ def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, 
     )
 
 
-def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung | None, needs: Memory) -> str:
+def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung | None, needs: Memory | None) -> str:
     if config.device == "cpu":
         return ""  # a rehearsal on a laptop: no GPU is used
-    if config.precision.compute == "bf16" and not instance.gpu.bf16:
+    if config.products() == "bf16" and not instance.gpu.bf16:
         return f"{instance.gpu.name} has no bf16"
-    if rung is None and len(config.ladder()) == 1:
+    if rung is None and needs is not None and len(config.ladder()) == 1:
         return f"needs {needs.total_gb + DEVICE_RESERVE_GB:.1f} GB per GPU, has {instance.gpu_memory_gb:.1f}"
-    if rung is None:
+    if rung is None and needs is not None:
         state = needs.weights_gb + needs.gradients_gb + needs.moments_gb
         return (
             f"needs {needs.total_gb + DEVICE_RESERVE_GB:.1f} GB per GPU even at the smallest micro-batch with"
@@ -144,7 +144,7 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
             f" {instance.gpu_memory_gb:.1f}"
         )
     host_gb = instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB
-    staged_gb = config.staged_in_host_memory(index) / 1e9
+    staged_gb = _staged_gb(config, index)
     if staged_gb > host_gb:
         return f"host memory: a checkpoint is staged there, {staged_gb:.1f} GB, {host_gb:.1f} GB are free"
     return ""
@@ -152,8 +152,8 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
 
 def _narrower(config: JobConfig, instance: Instance) -> str:
     """The narrow state, where that is enough."""
-    narrow = config.narrower()
-    return narrow[1] if narrow is not None and _holds(narrow[0], instance) else ""
+    held = (each.setting for each in config.variants() if each.narrower and _holds(each.config, instance))
+    return next(held, "")
 
 
 def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
@@ -173,11 +173,17 @@ def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
 
 
 def _holds(config: JobConfig, instance: Instance) -> bool:
-    if config.precision.compute == "bf16" and not instance.gpu.bf16:
+    if config.products() == "bf16" and not instance.gpu.bf16:
         return False
-    if instance.gpu_count < config.least_gpus():
+    if instance.gpu_count < config.gpus_needed():
         return False
-    if config.choose_rung(instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count)) is None:
+    if batch.choose_rung(config, instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count)) is None:
         return False
-    largest = max(config.staged_in_host_memory(index) for index in range(len(config.phases())))
-    return largest / 1e9 <= instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB
+    largest = max(_staged_gb(config, index) for index in range(len(config.phases())))
+    return largest <= instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB
+
+
+def _staged_gb(config: JobConfig, index: int) -> float:
+    """A phase's checkpoint where the host holds it in memory while it is written."""
+    sizes = config.sizes()
+    return sizes.checkpoints[index] / 1e9 if sizes.staged_in_memory else 0.0

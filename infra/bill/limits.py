@@ -19,6 +19,7 @@ from gpufleet.infra.definition.model import StackDefinition, deadline_text
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.market.market import DEADLINE, WAITING_TIME
 from gpufleet.infra.risk.simulation import MINIMUM_H
+from gpufleet.job.kind import batch
 
 _HALF = "half of the simulated runs need that or more"
 AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
@@ -28,7 +29,7 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     """A limit below p50 and what the job keeps to stop in, and each other listed type on which even an uninterrupted
     run passes a limit.
     """
-    if definition.job.parameters.is_endless:  # it trains until a limit, whichever that is
+    if batch.is_endless(definition.job.parameters):  # it trains until a limit, whichever that is
         yield from _first_save(definition, bill)
         return
     (stop_usd, stop_h), side = bill.chosen.reserve, bill.chosen

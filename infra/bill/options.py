@@ -193,7 +193,7 @@ def type_cost(
     why, runtime = [], None
     offers, market, limits = offers_of(definition, catalog, type_), definition.fleet.market, definition.limits
     price = offers[market.name].price
-    config = config.bounded(market.node_hours(limits.max_hours, limits.max_usd, price))
+    config = config.completed(hours=market.node_hours(limits.max_hours, limits.max_usd, price))
     ranks = config.ranks(instance.gpu_count, definition.nodes)
     try:  # the other price may be missing: it is only compared with
         market.require(catalog, type_, definition.fleet)
@@ -227,7 +227,7 @@ def type_cost(
         else (),
         offers=offers,
         why="; ".join(why),
-        untried="" if config.memory_is_predicted else untried(known, instance, ranks),
+        untried=untried(known, instance, ranks) if config.memory(0, config.ladder(ranks)[0], ranks) is None else "",
     )
 
 

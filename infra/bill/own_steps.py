@@ -12,17 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 from gpufleet.infra.catalog import Catalog, Gpu, Instance
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.calibration import Calibration, RefusedCalibration
 from gpufleet.infra.evidence.speeds import NOBODY, SpeedGroup, Speeds, shipped
 from gpufleet.infra.risk import unknown
+from gpufleet.job.kind import batch
 
-if TYPE_CHECKING:
-    from gpufleet.job.kind.command import CommandConfig  # of one kind alone, which most bills are not of
-
+P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
 SECOND_MS = 1000.0  # of a run that declares hours, or nothing: a "step" is one second on the listed types
 
 
@@ -71,7 +69,7 @@ def known_steps(
     """What file and measurements say of a command's step; nothing for a ready-made job. A figure that does not name how
     many GPUs it is of, is of those of the first listed type that has them, else of the first listed type's.
     """
-    return tuple(_known(definition, catalog, measured)) if definition.job.parameters.is_users_own else ()
+    return tuple(_known(definition, catalog, measured))
 
 
 def step_time(known: Iterable[StepTime], instance: Instance, ranks: int, speeds: Speeds | None) -> StepTime | None:
@@ -101,29 +99,40 @@ def untried(known: Sequence[StepTime], instance: Instance, ranks: int) -> str:
 def _known(
     definition: StackDefinition, catalog: Catalog, measured: Mapping[str, Calibration | RefusedCalibration]
 ) -> Iterator[StepTime]:
-    config, nodes = cast("CommandConfig", definition.job.parameters), definition.nodes
-    work, stated = config.work, definition.estimate.step_ms
+    config, nodes, stated = definition.job.parameters, definition.nodes, definition.estimate.step_ms
+    if (told := config.told_speed) is None:
+        return
+    counts = config.phases()[-1].counts
     listed = [each for name in definition.fleet.instance_types if (each := catalog.instances.get(name))]
 
     def figure(gpu: Gpu, gpus: int, step_ms: float, faster: float, slower: float, said: str) -> StepTime:
         shared = min(faster, slower)
         return StepTime(gpu=gpu, gpus=gpus, step_ms=step_ms, faster=faster, slower=slower, shared=shared, said=said)
 
-    if stated is not None or not config.counts_steps:
+    if stated is not None or counts == "seconds":
         step_ms, said = (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")
-        spread = (config.stated_spread() if stated is None else None) or (unknown.STATED, unknown.STATED)
-        for each in catalog.instances.values() if config.is_endless else listed:  # bought hours are hours anywhere
+        bought = batch.is_endless(config)  # hours, which are hours anywhere, and none of which can be missed
+        spread = (0.0, 0.0) if told.hours is None else _spread(*told.hours)
+        if stated is not None:
+            spread = unknown.STATED, unknown.STATED
+        for each in catalog.instances.values() if bought else listed:
             yield figure(each.gpu, config.ranks(each.gpu_count, nodes), step_ms, *spread, said)
         return
     for name, found in measured.items():
-        if isinstance(found, Calibration) and config.unit == "step":
+        if isinstance(found, Calibration) and counts == "steps":
             instance, sigma = catalog.instances[name], max(unknown.MEASURED, found.spread)
             step_ms = found.phases[0].step_ms
             yield figure(instance.gpu, config.ranks(instance.gpu_count), step_ms, sigma, sigma, "what was measured")
-    sigma = unknown.PAGE if work.from_ == "page" else unknown.STATED
-    said = f"{config.path}.{config.times_key}" + (", a page's," if work.from_ == "page" else "")
+    sigma = unknown.PAGE if told.from_page else unknown.STATED
+    said = told.key + (", a page's," if told.from_page else "")
     gpus = {each.gpu.name: each.gpu for each in catalog.instances.values()}
-    for name, count, step_ms in config.declared_times():
-        own = next((each for each in listed if each.gpu.name == name), listed[0])
-        if name in gpus:
-            yield figure(gpus[name], count or config.ranks(own.gpu_count, nodes), step_ms, sigma, sigma, said)
+    for time in told.times:
+        own = next((each for each in listed if each.gpu.name == time.gpu), listed[0])
+        if time.counts and time.gpu in gpus:
+            ranks = time.gpus or config.ranks(own.gpu_count, nodes)
+            yield figure(gpus[time.gpu], ranks, time.ms, sigma, sigma, said)
+
+
+def _spread(low: float, likely: float, high: float) -> tuple[float, float]:
+    """Sigma of a log-normal distribution below and above its middle, of its p10, p50 and p90."""
+    return math.log(likely / low) / P90_SIGMAS, math.log(high / likely) / P90_SIGMAS

@@ -49,7 +49,7 @@ def bill_basis(
     A scenario that is only priced and says what its data counts keeps its word: it is of no dataset that there is.
     """
     dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
-    asked = catalog.instances if definition.job.parameters.is_users_own else types
+    asked = catalog.instances if definition.job.parameters.told_speed else types
     calibrations = find_all(definition, catalog.instances, root, asked)
     return BillBasis(
         _as_measured(counted_by(definition, dataset), calibrations),
@@ -66,7 +66,7 @@ def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> Sta
     if not found:
         return definition
     newest = max(found, key=lambda each: each.at)
-    parameters = definition.job.parameters.as_measured(
+    parameters = definition.job.parameters.completed(
         save_bytes=newest.phases[-1].save_bytes,
         save_steps=newest.phases[-1].save_steps,
         saves_on_stop=newest.stop_s is not None,

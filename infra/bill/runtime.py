@@ -278,14 +278,13 @@ def _step_ms(
         return seen.step_ms
     if own is not None:
         return own.step_ms
-    if config.is_users_own:
+    if (told := config.told_speed) is not None:
         peak = (
             "" if instance.gpu.bf16_tflops else f", and the catalog has no peak of a {instance.gpu.name} to guess from"
         )
-        key = f"{config.path}.work.step_ms"
-        what, ways = "a step", f"measure it (`gpufleet calibrate`), or write {key}"
+        what, ways = "a step", f"measure it (`gpufleet calibrate`), or write {told.key}"
         if sizes[index].counts == "epochs":
-            what, ways = "an epoch", f"write {config.path}.work.epoch_minutes"
+            what, ways = "an epoch", f"write {told.key}"
         raise GpufleetError(
             f"{instance.type}: nobody has said how long {what} takes on its GPU{peak}: {ways}:"
             f" {{{instance.gpu.name}: ...}}"
@@ -312,7 +311,7 @@ def _save_s(
     if seen is not None:
         copied_s = copied_s if seen.save_blocks_s is None else seen.save_blocks_s
         written_s = written_s if seen.save_write_s is None else seen.save_write_s
-    return copied_s + (written_s if config.waits_for_saves() else 0.0)
+    return copied_s + (written_s if size.waits_for_saves else 0.0)
 
 
 def _beside_s(
@@ -337,7 +336,7 @@ def _beside_s(
     forward_s = size.evaluations * evaluation_s + token_s * size.forward_tokens
     decode_s = DECODE_S
     if instance.gpu.bandwidth_gb_s is not None and config.device != "cpu":
-        width = 2 if config.precision.compute == "bf16" else 4
+        width = 2 if config.products() == "bf16" else 4
         decode_s = max(decode_s, size.params_total * width / 1e9 / (instance.gpu.bandwidth_gb_s * instance.gpu_share))
     workers = size.workers or (ranks if config.device == "cpu" else instance.gpu_count)
     beside_s = size.cpu_core_s / instance.vcpu + size.gpu_s / workers

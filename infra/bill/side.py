@@ -19,7 +19,7 @@ from gpufleet.infra.risk.cadence import BestInterval, optimal
 from gpufleet.infra.risk.hazard import HAZARD_WORDS, Floats, Hazard, Hazards, find, gather, wait
 from gpufleet.infra.risk.unknown import Unknown
 from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
-from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 
 UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
@@ -307,7 +307,7 @@ def reserve_h(config: JobConfig, option: TypeCost) -> float:
     phases = option.runtime.phases if option.runtime else ()
     pace = [PhaseEstimate(phase=each.name, steps=each.steps, step_ms=each.step_ms) for each in phases if each.steps]
     forecast = Forecast(config, option.type, phases=pace, notice=notice)
-    return (forecast.end_s(config.total_steps(), None) + RESERVE_S) / 3600
+    return (forecast.end_s(batch.total_steps(config), None) + RESERVE_S) / 3600
 
 
 def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> Hazard | float:

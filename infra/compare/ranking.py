@@ -161,7 +161,7 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
     """The work with the file's batch and then with larger ones, where the parameters allow them: each on the type and
     capacity whose uninterrupted run costs least. Empty where they allow none.
     """
-    larger = [*definition.job.parameters.larger_batches()]
+    larger = [(each.setting, each.config) for each in definition.job.parameters.variants() if not each.narrower]
     if not _moves_elsewhere(definition) or not larger:
         return []
     drafts: list[Row] = []
@@ -188,7 +188,7 @@ def _moves_elsewhere(definition: StackDefinition) -> bool:
 
 def _on_every_type(basis: BillBasis) -> list[TypeCost]:
     """What the work takes on each type that has the GPUs it asks for, with the prices of its region."""
-    known, least = basis.known_steps, basis.definition.job.parameters.least_gpus()
+    known, least = basis.known_steps, basis.definition.job.parameters.gpus_needed()
     return [
         replace(options.type_cost(basis, type_, nearest="-", known=known), why="")
         for type_, instance in basis.catalog.instances.items()
@@ -324,10 +324,11 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
     can use.
     """
     config, own = work.job.parameters, work.nodes
-    if type_ not in work.fleet.instance_types or config.one_node or config.is_users_own or config.device == "cpu":
+    rows = config.rows()
+    if type_ not in work.fleet.instance_types or config.demands.one_node or config.device == "cpu" or rows is None:
         return sorted({1, own} if type_ in work.fleet.instance_types else {1})
     gpus = catalog.instances[type_].gpu_count
-    able = (count for count in NODE_COUNTS if count * gpus <= config.rows() and config.gpus in (None, gpus))
+    able = (count for count in NODE_COUNTS if count * gpus <= rows and config.gpus in (None, gpus))
     return sorted({1, own, *able})
 
 

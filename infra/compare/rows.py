@@ -125,8 +125,8 @@ def draft(basis: BillBasis, name: str, option: TypeCost, capacity: Capacity, *, 
     config, variant = definition.job.parameters, definition.variant
     unfit = next((phase for phase in option.fits if not phase.fits), None)
     why = _unlaunchable(option, fleet.region) or _lacking(config, instance)
-    if fleet.is_gang and config.one_node:
-        why = f"is for one node: {config.one_node}"
+    if fleet.is_gang and config.demands.one_node:
+        why = f"is for one node: {config.demands.one_node}"
     prepared = None
     if runtime is not None and option.hourly(capacity) is not None and unfit is None:
         prepared = side.prepare(basis, [option], capacity, likely=likely)
@@ -244,7 +244,7 @@ def _unlaunchable(option: TypeCost, region: str) -> str:
 
 def _lacking(config: JobConfig, instance: Instance) -> str:
     """Why a file that lists the type would be refused, and a node of it too."""
-    asked = config.least_gpus()
+    asked = config.gpus_needed()
     if asked <= instance.gpu_count:
         return ""
     return f"has {counted(instance.gpu_count, 'GPU')}, and job.parameters.gpus asks for {asked}: leave that out"

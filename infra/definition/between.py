@@ -149,11 +149,11 @@ def of_ready_made(name: str) -> Iterator[Schema]:
     config = EXPERIMENTS[name]()
     on_gpus = no(has("job.parameters.device", {"const": "cpu"}))
     asked = has("job.parameters.precision.compute", {"const": "bf16"})
-    if config.precision.compute == "bf16":
+    if config.products() == "bf16":
         asked = no(has("job.parameters.precision.compute", {"const": "fp32"}))
     yield when(every(on_gpus, asked), _types(lambda kind: kind.gpu.bf16))
     yield when(has("fleet.fallback", {"const": "on-demand"}), _heartbeat("job.parameters"))
-    if config.one_node:
+    if config.demands.one_node:
         yield limited("fleet.nodes", {"maximum": 1})
     if not config.sizes().base_weights:
         yield limited("storage.base_weights", _NONE)

@@ -167,12 +167,12 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
         if place:
             hint = "Name it under storage.inputs: {inputs.NAME} is where it lies for the command."
             findings.add(f"storage.{key}", "nothing when job.command is set", hint)
-    if (code := config.shipped) is not None:
+    if (code := config.demands.code) is not None:
         remote = "A folder of this machine is shipped." if "://" in code.folder else ""
         if problem := remote or _place_problem(code.folder, anywhere=True):
             findings.add(f"{config.path}.code.folder", "a folder, as seen from the project's", problem)
     named = storage.inputs or {}
-    for path, name in config.inputs_named():
+    for path, name in config.demands.inputs:
         if name not in named:
             there = f"an input of storage.inputs, which has {', '.join(named) or 'none'}"
             findings.add(f"{config.path}.{path}", there, nearest(name, named), value=f"{{inputs.{name}}}")
@@ -181,7 +181,7 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
 def _saves(s: StackDefinition, findings: Findings) -> None:
     """The price of a lost node is how much of the work it repeats."""
     where = f"{s.job.parameters.path}.checkpoint.every"
-    said = s.job.parameters.says_when_it_saves or any(path.startswith(where) for path in findings.bad)
+    said = not s.job.parameters.demands.interval or any(path.startswith(where) for path in findings.bad)
     if s.fleet.market.is_interrupted and not said:
         findings.add(
             where,
@@ -219,7 +219,7 @@ def _base_weights(s: StackDefinition, findings: Findings) -> None:
         if named:
             hint = f"{s.job.experiment} starts from no weights: take the key out."
             findings.add("storage.base_weights", "nothing in this experiment", hint)
-    elif not named and not config.data.source.startswith("generated-"):  # a node would say so after its paid set-up
+    elif not named and config.dataset.is_own(""):  # a node would say so after its paid set-up
         hint = f"{s.job.experiment} starts from a model, and only generated data from random weights."
         findings.add("storage.base_weights", PLACE, hint)
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from gpufleet.infra.definition.model import Fleet
 from gpufleet.infra.definition.schema import Findings
 from gpufleet.infra.definition.yaml_tree import Mapping, find_node
-from gpufleet.job.kind import JobConfig
-from gpufleet.job.kind.common import DEVICE_RESERVE_GB
+from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
@@ -86,25 +85,25 @@ def _letters(name: str) -> str:
 def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """A step that is said to be of a GPU which the catalog does not know is of none."""
     known = sorted({kind.gpu.name for kind in catalog.instances.values()})
-    for section, name, gpu in config.gpus_named():
-        if gpu not in known:
+    for told in config.told_speed.times if config.told_speed else ():
+        if told.gpu not in known:
             import difflib  # here: only errors name a neighbour
 
             spelled = {_letters(each): each for each in known}
-            close = [spelled[each] for each in difflib.get_close_matches(_letters(gpu), spelled, n=1)]
-            meant = [each for each in known if _letters(each.split()[0]) == _letters(gpu)] or close
+            close = [spelled[each] for each in difflib.get_close_matches(_letters(told.gpu), spelled, n=1)]
+            meant = [each for each in known if _letters(each.split()[0]) == _letters(told.gpu)] or close
             hint = f"Nearest: {' or '.join(meant)}." if meant else ""
             allowed = f"a GPU, or so many of one as in `8 x H100`: {', '.join(known)}"
-            written = find_node(findings.tree, section)
-            node = written.entries.get(name) if isinstance(written, Mapping) else None
-            findings.add(f"{section}.{name}", allowed, hint, value=name, node=node)
+            written = find_node(findings.tree, told.section)
+            node = written.entries.get(told.key) if isinstance(written, Mapping) else None
+            findings.add(f"{told.section}.{told.key}", allowed, hint, value=told.key, node=node)
 
 
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """A node with fewer GPUs than the job asks for would be refused, and so would its replacement."""
-    asked = config.least_gpus()
+    asked = config.gpus_needed()
     kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instances.get(name)) is not None]
-    if config.needs_like_nodes and len({kind.gpu_count for kind in kinds}) > 1:
+    if config.demands.like_nodes and len({kind.gpu_count for kind in kinds}) > 1:
         findings.add(
             "fleet.instance_types",
             f"types with equally many GPUs, or {config.path}.checkpoint.same_gpus: false",
@@ -128,18 +127,19 @@ def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: 
         if len(names) > 1:
             hint = "They train at the pace of the slowest, over a network that ends with the zone."
             findings.add(f"fleet.{key}", f"one, where fleet.nodes is {fleet.nodes}", hint, value=", ".join(names))
-    if config.one_node:
-        findings.add("fleet.nodes", f"1 for this job: {config.one_node}")
-    if apart := config.trains_apart():
+    demands, rows = config.demands, config.rows()
+    if demands.one_node:
+        findings.add("fleet.nodes", f"1 for this job: {demands.one_node}")
+    if apart := demands.apart:
         findings.add(f"{config.path}.command", apart, f"fleet.nodes is {fleet.nodes}.")
     kind = catalog.instances.get(fleet.instance_types[0]) if fleet.instance_types else None
-    if kind is None or config.one_node:
+    if kind is None or demands.one_node:
         return
     gpus = kind.gpu_count * fleet.nodes
     if config.device == "cuda" and config.gpus is not None and config.gpus < kind.gpu_count:
         findings.add(f"{config.path}.gpus", f"all {kind.gpu_count} of {kind.type}, where fleet.nodes is {fleet.nodes}")
-    elif config.device == "cuda" and not config.is_users_own and config.rows() < gpus:
-        findings.add("fleet.nodes", f"at most {config.rows() // kind.gpu_count}: a step has {config.rows()} rows")
+    elif config.device == "cuda" and rows is not None and rows < gpus:
+        findings.add("fleet.nodes", f"at most {rows // kind.gpu_count}: a step has {rows} rows")
     if fleet.cards == "all" and kind.efa_cards < 2:
         findings.add("fleet.cards", f"one: {kind.type} has no further network card for nodes to talk over")
 
@@ -155,14 +155,13 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
     """Why the run config cannot run on this type, or nothing. A CPU run fits anywhere."""
     if config is None or config.device == "cpu":
         return ""
-    if config.precision.compute == "bf16" and not kind.gpu.bf16:
+    if config.products() == "bf16" and not kind.gpu.bf16:
         return f"{kind.gpu.name} has no bf16 tensor cores ({config.path}.precision.compute)"
     ranks = config.ranks(kind.gpu_count)
     needs: list[tuple[float, str]] = []
     for index, phase in enumerate(config.phases()):
-        if config.choose_rung(kind.gpu_memory_gb, index, ranks) is None:
-            micro = config.ladder(ranks)[-1]
-            needs.append((config.memory_on(index, micro, ranks).total_gb + DEVICE_RESERVE_GB, phase.name))
+        if batch.choose_rung(config, kind.gpu_memory_gb, index, ranks) is None:
+            needs.append((batch.peak_gb(config, index, config.ladder(ranks)[-1], ranks), phase.name))
     if not needs:
         return ""
     need, phase_name = max(needs)  # the one that decides which type fits
@@ -174,7 +173,7 @@ def _suggested_type(kind: Instance, config: JobConfig | None, current: Sequence[
     """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits; one
     whose speed cannot be derived, so that it has no bill, only where there is no other.
     """
-    gpus = 1 if config is None else config.least_gpus()
+    gpus = 1 if config is None else config.gpus_needed()
     fits = [
         other
         for other in current

@@ -260,7 +260,7 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
     ranks = config.ranks(instance.gpu_count)
     if int(tree["device"]["ranks"]) != ranks:
         return f"it was measured with {tree['device']['ranks']} processes, {instance.type} would run {ranks}"
-    if not config.code_may_change and tree["code_sha256"] != code_now(definition, root):
+    if config.code_folders() and tree["code_sha256"] != code_now(definition, root):
         folders = ", ".join(f"job/{name}" for name in config.code_folders())
         return f"the code that trains ({folders}) has changed"
     lacking = not_reached(tree, config)
@@ -280,7 +280,7 @@ def code_now(definition: StackDefinition, root: Path) -> str:
     from gpufleet.infra.inputs import code
 
     config = definition.job.parameters
-    return code.digest(definition, root) if config.code_may_change else _code(definition.job.experiment)
+    return _code(definition.job.experiment) if config.code_folders() else code.digest(definition, root)
 
 
 @cache

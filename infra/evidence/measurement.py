@@ -9,8 +9,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,11 @@ from gpufleet.job.command.places import own_environment
 from gpufleet.job.contract.environment import USER_PATH
 from gpufleet.job.contract.run import probe_document
 from gpufleet.job.contract.workdir import CODE, DATA, INPUTS, NAMED, RUN, USER
-from gpufleet.job.kind import JobConfig
-from gpufleet.job.kind.common import EVALUATIONS_PROBED
+from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.measured import WARM_UP
 from gpufleet.job.supervisor import machine
 from gpufleet.job.text import stamp
 
-LINES = 10  # of metrics.jsonl per phase, at least: each is one figure of the spread
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -82,8 +80,8 @@ def measure(
             f"{definition.source}: {config.path}.work counts epochs, and a probe times steps: write"
             f" {config.path}.work.steps_per_epoch beside epochs, which counts steps then"
         )
-    steps = min(steps, config.total_steps())  # a bill that stands on this says how many
-    plan, ranks = shorten(config, steps), config.ranks(len(gpus))
+    steps = min(steps, batch.total_steps(config))  # a bill that stands on this says how many
+    plan, ranks = config.probed(steps), config.ranks(len(gpus))
     too_short = [size for size in config.phases() if 0 < size.steps <= WARM_UP]
     if too_short:
         raise GpufleetError(
@@ -92,9 +90,9 @@ def measure(
         )
     with tempfile.TemporaryDirectory(prefix="gpufleet-probe-") as scratch:
         workdir = Path(scratch) / "run"
-        shipped = place(definition, plan, root, workdir)
-        programs, python = own_programs(definition, root, Path(scratch)) if config.code_may_change else (None, None)
-        if config.installs and python is not None:
+        shipped = place(definition, plan.config, root, workdir)
+        programs, python = (None, None) if config.code_folders() else own_programs(definition, root, Path(scratch))
+        if config.demands.installs and python is not None:
             programs = overlay.make(python, Path(scratch) / "environment", cache=Path(scratch) / "pip")
             python = programs / "python"
         say(f"probing {definition.name}: {steps} steps of the real job on {name_of(gpus, config)} ...")
@@ -102,11 +100,11 @@ def measure(
             outcome = probe.run(
                 workdir,
                 stop_at=plan.stop_at,
-                save_at=plan.save_at,
+                save_at=middles(plan.config, steps),
                 steps=steps,
-                ranks=config.launched(ranks),
+                ranks=batch.launched(config, ranks),
                 module=config.module,
-                save_wait_s=config.save_wait_s,
+                save_wait_s=plan.save_wait_s,
                 say=say,
                 environment={**os.environ, **({USER_PATH: str(programs)} if programs else {})},
             )
@@ -140,7 +138,7 @@ def measure(
     )
     return {
         **tree,
-        **({"image": None} if config.code_may_change else {}),  # a probe runs outside of any
+        **({} if config.code_folders() else {"image": None}),  # a probe runs outside of any
         "stack": definition.name,
         "commit": _commit(root),
         "cpu_s": outcome.cpu_s,
@@ -149,34 +147,16 @@ def measure(
     }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shortened:
-    """A job with fewer steps and the same model, batch and precision. `stop_at` None: it ends by itself."""
-
-    config: JobConfig
-    stop_at: int | None
-    save_at: Mapping[str, int]  # by phase: the step of the run from which a checkpoint is asked for
-
-
-def shorten(config: JobConfig, steps: int) -> Shortened:
-    """A config of about `steps` optimizer steps that reaches every phase which has any. Raises nothing."""
-    short = config.shortened(steps)
-    stop_at = min(steps, config.total_steps()) if short is config else None
-    sizes = short.phases()
-    length = min([steps, *(size.steps for size in sizes if size.steps)])
-    log = replace(config.log, every=max(1, min(config.log.every, length // LINES)), tensorboard=False)
-    short = short.untimed().changed(log=log)
-    if short.eval is not None:
-        every = max(1, min(short.eval.every, length // EVALUATIONS_PROBED))
-        short = short.changed(eval=replace(short.eval, every=every))
-    first, save_at = 0, {}
-    for size in sizes:
-        save_at[size.name] = first + min(size.steps, steps) // 2
+def middles(config: JobConfig, steps: int) -> dict[str, int]:
+    """By phase of a probe of about `steps` steps: the step of the run from which a checkpoint is asked for."""
+    first, found = 0, {}
+    for size in config.phases():
+        found[size.name] = first + min(size.steps, steps) // 2
         first += size.steps
-    return Shortened(config=short, stop_at=stop_at, save_at=save_at)
+    return found
 
 
-def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Path) -> str | None:
+def place(definition: StackDefinition, config: JobConfig, root: Path, workdir: Path) -> str | None:
     """The work folder as the supervisor leaves it: run.json, data/, the base weights, a command's code and inputs. The
     hash of that code; None for a job of this project's own. Raises GpufleetError.
     """
@@ -195,8 +175,8 @@ def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Pat
             link = workdir / USER / NAMED / name / below
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(file.resolve())
-    atomic.write_json(workdir / RUN, probe_document(definition.job.experiment, asdict(plan.config)))
-    if not definition.job.parameters.code_may_change:
+    atomic.write_json(workdir / RUN, probe_document(definition.job.experiment, asdict(config)))
+    if config.code_folders():
         return None
     tree = code.read(definition, root)
     if tree is None:

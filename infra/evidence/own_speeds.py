@@ -55,7 +55,7 @@ def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Itera
         ),
         None,
     )
-    if node is None or device["kind"] != "cuda" or config.is_users_own:
+    if node is None or device["kind"] != "cuda" or config.told_speed is not None:
         return
     sizes = {size.name: (index, size) for index, size in enumerate(config.phases())}
     for phase in tree["phases"]:

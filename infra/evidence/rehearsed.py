@@ -14,7 +14,7 @@ SAVES = "saves_on_signal"  # true, false; null: not shown
 def saves_doubt(definition: StackDefinition, root: Path) -> str:
     """That job.stop.saves is declared and no rehearsal here has shown it; nothing where the newest that tells has."""
     config = definition.job.parameters
-    if not (config.is_users_own and config.saves_on_signal):
+    if config.code_folders() or not config.saves_on_signal:  # ours is known to
         return ""
     found = sorted((root / FOLDER / definition.name).glob(f"*/{SUMMARY}"), key=lambda path: path.stat().st_mtime)
     told = [saves for path in found if (saves := (atomic.read_object(path) or {}).get(SAVES)) is not None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpufleet.infra.catalog import Instance
-from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.kind.common import GB, PhaseSize, Rung
 
 # Share of a link's data sheet that an all-reduce over eight GPUs reaches: 231 of 300 GB/s on p4d.24xlarge
@@ -30,16 +30,17 @@ def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> f
     peak, bandwidth = gpu.peak_tflops(config.products()), gpu.bandwidth_gb_s
     if peak is None or bandwidth is None:
         return None
-    tokens = size.tokens_per_step * (1 + config.empty_rows(ranks) / config.rows())
+    tokens = size.tokens_per_step * (1 + batch.empty_rows(config, ranks) / (config.rows() or 1))
     rung = _rung(instance, config, ranks)
     again = size.forward_share if rung.products_too and size.steps else 0.0
     compute_s = tokens * size.flops_per_token * (1 + again) / (peak * share * ranks * 1e12)
     cut = ranks if size.sharded else 1
     traffic = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
     if rung.checkpointing and size.steps:
-        whole, kept = (config.memory_on(index, each, ranks) for each in (Rung(micro=rung.micro), rung))
-        made = max(0.0, whole.activations_gb - kept.activations_gb) * GB
-        traffic += 2 * config.micro_batches(rung, ranks) * made
+        held = (config.memory(index, each, ranks) for each in (Rung(micro=rung.micro), rung))
+        whole, kept = (0.0 if memory is None else memory.activations_gb for memory in held)
+        made = max(0.0, whole - kept) * GB
+        traffic += 2 * batch.micro_batches(config, rung, ranks) * made
     return (compute_s + traffic / (bandwidth * share * 1e9)) * 1e3
 
 
@@ -47,10 +48,10 @@ def launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int
     """Milliseconds in which the host makes a step's batch and launches its kernels, with the micro-batches that the
     node's GPUs hold.
     """
-    prepared = size.launch_ms + config.rows_per_rank(ranks) * size.row_host_ms
+    prepared = size.launch_ms + batch.rows_per_rank(config, ranks) * size.row_host_ms
     if not size.micro_launch_ms:
         return prepared
-    return prepared + config.micro_batches(_rung(instance, config, ranks), ranks) * size.micro_launch_ms
+    return prepared + batch.micro_batches(config, _rung(instance, config, ranks), ranks) * size.micro_launch_ms
 
 
 def exchange_ms(
@@ -63,7 +64,7 @@ def exchange_ms(
     link_rate = instance.gpu.link_gb_s * REACHED[instance.gpu.link] * 1e9
     within = 0.0
     if each > 1:
-        micros = config.micro_batches(_rung(instance, config, ranks), ranks)
+        micros = batch.micro_batches(config, _rung(instance, config, ranks), ranks)
         summed = micros * gradients if size.sharded else 2 * gradients
         within = (each - 1) / each * (micros * size.gathered_bytes + summed) / link_rate
     between = between_nodes_bytes(size, nodes) / (instance.between_nodes_gbps(cards) / 8 * NETWORK_REACHED * 1e9)
@@ -81,4 +82,4 @@ def with_exchange(work_ms: float, within_ms: float, between_ms: float) -> float:
 
 
 def _rung(instance: Instance, config: JobConfig, ranks: int) -> Rung:
-    return config.choose_rung(instance.gpu_memory_gb, ranks=ranks) or config.ladder(ranks)[-1]
+    return batch.choose_rung(config, instance.gpu_memory_gb, ranks=ranks) or config.ladder(ranks)[-1]

@@ -65,7 +65,7 @@ class Packed:
 
 def read(definition: StackDefinition, root: Path) -> Tree | None:
     """What `definition` ships; None: the image has all. Raises DefinitionError: it is not there, or too large."""
-    if (code := definition.job.parameters.shipped) is None:
+    if (code := definition.job.parameters.demands.code) is None:
         return None
     folder = root / code.folder
     if not folder.is_dir():
@@ -125,7 +125,7 @@ def programs(definition: StackDefinition, root: Path) -> Path | None:
                 " what the command imports, such as ../my-model/.venv/bin/python"
             )
         return python.absolute().parent  # not resolved: an environment's interpreter is a link
-    code = definition.job.parameters.shipped
+    code = definition.job.parameters.demands.code
     places = [root / code.folder / name / "bin" for name in ENVIRONMENTS] if code else []
     if Path(__file__).is_relative_to(sys.prefix):  # not a clone's environment, which is gpufleet's alone
         places.append(Path(os.environ.get("VIRTUAL_ENV", sys.prefix)) / "bin")

@@ -38,7 +38,7 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
 
 def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
     """What is wrong with the folder of a command's code: it is not there, is empty or cannot be shipped."""
-    if definition.job.parameters.shipped is None:
+    if definition.job.parameters.demands.code is None:
         return []
     from gpufleet.infra.inputs import code  # here: most callers ship none
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpufleet.infra.market.market import DEADLINE, Beside, FleetKeys, ProblemList
 from gpufleet.infra.market.spot import Spot
+from gpufleet.job.kind import batch
 
 MOST_HEARTBEAT_S = 300  # a hand-over waits ten minutes
 
@@ -31,6 +32,6 @@ class SpotThenOnDemand(Spot):
             hint = "A node on spot hears by then that the run goes on on demand, and saves."
             path = f"{config.path}.checkpoint.heartbeat_s"
             findings.add(path, f"at most {MOST_HEARTBEAT_S}, with fleet.fallback: on-demand", hint)
-        if config is not None and config.is_endless:
+        if config is not None and batch.is_endless(config):
             hint = f"Say how long the run is, in {config.path}.work."
             findings.add("fleet.fallback", "none for a run of which nobody says how much work it is", hint)

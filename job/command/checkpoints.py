@@ -233,7 +233,7 @@ class CommandCheckpoints:
 
     def _waits_for_leader(self) -> bool:
         """Whether the leader may still tell of a checkpoint of which this node has a part."""
-        if self._node == 0 or not self._config.leaves_parts:
+        if self._node == 0 or not self._config.parts.leaves:
             return False
         told = self._leader()
         return told is None or not told.ended

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from gpufleet.job.contract.inputs import Checks
 from gpufleet.job.experiments.dataset.facts import FACTS
-from gpufleet.job.kind.common import Rung, bounded
-from gpufleet.job.kind.job import JobConfig
+from gpufleet.job.kind.batch import total_steps
+from gpufleet.job.kind.common import (
+    EVALUATIONS_PROBED,
+    LINES_PROBED,
+    Checkpoint,
+    Compute,
+    Deliver,
+    Guard,
+    Rung,
+    bounded,
+)
+from gpufleet.job.kind.dataset import Dataset
+from gpufleet.job.kind.job import JobConfig, Probed, changed, named
 from gpufleet.job.text import counted
 
 BELOW_ONE = 0.99999  # the largest that a share of what was before may be: at 1 it would never change
@@ -22,14 +33,74 @@ class ExperimentConfig(JobConfig):
 
     __slots__ = ()
 
+    seed: int
+    data: Any
+    optim: Any
+    eval: Any = None  # None: it evaluates in a way of its own
+    precision: Compute
+    checkpoint: Checkpoint
+    guard: Guard
+    deliver: Deliver = "last"  # the weights of final/
+
     module: ClassVar[str] = "gpufleet.job.experiments.engine"
     trainer: ClassVar[str]  # module:class, imported when a run asks for it
+    dataset_class: ClassVar[str]  # the same of its data
     dataset_checks: ClassVar[Checks] = FACTS
 
     @classmethod
     def code_folders(cls) -> tuple[str, ...]:
         """Those of all ready-made jobs, and its own."""
         return (*SHARED, "/".join(cls.__module__.split(".")[2:-1]))
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        found: Dataset[Any] = named(self.dataset_class)(self)
+        return found
+
+    def products(self) -> str:
+        return self.precision.compute
+
+    def save_interval_s(self, step_s: float) -> float:
+        return self.checkpoint.interval_s
+
+    @property
+    def delivers_best(self) -> bool:
+        return self.deliver == "best"
+
+    def shortened(self, steps: int) -> Self | None:
+        """About `steps` optimizer steps of the same work; None where the data say how long it is."""
+        return None
+
+    def probed(self, steps: int) -> Probed:
+        short = self.shortened(steps)
+        config, stop_at = (self, min(steps, total_steps(self))) if short is None else (short, None)
+        length = min([steps, *(size.steps for size in config.phases() if size.steps)])
+        every = max(1, min(config.log.every, length // LINES_PROBED))
+        sections: dict[str, Any] = {"log": replace(config.log, every=every, tensorboard=False)}
+        if config.eval is not None:
+            sections["eval"] = replace(config.eval, every=max(1, min(config.eval.every, length // EVALUATIONS_PROBED)))
+        checkpoint = replace(config.checkpoint, interval_s=86400.0)
+        return Probed(changed(config, checkpoint=checkpoint, **sections), stop_at)
+
+    def state_dtype(self, phase_index: int) -> str:
+        """fp32 or bf16: weights, gradients and moments alike."""
+        return "fp32"
+
+    def state_in_words(self) -> str:
+        """What weights, gradients and moments are kept in, and what is in fp32 besides."""
+        return "fp32; loss and norms in fp32"
+
+    def waits_for_saves(self) -> bool:
+        """Whether training stands still until a save is written."""
+        return False
+
+    def compiles(self) -> bool:
+        """Whether blocks and loss are compiled on a GPU."""
+        return True
+
+    def runs_compiled(self) -> bool:
+        """Whether its steps run compiled: on a GPU, unless they are told not to."""
+        return self.device == "cuda" and self.compiles()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

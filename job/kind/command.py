@@ -7,7 +7,6 @@ What a format fills in stands in FORMATS, with what its framework does (docs/own
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -15,28 +14,30 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from gpufleet.job.kind.batch import is_endless, total_steps
 from gpufleet.job.kind.common import (
+    ENDLESS_S,
     GB,
+    LINES_PROBED,
     Code,
-    Compute,
-    Deliver,
-    Guard,
+    Demands,
     Log,
     Memory,
+    NodeParts,
     PhaseSize,
     Rung,
     Sizes,
+    ToldSpeed,
+    ToldTime,
     added_later,
     bounded,
     in_gb,
     one_or_more,
 )
-from gpufleet.job.kind.job import JobConfig
+from gpufleet.job.kind.job import JobConfig, Probed, Processes, changed
 
 PHASE = "train"
-ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
 PROBE_SAVE_S = 600.0  # of a probe beyond its steps, for the command to save by itself
-P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
 STEP, EPOCH, RANK = "{step}", "{epoch}", "{rank}"
 MINUTE_MS = 60_000.0
 GPUS_NAMED = re.compile(r"(?P<gpus>[1-9][0-9]{0,2}) ?x ?(?P<gpu>\S.*)")
@@ -196,32 +197,16 @@ class ExitRules:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Own:
-    """Where its data comes from: the command sees to that."""
-
-    source: Literal["own"] = "own"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CommandConfig(JobConfig):
     """A script of the user's own."""
 
     module: ClassVar[str] = "gpufleet.job.command"
     path: ClassVar[str] = "job"
-    dataset_kind: ClassVar[str] = ""
-    resumes_everywhere: ClassVar[bool] = True
-    leaves_results: ClassVar[bool] = False  # its outputs are its own
-    data: ClassVar[Own] = Own()  # type: ignore[misc]
-    seed: ClassVar[int] = 0  # type: ignore[misc]
-    optim: ClassVar[None] = None  # type: ignore[misc]
-    precision: ClassVar[Compute] = Compute(compute="fp32")  # type: ignore[misc]  # it asks no GPU for anything
-    guard: ClassVar[Guard] = Guard(divergence=False)  # type: ignore[misc]
-    deliver: ClassVar[Deliver] = "last"  # type: ignore[misc]
+    processes: ClassVar[Processes] = "own"
     leaves_speed: ClassVar[tuple[str, ...]] = (
         "work", "stop", "exit", "outputs", "secrets", "registry", "resume", "memory_gb", "progress", "code", "aws",
         "workdir",
     )  # fmt: skip
-    code_may_change: ClassVar[bool] = True  # else each comment would cost a probe
 
     command: str = ""  # for sh -ec
     setup: str = ""  # once per node, before it
@@ -274,19 +259,17 @@ class CommandConfig(JobConfig):
         return FORMATS[self.progress.format or self.checkpoint.format or "file"].progress
 
     @property
-    def leaves_parts(self) -> bool:  # type: ignore[override]
-        """True but for one file that is overwritten, of which only the leader's counts."""
-        return self.saves and not self.checkpoint.rewritten
+    def parts(self) -> NodeParts:  # type: ignore[override]
+        """Each node leaves one, but for one file that is overwritten, of which only the leader's counts."""
+        own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(each)) for each in self.names if RANK in each]
+        of_rank = (self.format.of_rank, *(each + ".+" if each.endswith("/") else each for each in own))
+        leaves = self.saves and not self.checkpoint.rewritten
+        return NodeParts(reads=True, leaves=leaves, of_rank=tuple(filter(None, of_rank)))
 
     @property
     def companions(self) -> tuple[str, ...]:
         """What is kept with each checkpoint, below `checkpoint.folder`."""
         return (*self.checkpoint.also, *self.format.also)
-
-    def is_of_rank(self, name: str) -> bool:
-        own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(each)) for each in self.names if RANK in each]
-        of_rank = (self.format.of_rank, *(each + ".+" if each.endswith("/") else each for each in own))
-        return any(re.search(f"(^|/)({pattern})$", name) for pattern in of_rank if pattern)
 
     @property
     def groups(self) -> frozenset[str]:
@@ -330,10 +313,6 @@ class CommandConfig(JobConfig):
         return self.checkpoint.format != "none"
 
     @property
-    def held_minutes(self) -> float:
-        return self.exit.hold_minutes
-
-    @property
     def saves_on_signal(self) -> bool | None:
         """Whether a stop leaves a checkpoint; None: not known."""
         return {"true": True, "false": False, "unknown": None}[self.stop.saves] if self.saves else False
@@ -363,22 +342,20 @@ class CommandConfig(JobConfig):
         return self.total is not None
 
     @property
-    def is_endless(self) -> bool:
-        """Whether nobody says how long it is: it trains until a limit."""
-        return self.total is None and self.work.hours is None
-
-    @property
-    def memory_is_predicted(self) -> bool:
-        return self.memory_gb is not None
-
-    @property
-    def is_users_own(self) -> bool:
-        return True
-
-    @property
-    def installs(self) -> bool:
-        """Whether it may put packages where it runs: it has a set-up, or a command that speaks of installing."""
-        return bool(self.setup.strip()) or re.search(r"\binstall\b", self.command) is not None
+    def demands(self) -> Demands:  # type: ignore[override]
+        """It may install with a set-up, or where the command speaks of it."""
+        return Demands(
+            apart=self._trains_apart(),
+            like_nodes=self.checkpoint.same_gpus and self.gpus is None,
+            interval=self.saves and self.checkpoint.every == Every(),
+            code=self.code,
+            installs=bool(self.setup.strip()) or re.search(r"\binstall\b", self.command) is not None,
+            inputs=tuple((path, found[1]) for path, text in self.texts() for found in INPUT.finditer(text)),
+            secrets={**(self.secrets or {}), **({"registry": self.registry} if self.registry else {})},
+            login=self.registry,
+            node_role=self.aws,
+            held_minutes=self.exit.hold_minutes,
+        )
 
     def steps_between_saves(self) -> int | None:
         """In `unit`."""
@@ -388,40 +365,24 @@ class CommandConfig(JobConfig):
         each = self.work.steps_per_epoch
         return every.epochs * each if every.epochs is not None and each is not None else every.steps
 
-    def staged_in_host_memory(self, phase_index: int) -> int:
-        """None: snapshots go from disk to disk."""
-        return 0
-
-    def stated_spread(self) -> tuple[float, float] | None:
-        """How far its hours may be from `work.hours.likely`, as sigma of a log-normal below and above; of a run that
-        nobody bounds, not at all. None: they are not said.
-        """
-        if (hours := self.work.hours) is not None:
-            return math.log(hours.likely / hours.low) / P90_SIGMAS, math.log(hours.high / hours.likely) / P90_SIGMAS
-        return (0.0, 0.0) if self.is_endless else None
-
-    def bounded(self, hours: float) -> CommandConfig:
-        if not self.is_endless:
-            return self
-        return self.changed(work=replace(self.work, hours=Hours(low=hours, likely=hours, high=hours)))
+    @property
+    def told_speed(self) -> ToldSpeed:
+        hours = (told.low, told.likely, told.high) if (told := self.work.hours) else None
+        from_page, times = self.work.from_ == "page", tuple(self._told_times())
+        return ToldSpeed(key=f"{self.path}.work.{self._counted_key}", times=times, from_page=from_page, hours=hours)
 
     @property
-    def times_key(self) -> str:
-        """The key under which the file says how long a step is, or an epoch where these are counted."""
-        return "work.epoch_minutes" if self.unit == "epoch" else "work.step_ms"
+    def _counted_key(self) -> str:
+        return "epoch_minutes" if self.unit == "epoch" else "step_ms"
 
-    def declared_times(self) -> Iterator[tuple[str, int | None, float]]:
-        """GPU, how many of it (None: not said), and milliseconds of a step or an epoch, as the file has them."""
-        times = {name: each * MINUTE_MS for name, each in (self.work.epoch_minutes or {}).items()}
-        for name, ms in (times if self.unit == "epoch" else self.work.step_ms or {}).items():
-            found = GPUS_NAMED.fullmatch(name)
-            yield (name, None, ms) if found is None else (found["gpu"], int(found["gpus"]), ms)
-
-    def gpus_named(self) -> Iterator[tuple[str, str, str]]:
-        for key, times in (("step_ms", self.work.step_ms), ("epoch_minutes", self.work.epoch_minutes)):
-            for name in times or {}:
+    def _told_times(self) -> Iterator[ToldTime]:
+        counted = self._counted_key
+        for key, unit_ms in (("step_ms", 1.0), ("epoch_minutes", MINUTE_MS)):
+            for name, each in (getattr(self.work, key) or {}).items():
                 found = GPUS_NAMED.fullmatch(name)
-                yield f"{self.path}.work.{key}", name, name if found is None else found["gpu"]
+                gpu, gpus = (name, None) if found is None else (found["gpu"], int(found["gpus"]))
+                section, ms = f"{self.path}.work.{key}", each * unit_ms
+                yield ToldTime(section=section, key=name, gpu=gpu, gpus=gpus, ms=ms, counts=key == counted)
 
     def save_interval_s(self, step_s: float) -> float:
         if not self.saves:
@@ -433,29 +394,41 @@ class CommandConfig(JobConfig):
             return count * step_s
         return self.work.hours.likely * 3600 if self.work.hours else 3600.0
 
-    def as_measured(self, *, save_bytes: int | None, save_steps: int | None, saves_on_stop: bool) -> CommandConfig:
+    def completed(
+        self,
+        *,
+        hours: float = 0.0,
+        save_bytes: int | None = None,
+        save_steps: int | None = None,
+        saves_on_stop: bool = False,
+    ) -> CommandConfig:
         """The size measured goes before the one declared; the rest counts where nothing is declared."""
+        if hours:
+            bought = Hours(low=hours, likely=hours, high=hours)
+            return changed(self, work=replace(self.work, hours=bought)) if is_endless(self) else self
         size = self.checkpoint.size_gb if save_bytes is None else save_bytes / GB
-        says = self.says_when_it_saves or save_steps is None or not self.counts_steps
+        says = not self.demands.interval or save_steps is None or not self.counts_steps
         told = Every(epochs=save_steps) if self.unit == "epoch" else Every(steps=save_steps)
         every = self.checkpoint.every if says else told
         saves = "true" if saves_on_stop and self.stop.saves == "unknown" else self.stop.saves
-        return self.changed(
-            checkpoint=replace(self.checkpoint, size_gb=size, every=every), stop=replace(self.stop, saves=saves)
-        )
+        saved = replace(self.checkpoint, size_gb=size, every=every)
+        return changed(self, checkpoint=saved, stop=replace(self.stop, saves=saves))
 
-    def untimed(self) -> CommandConfig:
-        """The parameters for a probe: it saves when it does, and nobody waits once it has failed."""
-        return self.changed(exit=replace(self.exit, hold_minutes=0.0))
+    def probed(self, steps: int) -> Probed:
+        """Stopped, not shortened: it saves when it does, which is waited for unless a stop or a request makes it save,
+        and nobody waits once it has failed.
+        """
+        stop_at = min(steps, total_steps(self))
+        log = replace(self.log, every=max(1, min(self.log.every, stop_at // LINES_PROBED)), tensorboard=False)
+        waits = self.stop.saves != "true" and self.stop.request is None
+        config = changed(self, log=log, exit=replace(self.exit, hold_minutes=0.0))
+        return Probed(config, stop_at, PROBE_SAVE_S if waits else 0.0)
 
-    @property
-    def save_wait_s(self) -> float:  # type: ignore[override]
-        """None where a stop or a request makes it save."""
-        return 0.0 if self.stop.saves == "true" or self.stop.request is not None else PROBE_SAVE_S
-
-    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
-        """The memory that the definition declares; zero without a declaration."""
-        return in_gb(weights=(self.memory_gb or 0.0) * GB, gradients=0, moments=0, activations=0, logits=0)
+    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory | None:
+        """The memory that the definition declares."""
+        if self.memory_gb is None:
+            return None
+        return in_gb(weights=self.memory_gb * GB, gradients=0, moments=0, activations=0, logits=0)
 
     def sizes(self) -> Sizes:
         """A checkpoint as declared, and outputs as large as one."""
@@ -467,10 +440,12 @@ class CommandConfig(JobConfig):
             final={"outputs": held},
             final_if_cut=(0,),
             dataset=0,
+            staged_in_memory=False,  # snapshots go from disk to disk
+            results=False,  # its outputs are its own
         )
 
-    def rows(self) -> int:
-        return 1
+    def rows(self) -> None:
+        return None
 
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         return (Rung(micro=1),)
@@ -478,31 +453,16 @@ class CommandConfig(JobConfig):
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
         """GPUs that the command uses: as many as it is told, or all where something in it starts a process for each."""
         several = any(word in self.command for word in LAUNCHERS) or any(
-            gpus and gpus > 1 for _, gpus, _ in self.declared_times()
+            each.counts and each.gpus and each.gpus > 1 for each in self._told_times()
         )
         return (self.gpus or (gpu_count if several and self.device == "cuda" else 1)) * nodes
 
-    def empty_rows(self, ranks: int) -> int:
-        """None that anybody knows of."""
-        return 0
-
-    def launched(self, ranks: int) -> int:
-        """One, its host; the command starts its own."""
-        return 1
-
-    def least_gpus(self) -> int:
-        return self.gpus or 1
-
-    def gpus_used(self, gpu_count: int) -> int:
-        return self.gpus or gpu_count
+    def gpus_needed(self, there: int = 1) -> int:
+        return self.gpus or there
 
     @property
     def grace_s(self) -> float:
         return self.stop.grace_s
-
-    def shortened(self, steps: int) -> CommandConfig:
-        """Itself: a command is stopped, not shortened."""
-        return self
 
     def problems(self) -> list[tuple[str, str]]:
         """What no field's own range can say, as (path under job, sentence)."""
@@ -555,7 +515,7 @@ class CommandConfig(JobConfig):
         for path, several in (("checkpoint.also", self.checkpoint.also), ("outputs", self.outputs)):
             yield from ((f"{path}[{index}]", text) for index, text in enumerate(several))
 
-    def trains_apart(self) -> str:
+    def _trains_apart(self) -> str:
         if (found := ALONE.search(self.command)) is not None:
             return f"{STATIC} in the place of {found[0]}, with which each node trains alone"
         names_rank = any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts())
@@ -566,34 +526,6 @@ class CommandConfig(JobConfig):
                 " {NODE_RANK: '{node_rank}'}"
             )
         return ""
-
-    def inputs_named(self) -> Iterator[tuple[str, str]]:
-        for path, text in self.texts():
-            yield from ((path, found[1]) for found in INPUT.finditer(text))
-
-    @property
-    def shipped(self) -> Code | None:
-        return self.code
-
-    @property
-    def login(self) -> str | None:
-        return self.registry
-
-    @property
-    def secrets_named(self) -> dict[str, str]:
-        return {**(self.secrets or {}), **({"registry": self.registry} if self.registry else {})}
-
-    @property
-    def has_node_role(self) -> bool:
-        return self.aws
-
-    @property
-    def says_when_it_saves(self) -> bool:
-        return self.checkpoint.every != Every() or not self.saves
-
-    @property
-    def needs_like_nodes(self) -> bool:
-        return self.checkpoint.same_gpus and self.gpus is None
 
     def _checkpoint_problems(self) -> Iterator[tuple[str, str]]:
         saved = self.checkpoint
@@ -712,7 +644,7 @@ class CommandConfig(JobConfig):
         if not self.saves:
             yield "job.checkpoint is none: a loss repeats all that was trained before it, and is priced so"
             return
-        if not self.says_when_it_saves:
+        if self.demands.interval:
             yield (
                 "job.checkpoint.every is not said: a loss is priced as if it repeated an hour, and only your script"
                 " knows how often it saves"

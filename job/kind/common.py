@@ -7,9 +7,11 @@ job check the same bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import lru_cache, wraps
+from typing import Any, Literal, TypeVar, cast
 
 Say = Callable[[str], None]  # one line for who watches
 GB = 1e9
@@ -18,6 +20,28 @@ DEVICE_RESERVE_GB = 1.0  # CUDA context, cuBLAS workspace, fragmentation: an est
 # Whose weights final/ holds: of the last phase's best evaluation, or those after the last step.
 Deliver = Literal["best", "last"]
 EVALUATIONS_PROBED = 3  # per phase of a job that is shortened to be measured, where it evaluates at all
+LINES_PROBED = 10  # of metrics.jsonl per phase there, at least: each is one figure of the spread
+ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
+F = TypeVar("F", bound=Callable[..., Any])
+_KEPT = 4096  # answers
+
+
+def remembered(function: F) -> F:
+    """The function with its answers kept, for frozen parameters, which a comparison asks thousands of times: the same
+    object by its identity, as hashing parameters takes longer than finding the answer.
+    """
+    of_equal, kept = lru_cache(maxsize=_KEPT)(function), dict[tuple[Any, ...], tuple[Any, Any]]()
+
+    @wraps(function)
+    def answer(config: Any, *rest: Any, **named: Any) -> Any:
+        key = (id(config), *rest, *named.items())
+        if key not in kept:
+            if len(kept) >= _KEPT:
+                kept.clear()
+            kept[key] = config, of_equal(config, *rest, **named)  # while it stands here its identity is no other's
+        return kept[key][1]
+
+    return cast(F, answer)
 
 
 def bounded(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
@@ -122,6 +146,8 @@ class PhaseSize:
     attention: Literal["causal", "full"] | None = "causal"  # as flops_per_token counts it; None: there is none
     counts: Literal["steps", "epochs", "seconds"] = "steps"  # seconds: of a run whose steps nobody knows, each a second
     validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out
+    may_stop_early: bool = False  # by itself, before its last step
+    waits_for_saves: bool = False  # training stands still until a save is written
 
     def evaluation_s(self, step_s: float) -> float:
         """Seconds of one evaluation, where a step takes `step_s`."""
@@ -153,6 +179,8 @@ class Sizes:
     final_if_cut: tuple[int, ...]  # by phase: final/ where a limit ends the run in it
     dataset: int  # of the prepared dataset, estimated before there is one
     base_weights: int = 0  # that a node stages before the first step
+    staged_in_memory: bool = True  # the host holds a checkpoint in memory while it is written
+    results: bool = True  # a finished run leaves results.json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,15 +197,72 @@ class Rung:
     products_too: bool = False
 
 
-def in_gb(*, weights: float, gradients: float, moments: float, activations: float, logits: float) -> Memory:
-    """Bytes that are all alive at the peak."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demands:
+    """What a job asks of what is around it."""
+
+    one_node: str = ""  # why several do not help it; empty: they do
+    apart: str = ""  # what to write where each of several nodes would train alone; empty: they train together
+    like_nodes: bool = False  # only a node with equally many GPUs resumes what one has saved
+    interval: bool = False  # nobody says how often it saves, which only matters where nodes are taken away
+    container_options: str = ""  # words for `docker run`; {app}: the job archive's folder
+    code: Code | None = None  # the user's, that a node gets beside gpufleet's own
+    installs: bool = False  # it may put packages where it runs
+    inputs: tuple[tuple[str, str], ...] = ()  # entries of storage.inputs that it uses, as (path of the key, name)
+    # What a node may read of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name), by what the
+    # parameters call it; and where user:password for the image's registry are kept.
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    login: str | None = None
+    node_role: bool = False  # the job itself may do what its node may
+    held_minutes: float = 0.0  # that a node stays after its run has failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToldTime:
+    """How long a step, or an epoch, takes on a GPU."""
+
+    section: str  # the path of the section that says it, and its key there
+    key: str
+    gpu: str
+    gpus: int | None  # None: not said
+    ms: float
+    counts: bool  # it is of what the run counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToldSpeed:
+    """How long a step takes where the parameters say it."""
+
+    key: str  # the path of the section in which they say it
+    times: tuple[ToldTime, ...] = ()
+    from_page: bool = False  # somebody's page has them, not the user
+    hours: tuple[float, float, float] | None = None  # p10, p50 and p90 of the whole work; None: they are not said
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeParts:
+    """What each of several nodes has of a checkpoint, beside the leader, which has all that it writes."""
+
+    reads: bool = False  # each needs it on its own disk
+    leaves: bool = False  # each writes a part of it to its own disk
+    of_rank: tuple[str, ...] = ()  # regular expressions for names of files that only the rank reads which wrote them
+
+    def is_of_rank(self, name: str) -> bool:
+        """Whether a file of a checkpoint is read by that rank alone which has written it."""
+        return any(re.search(f"(^|/)({pattern})$", name) for pattern in self.of_rank)
+
+
+def in_gb(
+    *, weights: float, gradients: float, moments: float, activations: float, logits: float, peak: float | None = None
+) -> Memory:
+    """Bytes, which are all alive at the peak unless that is given."""
     return Memory(
         weights_gb=weights / GB,
         gradients_gb=gradients / GB,
         moments_gb=moments / GB,
         activations_gb=activations / GB,
         logits_gb=logits / GB,
-        total_gb=(weights + gradients + moments + activations + logits) / GB,
+        total_gb=(weights + gradients + moments + activations + logits if peak is None else peak) / GB,
     )
 
 

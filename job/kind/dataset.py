@@ -29,6 +29,7 @@ class Dataset(ABC, Generic[C]):
     """The dataset of one kind of job, and the base weights beside it, for the parameters `config`."""
 
     takes_tokenizer: ClassVar[bool] = True
+    generated: str = ""  # the data.source that is made, not fetched or the user's
 
     def __init__(self, config: C) -> None:
         self.config = config

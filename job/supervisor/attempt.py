@@ -213,7 +213,7 @@ class Supervisor:
         config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
         if config.device != "cuda" or attempts.accepts(self.others.attempts):
             return None
-        found, needed = len(self.world.gpus()), config.gpus_used(listed) if listed else 0
+        found, needed = len(self.world.gpus()), config.gpus_needed(listed) if listed else 0
         return None if found >= needed else f"{found} working GPUs, this run uses {needed} of {self.node.type}'s"
 
     def _stage(self) -> None:

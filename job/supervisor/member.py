@@ -103,7 +103,7 @@ class GangMember(Supervisor):
     @property
     def _leaves_parts(self) -> bool:
         """Each node sends what its ranks have written of a checkpoint."""
-        return self.run_file.config.leaves_parts
+        return self.run_file.config.parts.leaves
 
     @property
     def leads(self) -> bool:
@@ -250,7 +250,7 @@ class GangMember(Supervisor):
         self._forget()
         self.publisher.join(generation.number, rank, len(generation.members) if self._leaves_parts else 1)
         self.staging = replace(self.staging, node=rank)
-        reads = self.leads or self.run_file.config.resumes_everywhere
+        reads = self.leads or self.run_file.config.parts.reads
         if not self._begin_from(generation.origin if reads else None):
             return TrainerExit.UNREADABLE  # all begin anew, from the one before it
         self.rung = generation.rung
@@ -426,7 +426,7 @@ class GangMember(Supervisor):
     def _leader_stops(self) -> bool:
         assert self.generation is not None
         leader = self.watch.view.others.get(self.generation.leader)
-        return self.run_file.config.resumes_everywhere and leader is not None and leader.presence.stopping
+        return self.run_file.config.parts.reads and leader is not None and leader.presence.stopping
 
     def _look(self) -> None:
         """A leader heeds the notice of any member as its own, but does not leave for it."""

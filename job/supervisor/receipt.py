@@ -91,8 +91,8 @@ def measure(
     started = [float(each.record.started_s) for each in attempts if each.record.started_s is not None]
     machine = node.machine or Hardware()
     # What a command has of packages is in its image, which this process does not see.
-    ours = {} if run.config.code_may_change else {**machine.versions, "python": machine.python}
-    code = (run.code.sha256 if run.code else "") if run.config.code_may_change else None
+    ours = {} if not run.config.code_folders() else {**machine.versions, "python": machine.python}
+    code = None if run.config.code_folders() else (run.code.sha256 if run.code else "")
     found = measured.document(
         experiment=run.experiment,
         parameters=run.parameters,

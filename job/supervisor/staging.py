@@ -230,7 +230,7 @@ def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], what:
     already are not brought again. Raises UNFIT, and MismatchError on a doubted node.
     """
     manifest = _fit(stage, place, sizes)
-    files = manifest.read_by(stage.node, stage.run.config.is_of_rank)
+    files = manifest.read_by(stage.node, stage.run.config.parts.is_of_rank)
     commit = replace(manifest.commit, files=tuple((file.name, file.bytes) for file in files.values()))
     if manifest.parts:
         own = place.part_prefix(stage.node)

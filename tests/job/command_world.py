@@ -30,6 +30,7 @@ from gpufleet.job.contract.messages import Message
 from gpufleet.job.contract.run import config_digest
 from gpufleet.job.kind import convert
 from gpufleet.job.kind.command import CommandConfig
+from gpufleet.job.kind.job import require
 
 OWN_CODE = Path(__file__).parent / "own_code"
 PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
@@ -64,7 +65,7 @@ def parameters(command: str, **sections: Any) -> dict[str, Any]:
         **sections,
     }
     config = convert.from_json(CommandConfig, tree, "job", CommandConfig())
-    config.require()
+    require(config)
     return json.loads(json.dumps(asdict(config)))  # type: ignore[no-any-return]
 
 

@@ -30,7 +30,7 @@ PARAMETERS: dict[str, Any] = {
     "precision": {"compute": "fp32"},
     "checkpoint": {"interval_s": 3600.0},
     "generate": {"tasks": 2, "candidates": 2, "max_tokens": 6},
-    "funnel": {"planted": 4, "workers": 2, "candidate_s": 30.0, "memory_gb": 2.0, "trials": 3, "ablations": False},
+    "funnel": {"planted": 4, "workers": 2, "candidate_s": 30.0, "memory_gb": 2.0, "trials": 3},
     "log": {"every": 1},
 }
 

@@ -27,7 +27,7 @@ from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.pretrain.model import CharGpt
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.kind.common import Memory
+from gpufleet.job.kind.common import Memory, Rung
 
 SHAPES: tuple[dict[str, Any], ...] = (
     {"layers": 4, "width": 64, "head_dim": 32},
@@ -159,9 +159,9 @@ def main() -> None:
             reshard_after_forward=deep,
         )
         measured = many_ranks(config, 4, checkpointing=deep, ranks=8, every=29)
-        _say(f"{layers} x {width}", measured, config.memory(0, 4, checkpointing=deep, ranks=8))
+        _say(f"{layers} x {width}", measured, config.memory(0, Rung(micro=4, checkpointing=deep), 8))
     tuned = SftConfig(method="full", model=replace(DecoderConfig(), layers=2))
-    _say("decoder, 2 layers", whole_decoder(tuned, 2, ranks=8), tuned.memory(0, 2, ranks=8))
+    _say("decoder, 2 layers", whole_decoder(tuned, 2, ranks=8), tuned.memory(0, Rung(micro=2), 8))
 
 
 def _say(model: str, measured: float, memory: Memory) -> None:

@@ -21,6 +21,7 @@ from gpufleet.job.command.progress import Metrics, StepReader
 from gpufleet.job.command.start import CommandStart
 from gpufleet.job.kind import convert
 from gpufleet.job.kind.command import CommandConfig
+from gpufleet.job.kind.job import require
 
 Delivery = Literal["at once", "in blocks", "late", "none"]
 PATTERNS = {
@@ -83,7 +84,7 @@ class FakeScript:
             **sections,
         }
         config = convert.from_json(CommandConfig, tree, "job", CommandConfig())
-        config.require()
+        require(config)
         return config
 
 

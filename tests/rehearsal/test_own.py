@@ -158,8 +158,8 @@ def test_a_stand_in_writes_what_the_file_declares(tmp_path: Path, checkpoint: st
     laid.write_text(changed)
     config = load(laid, now=datetime.now(UTC)).job.parameters
     assert config.device == "cpu"
-    assert config.shipped is not None
-    assert Path(config.shipped.folder) == code
+    assert config.demands.code is not None
+    assert Path(config.demands.code.folder) == code
     told = json.loads((code / "told.json").read_text())
     (code / "told.json").write_text(json.dumps({**told, "steps": 10, "every": 10, "pace_s": 0}))
     kept = tmp_path / "kept"

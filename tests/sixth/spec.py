@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -74,8 +74,8 @@ class ToyConfig(ExperimentConfig):
             ),
         )
 
-    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
-        weights, tokens = 4 * self.parameters(), micro_batch * self.data.sequence
+    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
+        weights, tokens = 4 * self.parameters(), rung.micro * self.data.sequence
         held = {"weights": weights, "gradients": weights, "moments": 2 * weights}
         return in_gb(**held, activations=4 * tokens * self.width, logits=12 * tokens * self.vocab + GB)
 
@@ -97,7 +97,7 @@ class ToyConfig(ExperimentConfig):
         return cuts(self.windows, None, [self.windows])
 
     def shortened(self, steps: int) -> ToyConfig:
-        return self.changed(steps=min(self.steps, steps))
+        return replace(self, steps=min(self.steps, steps))
 
 
 class ToyStories(PreparedDataset[ToyConfig]):

@@ -45,7 +45,7 @@ def run_config(
         estimate=record.to_json(bill),
         predicted=record.predicted(bill),
         inputs=inputs,
-        image=definition.job.image if definition.job.parameters.code_may_change else None,
+        image=definition.job.image if not definition.job.parameters.code_folders() else None,
         nodes=definition.fleet.nodes,
         gather_s=round(bill.chosen.exposure.gather_h * 3600, 1) if definition.fleet.lets_go else None,
     )

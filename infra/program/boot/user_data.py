@@ -31,7 +31,7 @@ def known(definition: StackDefinition) -> dict[str, Any]:
         "fallback": bool(definition.fleet.market.stands_by),
         "timer_seconds": timer_seconds(definition),
         "device": definition.job.parameters.device,
-        "container_options": definition.job.parameters.container_options,
+        "container_options": definition.job.parameters.demands.container_options,
         "data_volume": None if disk is None else "snapshot" if disk.snapshot else "blank",
     }
 

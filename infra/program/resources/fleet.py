@@ -71,7 +71,7 @@ class FleetComponent(pulumi.ComponentResource):
                 http_endpoint="enabled",
                 http_tokens="required",
                 # A container on a bridge network is one hop further: a command's, which has no role unless it asks.
-                http_put_response_hop_limit=2 if definition.job.parameters.has_node_role else 1,
+                http_put_response_hop_limit=2 if definition.job.parameters.demands.node_role else 1,
                 instance_metadata_tags="enabled",  # the node reads its fleet's id there
             ),
             block_device_mappings=disks(definition),

@@ -228,7 +228,7 @@ def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
     read; a key of the user's is named.
     """
     region, key = definition.fleet.region, definition.account.kms_key
-    named = [*definition.job.parameters.secrets_named.values(), *filter(None, [definition.notify.webhook])]
+    named = [*definition.job.parameters.demands.secrets.values(), *filter(None, [definition.notify.webhook])]
     parameters = [each.removeprefix("ssm:") for each in named if each.startswith("ssm:")]
     secrets = [each.removeprefix("secretsmanager:") for each in named if each.startswith("secretsmanager:")]
     found: list[dict[str, Any]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset import prepare, weights
@@ -37,7 +37,15 @@ class PreparedDataset(Dataset[C]):
             say(f"{folder}: not needed and left out: {', '.join(left)}, {sum(left.values()) / 1e9:.2f} GB")
 
     @property
+    def generated(self) -> str:  # type: ignore[override]
+        return str(get_args(get_type_hints(type(self._data))["source"])[-1])
+
+    @property
     def source(self) -> str:
         """data.source."""
-        data: Any = self.config.data
-        return str(data.source)
+        return str(self._data.source)
+
+    @property
+    def _data(self) -> Any:
+        """The section of the parameters."""
+        return cast(Any, self.config).data

@@ -190,9 +190,9 @@ def imported(name: str) -> Callable[[Session], Experiment]:
 
 def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
     """Everything opened and checked, the banner said, nothing trained. Raises ValueError."""
-    precision, inputs = run.config.precision, workdir / INPUTS
-    bf16 = "bf16" in (precision.compute, *(run.config.state_dtype(i) for i in range(len(run.config.phases()))))
-    found = device.choose(run.config.device, bf16=bf16, local_rank=world.local_rank)
+    config, inputs = cast(ExperimentConfig, run.config), workdir / INPUTS
+    bf16 = "bf16" in (config.precision.compute, *(config.state_dtype(i) for i in range(len(config.phases()))))
+    found = device.choose(config.device, bf16=bf16, local_rank=world.local_rank)
     speak = say if world.first else _silent
     speak(found.banner() + (f" | {world.size} ranks" if world.size > 1 else ""))
     if found.is_cuda:
@@ -201,10 +201,10 @@ def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World)
             say(f"this node is refused: {problem}")
             os._exit(leave(workdir, world, TrainerExit.REFUSED))
 
-        preflight.run(workdir, found, world, gpus=run.config.gpus, say=speak, hung=hung)
+        preflight.run(workdir, found, world, gpus=config.gpus, say=speak, hung=hung)
     session = Session(
         workdir=workdir,
-        config=run.config,
+        config=config,
         config_sha256=run.digest,
         device=found,
         world=world,

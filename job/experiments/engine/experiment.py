@@ -20,7 +20,7 @@ from gpufleet.job.experiments.engine.device import Device
 from gpufleet.job.experiments.engine.metrics import MetricsFile
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.requests import Requests
-from gpufleet.job.kind import JobConfig
+from gpufleet.job.experiments.spec import ExperimentConfig
 from gpufleet.job.kind.common import PhaseSize, Rung
 
 IGNORED = -100  # a target that counts nothing, as in F.cross_entropy
@@ -130,7 +130,7 @@ class Session:
     """One start of the trainer on one rank: what it was given and what it found."""
 
     workdir: Path
-    config: JobConfig
+    config: ExperimentConfig
     config_sha256: str
     device: Device
     world: World

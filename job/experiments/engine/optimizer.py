@@ -12,6 +12,7 @@ and eps from the run config; amsgrad and maximize off. Moments start at 0 with e
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -44,12 +45,14 @@ def make(groups: Iterable[dict[str, Any]], config: Moments, *, seed: int) -> Opt
     assert torch.bfloat16 not in dtypes, dtypes
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps, fused=True)
     for parameter in parameters(optimizer):
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        optimizer.state[parameter] = zeros(parameter)
     return optimizer
+
+
+def zeros(parameter: Tensor) -> dict[str, Tensor]:
+    """The state of fused AdamW before its first step."""
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 def groups(module: nn.Module, decays: Callable[[str], bool], weight_decay: float) -> list[dict[str, Any]]:
@@ -76,6 +79,11 @@ def set_step(optimizer: Optimizer, step: int) -> None:
     for parameter in parameters(optimizer):
         if "step" in optimizer.state.get(parameter, {}):
             optimizer.state[parameter]["step"].fill_(step)
+
+
+def cosine(lr: float, floor: float, share: float) -> float:
+    """The rate after this share of the steps: half a cosine from `lr` down to `floor` x lr."""
+    return lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

@@ -8,6 +8,7 @@ from gpufleet.job.contract.messages import UsedRung
 from gpufleet.job.contract.workdir import RUNG
 from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.engine.experiment import Phase, Session
+from gpufleet.job.kind import batch
 from gpufleet.job.kind.common import Rung
 
 
@@ -20,7 +21,7 @@ def choose(session: Session, phase: Phase) -> Rung:
     ladder = config.ladder(ranks)
     index = min(session.rung, len(ladder) - 1)
     if session.device.is_cuda:
-        fitting = config.choose_rung(session.device.room_gb, phase.index, ranks)
+        fitting = batch.choose_rung(config, session.device.room_gb, phase.index, ranks)
         if fitting is None:
             raise ValueError(
                 f"phase {phase.name} does not fit {session.device.room_gb:.1f} GB at any micro-batch: choose an "
@@ -28,7 +29,7 @@ def choose(session: Session, phase: Phase) -> Rung:
             )
         index = max(index, ladder.index(fitting))
     rung = ladder[index]
-    lower = config.lower_rung(rung, phase.index, ranks)
+    lower = batch.lower_rung(config, rung, phase.index, ranks)
     used = UsedRung(
         phase=phase.name,
         rung=index,

@@ -33,6 +33,7 @@ from gpufleet.job.experiments.models.blocks import DTYPES, Block, Dispatch, Expe
 from gpufleet.job.experiments.models.config import CAPACITY
 from gpufleet.job.experiments.models.routing import Routing
 from gpufleet.job.experiments.models.selective import Checkpointed
+from gpufleet.job.kind.job import require
 
 INIT_STD = 0.02
 
@@ -109,7 +110,7 @@ class Growth(Checkpointed):
 
     def __init__(self, config: GrowthConfig, phase_index: int) -> None:
         super().__init__()
-        config.require()
+        require(config)
         self.shape = s = shape(config.model, phase_index)
         self.compute_dtype = DTYPES[config.precision.compute]
         self.embed = nn.Embedding(s.vocab, s.width)

@@ -11,11 +11,12 @@ from typing import ClassVar, Literal
 
 from gpufleet.job.experiments.models.config import CAPACITY, Shape
 from gpufleet.job.experiments.spec import BELOW_ONE, ExperimentConfig, cuts, warmup_doubts
+from gpufleet.job.kind.batch import rows_per_rank
 from gpufleet.job.kind.common import (
-    GB,
     Checkpoint,
     Compute,
     Deliver,
+    Demands,
     Guard,
     Log,
     Memory,
@@ -24,8 +25,10 @@ from gpufleet.job.kind.common import (
     Sizes,
     added_later,
     bounded,
+    in_gb,
+    remembered,
 )
-from gpufleet.job.kind.job import remembered
+from gpufleet.job.kind.job import Alternative
 
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
 # Of compiled steps on an H100 and an H200 (bench/results/gpu.md): what is left of a layer's activations, and bytes of a
@@ -111,7 +114,7 @@ class GrowthConfig(ExperimentConfig):
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.growth.run:TinystoriesGrowth"
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.growth.data:Stories"
-    one_node: ClassVar[str] = "it trains in one process"
+    demands: ClassVar[Demands] = Demands(one_node="it trains in one process")
     dataset_kind: ClassVar[str] = "windows"
     leaves_speed: ClassVar[tuple[str, ...]] = (
         "steps_per_phase",
@@ -187,12 +190,12 @@ class GrowthConfig(ExperimentConfig):
         return tuple(sizes)
 
     @remembered
-    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
         s = shape(self.model, phase_index)
         total, _ = parameters(s)
         state = 2 if self.state_dtype(phase_index) == "bf16" else 4
         compute = 2 if self.precision.compute == "bf16" else 4
-        micro = min(micro_batch, self.batch.sequences)
+        micro, checkpointing = min(rung.micro, self.batch.sequences), rung.checkpointing
         tokens = micro * self.data.sequence
 
         # Products cast the weights to their own dtype, wider or narrower, and put q, k and v together anyway; that
@@ -212,19 +215,13 @@ class GrowthConfig(ExperimentConfig):
         first = max(activations + max(logits, head), gradients + layer)
         second = min(micro, self.batch.sequences - micro) / micro
         shared = max(first, gradients + second * (activations + logits))
-        return Memory(
-            weights_gb=weights / GB,
-            gradients_gb=gradients / GB,
-            moments_gb=moments / GB,
-            activations_gb=activations / GB,
-            logits_gb=logits / GB,
-            total_gb=(weights + moments + shared) / GB,
-        )
+        held = {"weights": weights, "gradients": gradients, "moments": moments}
+        return in_gb(**held, activations=activations, logits=logits, peak=weights + moments + shared)
 
     @remembered
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         """All of the batch, 3/4, 1/2, 1/4 (16, 12+4, 8+8, 4+4+4+4), then activation checkpointing down to one."""
-        whole = self.rows_per_rank(ranks)
+        whole = rows_per_rank(self, ranks)
         return cuts(whole, self.batch.micro, [whole, whole * 3 // 4, whole // 2, whole // 4])
 
     def state_dtype(self, phase_index: int) -> str:
@@ -235,11 +232,10 @@ class GrowthConfig(ExperimentConfig):
         kept = ", ".join(f"{name} {self.state_dtype(index)}" for index, name in enumerate(_PHASES))
         return f"{kept} (run config); loss, norms and router in fp32"
 
-    def narrower(self) -> tuple[GrowthConfig, str] | None:
-        if self.precision.phase3_state == "bf16":
-            return None
-        narrow = replace(self, precision=replace(self.precision, phase3_state="bf16"))
-        return narrow, "job.parameters.precision.phase3_state: bf16"
+    def variants(self) -> Iterator[Alternative]:
+        if self.precision.phase3_state != "bf16":
+            narrow = replace(self, precision=replace(self.precision, phase3_state="bf16"))
+            yield Alternative("job.parameters.precision.phase3_state: bf16", narrow, narrower=True)
 
     def doubts(self, steps: int) -> Iterator[str]:
         key, whole, instead = "warmup_after_growth", "each grown phase", "raise steps_per_phase"

@@ -5,7 +5,7 @@ so a restart repeats no finished candidate. With `data.curriculum: on` the model
 the next one draws more from tasks that it half masters (judge/curriculum.py). With `compare` there are two
 phases of equally many steps, each from the base: without that, then with it; the candidates of the first are written
 at its end. Leaves `final/` (the last phase's bf16 weights as published ones look, the tokenizer),
-`stages/candidates.jsonl`, `stages/verdicts.jsonl`, `ablation.json` and `results.json`.
+`stages/candidates.jsonl`, `stages/verdicts.jsonl` and `results.json`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from gpufleet.job.experiments.models import decoder
 from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.kind.common import Rung
+from gpufleet.job.kind.job import require
 
 
 class Kernel(Experiment):
@@ -45,7 +46,7 @@ class Kernel(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, KernelConfig)
         self.session, self.config = session, session.config
-        self.config.require()
+        require(self.config)
         self.manifest = read_manifest(session.data)
         tuning.check_dataset(session, self.manifest, self.config)
         self.batches = PackedBatches(session.data, self.manifest, session.world, session.device.torch)

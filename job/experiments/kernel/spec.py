@@ -20,6 +20,7 @@ from gpufleet.job.kind.common import (
     GB,
     Checkpoint,
     Compute,
+    Demands,
     Guard,
     Log,
     Memory,
@@ -29,8 +30,8 @@ from gpufleet.job.kind.common import (
     added_later,
     bounded,
     in_gb,
+    remembered,
 )
-from gpufleet.job.kind.job import remembered
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
@@ -44,10 +45,6 @@ CORRECT_GPU_S = 35.0
 FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # of that stage 4; its random inputs then, and those of judge/tasks.py
 INTERPRETED_S = 0.3  # of a rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
-CHEATS = 56  # job/experiments/kernel/judge/adversarial.py (of 57 one needs a CPU)
-# The funnel and two rows without one of its extensions, on the same candidates; two rows without its rules, on those
-# that are known. An upper bound: two rows carry over what was wrong before.
-RULED_ROWS, OTHER_ROWS = 3, 2
 AT_ONCE = 32  # sequences of a rank generated together, and lost together when it is stopped
 TRIED = 4  # candidates per task of a curriculum's evaluation
 HELD_OUT = 0.02  # share of the pairs that each evaluation runs over (job/experiments/kernel/pairs.py)
@@ -85,7 +82,7 @@ class Funnel:
     inputs: int = bounded(5, 1, 1000)  # random inputs of the full run, beside the adversarial ones
     trials: int = bounded(100, 1, 100_000)  # of the timing
     suspicious: float = bounded(2.0, 1.0, 1000.0)  # a speed-up above this is run again with fresh inputs
-    ablations: bool = True
+    ablations: bool = True  # of 0.1.0, which judged all once more with each extension off: nothing is any more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,10 +91,12 @@ class KernelConfig(TuningConfig):
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.kernel.run:Kernel"
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.kernel.data:KernelPairs"
-    one_node: ClassVar[str] = "its candidates are judged on one node, while the others would wait and be billed"
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
-    # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest of that.
-    container_options: ClassVar[str] = "--security-opt seccomp={app}/gpufleet/job/node/namespaces.json"
+    demands: ClassVar[Demands] = Demands(
+        one_node="its candidates are judged on one node, while the others would wait and be billed",
+        # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest.
+        container_options="--security-opt seccomp={app}/gpufleet/job/node/namespaces.json",
+    )
 
     epochs: int = bounded(1, 1, 1000)
     seed: int = bounded(1337, 0, 2**31 - 1)
@@ -144,11 +143,8 @@ class KernelConfig(TuningConfig):
             "workers": self.funnel.workers,
         }
         names, each = trainings(self), per_candidate(self)
-        compile_s, judge_s = each["compile_s"], each["judge_s"]  # compiled once: the ablations share the cache
-        judged = candidates(self)
-        if self.funnel.ablations:
-            judged = RULED_ROWS * judged + OTHER_ROWS * known(self)
-        others = (len(names) - 1) * self.generate.tasks * self.generate.candidates  # judged in one row
+        compile_s, judge_s = each["compile_s"], each["judge_s"]
+        judged = len(names) * self.generate.tasks * self.generate.candidates + self.funnel.planted
 
         def training(name: str) -> PhaseSize:
             adaptive = self.data.curriculum != "off" and name == names[-1]
@@ -179,22 +175,14 @@ class KernelConfig(TuningConfig):
             PhaseSize(
                 name="verify",
                 steps=0,
-                cpu_core_s=(candidates(self) + others) * compile_s,
-                gpu_s=(judged + others) * judge_s,
+                cpu_core_s=judged * compile_s,
+                gpu_s=judged * judge_s,
                 **sizes,  # type: ignore[arg-type]
             ),
         )
 
     @remembered
-    def memory(
-        self,
-        phase_index: int,
-        micro_batch: int,
-        *,
-        checkpointing: bool = False,
-        products_too: bool = False,
-        ranks: int = 1,
-    ) -> Memory:
+    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
         """Training: fp32 state cut over the ranks, gathered weights of two layers. generate: the trained weights still
         cut, whole ones of the compute dtype on each GPU, and the cache of its share of the sequences. verify: what a
         candidate may take.
@@ -205,10 +193,10 @@ class KernelConfig(TuningConfig):
         weights = gradients = moments = activations = logits = 0.0
         if phase_index < first:
             weights, gradients, moments = tuning.whole_state(
-                m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=checkpointing
+                m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=rung.checkpointing
             )
-            tokens = micro_batch * self.data.row
-            activations = tuning.activations(m, tokens, compute, checkpointing=checkpointing, products_too=products_too)
+            tokens = rung.micro * self.data.row
+            activations = tuning.activations(m, tokens, compute, rung)
             logits = tuning.loss_bytes(m, tokens, trained=True)
         elif phase_index == first:
             weights = total * (compute + 4 / ranks)
@@ -250,16 +238,6 @@ class KernelConfig(TuningConfig):
             dataset=int(self.data.samples * self.data.tokens_per_sample * each),
             base_weights=2 * total,  # bf16, as they are published
         )
-
-
-def candidates(config: KernelConfig) -> int:
-    """Generated and known."""
-    return config.generate.tasks * config.generate.candidates + known(config)
-
-
-def known(config: KernelConfig) -> int:
-    """Planted, and for the ablation those that cheat."""
-    return config.funnel.planted + (CHEATS if config.funnel.ablations else 0)
 
 
 def correct_s(config: KernelConfig) -> float:

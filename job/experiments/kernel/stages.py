@@ -1,11 +1,9 @@
-"""What follows kernel-sft's training: weights to keep, candidates, verdicts, and the table that judges the judging.
+"""What follows kernel-sft's training: weights to keep, candidates and verdicts.
 
     final/                    bf16 weights of the last phase as published ones look, the tokenizer, meta.json
     stages/candidates.jsonl   one generated program a line (candidates-R.jsonl: rank R's share)
-    stages/verdicts.jsonl     one verdict a line: row of the ablation, stage reached, reason, seconds, times
+    stages/verdicts.jsonl     one verdict a line: stage reached, reason, seconds, times
     stages/tried.jsonl, stages/verdicts-tried.jsonl   the same of a curriculum's evaluations
-    ablation.json             five rows: the full funnel, and without one or all of its extensions; and, compared, one
-                              row with the curriculum and one without, over the same tasks and seeds
     results.json
 
 Each rank takes the trained weights whole, rounded to bf16 as they are kept, and generates its share of the candidates
@@ -34,7 +32,7 @@ from gpufleet.job.experiments.dataset.rendering import Renderer
 from gpufleet.job.experiments.engine import parallel
 from gpufleet.job.experiments.engine.device import NodeRefusedError
 from gpufleet.job.experiments.engine.experiment import Phase, Session, Stopped
-from gpufleet.job.experiments.kernel.judge import ablation, adversarial, answers, planted
+from gpufleet.job.experiments.kernel.judge import answers, figures, planted
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME, TASKS, KernelTask
 from gpufleet.job.experiments.kernel.judge.funnel import Judge
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
@@ -66,7 +64,7 @@ class KernelRun(Protocol):
 
 
 def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]], str] | None:
-    """Weights, candidates and their verdicts: these by row of the table, and the weights' sha256; None on ranks other
+    """Weights, candidates and their verdicts: these by phase, and the weights' sha256; None on ranks other
     than the first. Raises Stopped between two tensors, tokens or candidates.
     """
     session, phase = kernel.session, kernel.phases[-1]
@@ -100,8 +98,8 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
         ledger = Ledger(session.workdir / STAGES / "verdicts-tried.jsonl")
         look = partial(_look, kernel)
         with _judge(kernel) as judge:
-            found = ablation.verify(judge, written, ledger, rows=[ablation.FULL], check=look, say=session.say)
-        correct = [verdict.task for verdict in found[ablation.FULL] if verdict.passed]  # however fast
+            found = figures.verify(judge, written, ledger, check=look, say=session.say)
+        correct = [verdict.task for verdict in found if verdict.passed]  # however fast
         return {task.name: correct.count(task.name) / TRIED for task in TASKS[: kernel.config.generate.tasks]}
 
     return session.world.agree(_by_the_first(session, judged) or {})
@@ -244,28 +242,24 @@ def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
 
 
 def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]]:
-    """Verdicts of every row of the ablation, on the last phase's candidates and those that are known, and by the name
-    of an earlier phase the full funnel's on that one's. Raises Stopped.
+    """The verdicts on each phase's candidates, by its name: first the last one's, with those that are planted. Raises
+    Stopped.
     """
-    session, funnel, kept = kernel.session, kernel.config.funnel, kernel.phases[-1].name
-    judged = [*made[kept], *planted.candidates(funnel.planted)]
-    if funnel.ablations:
-        judged += adversarial.candidates(gpus=session.device.is_cuda)
-    rows = list(ablation.ROWS) if funnel.ablations else [ablation.FULL]
+    session, kept = kernel.session, kernel.phases[-1].name
+    judged = [*made[kept], *planted.candidates(kernel.config.funnel.planted)]
     ledger = Ledger(session.workdir / STAGES / "verdicts.jsonl")
     with _judge(kernel) as judge:
         session.say(
             f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "
-            f"at most {judge.bound_s(len(judged)) / 60:.0f} min a row; stage 2 {judge.compilation.words}"
+            f"at most {judge.bound_s(len(judged)) / 60:.0f} min; stage 2 {judge.compilation.words}"
         )
-        verify = partial(ablation.verify, judge, ledger=ledger, check=partial(_look, kernel), say=session.say)
+        verify = partial(figures.verify, judge, ledger=ledger, check=partial(_look, kernel), say=session.say)
         try:
-            found = verify(judged, rows=rows)
-            others = [(name, verify(own, rows=[ablation.FULL])) for name, own in made.items() if name != kept]
+            found = {kept: verify(judged)}
+            return found | {name: verify(own) for name, own in made.items() if name != kept}
         except Stopped as error:
             session.say(f"stopped in the funnel: {error}")
             raise
-    return found | {name: verdicts[ablation.FULL] for name, verdicts in others}
 
 
 @contextmanager

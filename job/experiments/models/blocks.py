@@ -150,8 +150,12 @@ class Norm(nn.LayerNorm):
 def rotations(sequence: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [T, P] of the rotary angles, on `like`'s device, fp32 or wider."""
     frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float64) / head_dim)
-    angle = torch.outer(torch.arange(sequence, device=like.device, dtype=torch.float64), frequency)
-    wide = at_least_fp32(like.dtype)
+    return turns(torch.outer(torch.arange(sequence, device=like.device, dtype=torch.float64), frequency), like.dtype)
+
+
+def turns(angle: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of rotary angles in fp64, as fp32 or wider."""
+    wide = at_least_fp32(compute)
     return angle.cos().to(wide), angle.sin().to(wide)
 
 

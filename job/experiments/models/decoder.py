@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from gpufleet.job.experiments.models.blocks import Linear, at_least_fp32, rotate
+from gpufleet.job.experiments.models.blocks import Linear, rotate, turns
 from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.hf_config import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW
 from gpufleet.job.experiments.models.linear_loss import chunk_loss, linear_loss
@@ -207,8 +207,7 @@ class Decoder(Checkpointed):
     def _turns(self, positions_RT: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [R, T, 1, D / 2], fp32 or wider."""
         angle = positions_RT[..., None, None].to(torch.float64) * frequencies(self.shape, positions_RT.device)
-        wide = at_least_fp32(self.compute_dtype)
-        return angle.cos().to(wide), angle.sin().to(wide)
+        return turns(angle, self.compute_dtype)
 
 
 class Table(nn.Embedding):

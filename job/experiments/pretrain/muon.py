@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from gpufleet.job.experiments.engine import parallel
+from gpufleet.job.experiments.engine import optimizer, parallel
 
 BASE_WIDTH = 768  # the tables' rates were tuned at this width (nanochat, gpt.py, read 2026-11-21)
 ADAM_EPS = 1e-10  # the same source
@@ -141,8 +141,4 @@ def _by_shape(parameters: Iterable[Tensor]) -> Iterator[list[DTensor]]:
 def _zeros(parameter: nn.Parameter, kind: str) -> dict[str, Tensor]:
     if kind == "muon":
         return {"momentum_buffer": torch.zeros_like(parameter)}
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }
+    return optimizer.zeros(parameter)

@@ -26,6 +26,7 @@ from gpufleet.job.experiments.pretrain.model import CharGpt, generate, initial
 from gpufleet.job.experiments.pretrain.rows import Rows
 from gpufleet.job.experiments.pretrain.spec import SYMBOLS, EarlyStop, MuonAdamW, PretrainConfig
 from gpufleet.job.kind.common import Rung
+from gpufleet.job.kind.job import require
 
 EXPERIMENT = "pretrain-d64"
 
@@ -36,7 +37,7 @@ class Pretrain(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, PretrainConfig)
         self.session, self.config = session, session.config
-        self.config.require()
+        require(self.config)
         self.manifest = read_manifest(session.data)
         if self.manifest.kind != "characters":
             raise ValueError(

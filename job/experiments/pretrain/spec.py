@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from gpufleet.job.experiments.spec import BELOW_ONE, ExperimentConfig, cuts, halves, warmup_doubts
+from gpufleet.job.kind.batch import rows_per_rank
 from gpufleet.job.kind.common import (
-    GB,
     Checkpoint,
     Compute,
     Deliver,
@@ -24,8 +24,10 @@ from gpufleet.job.kind.common import (
     Sizes,
     added_later,
     bounded,
+    in_gb,
+    remembered,
 )
-from gpufleet.job.kind.job import remembered
+from gpufleet.job.kind.job import Processes
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 # Per token and symbol, at the peak. As written: capped logits, log-probabilities and two gradients, in fp32. Compiled:
@@ -114,8 +116,7 @@ class PretrainConfig(ExperimentConfig):
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.pretrain.data:Characters"
     dataset_kind: ClassVar[str] = "characters"
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps", "early_stop", "data.characters", "data.held_out")
-    may_stop_early: ClassVar[bool] = True
-    several_ranks: ClassVar[bool] = True
+    processes: ClassVar[Processes] = "per GPU"
 
     steps: int = bounded(5000, 1, 10_000_000)  # planned; the rate schedule belongs to them
     seed: int = bounded(1337, 0, 2**31 - 1)
@@ -174,6 +175,7 @@ class PretrainConfig(ExperimentConfig):
                 attention="full",
                 optimizer_traffic_bytes_per_param=28,
                 steps=self.steps,
+                may_stop_early=True,
                 tokens_per_step=self.batch.rows * self.data.sequence,
                 evaluations=-(-self.steps // self.eval.every),
                 evaluation_tokens=self.eval.windows * self.data.sequence,
@@ -186,7 +188,7 @@ class PretrainConfig(ExperimentConfig):
         )
 
     @remembered
-    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
         """All characters; fp32 weights, gradients and moments cut over the ranks; the gathered weights in the compute
         dtype (all of them with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so none
         stays whole. Where the batch is one micro-batch alone the gradients come as the activations go: the peak is a
@@ -198,30 +200,24 @@ class PretrainConfig(ExperimentConfig):
         block = layer_matmul(m)
         copies = total * compute
         if ranks == 1:  # casts are part of a block's forward pass, and recomputed with it
-            copies = 0 if compute == 4 else block * compute if checkpointing else copies
+            copies = 0 if compute == 4 else block * compute if rung.checkpointing else copies
         elif self.reshard_after_forward:
             copies = 2 * block * compute
         weights, gradients = total * 4 / ranks + copies, total * 4 / ranks
         moments = (self.sizes().checkpoints[phase_index] - 4 * total) / ranks
         # on its way: one block's whole gradient, and what is reduced of it in fp32; alone only the largest matrix's
         reduced = block * (compute + 4) if ranks > 1 else 4 * m.width * m.width * 4
-        tokens = micro_batch * self.data.sequence
-        full, kept = (_layer_bytes(m, compute, checkpointing=on) for on in (False, checkpointing))
+        tokens = rung.micro * self.data.sequence
+        full, kept = (_layer_bytes(m, compute, checkpointing=on) for on in (False, rung.checkpointing))
         activations = tokens * (m.layers * kept + full - kept + (3 + BACKWARD) * m.width * compute)
         logits = tokens * m.vocab * (COMPILED_LOGIT_BYTES if self.runs_compiled() else LOGIT_BYTES)
-        return Memory(
-            weights_gb=weights / GB,
-            gradients_gb=(gradients + reduced) / GB,
-            moments_gb=moments / GB,
-            activations_gb=activations / GB,
-            logits_gb=logits / GB,
-            total_gb=(weights + gradients + reduced + moments + activations + logits + self.sizes().dataset) / GB,
-        )
+        held = {"weights": weights, "gradients": gradients + reduced, "moments": moments, "activations": activations}
+        return in_gb(**held, logits=logits, peak=sum(held.values()) + logits + self.sizes().dataset)
 
     @remembered
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         """A rank's rows, half of them and so on down to one, then activation checkpointing."""
-        whole = self.rows_per_rank(ranks)
+        whole = rows_per_rank(self, ranks)
         return cuts(whole, self.batch.micro, halves(whole))
 
     def with_facts(self, facts: Mapping[str, Any]) -> PretrainConfig:

@@ -27,6 +27,7 @@ from gpufleet.job.experiments.sft import merge
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.kind.common import Rung
+from gpufleet.job.kind.job import require
 from gpufleet.job.text import counted
 
 EXPERIMENT = "sft-h100"
@@ -38,7 +39,7 @@ class Sft(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, SftConfig)
         self.session, self.config = session, session.config
-        self.config.require()
+        require(self.config)
         self.manifest = read_manifest(session.data)
         self.batches = self._opened()
         self.per_step = self.config.batch.tokens // self.config.data.row

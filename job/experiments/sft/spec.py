@@ -27,8 +27,8 @@ from gpufleet.job.kind.common import (
     added_later,
     bounded,
     in_gb,
+    remembered,
 )
-from gpufleet.job.kind.job import remembered
 
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
@@ -134,6 +134,7 @@ class SftConfig(TuningConfig):
             "forward_share": forward_share(self),
             "launch_ms": tuning.LAUNCH_MS,
             "row_host_ms": 0.0 if self.measures.pretokenised else self.data.row * fill(self) / TOKENS_PER_MS,
+            "waits_for_saves": self.waits_for_saves(),
             "slower": 1.0 if self.measures.compile or self.device == "cpu" else EAGER,
             "micro_launch_ms": m.layers * (tuning.LAYER_LAUNCH_MS if sharded else tuning.LORA_LAUNCH_MS),
             "sharded": sharded,
@@ -161,15 +162,7 @@ class SftConfig(TuningConfig):
         return (train, merge)
 
     @remembered
-    def memory(
-        self,
-        phase_index: int,
-        micro_batch: int,
-        *,
-        checkpointing: bool = False,
-        products_too: bool = False,
-        ranks: int = 1,
-    ) -> Memory:
+    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
         """LoRA: base in bf16 on every rank, or cut over them with the tables and two layers gathered; adapters with
         fp32 state; products in fp32 cast the base's matrices, which stays until backward (with checkpointing one
         layer's). Full: fp32 state cut over the ranks, and the gathered weights of the compute dtype (two layers with
@@ -179,28 +172,26 @@ class SftConfig(TuningConfig):
         compute = 2 if self.precision.compute == "bf16" else 4
         total, own = tuning.parameters(m), trained(self)
         if self.method == "lora":
-            layers = 0 if compute == BASE_BYTES else 1 if checkpointing else m.layers
+            layers = 0 if compute == BASE_BYTES else 1 if rung.checkpointing else m.layers
             cast = layers * tuning.layer_matmul(m) + (m.vocab * m.width if layers else 0)
             base = tuning.frozen_bytes(m, ranks if self.lora.shard_base else 1) + own * 4
             base += m.vocab * m.width * compute if trains_head(self) else 0  # a copy of the head with its trained rows
             weights, gradients, moments = float(base + cast * compute), float(own * 4), float(own * 8)
-            rank = self.lora.rank
+            adapters = self.lora.rank
         else:
             weights, gradients, moments = tuning.whole_state(
-                m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=checkpointing
+                m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=rung.checkpointing
             )
-            rank = 0
-        tokens = micro_batch * self.data.row if phase_index == 0 else self.data.row
-        activations = tuning.activations(
-            m, tokens, compute, checkpointing=checkpointing, products_too=products_too, adapters=rank
-        )
+            adapters = 0
+        tokens = rung.micro * self.data.row if phase_index == 0 else self.data.row
+        activations = tuning.activations(m, tokens, compute, rung, adapters=adapters)
         if phase_index == 1:
             gradients = moments = 0.0
             activations = tokens * tuning.layer_activation_bytes(  # of one layer at a time
-                m, compute, checkpointing=checkpointing, adapters=rank
+                m, compute, replace(rung, products_too=False), adapters=adapters
             )
             weights = base if self.method == "lora" else total * compute
-        if self.method == "lora" and phase_index == 0 and self.runs_compiled() and not checkpointing:
+        if self.method == "lora" and phase_index == 0 and self.runs_compiled() and not rung.checkpointing:
             activations *= COMPILED_KEEPS
         logits = tuning.loss_bytes(m, tokens, trained=trains_head(self) and phase_index == 0)
         return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)

@@ -5,7 +5,6 @@ Their dataset held against the run config, the weights to start from, the rate, 
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from gpufleet.job.experiments.dataset.rendering import (
     jinja,
     open_chat_tokenizer,
 )
-from gpufleet.job.experiments.engine import export, parallel
+from gpufleet.job.experiments.engine import export, optimizer, parallel
 from gpufleet.job.experiments.engine.experiment import Session
 from gpufleet.job.experiments.models import decoder, hf, lora
 from gpufleet.job.experiments.models.blocks import DTYPES
@@ -127,7 +126,7 @@ def cosine(config: CosineAdamW, step: int, steps: int) -> float:
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     share = (step - config.warmup) / max(1, steps - config.warmup)
-    return config.lr * (config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * share)))
+    return optimizer.cosine(config.lr, config.floor, share)
 
 
 def of_weights(step: int, val_loss: float | None) -> str:

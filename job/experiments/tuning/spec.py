@@ -5,14 +5,15 @@ numbers: parameters, FLOPs, activations.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.spec import ExperimentConfig, cuts, halves
-from gpufleet.job.kind.common import Memory, Rung, bounded
+from gpufleet.job.kind.batch import rows_per_rank
+from gpufleet.job.kind.common import Rung, bounded
+from gpufleet.job.kind.job import Alternative, Processes, changed
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LARGER_BATCHES = 2, 4, 8  # times the file's, that a comparison shows
@@ -58,21 +59,19 @@ def lora_parameters(m: DecoderConfig, rank: int) -> int:
     return m.layers * rank * per_layer
 
 
-def layer_activation_bytes(
-    m: DecoderConfig, compute: int, *, checkpointing: bool, products_too: bool = False, adapters: int = 0
-) -> float:
+def layer_activation_bytes(m: DecoderConfig, compute: int, rung: Rung, *, adapters: int = 0) -> float:
     """What autograd keeps of one token in one layer. `adapters`: the rank of LoRA, 0 without.
 
     Kept: both norms' inputs and outputs, q, k, v and the attention's result, SwiGLU's gate, up, and product. With
     checkpointing only the products' and attention's results, or the input alone. A frozen matrix needs no input of its
     own, but the adapter beside it does, and its narrow product.
     """
-    if products_too:
+    if rung.products_too:
         return compute * m.width
     q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
     products = 2 * q + 2 * kv + 2 * m.ffn
     narrow = 7 * adapters
-    if checkpointing:
+    if rung.checkpointing:
         return compute * (m.width + products + narrow) + 4 * m.heads
     rest = 4 * m.width + 2 * m.ffn + (q + kv if m.family == "qwen3" else 0)
     dropped = (4 * m.width + q + m.ffn) if adapters else 0  # inputs of the adapters after dropout
@@ -116,12 +115,10 @@ def gathered_bytes(m: DecoderConfig, compute: str, *, again: bool) -> int:
     return parameters(m) * (2 if compute == "bf16" else 4) * (1 + again)
 
 
-def activations(
-    m: DecoderConfig, tokens: int, compute: int, *, checkpointing: bool, products_too: bool = False, adapters: int = 0
-) -> float:
+def activations(m: DecoderConfig, tokens: int, compute: int, rung: Rung, *, adapters: int = 0) -> float:
     """Bytes of what all layers keep of `tokens` tokens; with checkpointing one layer is whole again in backward."""
-    kept = layer_activation_bytes(m, compute, checkpointing=checkpointing, products_too=products_too, adapters=adapters)
-    again = layer_activation_bytes(m, compute, checkpointing=False, adapters=adapters) if checkpointing else 0.0
+    kept = layer_activation_bytes(m, compute, rung, adapters=adapters)
+    again = layer_activation_bytes(m, compute, Rung(micro=1), adapters=adapters) if rung.checkpointing else 0.0
     return tokens * (m.layers * kept + again + 2 * m.width * compute)
 
 
@@ -142,7 +139,7 @@ def ladder(config: TuningConfig, ranks: int) -> tuple[Rung, ...]:
     """A rank's packed rows, half of them and so on down to one, then activation checkpointing; last of all a row of
     which a layer keeps its input alone.
     """
-    whole, tokens = config.rows_per_rank(ranks), config.batch.micro_tokens
+    whole, tokens = rows_per_rank(config, ranks), config.batch.micro_tokens
     rungs = cuts(whole, tokens and tokens // config.data.row, halves(whole))
     return *rungs, Rung(micro=1, checkpointing=True, products_too=True)
 
@@ -181,29 +178,12 @@ class TuningConfig(ExperimentConfig):
     batch: TokenBatch
     reshard_after_forward: bool
 
-    several_ranks: ClassVar[bool] = True
+    processes: ClassVar[Processes] = "per GPU"
     dataset_kind: ClassVar[str] = "packed"
 
     @classmethod
     def code_folders(cls) -> tuple[str, ...]:
         return (*super().code_folders(), "experiments/tuning")
-
-    def memory_on(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
-        return self.memory(
-            phase_index, rung.micro, checkpointing=rung.checkpointing, products_too=rung.products_too, ranks=ranks
-        )
-
-    @abstractmethod
-    def memory(
-        self,
-        phase_index: int,
-        micro_batch: int,
-        *,
-        checkpointing: bool = False,
-        products_too: bool = False,
-        ranks: int = 1,
-    ) -> Memory:
-        """As JobConfig's. `products_too`: a layer keeps its input alone."""
 
     def longest(self) -> int:
         """Tokens of one example."""
@@ -215,10 +195,10 @@ class TuningConfig(ExperimentConfig):
         row: int = self.data.row
         return self.batch.tokens // row
 
-    def larger_batches(self) -> Iterator[tuple[str, Self]]:
+    def variants(self) -> Iterator[Alternative]:
         for times in LARGER_BATCHES:
             tokens = times * self.batch.tokens
-            yield f"batch.tokens {tokens:,}", self.changed(batch=replace(self.batch, tokens=tokens))
+            yield Alternative(f"batch.tokens {tokens:,}", changed(self, batch=replace(self.batch, tokens=tokens)))
 
     def dataset_facts(self) -> dict[str, Any]:
         """The facts that dataset.json must state of rows that this job may train on."""

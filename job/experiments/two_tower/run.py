@@ -8,7 +8,6 @@ have. Leaves `fold_table.json`, `fold_table.md`, `results.json`, `exports/scores
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from dataclasses import asdict
@@ -97,8 +96,7 @@ class TwoTower(Experiment):
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
         """Cosine to a tenth over all planned epochs, however many are trained: the refit follows the folds' rates."""
-        share = (step - phase.first) / phase.steps
-        lr = self.config.optim.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * share)))
+        lr = optimizer.cosine(self.config.optim.lr, FLOOR, (step - phase.first) / phase.steps)
         optimizer.set_lr(opt, lr)
         return lr
 

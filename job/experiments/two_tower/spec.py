@@ -13,11 +13,12 @@ from itertools import pairwise
 from typing import ClassVar, Literal, get_args
 
 from gpufleet.job.experiments.spec import ExperimentConfig, cuts
+from gpufleet.job.kind.batch import rows_per_rank
 from gpufleet.job.kind.common import (
     EVALUATIONS_PROBED,
-    GB,
     Checkpoint,
     Compute,
+    Demands,
     Guard,
     Log,
     Memory,
@@ -26,8 +27,9 @@ from gpufleet.job.kind.common import (
     Sizes,
     added_later,
     bounded,
+    in_gb,
+    remembered,
 )
-from gpufleet.job.kind.job import remembered
 
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
@@ -107,7 +109,7 @@ class TwoTowerConfig(ExperimentConfig):
     """two-tower: rank models for a query; cross-validation that never looks at its own test fold."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.two_tower.run:TwoTower"
-    one_node: ClassVar[str] = "it trains in one process"
+    demands: ClassVar[Demands] = Demands(one_node="it trains in one process")
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.two_tower.data:RankingData"
     dataset_kind: ClassVar[str] = "ranking"
     leaves_speed: ClassVar[tuple[str, ...]] = (
@@ -119,7 +121,6 @@ class TwoTowerConfig(ExperimentConfig):
         "weak.confidence",
         "weak.neighbours",
     )
-    may_stop_early: ClassVar[bool] = True
 
     sweep: tuple[Variant, ...] = ()  # variants of this config, trained one after another; none = this config itself
     optimistic: bool = True  # also train the original plan's way, for a second table: it doubles the work
@@ -174,14 +175,14 @@ class TwoTowerConfig(ExperimentConfig):
         return (*sizes, refit)
 
     @remembered
-    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
         """The scores of a few members at a time (the loss frees each group), everything else of all members at once.
         When the scores are gone, the model tower's widest layer takes its gradient twice; a batch that is not cut makes
         the weights' gradients only as its activations go.
         """
         family, count, whole = _of_phase(self, phase_index)
         step = batch(family, whole)
-        weights, chunk = count * parameters(family) * 4, min(micro_batch, step)
+        weights, chunk = count * parameters(family) * 4, min(rung.micro, step)
         t, models = family.towers, family.data.models
         widths = 3 * t.heads * t.head + 2 * t.fusion + 2 * sum(t.query), t.embedding + 2 * sum(t.model)
         activations = count * 4 * (chunk * widths[0] + models * widths[1])
@@ -193,18 +194,13 @@ class TwoTowerConfig(ExperimentConfig):
         widest = 2 * count * models * max(t.model) * 4
         held = count * whole * (models + t.sentence) * 4  # every member's own targets and sentence vectors
         best = weights if count > 1 else 0
-        return Memory(
-            weights_gb=(weights + best + held) / GB,
-            gradients_gb=weights / GB,
-            moments_gb=2 * weights / GB,
-            activations_gb=activations / GB,
-            logits_gb=scores / GB,
-            total_gb=((3 + (chunk < step)) * weights + best + held + activations + max(scores, widest)) / GB,
-        )
+        state = {"weights": weights + best + held, "gradients": weights, "moments": 2 * weights}
+        peak = (3 + (chunk < step)) * weights + best + held + activations + max(scores, widest)
+        return in_gb(**state, activations=activations, logits=scores, peak=peak)
 
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         """Every query at once, then chunks of 512, 256, 128, 64 with gradients summed over them."""
-        whole = self.rows_per_rank(ranks)
+        whole = rows_per_rank(self, ranks)
         rungs = cuts(whole, self.chunk, [m for m in (whole, 512, 256, 128, 64) if m <= whole])
         return tuple(rung for rung in rungs if not rung.checkpointing)
 
@@ -345,6 +341,7 @@ def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> PhaseSiz
         evaluations=0 if last else config.epochs,
         evaluation_tokens=0 if last else count * max(fold_sizes(config)),
         cpu_core_s=baselines_core_s(config) if last else 0.0,
+        may_stop_early=True,
         micro_launch_ms=LAUNCH_MS,  # of each chunk: both towers and the scores are made anew
         validation=None if last else VALIDATION,
     )

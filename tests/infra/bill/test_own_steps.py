@@ -31,6 +31,7 @@ from gpufleet.infra.evidence.speeds import Speed, SpeedGroup, Speeds
 from gpufleet.infra.program.run_guard import creation_digest
 from gpufleet.infra.risk.unknown import PAGE, PER_DOUBLING, STATED
 from gpufleet.job import measured as measurements
+from gpufleet.job.kind.job import changed
 
 NOW = datetime(2026, 11, 27, tzinfo=UTC)
 CATALOG = load_catalog()
@@ -172,7 +173,7 @@ def test_gpus_with_less_memory_than_it_is_known_to_run_on_are_no_advice(tmp_path
     assert options.type_cost(BillBasis(plan, CATALOG), "p5.4xlarge").untried == (
         "whether 1 x 80 GB hold it is not known, 8 x 80 GB do: job.memory_gb would say"
     )
-    stated = replace(plan, job=replace(plan.job, parameters=plan.job.parameters.changed(memory_gb=30.0)))
+    stated = replace(plan, job=replace(plan.job, parameters=changed(plan.job.parameters, memory_gb=30.0)))
     assert not options.type_cost(BillBasis(stated, CATALOG), "p5.4xlarge").untried
 
 

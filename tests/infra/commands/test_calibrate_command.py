@@ -23,7 +23,7 @@ from gpufleet.infra.definition.loader import load, project_root
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import calibration, measurement
 from gpufleet.job import measured, probe
-from gpufleet.job.kind import EXPERIMENTS, JobConfig, from_json
+from gpufleet.job.kind import EXPERIMENTS, JobConfig, batch, from_json
 from gpufleet.job.supervisor import machine
 from gpufleet.job.supervisor.machine import DriverGpu
 
@@ -34,7 +34,7 @@ STEP = {"median": 50.0, "q1": 49.0, "q3": 51.0}
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_probe_is_the_same_job_and_reaches_every_phase(name: str) -> None:
     config: JobConfig = EXPERIMENTS[name]()
-    plan = measurement.shorten(config, 200)
+    plan = config.probed(200)
     assert measured.settings(name, asdict(plan.config)) == measured.settings(name, asdict(config))
     lasting = [size for size in plan.config.phases() if size.steps]
     assert [size.name for size in lasting] == [size.name for size in config.phases() if size.steps]
@@ -47,23 +47,23 @@ def test_a_probe_is_the_same_job_and_reaches_every_phase(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_checkpoint_is_asked_for_in_the_middle_of_each_phase(name: str) -> None:
-    plan = measurement.shorten(EXPERIMENTS[name](), 200)
-    first = 0
+    plan = EXPERIMENTS[name]().probed(200)
+    first, save_at = 0, measurement.middles(plan.config, 200)
     for size in plan.config.phases():
         if size.steps:
-            assert first < plan.save_at[size.name] < first + size.steps
-            assert plan.stop_at is None or plan.save_at[size.name] < plan.stop_at
+            assert first < save_at[size.name] < first + size.steps
+            assert plan.stop_at is None or save_at[size.name] < plan.stop_at
         first += size.steps
 
 
 def test_a_run_shorter_than_the_probe_stays_as_it_is() -> None:
-    plan = measurement.shorten(growth(steps_per_phase=20), 200)
-    assert plan.config.total_steps() == 60
+    plan = growth(steps_per_phase=20).probed(200)
+    assert batch.total_steps(plan.config) == 60
 
 
 def test_the_short_config_is_one_that_the_job_accepts() -> None:
     for name, config in EXPERIMENTS.items():
-        short = measurement.shorten(config(), 200).config
+        short = config().probed(200).config
         assert from_json(name, json.loads(json.dumps(asdict(short)))) == short
 
 
@@ -137,8 +137,8 @@ def test_a_measurement_that_cannot_be_kept_is_printed(
 def test_a_probe_of_the_whole_run_says_how_many_steps_that_is(path: Path, probed: list[dict[str, Any]]) -> None:
     config = definition(path).job.parameters
     tree = measurement.measure(definition(path), project_root(path.parent), steps=100_000, gpus=A10G)
-    assert tree["source"] == f"probe of {config.total_steps()} steps"
-    assert probed[0]["parameters"]["steps_per_phase"] * 3 == config.total_steps()
+    assert tree["source"] == f"probe of {batch.total_steps(config)} steps"
+    assert probed[0]["parameters"]["steps_per_phase"] * 3 == batch.total_steps(config)
 
 
 def test_a_probe_that_timed_no_step_of_a_phase_promises_no_bill(

@@ -16,6 +16,7 @@ from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.infra.program.run_guard import creation_digest
+from gpufleet.job.kind import batch
 from gpufleet.job.kind.command import CommandConfig
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -341,7 +342,7 @@ def test_a_command_that_saves_nothing_is_warned_of_and_no_signal_saves_anything(
     config: Any = load(
         command_file(tmp_path, checkpoint="none", progress={"stdout": r"step (?P<step>\d+)"}), now=NOW
     ).job.parameters
-    assert (config.saves, config.saves_on_signal, config.says_when_it_saves) == (False, False, True)
+    assert (config.saves, config.saves_on_signal, config.demands.interval) == (False, False, False)
     assert [each for each in config.doubts(1000) if "a loss repeats all" in each]
 
 
@@ -378,10 +379,10 @@ scenarios:
     config: Any = rehearsed.job.parameters
     assert (config.command, config.device, config.env) == ("python train.py --tiny", "cpu", {"A": "1", "B": "2"})
     assert rehearsed.storage.inputs == {"text": "../tiny"}
-    installs = {text: load(path, now=NOW, rehearsal=text == "").job.parameters.installs for text in ("", "pip")}
+    installs = {text: load(path, now=NOW, rehearsal=text == "").job.parameters.demands.installs for text in ("", "pip")}
     assert installs == {"": False, "pip": True}
     (shorter,) = scenarios(path, now=NOW)
-    assert shorter.job.parameters.total_steps() == 10
+    assert batch.total_steps(shorter.job.parameters) == 10
 
 
 def test_a_rehearsal_s_own_file_names_its_folders_in_full(tmp_path: Path) -> None:
@@ -393,8 +394,8 @@ def test_a_rehearsal_s_own_file_names_its_folders_in_full(tmp_path: Path) -> Non
 
     stack = load(elsewhere, now=NOW)
 
-    assert stack.job.parameters.shipped is not None
-    assert stack.job.parameters.shipped.folder == str(tmp_path / "mine")
+    assert stack.job.parameters.demands.code is not None
+    assert stack.job.parameters.demands.code.folder == str(tmp_path / "mine")
     assert stack.storage.inputs == {"text": str(tmp_path / "text"), "more": "s3://theirs/data"}
 
 

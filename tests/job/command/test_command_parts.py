@@ -172,7 +172,7 @@ def test_each_node_keeps_what_its_ranks_wrote_and_gets_back_what_they_read(case:
     manifest = Manifest(commit=whole, run="r1", files=lists[0], parts=(lists[1],), generation=1)
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json(PUBLISHED, []))), 1) == manifest
     for node, own, borrowed in ((0, on_leader, leader_borrows), (1, on_other, other_borrows)):
-        read = manifest.read_by(node, config(checkpoint).is_of_rank)
+        read = manifest.read_by(node, config(checkpoint).parts.is_of_rank)
         prefix = manifest.place.part_prefix(node)
         assert names(file.name for key, file in read.items() if key == prefix + file.name) == sorted(own)
         assert names(file.name for key, file in read.items() if key != prefix + file.name) == sorted(borrowed)

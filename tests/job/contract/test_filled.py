@@ -32,14 +32,14 @@ class Whole:
     private: str = "own"
 
 
-def whole(tree: dict[str, Any]) -> Whole:
+def whole_of(tree: dict[str, Any]) -> Whole:
     return reading.filled(Whole, Fields(tree), but=("private",))
 
 
 def test_every_field_is_read_by_its_type_and_what_is_missing_or_null_keeps_its_default() -> None:
     tree = {"step": 3, "usd": "1.25", "took_s": "2.5", "colour": "green", "parts": [{"name": "a"}], "counts": {"b": 2}}
-    assert whole({**tree, "private": "another's"}) == Whole(3, Decimal("1.25"), 2.5, "green", (FilledPart("a"),), {"b": 2})
-    assert whole({"step": 3, "usd": None}) == Whole(3)
+    assert whole_of({**tree, "private": "another's"}) == Whole(3, Decimal("1.25"), 2.5, "green", (FilledPart("a"),), {"b": 2})
+    assert whole_of({"step": 3, "usd": None}) == Whole(3)
     assert reading.filled(Whole, Fields({"usd": "1"}), step=7) == Whole(7, Decimal(1))
 
 
@@ -56,10 +56,10 @@ def test_every_field_is_read_by_its_type_and_what_is_missing_or_null_keeps_its_d
 )
 def test_a_value_of_another_kind_is_told_with_its_place(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(DoubtError) as error:
-        whole({"step": 3, **wrong})
+        whole_of({"step": 3, **wrong})
     assert str(error.value) == told
     with pytest.raises(DoubtError, match="step is missing"):
-        whole({})
+        whole_of({})
 
 
 def test_a_doubtful_value_is_set_aside_where_somebody_is_told() -> None:

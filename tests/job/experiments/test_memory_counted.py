@@ -13,7 +13,8 @@ import pytest
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
-from gpufleet.job.kind import JobConfig
+from gpufleet.job.experiments.spec import ExperimentConfig
+from gpufleet.job.kind.common import Rung
 
 PAGE = Path(__file__).parents[3] / "bench" / "results" / "gpu.md"
 PHASES = {"dense": 0, "moe": 1, "grown": 2}
@@ -38,7 +39,7 @@ def counted() -> Iterator[tuple[str, str, tuple[int, int], str, float, float]]:
 
 def predicted(job: str, shape: str, micro: int, rows: int) -> float:
     """GB of the peak, asked anew: answers that are kept do not know `how` the step runs."""
-    config: JobConfig
+    config: ExperimentConfig
     phase = 0
     if job.startswith("growth"):
         growth, phase = GrowthConfig(), PHASES[job.split(", ")[1]]
@@ -51,7 +52,7 @@ def predicted(job: str, shape: str, micro: int, rows: int) -> float:
     else:
         config = SftConfig()
     asked_anew: Any = type(config).memory
-    return float(asked_anew.__wrapped__(config, phase, micro).total_gb)
+    return float(asked_anew.__wrapped__(config, phase, Rung(micro=micro)).total_gb)
 
 
 @pytest.mark.parametrize("row", list(counted()), ids=str)
@@ -59,7 +60,7 @@ def test_memory_is_within_a_tenth_of_what_was_counted_on_a_gpu(
     row: tuple[str, str, tuple[int, int], str, float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, shape, (micro, rows), how, said, seen = row
-    monkeypatch.setattr(JobConfig, "runs_compiled", lambda config: how == "compiled")
+    monkeypatch.setattr(ExperimentConfig, "runs_compiled", lambda config: how == "compiled")
     found = predicted(job, shape, micro, rows)
     assert round(found, 1) == said
     assert found == pytest.approx(seen, rel=0.18 if (job, micro) in TOO_HIGH else 0.1)

@@ -12,7 +12,7 @@ from gpufleet.job.experiments.sft.spec import ChatData, SftConfig, answers_at_on
 from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.experiments.tuning.spec import TokenBatch
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
-from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.kind.common import DEVICE_RESERVE_GB, Memory, Rung
 
 FULL = GrowthConfig()
@@ -51,7 +51,7 @@ def test_phases_carry_steps_and_tokens() -> None:
         ("moe", 1000, 4096),
         ("grown", 1000, 4096),
     ]
-    assert FULL.total_steps() == 3000
+    assert batch.total_steps(FULL) == 3000
 
 
 def test_the_optimizers_traffic_follows_the_phase_3_key_only() -> None:
@@ -98,9 +98,9 @@ def test_export_sizes_start_in_fp32_and_end_in_the_state_dtype() -> None:
 
 
 def test_phase_3_fits_24_gb_in_bf16_and_not_in_fp32() -> None:
-    assert FULL.choose_rung(24.0) is not None
-    assert replace(FULL, precision=Precision(phase3_state="fp32")).choose_rung(24.0) is None
-    assert replace(FULL, precision=Precision(phase3_state="fp32")).choose_rung(48.0) is not None
+    assert batch.choose_rung(FULL, 24.0) is not None
+    assert batch.choose_rung(replace(FULL, precision=Precision(phase3_state="fp32")), 24.0) is None
+    assert batch.choose_rung(replace(FULL, precision=Precision(phase3_state="fp32")), 48.0) is not None
 
 
 def test_the_ladder_cuts_the_batch_and_never_changes_it() -> None:
@@ -120,20 +120,20 @@ def test_ladder_starts_at_the_asked_micro_batch(sequences: int, micro: int | Non
 
 
 def test_a_smaller_gpu_takes_a_lower_rung_and_a_tiny_one_none() -> None:
-    top = FULL.choose_rung(80.0)
+    top = batch.choose_rung(FULL, 80.0)
     assert top == Rung(micro=16)
-    lower = FULL.choose_rung(19.0)
+    lower = batch.choose_rung(FULL, 19.0)
     assert lower is not None
     assert FULL.ladder().index(lower) > 0
-    assert FULL.choose_rung(16.0) is None
-    assert FULL.choose_rung(16.0, 0) == top  # the dense phase alone fits
+    assert batch.choose_rung(FULL, 16.0) is None
+    assert batch.choose_rung(FULL, 16.0, 0) == top  # the dense phase alone fits
 
 
 def test_out_of_memory_goes_to_a_rung_that_needs_less() -> None:
     config, rung = FULL, Rung(micro=16)
-    seen = [config.memory(2, 16).total_gb]
-    while (lower := config.lower_rung(rung, 2)) is not None:
-        seen.append(config.memory(2, lower.micro, checkpointing=lower.checkpointing).total_gb)
+    seen = [config.memory(2, Rung(micro=16)).total_gb]
+    while (lower := batch.lower_rung(config, rung, 2)) is not None:
+        seen.append(config.memory(2, Rung(micro=lower.micro, checkpointing=lower.checkpointing)).total_gb)
         rung = lower
     assert seen == sorted(seen, reverse=True)
     assert len(seen) > 2
@@ -141,7 +141,7 @@ def test_out_of_memory_goes_to_a_rung_that_needs_less() -> None:
 
 
 def test_accumulating_keeps_gradients_beside_activations() -> None:
-    whole, cut = FULL.memory(2, 16), FULL.memory(2, 8)
+    whole, cut = FULL.memory(2, Rung(micro=16)), FULL.memory(2, Rung(micro=8))
     assert cut.activations_gb < whole.activations_gb
     parts = cut.weights_gb + cut.gradients_gb + cut.moments_gb + cut.activations_gb + cut.logits_gb
     assert cut.total_gb == pytest.approx(parts)
@@ -157,11 +157,14 @@ def test_memory_is_what_torchs_allocator_counts(
     """On a pretended A10G, eager (docs/decisions, cuda-without-a-gpu). Of 12 + 4 windows only the 4 meet gradients."""
     monkeypatch.setattr(GrowthConfig, "compiles", lambda config: False)
     asked_anew = GrowthConfig.memory.__wrapped__  # type: ignore[attr-defined]
-    assert [asked_anew(FULL, phase, micro).total_gb for phase in range(3)] == pytest.approx(measured, rel=0.03)
+    assert [asked_anew(FULL, phase, Rung(micro=micro)).total_gb for phase in range(3)] == pytest.approx(
+        measured, rel=0.03
+    )
 
 
 def test_checkpointing_keeps_fewer_activations() -> None:
-    assert FULL.memory(2, 8, checkpointing=True).activations_gb < FULL.memory(2, 8).activations_gb
+    whole, cut = FULL.memory(2, Rung(micro=8)), FULL.memory(2, Rung(micro=8, checkpointing=True))
+    assert cut.activations_gb < whole.activations_gb
 
 
 def test_only_three_phases_exist() -> None:
@@ -209,9 +212,9 @@ def test_a_prepared_dataset_replaces_what_the_config_expected() -> None:
 def test_the_characters_lie_in_each_gpus_memory() -> None:
     config = PretrainConfig()
     large = config.with_facts({"train_characters": 19_000_000_000, "validation_characters": 1_350_000_000})
-    more = large.memory(0, 4, ranks=8).total_gb - config.memory(0, 4, ranks=8).total_gb
+    more = large.memory(0, Rung(micro=4), 8).total_gb - config.memory(0, Rung(micro=4), 8).total_gb
     assert more == pytest.approx(20.0)
-    assert (config.choose_rung(70.0, 0, 8), large.choose_rung(70.0, 0, 8)) == (
+    assert (batch.choose_rung(config, 70.0, 0, 8), batch.choose_rung(large, 70.0, 0, 8)) == (
         Rung(micro=4),
         Rung(micro=2),
     )
@@ -245,14 +248,16 @@ def test_a_token_of_a_layer_with_experts_keeps_what_is_worked_out_by_hand() -> N
     products = 4 * 8 + 2.5 * 16 + 2 * 8  # q, k, v, attention; up-projections; the experts' results
     rest = 6 * 8 + 2.5 * 16 + 2.5 * 8  # norms, q and k turned; after GELU; rows gathered
     layer = 2 * (products + rest) + 4 * 8 + 4 * 2 + 16 + 8 * 4  # in bf16; the router's input in fp32; its choices
-    assert 1e9 * config.memory(1, 1).activations_gb == pytest.approx(4 * (0.8 * layer + 2 * 2 * 8))  # compiled
+    kept = 1e9 * config.memory(1, Rung(micro=1)).activations_gb  # compiled
+    assert kept == pytest.approx(4 * (0.8 * layer + 2 * 2 * 8))
 
 
 def test_a_rung_fits_where_a_gigabyte_is_left_beside_its_peak() -> None:
-    config, rung = GrowthConfig(), Rung(micro=4)
-    peak = max(config.memory(phase, 4).total_gb for phase in range(3))
-    assert config.fits(rung, peak + 1.001)
-    assert not config.fits(rung, peak + 0.999)
+    rung = Rung(micro=4)
+    config = replace(FULL, batch=replace(FULL.batch, micro=rung.micro))  # its ladder begins there
+    peak = max(config.memory(phase, rung).total_gb for phase in range(3))
+    assert batch.choose_rung(config, peak + 1.001) == rung
+    assert batch.choose_rung(config, peak + 0.999) != rung
 
 
 def test_what_is_left_of_the_steps_is_evaluated_too() -> None:
@@ -264,7 +269,7 @@ def test_what_is_left_of_the_steps_is_evaluated_too() -> None:
 
 def test_a_process_without_a_row_is_not_started_and_on_a_cpu_no_gpu_is_asked_for() -> None:
     assert SftConfig().ranks(8) == 4
-    assert [SftConfig(gpus=2, device=device).least_gpus() for device in ("cuda", "cpu")] == [2, 1]
+    assert [SftConfig(gpus=2, device=device).gpus_needed() for device in ("cuda", "cpu")] == [2, 1]
 
 
 def test_long_prompts_are_answered_fewer_at_once_and_billed_so() -> None:
@@ -291,15 +296,15 @@ def test_a_small_character_models_memory_is_that_worked_out_by_hand() -> None:
     whole = 32 * (3 * kept + widths)
     weights = 4 * total + 2 * total  # fp32, and all of them in bf16
     moments = 4 * 3 * block + 8 * 320  # Muon's one, AdamW's two of both tables
-    found = in_bytes(config.memory(0, 2))
+    found = in_bytes(config.memory(0, Rung(micro=2)))
     assert found == (weights, 4 * total + 1024, moments, whole, 32 * 20 * 6, sum(found[:5]) + 1000)
-    eager = in_bytes(replace(config, device="cpu").memory(0, 2))  # where nothing is compiled
+    eager = in_bytes(replace(config, device="cpu").memory(0, Rung(micro=2)))  # where nothing is compiled
     assert eager[4] == 32 * 20 * 16
-    again = in_bytes(config.memory(0, 2, checkpointing=True))
+    again = in_bytes(config.memory(0, Rung(micro=2, checkpointing=True)))
     assert (again[0], again[3]) == (4 * total + 2 * block, 32 * (2 * cut + kept + widths))
-    assert in_bytes(replace(config, precision=Precision(compute="fp32")).memory(0, 2))[0] == 4 * total
+    assert in_bytes(replace(config, precision=Precision(compute="fp32")).memory(0, Rung(micro=2)))[0] == 4 * total
     for three, copies in ((False, total), (True, 2 * block)):
-        halved = in_bytes(replace(config, reshard_after_forward=three).memory(0, 2, ranks=2))
+        halved = in_bytes(replace(config, reshard_after_forward=three).memory(0, Rung(micro=2), 2))
         assert halved[:3] == (2 * total + 2 * copies, 2 * total + 6 * block, moments / 2)
 
 
@@ -311,7 +316,7 @@ def test_a_large_vocabularys_loss_takes_what_others_have_seen(micro: int, publis
         data=CharData(sequence=1024, characters=10_000_000),
         batch=RowBatch(rows=512),
     )
-    assert config.memory(0, micro).total_gb + DEVICE_RESERVE_GB == pytest.approx(published_gb, rel=0.12)
+    assert config.memory(0, Rung(micro=micro)).total_gb + DEVICE_RESERVE_GB == pytest.approx(published_gb, rel=0.12)
 
 
 LLAMA_70B = DecoderConfig(layers=80, width=8192, heads=64, kv_heads=8, head_dim=128, ffn=28_672)
@@ -326,11 +331,11 @@ def test_an_adapter_of_70_b_fits_eight_gpus_of_80_gb_as_published(row: int, keep
         data=ChatData(row=row),
         batch=TokenBatch(tokens=8 * row),
     )
-    rung = config.choose_rung(80.0, ranks=8)
+    rung = batch.choose_rung(config, 80.0, ranks=8)
     assert rung is not None
     assert (rung.micro, rung.checkpointing, rung.products_too) == (1, True, keeps == "inputs")
     whole = replace(config, lora=Lora(rank=16))
-    assert whole.choose_rung(80.0, ranks=8) is None  # a copy of the base on each is 141 GB
+    assert batch.choose_rung(whole, 80.0, ranks=8) is None  # a copy of the base on each is 141 GB
 
 
 def test_a_character_models_edges() -> None:
@@ -358,14 +363,14 @@ def test_tuning_by_hand() -> None:
     assert padded.phases()[0].steps == -(-3 * 594_000 // (base.batch.tokens // 4096))
     assert padded.sizes().dataset == pytest.approx(600_000 * 4096 * 6, abs=1)
     assert [rung.micro for rung in base.ladder() if not rung.checkpointing] == [4, 2, 1]
-    layer = 4096 * tuning.layer_activation_bytes(base.model, 2, checkpointing=False)
-    adapted = 4096 * tuning.layer_activation_bytes(base.model, 2, checkpointing=False, adapters=64)
+    layer = 4096 * tuning.layer_activation_bytes(base.model, 2, Rung(micro=1))
+    adapted = 4096 * tuning.layer_activation_bytes(base.model, 2, Rung(micro=1), adapters=64)
     logits = tuning.loss_bytes(base.model, 4096)
     # The merge holds a row of one layer at a time, and no gradient; all weights' training holds the head's as well.
-    assert in_bytes(base.memory(1, 2))[:5] == pytest.approx((2 * total + 4 * own, 0, 0, adapted, logits))
-    assert in_bytes(full.memory(1, 2))[:5] == pytest.approx((2 * total, 0, 0, layer, logits))
+    assert in_bytes(base.memory(1, Rung(micro=2)))[:5] == pytest.approx((2 * total + 4 * own, 0, 0, adapted, logits))
+    assert in_bytes(full.memory(1, Rung(micro=2)))[:5] == pytest.approx((2 * total, 0, 0, layer, logits))
     trained = tuning.loss_bytes(base.model, 8192, trained=True)
-    assert in_bytes(full.memory(0, 2))[4] == pytest.approx(trained)
+    assert in_bytes(full.memory(0, Rung(micro=2)))[4] == pytest.approx(trained)
     assert full.sizes().final == {"merged": 2 * total}
     assert (base.sizes().final_if_cut[0], full.sizes().final_if_cut[0]) == (2 * own, 2 * total)
     assert replace(base, data=replace(base.data, longest=4096)).problems() == []

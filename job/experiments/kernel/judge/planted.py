@@ -21,7 +21,7 @@ BLOCKS = (1024, 512)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A program to judge. `origin`: generated, planted or adversarial; `label` its kind, where it is known."""
+    """A program to judge. `origin`: generated or planted; `label` its kind, where it is known."""
 
     name: str
     task: str

@@ -17,11 +17,12 @@ from gpufleet.job.experiments.kernel.judge.worker import Process
 
 STAGES = ("rules", "compile", "tiny", "full", "timing")
 PASSED = len(STAGES) + 1
+FULL = "full"  # the row of verdicts by the whole funnel; files of 0.1.0 have others beside it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Switches:
-    """The extensions that can be left out for the ablation table. Isolation and limits cannot."""
+    """The extensions that tests leave out, one by one, to see which of them catches what. Isolation and limits stay."""
 
     funnel: bool = True  # rules and the list of operations; stages that stop at the first failure
     multi_input: bool = True  # several random inputs and the adversarial ones; otherwise one random input

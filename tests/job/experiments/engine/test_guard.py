@@ -30,9 +30,9 @@ from gpufleet.job.experiments.engine.experiment import Experiment
 from gpufleet.job.experiments.engine.guard import LossSpikeError, SpikeGuard, Thresholds
 from gpufleet.job.experiments.pretrain.run import Pretrain
 from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.spec import ExperimentConfig
 from gpufleet.job.experiments.two_tower.run import TwoTower
 from gpufleet.job.kind import Guard
-from gpufleet.job.kind.job import JobConfig
 from gpufleet.job.supervisor.publish import commits
 
 GPU = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24.0, driver=None, peak_tflops=70)
@@ -183,7 +183,7 @@ def destroy(monkeypatch: pytest.MonkeyPatch, *, heals_at: float, kind: str = "di
 
     for owner, name in ((Experiment, "measure"), (TwoTower, "measure"), (TwoTower, "evaluate")):
         monkeypatch.setattr(owner, name, partialmethod(evaluated, getattr(owner, name)))
-    for config in (JobConfig, SftConfig):  # a save on its way would leave no turn to that of SAVED_AT
+    for config in (ExperimentConfig, SftConfig):  # a save on its way would leave no turn to that of SAVED_AT
         monkeypatch.setattr(config, "waits_for_saves", lambda self: True)
     monkeypatch.setattr(step, "update", ruined)
     return rates

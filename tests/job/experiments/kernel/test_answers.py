@@ -9,11 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import kernel_cheats
 import pytest
 from kernel_judge import candidate, honest, judge, judged
 from waiting import HANG_S
 
-from gpufleet.job.experiments.kernel.judge import adversarial, planted, rules, tasks, timing, wire
+from gpufleet.job.experiments.kernel.judge import planted, rules, tasks, timing, wire
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
 from gpufleet.job.experiments.kernel.judge.funnel import digest
 from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches
@@ -122,7 +123,7 @@ def test_the_timing_alone_catches_who_is_another_while_it_is_timed(
     workers: Workers, label: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "problem", lambda source: None)
-    cheat = next(fixture.candidate for fixture in adversarial.FIXTURES if fixture.candidate.label == label)
+    cheat = next(fixture.candidate for fixture in kernel_cheats.FIXTURES if fixture.candidate.label == label)
     found = judged(workers, cheat, Switches(), trials=10)
     assert not found.passed
     assert why in found.reason, found

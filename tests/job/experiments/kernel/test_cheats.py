@@ -1,4 +1,4 @@
-"""Cheating candidates: all rejected by the full funnel; the ablation shows which extension rejects which."""
+"""Cheating candidates: all rejected by the full funnel; without one of its extensions it shows which rejects which."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+import kernel_cheats
 import pytest
 import torch
 from kernel_judge import judge, never_misses_its_gpu, scratch, verdicts
 from waiting import HANG_S
 
-from gpufleet.job.experiments.kernel.judge import adversarial
-from gpufleet.job.experiments.kernel.judge.ablation import ROWS
+from gpufleet.job.experiments.kernel.judge import sandbox
 from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Workers
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
-FIXTURES = {fixture.candidate.label: fixture for fixture in adversarial.FIXTURES}
+ROWS = {
+    "full": Switches(),
+    "without funnel": Switches(funnel=False),
+    "without multi-input": Switches(multi_input=False),
+    "without calibrated timing": Switches(timing=False),
+    "without any": Switches(funnel=False, multi_input=False, timing=False),
+}
+FIXTURES = {fixture.candidate.label: fixture for fixture in kernel_cheats.FIXTURES}
 CPU = [label for label, fixture in FIXTURES.items() if not fixture.gpu_only]
 OTHERS = [row for row in ROWS if row != "full"]
 HANGS = ("never-ends",)
@@ -152,7 +159,7 @@ def test_cuda_may_name_its_threads_and_write_nothing_else_and_what_is_left_ends(
     """Since version 570 its driver does not start otherwise."""
     inside = tmp_path / "scratch"
     inside.mkdir()
-    root = str(Path(adversarial.__file__).parents[2])
+    root = str(Path(sandbox.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", CUDA_STARTS, str(inside)],
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},

@@ -9,11 +9,13 @@ import pytest
 
 from gpufleet.job.experiments.kernel import pairs
 from gpufleet.job.experiments.kernel import spec as kernel
-from gpufleet.job.experiments.kernel.judge import adversarial, planted, tasks
+from gpufleet.job.experiments.kernel.judge import planted, tasks
 from gpufleet.job.experiments.kernel.judge.catalog import TASKS
 from gpufleet.job.experiments.kernel.spec import Funnel, Generation, KernelConfig
 from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.tuning import spec as tuning
+from gpufleet.job.kind import batch
+from gpufleet.job.kind.common import Rung
 
 FULL = KernelConfig()
 CODER = DecoderConfig(
@@ -50,13 +52,13 @@ def test_a_small_decoders_bytes_are_those_worked_out_by_hand() -> None:
     # Of a token: q, k, v, attention, gate, up (56); norms, activation, product (64); 7 narrow products of rank 3 and
     # the adapters' inputs after dropout (56); log-sum-exp in fp32.
     kept = [
-        (of, tuning.layer_activation_bytes(m, 2, checkpointing=on, adapters=of))
+        (of, tuning.layer_activation_bytes(m, 2, Rung(micro=1, checkpointing=on), adapters=of))
         for of in (0, 3)
         for on in (False, True)
     ]
     assert kept == [(0, 2 * 120 + 8), (0, 2 * 64 + 8), (3, 2 * 197 + 8), (3, 2 * 85 + 8)]
-    assert tuning.activations(m, 5, 2, checkpointing=False) == 5 * (3 * 248 + 32)
-    assert tuning.activations(m, 5, 2, checkpointing=True) == 5 * (3 * 136 + 248 + 32)
+    assert tuning.activations(m, 5, 2, Rung(micro=1)) == 5 * (3 * 248 + 32)
+    assert tuning.activations(m, 5, 2, Rung(micro=1, checkpointing=True)) == 5 * (3 * 136 + 248 + 32)
     # One chunk's logits, the hidden states' gradient in fp32, and the head's where it is trained.
     assert tuning.loss_bytes(m, 2000) == 1024 * 100 * 12 + 2000 * 8 * 4
     assert tuning.loss_bytes(m, 5, trained=True) == 5 * 100 * 12 + 5 * 8 * 4 + 3200
@@ -70,7 +72,7 @@ def test_sft_is_sixteen_steps_of_52_7_gflop_per_token() -> None:
 
 
 def test_state_is_16_4_gb_per_gpu_on_eight() -> None:
-    memory = FULL.memory(0, 1, ranks=8)
+    memory = FULL.memory(0, Rung(micro=1), 8)
     state = 16 * 8_190_735_360 / 8 / 1e9
     gathered = memory.weights_gb - 4 * 8_190_735_360 / 8 / 1e9
     layer = 6 * tuning.layer_parameters(FULL.model) / 1e9  # its whole gradients: bf16, and the fp32 that is sent
@@ -83,24 +85,21 @@ def test_what_follows_training_is_decode_steps_cores_and_gpus() -> None:
     assert (generate.steps, generate.decode_steps) == (0, 2048)
     assert (generate.decode_sequences, generate.decode_at_once) == (200, 32)
     assert (verify.steps, verify.decode_steps) == (0, 0)
-    assert verify.cpu_core_s == 256 * kernel.COMPILE_CORE_S
-    assert verify.gpu_s == pytest.approx((3 * 256 + 2 * 56) * (6.0 + 0.2 * 35.0))  # the cheats alone without the rules
+    assert verify.cpu_core_s == 200 * kernel.COMPILE_CORE_S
+    assert verify.gpu_s == pytest.approx(200 * (6.0 + 0.2 * 35.0))
     assert kernel.per_candidate(FULL) == {"compile_s": 20.0, "judge_s": pytest.approx(13.0), "correct": 0.2}
-    one_row = replace(FULL, funnel=replace(FULL.funnel, ablations=False))
-    assert one_row.phases()[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * 35.0))
-    twice = replace(one_row, funnel=replace(one_row.funnel, inputs=5 + 14))  # stage 4 runs 28 cases instead of 14
+    twice = replace(FULL, funnel=replace(FULL.funnel, inputs=5 + 14))  # stage 4 runs 28 cases instead of 14
     assert twice.phases()[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * (35.0 + 10.0)))
 
 
 def test_planted_candidates_are_verified_too() -> None:
     more = replace(FULL, funnel=replace(FULL.funnel, planted=200))
-    assert more.phases()[2].gpu_s == pytest.approx(FULL.phases()[2].gpu_s + 5 * 200 * 13.0)
+    assert more.phases()[2].gpu_s == pytest.approx(FULL.phases()[2].gpu_s + 200 * 13.0)
 
 
 def test_the_tasks_and_planted_candidates_are_those_there_are() -> None:
     most = {each.name: each.metadata.get("maximum") for section in (Generation, Funnel) for each in fields(section)}
     assert (len(TASKS), len(planted.candidates(10_000))) == (most["tasks"], most["planted"])
-    assert len(adversarial.candidates(gpus=True)) == kernel.CHEATS
     assert (FULL.funnel.inputs, len(tasks.ADVERSARIAL)) == (kernel.INPUTS, kernel.ADVERSARIAL)
 
 
@@ -118,12 +117,12 @@ def test_rows_must_divide_the_batch() -> None:
 
 def test_generation_holds_the_cache_of_a_ranks_share_and_its_logits() -> None:
     few = replace(FULL, generate=replace(FULL.generate, tasks=2, candidates=5))
-    memory = few.memory(1, 1, ranks=4)  # ten sequences: three on a rank
+    memory = few.memory(1, Rung(micro=1), 4)  # ten sequences: three on a rank
     m = FULL.model
     cache = 2 * m.layers * m.kv_heads * m.head_dim * 2 * (FULL.generate.max_tokens + 1024)
     assert memory.activations_gb == pytest.approx(3e-9 * cache)
     assert memory.logits_gb == pytest.approx(3e-9 * m.vocab * 8)
-    whole = FULL.rows_per_rank(8)
+    whole = batch.rows_per_rank(FULL, 8)
     plain = [rung.micro for rung in FULL.ladder(8) if not rung.checkpointing]
     assert plain == [whole >> n for n in range(whole.bit_length())]
 
@@ -136,7 +135,7 @@ def test_attention_reaches_as_far_as_a_sample_and_a_curriculum_needs_two_epochs(
     assert replace(on, epochs=2).problems() == []
 
 
-def test_a_comparison_trains_and_generates_twice_and_judges_the_first_in_one_row() -> None:
+def test_a_comparison_trains_and_generates_twice_and_judges_both() -> None:
     once = replace(FULL, epochs=2)
     twice = replace(once, data=replace(FULL.data, curriculum="compare"))
     plain, generate, verify = once.phases()
@@ -148,7 +147,7 @@ def test_a_comparison_trains_and_generates_twice_and_judges_the_first_in_one_row
     assert judged.cpu_core_s == verify.cpu_core_s + 200 * kernel.COMPILE_CORE_S
     assert judged.gpu_s == pytest.approx(verify.gpu_s + 200 * 13.0)
     for old, new in ((0, 0), (0, 1), (1, 2), (2, 3)):
-        assert twice.memory(new, 1, ranks=8) == once.memory(old, 1, ranks=8)
+        assert twice.memory(new, Rung(micro=1), 8) == once.memory(old, Rung(micro=1), 8)
         assert twice.sizes().checkpoints[new] == once.sizes().checkpoints[old]
     assert twice.sizes().exports == once.sizes().exports  # one of the two is left
 

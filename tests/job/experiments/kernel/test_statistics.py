@@ -1,4 +1,4 @@
-"""pass@k, fast_p, intervals, the curriculum and what a row carries over, against figures worked out by hand."""
+"""pass@k, fast_p, intervals, and the curriculum, against figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpufleet.job.experiments.kernel.judge import ablation, curriculum
-from gpufleet.job.experiments.kernel.judge.ablation import carried, line
+from gpufleet.job.experiments.kernel.judge import curriculum, figures
 from gpufleet.job.experiments.kernel.judge.funnel import digest
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
 from gpufleet.job.experiments.kernel.judge.statistics import (
@@ -94,12 +93,12 @@ def test_tasks_that_differ_alike_are_no_certainty() -> None:
     assert paired_interval([1.0], [0.0], seed=1) == pytest.approx((1 - 0.79346, 1.0), abs=1e-5)
 
 
-def verdict(candidate: str, stage: int, *, task: str = "relu", origin: str = "generated", **more: object) -> Verdict:
+def verdict(candidate: str, stage: int, *, task: str = "relu", **more: object) -> Verdict:
     made = Verdict(
         row="full",
         candidate=candidate,
         task=task,
-        origin=origin,
+        origin="generated",
         label=candidate,
         source_sha256="",
         passed=stage == 6,
@@ -112,48 +111,23 @@ def verdict(candidate: str, stage: int, *, task: str = "relu", origin: str = "ge
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def test_a_row_of_the_table_by_hand() -> None:
-    full = [
+def test_the_figures_of_a_training_by_hand() -> None:
+    judged = [
         verdict("a", 6, speedup=1.5),
         verdict("b", 3, speedup=2.0),  # wrong, however fast
         verdict("c", 6, task="add"),  # untimed
         verdict("d", 6, task="add", speedup=1.1),
-        verdict("cheat", 4, origin="adversarial"),
-        verdict("rogue", 2, origin="adversarial"),
-        verdict("thief", 6, origin="adversarial", speedup=9.0, seconds={"rules": 100.0}),
     ]
-    found = line("full", full, full, seed=1)
-    assert (found["candidates"], found["tasks"], found["false_accepts"], found["adversarial"]) == (4, 2, 1, 3)
-    assert found["accepted"] == ["thief"]
+    found = figures.figures("sft", judged)
+    assert (found["candidates"], found["tasks"]) == (4, 2)
     assert (found["pass@1"], found["pass@10"]) == (0.75, None)
     assert (found["fast_1"], found["fast_1.2"]) == (0.5, 0.25)
     assert (found["untimed"], found["seconds_per_candidate"]) == (1, 2.0)
-    assert found["pass@1_minus_full"] is None
-    # Half of relu's are lost and none of add's, in whatever order the verdicts come; a draw of two is often one alone.
-    fewer = [replace(v, passed=v.passed and v.candidate != "a") for v in reversed(full)]
-    assert line("fewer", fewer, full, seed=1)["pass@1_minus_full"] == (-0.5, 0.0)
-    some = [v for v in full if v.candidate in ("a", "b", "cheat")]  # held against the full row's verdicts of these
-    low, high = line("some", some, full, seed=1)["pass@1_minus_full"]
-    assert low == -high
-    assert [" ".join(line.split()) for line in ablation.text([found])] == [
-        "row false accepts others pass@1 pass@10 fast 1.0 fast 1.2 s/candidate untimed",
-        "full 1 of 3 4 0.750 - 0.500 0.250 2.000 1",
+    assert figures.figures("sft", judged[::-1]) == found  # in whatever order the verdicts come
+    assert [" ".join(line.split()) for line in figures.text([found])] == [
+        "row pass@1 gained candidates pass@1 pass@10 fast 1.0 fast 1.2 s/candidate untimed",
+        "sft - 4 0.750 - 0.500 0.250 2.000 1",
     ]
-
-
-@pytest.mark.parametrize(
-    ("row", "stages"),
-    [
-        ("without funnel", []),
-        ("without multi-input", [1, 2, 3]),
-        ("without calibrated timing", [1, 2, 3, 4]),
-        ("without any", []),
-    ],
-)
-def test_a_verdict_is_carried_over_where_the_extension_had_not_begun(row: str, stages: list[int]) -> None:
-    found = {stage: carried(verdict("a", stage), row) for stage in range(1, 7)}
-    assert [stage for stage, same in found.items() if same is not None] == stages
-    assert all(same is None or (same.row, same.stage) == (row, stage) for stage, same in found.items())
 
 
 def test_half_mastered_tasks_are_drawn_three_times_as_often() -> None:
@@ -183,7 +157,7 @@ def test_two_trainings_are_compared_task_by_task() -> None:
             for number, stage in enumerate(pair)
         ]
 
-    table = ablation.compared({"uniform": judged((3, 6), (3, 3)), "adaptive": judged((6, 6), (6, 3))}, seed=1)
+    table = figures.compared({"uniform": judged((3, 6), (3, 3)), "adaptive": judged((6, 6), (6, 3))}, seed=1)
     assert [(row["row"], row["pass@1"], row["fast_1"], row["fast_1.2"]) for row in table] == [
         ("uniform", 0.25, 0.25, 0.0),
         ("adaptive", 0.75, 0.75, 0.0),
@@ -195,8 +169,8 @@ def test_two_trainings_are_compared_task_by_task() -> None:
     assert (gained["pass@10"], gained["fast_1.2"]) == (None, pytest.approx((-unseen, unseen), abs=1e-5))
     low, high = table[1]["pass@1_interval"]
     assert (low, high) == share_interval([(2, 2), (2, 1)])
-    said = [" ".join(line.split()) for line in ablation.text(table)]
-    assert said[0] == "row pass@1 gained others pass@1 pass@10 fast 1.0 fast 1.2 s/candidate untimed"
+    said = [" ".join(line.split()) for line in figures.text(table)]
+    assert said[0] == "row pass@1 gained candidates pass@1 pass@10 fast 1.0 fast 1.2 s/candidate untimed"
     assert said[1] == "uniform - 4 0.250 - 0.250 0.000 2.000 0"
     assert said[2] == "adaptive -0.158 to +1.000 4 0.750 - 0.750 0.000 2.000 0"
 
@@ -216,5 +190,5 @@ def test_verdicts_of_another_source_under_a_name_are_not_counted_as_judged(tmp_p
             Candidate(name=str(number), task="relu", source=text * number, origin="generated", label="")
             for number in (1, 2)
         ]
-        ablation.verify(Judge(), tried, ledger, rows=[ablation.FULL], check=lambda: None, say=said.append)  # type: ignore[arg-type]
-    assert said == ["funnel, full: 2 of 2 judged"] * 2
+        figures.verify(Judge(), tried, ledger, check=lambda: None, say=said.append)  # type: ignore[arg-type]
+    assert said == ["funnel: 2 of 2 judged"] * 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kernel_judge import SEED, honest, judged, scratch
 
-from gpufleet.job.experiments.kernel.judge import ablation, catalog, child, tasks, timing, wire
+from gpufleet.job.experiments.kernel.judge import catalog, child, figures, tasks, timing, wire
 from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Workers
 
@@ -238,7 +238,7 @@ def test_a_flag_is_in_the_verdict_and_counted() -> None:
     course = Course(honest(), Switches(), "full", "", timing=timing.Timing(speedup=3.0, suspicious=True))
     verdict = Verdict.from_json(course.verdict(None).to_json())
     assert verdict.suspicious
-    assert ablation.figures("full", [verdict], seed=1)["suspicious"] == 1
+    assert figures.figures("full", [verdict])["suspicious"] == 1
 
 
 def test_a_candidates_empty_launch_is_a_kernels_and_the_references_an_operations() -> None:

@@ -92,7 +92,7 @@ def test_predicted_activations_are_what_autograd_keeps(phase: int, compute: str)
         projections = (f"attention.{part}." for part in "qkv")
         kept -= 4 * sum(p.numel() for part in projections for name, p in module.named_parameters() if part in name)
     config = replace(config, data=replace(config.data, sequence=63))
-    assert config.memory(phase, 8).activations_gb * 1e9 == pytest.approx(kept, rel=0.04)
+    assert config.memory(phase, Rung(micro=8)).activations_gb * 1e9 == pytest.approx(kept, rel=0.04)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_steps_peak_has_the_weights_that_products_cast_to_their_own_dtype(
     with Alive(parameters) as alive:
         (module(TOKENS, TARGETS).loss_sum / TARGETS.numel()).backward()
     found = alive.peak + sum(parameter.nbytes for parameter in parameters)
-    predicted = config.memory(2, len(TOKENS), checkpointing=checkpointing)
+    predicted = config.memory(2, Rung(micro=len(TOKENS), checkpointing=checkpointing))
     assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=0.05)
 
 
@@ -135,7 +135,7 @@ def test_checkpointed_layers_with_adapters_hold_each_product_once() -> None:
             loss = module(tokens, tokens).loss_sum
         held.append(alive.live_bytes())
         assert loss is not None
-    counted = layer_activation_bytes(shape, 2, checkpointing=True, adapters=16)
+    counted = layer_activation_bytes(shape, 2, Rung(micro=1, checkpointing=True), adapters=16)
     results = 2 * 2 * shape.width  # of o and down, which are held without need
     assert (held[1] - held[0]) / tokens.numel() == pytest.approx(counted + results, rel=0.02)
 
@@ -175,7 +175,7 @@ def test_a_frozen_base_is_bf16_and_what_fp32_products_cast_of_it_stays_until_bac
     with Alive(parameters) as alive:
         torch.autograd.backward(module(tokens, tokens).loss_sum)
     found = alive.peak + sum(parameter.nbytes for parameter in parameters)
-    predicted = config.memory_on(0, rung)
+    predicted = config.memory(0, rung)
     near = 0.11 if rung.products_too else 0.1  # the loss and the layer that is made again are not at once
     assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=near)
 
@@ -200,5 +200,5 @@ def test_all_weights_on_one_gpu_are_cast_and_with_checkpointing_layer_by_layer(c
     with Alive([*parameters, *gradients]) as alive:
         torch.autograd.backward(module(tokens, tokens).loss_sum)
     found = alive.peak + sum(tensor.nbytes for tensor in (*parameters, *gradients))
-    predicted = config.memory(0, 1, checkpointing=checkpointing)
+    predicted = config.memory(0, Rung(micro=1, checkpointing=checkpointing))
     assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=0.05)

@@ -12,6 +12,8 @@ import pytest
 from memory_count import SHAPES, one_rank, small
 from repository import ROOT
 
+from gpufleet.job.kind.common import Rung
+
 HERE = ROOT / "tests" / "job"
 
 
@@ -21,7 +23,7 @@ HERE = ROOT / "tests" / "job"
 def test_the_peak_of_a_step_is_the_predicted_one(shape: dict[str, Any], compute: str, checkpointing: bool) -> None:
     config = small(model=shape, precision={"compute": compute})
     peak = one_rank(config, 4, checkpointing=checkpointing)
-    memory = config.memory(0, 4, checkpointing=checkpointing)
+    memory = config.memory(0, Rung(micro=4, checkpointing=checkpointing))
     held = 8e-9 * config.phases()[0].params_total  # weights and gradients, there before
     assert peak * 1e-9 == pytest.approx(memory.total_gb - memory.moments_gb - held, rel=0.1)
 

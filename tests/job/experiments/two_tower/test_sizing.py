@@ -17,6 +17,8 @@ from gpufleet.job.experiments.two_tower.members import Members
 from gpufleet.job.experiments.two_tower.model import TwoTowerModel, draw_noise
 from gpufleet.job.experiments.two_tower.ranking import generate
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig, Variant, variant, variants
+from gpufleet.job.kind import batch
+from gpufleet.job.kind.common import Rung
 
 FULL = TwoTowerConfig()
 HONEST = replace(FULL, optimistic=False)
@@ -75,7 +77,7 @@ def test_rows_hold_as_many_queries_as_were_sized() -> None:
 
 def test_a_score_sized_tensor_of_all_folds_at_full_is_two_thirds_of_a_gigabyte() -> None:
     full = variant(HONEST, "full")
-    held = full.memory(0, 10**6).weights_gb - 2 * 4 * 12_551_040 / 1e9
+    held = full.memory(0, Rung(micro=10**6)).weights_gb - 2 * 4 * 12_551_040 / 1e9
     sentences = 10 * two_tower.queries(full) * 384 * 4 / 1e9
     assert round(10 * 14_950 * 1131 * 4 / 1e9, 2) == 0.68
     assert held - sentences == pytest.approx(0.68, rel=0.03)
@@ -87,7 +89,7 @@ def test_a_step_of_the_sampled_objective_is_as_long_as_its_batch() -> None:
     assert (folds.tokens_per_step, refit.tokens_per_step) == (20 * 96, 96)
     assert folds.flops_per_token == two_tower.flops_per_step(FULL, 96) // 96
     assert sampled.ladder()[0].micro == 96
-    assert sampled.memory(0, 96).total_gb < FULL.memory(0, 443).total_gb
+    assert sampled.memory(0, Rung(micro=96)).total_gb < FULL.memory(0, Rung(micro=443)).total_gb
 
 
 def test_memory_is_predicted_within_a_tenth_where_a_large_batch_is_cut() -> None:
@@ -100,7 +102,7 @@ def test_memory_is_predicted_within_a_tenth_where_a_large_batch_is_cut() -> None
         assert noise is not None
         inputs = x[:, :64], targets[:, :64], torch.ones(count, 64), noise.query[:, :64], noise.model
         torch.autograd.backward(module(*inputs).loss_sum)
-    memory, state = config.memory(0, 64), 4 * count * two_tower.parameters(config)
+    memory, state = config.memory(0, Rung(micro=64)), 4 * count * two_tower.parameters(config)
     assert alive.peak == pytest.approx(memory.total_gb * 1e9 - 4 * state, rel=0.1)  # weights, best ones, two moments
 
 
@@ -115,12 +117,12 @@ def test_memory_is_what_torchs_allocator_counts(dropout: float, counted: dict[in
         towers = replace(towers, query=(256, 128, 64), model=(384, 256, 128, 64))
     config = replace(FULL, towers=towers)
     for micro, gigabytes in counted.items():
-        assert config.memory(0, micro).total_gb == pytest.approx(gigabytes, rel=0.08)
+        assert config.memory(0, Rung(micro=micro)).total_gb == pytest.approx(gigabytes, rel=0.08)
 
 
 def test_full_fits_a_24_gb_card_at_once_with_both_protocols() -> None:
     full = variant(FULL, "full")
-    rung = full.choose_rung(24.0)
+    rung = batch.choose_rung(full, 24.0)
     assert rung is not None
     assert rung.micro == two_tower.queries(full, refit=True)
 
@@ -130,7 +132,7 @@ def test_the_ladder_cuts_queries_and_never_checkpoints() -> None:
     assert [rung.micro for rung in full.ladder()][1:] == [512, 256, 128, 64]
     assert not any(rung.checkpointing for rung in full.ladder())
     assert [rung.micro for rung in replace(FULL, chunk=128).ladder()] == [128, 64]
-    needs = [full.memory(0, rung.micro).total_gb for rung in full.ladder()]
+    needs = [full.memory(0, Rung(micro=rung.micro)).total_gb for rung in full.ladder()]
     assert needs == sorted(needs, reverse=True)
 
 

@@ -1,6 +1,6 @@
 """Candidates that try to pass without a right and fast kernel. Every one must be rejected by the full funnel.
 
-`needs` names the extensions of which any one rejects it (funnel.py's switches), or `a+b` where it takes
+`needs` names the extensions of which any one rejects it (verdict.py's switches), or `a+b` where it takes
 both; empty: isolation and the comparison alone do, whatever is left out.
 """
 
@@ -18,12 +18,11 @@ _KERNEL = source(BY_NAME["sigmoid"]).removeprefix(_HEAD).replace("def kernel_fun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fixture:
-    """One cheat. `gpu_only`, `cpu_only`: on the other there is nothing to cheat with."""
+    """One cheat. `gpu_only`: elsewhere there is nothing to cheat with."""
 
     candidate: Candidate
     needs: frozenset[str]
     gpu_only: bool = False
-    cpu_only: bool = False
 
 
 def _cheat(name: str, needs: str, body: str, *, task: str = "sigmoid", **only: bool) -> Fixture:
@@ -204,7 +203,7 @@ FIXTURES: tuple[Fixture, ...] = (
             import sys
             sys.modules["__main__"]._clock = lambda: 0.0
             return honest(x)
-        """, cpu_only=True),  # a GPU's events are no clock of Python's
+        """),  # a GPU's events are no clock of Python's
     _cheat("patches-cuda-events", "funnel", """
         torch.cuda.Event = lambda **_: None
         def kernel_function(x):
@@ -304,8 +303,3 @@ FIXTURES: tuple[Fixture, ...] = (
                 return honest(x)
         """, gpu_only=True),
 )  # fmt: skip
-
-
-def candidates(*, gpus: bool) -> list[Candidate]:
-    """Those that there is something to cheat with."""
-    return [fixture.candidate for fixture in FIXTURES if not (fixture.cpu_only if gpus else fixture.gpu_only)]

@@ -1,0 +1,124 @@
+"""Verdicts on candidates, kept as they fall, and what they say of the weights that wrote these: pass@k and speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from gpufleet.job.experiments.kernel.judge import statistics
+from gpufleet.job.experiments.kernel.judge.funnel import Judge, digest
+from gpufleet.job.experiments.kernel.judge.planted import Candidate
+from gpufleet.job.experiments.kernel.judge.verdict import FULL, Switches, Verdict
+from gpufleet.job.ledger import Ledger
+
+PASSES, SPEEDS = (1, 10), (1.0, 1.2)
+RATES = (*(f"pass@{k}" for k in PASSES), *(f"fast_{p:g}" for p in SPEEDS))
+SHOWN = ("pass@1", "pass@10", "fast 1.0", "fast 1.2", "s/candidate")
+SPOKEN = 10  # verdicts between two lines of the log
+
+
+def verify(
+    judge: Judge,
+    candidates: Sequence[Candidate],
+    ledger: Ledger,
+    *,
+    check: Callable[[], None],
+    say: Callable[[str], None],
+) -> list[Verdict]:
+    """A verdict on each of the `candidates`, in their order. Those in the ledger are taken from it, new ones appended
+    as they fall. `check` is called between candidates and may raise.
+    """
+    known = {(v.candidate, v.source_sha256): v for v in ledger.read(Verdict.from_json) if v.row == FULL}
+    keys = [(candidate.name, digest(candidate.source)) for candidate in candidates]
+
+    def keep(verdict: Verdict) -> None:
+        ledger.append(verdict.to_json())
+        known[verdict.candidate, verdict.source_sha256] = verdict
+        judged = sum(key in known for key in keys)
+        if judged % SPOKEN == 0 or judged == len(keys):  # a silent job is taken for a stuck one
+            say(f"funnel: {judged} of {len(keys)} judged")
+
+    waiting = [candidate for candidate, key in zip(candidates, keys, strict=True) if key not in known]
+    judge.all(waiting, Switches(), FULL, keep, check)
+    return [known[key] for key in keys]
+
+
+def figures(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """What candidates are worth that were judged alike. Untimed are those that are correct while no speed-up is known;
+    they do not count as fast. Suspicious are those that were run again.
+    """
+    rates = _rates(verdicts)
+    counts = [(len(task), sum(v.passed for v in task)) for task in _by_task(verdicts)]
+    return {
+        "row": name,
+        "candidates": len(verdicts),
+        "tasks": len(counts),
+        **{key: fmean(values) if values else None for key, values in rates.items()},
+        "untimed": sum(v.passed and v.speedup is None for v in verdicts),
+        "suspicious": sum(v.suspicious for v in verdicts),
+        "seconds_per_candidate": fmean(sum(v.seconds.values()) for v in verdicts) if verdicts else None,
+        "pass@1_interval": statistics.share_interval(counts) if counts else None,
+    }
+
+
+def compared(trained: Mapping[str, Sequence[Verdict]], *, seed: int) -> list[dict[str, Any]]:
+    """A row for each of several trainings whose candidates share tasks and seeds. `minus_first`: 95 % intervals of what
+    is gained over the first, paired by task; None of the first itself, and where a task has too few candidates.
+    """
+    base = next(iter(trained))
+    first = _rates(trained[base])
+    found = []
+    for row, verdicts in trained.items():
+        pairs = {key: (values, first[key]) for key, values in _rates(verdicts).items()}
+        gained = {
+            key: statistics.paired_interval(one, other, seed=seed) if one and other and row != base else None
+            for key, (one, other) in pairs.items()
+        }
+        found.append({**figures(row, verdicts), "minus_first": gained})
+    return found
+
+
+def text(table: Sequence[dict[str, Any]]) -> list[str]:
+    """A table of `figures` or of `compared` for people."""
+    keys = (*RATES, "seconds_per_candidate")
+    lines = [
+        (
+            row["row"],
+            _gained(row),
+            str(row["candidates"]),
+            *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys),
+            str(row["untimed"]),
+        )
+        for row in table
+    ]
+    head = ("row", "pass@1 gained", "candidates", *SHOWN, "untimed")
+    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
+    return [
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(line, widths, strict=True)) for line in (head, *lines))
+    ]
+
+
+def _gained(row: dict[str, Any]) -> str:
+    gained = row.get("minus_first", {}).get("pass@1")
+    return "-" if gained is None else f"{gained[0]:+.3f} to {gained[1]:+.3f}"
+
+
+def _rates(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
+    """Per task, in the order of their names; empty where a task has fewer than ten candidates and ten are asked of."""
+    found: dict[str, list[float | None]] = {key: [] for key in RATES}
+    for task in _by_task(verdicts):
+        count, speeds = (len(task), sum(v.passed for v in task)), [v.speedup if v.passed else None for v in task]
+        for k in PASSES:
+            found[f"pass@{k}"].append(statistics.pass_at_k([count], k))
+        for p in SPEEDS:
+            found[f"fast_{p:g}"].append(statistics.fast_p([speeds], p))
+    return {key: [] if None in values else [v for v in values if v is not None] for key, values in found.items()}
+
+
+def _by_task(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
+    tasks: dict[str, list[Verdict]] = {}
+    for verdict in sorted(verdicts, key=lambda v: (v.task, v.candidate)):
+        tasks.setdefault(verdict.task, []).append(verdict)
+    return list(tasks.values())

@@ -1,0 +1,64 @@
+"""What follows from a job's answers: how a batch is cut over ranks and micro-batches, and which cut fits a GPU."""
+
+from __future__ import annotations
+
+from gpufleet.job.kind.common import DEVICE_RESERVE_GB, ENDLESS_S, Rung, remembered
+from gpufleet.job.kind.job import JobConfig
+
+
+def total_steps(config: JobConfig) -> int:
+    """Optimizer steps of all phases together."""
+    return sum(phase.steps for phase in config.phases())
+
+
+def is_endless(config: JobConfig) -> bool:
+    """Whether nobody says how long it is: it trains until a limit."""
+    last = config.phases()[-1]
+    return last.counts == "seconds" and last.steps == ENDLESS_S
+
+
+def launched(config: JobConfig, ranks: int) -> int:
+    """Processes that the supervisor starts where `ranks` train: a program of the user's own is started by its host."""
+    return 1 if config.processes == "own" else ranks
+
+
+def rows_per_rank(config: JobConfig, ranks: int) -> int:
+    """The rows that each rank takes in a step, the same number on every rank; 1 where nobody knows."""
+    return -(-(config.rows() or 1) // ranks)
+
+
+def empty_rows(config: JobConfig, ranks: int) -> int:
+    """The empty rows of a step over all ranks, taken where its rows run out; none that anybody knows of without any."""
+    rows = config.rows()
+    return 0 if rows is None else rows_per_rank(config, ranks) * ranks - rows
+
+
+def micro_batches(config: JobConfig, rung: Rung, ranks: int) -> int:
+    """That one rank runs in an optimizer step."""
+    return -(-rows_per_rank(config, ranks) // rung.micro)
+
+
+def peak_gb(config: JobConfig, phase_index: int, rung: Rung, ranks: int = 1) -> float:
+    """What a GPU must have for a phase: the predicted peak, 0 where nobody knows, and the reserve."""
+    memory = config.memory(phase_index, rung, ranks)
+    return (0.0 if memory is None else memory.total_gb) + DEVICE_RESERVE_GB
+
+
+@remembered
+def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> Rung | None:
+    """The highest rung predicted to fit (in every phase when `phase_index` is None). None: nothing fits."""
+    chosen = range(len(config.phases())) if phase_index is None else (phase_index,)
+    for rung in config.ladder(ranks):
+        if all(peak_gb(config, index, rung, ranks) <= gpu_memory_gb for index in chosen):
+            return rung
+    return None
+
+
+def lower_rung(config: JobConfig, rung: Rung, phase_index: int, ranks: int = 1) -> Rung | None:
+    """Where to go after a real out-of-memory: the next rung that is predicted to need less, so that a cut which starts
+    to accumulate, and therefore keeps gradients beside activations, is passed over. None: the end.
+    """
+    rungs = config.ladder(ranks)
+    now = peak_gb(config, phase_index, rung, ranks)
+    below = rungs[rungs.index(rung) + 1 :]
+    return next((lower for lower in below if peak_gb(config, phase_index, lower, ranks) < now), None)
