@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 
 from gpufleet._bill import figure, in_notebook, in_numbers
 from gpufleet.infra.evidence.receipts import LINES, counts, is_rehearsal

@@ -110,7 +110,7 @@ def grouped(warnings: Iterable[str]) -> list[str]:
 def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
     """Those that matter, and one line of all others; they add up to p50."""
     charges = [
-        (line.name, line.amount, f"{_plain(line.quantity)} x {line.unit_price:f} USD per {line.unit}")
+        (line.name, line.amount, f"{amount_within(line.quantity)} x {line.unit_price:f} USD per {line.unit}")
         for line in bill.chosen.lines
     ]
     if bill.buys is None:
@@ -120,8 +120,8 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
     other = f"{counted(len(charges) - len(matter), 'smaller charge')}, uncertain speed and price"
     if usd.p50 == bill.usd.p50 != bill.chosen.needed_usd.p50:
         other += ", less what a limit cuts off"
-    rows = [(name, _plain(amount, usd), why) for name, amount, why in matter] + [
-        ("everything else", _plain(rest, usd), other)
+    rows = [(name, amount_within(amount, usd), why) for name, amount, why in matter] + [
+        ("everything else", amount_within(rest, usd), other)
     ]
     names, amounts = (max(len(row[at]) for row in rows) for at in (0, 1))
     for name, amount, why in rows:
@@ -131,10 +131,10 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
 
 def figures_within(values: Quantiles) -> tuple[str, str, str]:
     """p10, p50 and p90 with as many decimals as the range between them bears."""
-    return _plain(values.p10, values), _plain(values.p50, values), _plain(values.p90, values)
+    return amount_within(values.p10, values), amount_within(values.p50, values), amount_within(values.p90, values)
 
 
-def _plain(value: Decimal, within: Quantiles | None = None) -> str:
+def amount_within(value: Decimal, within: Quantiles | None = None) -> str:
     """The figure to the third digit of its own, or of the range `within` which it stands, and at most cents from 0.1
     on; to the second digit of a range below that.
     """
