@@ -23,15 +23,17 @@ if TYPE_CHECKING:
     from gpufleet.infra.bill.fallback import Fallback
 
 LINES = 12
-CHARGES = 3  # that have a line of their own
-SHARE = Decimal("0.05")  # of p50, from which a charge matters
+CHARGES = 3  # the number of charges that get a line of their own
+SHARE = Decimal("0.05")  # a charge below this share of p50 gets no line of its own
 _RUN = re.compile(r"(.*): run (`[^`]+`)\.")  # a warning that names its command
 
 
 def answer(
     bill: Bill, command: str, *, today: date, cheaper: str = "", fallback: Fallback | None = None
 ) -> Iterator[str]:
-    """The lines. `command` shows all of the bill; `cheaper` is the line of infra.compare.cheaper, or empty."""
+    """The lines. `command` is the one that shows the whole bill; `cheaper` is the line of infra.compare.cheaper, or
+    empty.
+    """
     usd = bill.usd if fallback is None else fallback.usd
     lines = [*wrap(f"{bill.title}: {headline(bill, fallback)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
     lines += _charges(bill, usd)
@@ -99,7 +101,7 @@ def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
 
 
 def grouped(warnings: Iterable[str]) -> list[str]:
-    """What to do, by command: what two warnings ask for is one line."""
+    """What to do, one line for each command: two warnings that ask for the same command share a line."""
     found: dict[str, list[str]] = {}
     for warning in warnings:
         match = _RUN.fullmatch(warning)
@@ -108,7 +110,7 @@ def grouped(warnings: Iterable[str]) -> list[str]:
 
 
 def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
-    """Those that matter, and one line of all others; they add up to p50."""
+    """The charges that matter, and one line for all others; together they add up to p50."""
     charges = [
         (line.name, line.amount, f"{amount_within(line.quantity)} x {line.unit_price:f} USD per {line.unit}")
         for line in bill.chosen.lines
@@ -130,7 +132,7 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
 
 
 def figures_within(values: Quantiles) -> tuple[str, str, str]:
-    """p10, p50 and p90 with as many decimals as the range between them bears."""
+    """p10, p50 and p90 as text, with as many decimals as their range justifies."""
     return amount_within(values.p10, values), amount_within(values.p50, values), amount_within(values.p90, values)
 
 

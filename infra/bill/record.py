@@ -96,8 +96,8 @@ def outputs(bill: Bill) -> dict[str, str]:
 
 
 def rates(bill: Bill) -> dict[str, Any]:
-    """Only types with an on-demand price: the meter falls back to it, a spot-only type meters at spot. `gpus`: of a
-    node; one with fewer is refused.
+    """Hourly prices of the types for the meter, which falls back to the on-demand price; a type without one meters at
+    spot. `gpus` is how many a node must have: one with fewer is refused.
     """
     found: dict[str, Any] = {}
     for option in bill.types:
@@ -111,7 +111,7 @@ def rates(bill: Bill) -> dict[str, Any]:
 
 
 def extras(bill: Bill) -> dict[str, Any]:
-    """USD per node-hour beside compute, by line, and the sum of the lines that do not depend on hours."""
+    """USD per node-hour of each line other than compute, and the sum of the lines that do not depend on hours."""
     fixed = (line.amount for line in bill.lines if line.kind == "fixed")
     return {
         "hourly_usd": {name: str(usd) for name, usd in bill.hourly_usd.items()},
@@ -140,7 +140,7 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
 
 
 def _unknown(bill: Bill) -> dict[str, Any]:
-    """The parts of the range, each as if it alone were unknown, in USD to finish."""
+    """USD to finish when only one thing is unknown, for each thing: the parts of the range."""
     of = bill.chosen.exposure.unknown
     alone = {name: plain({"p10": low, "p90": high}) for name, (low, high) in bill.span_usd.items()}
     return {
