@@ -27,13 +27,13 @@ VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; that of internet gateways goes w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What a fleet needs of one quota."""
+    """What a fleet needs from one quota."""
 
     code: str
     types: tuple[str, ...]
-    least: int  # vCPUs of the run's nodes, of the smallest of `types`
-    vcpu: int  # of the largest
-    recommended: int  # with one node more: after a node ends, its vCPUs stay counted until EC2 has noticed
+    least: int  # vCPUs of the run's nodes when all are of the smallest of `types`
+    vcpu: int  # vCPUs when all are of the largest
+    recommended: int  # with one more node: EC2 counts the vCPUs of a node for a while after its end
 
 
 _CODES = (  # family, and by market the quota that counts it; capacity blocks count apart
@@ -44,7 +44,7 @@ _CODES = (  # family, and by market the quota that counts it; capacity blocks co
 
 
 def quota_code(instance_type: str, capacity: str) -> str | None:
-    """The quota's code; None where it is not known (P6)."""
+    """The quota's code; None when it is not known (P6)."""
     for family, codes in _CODES:
         if re.match(rf"({family})[0-9a-z-]*\.", instance_type):
             return codes.get(capacity)
@@ -52,7 +52,7 @@ def quota_code(instance_type: str, capacity: str) -> str | None:
 
 
 def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
-    """The quotas a fleet is counted against in a market, and the types whose quota is not known."""
+    """The quotas that limit a fleet in a market, and the types whose quota is not known."""
     by_code: dict[str, list[str]] = {}
     unknown = []
     for name in fleet.instance_types:
@@ -80,7 +80,9 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
 
 
 def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = None) -> Iterator[Check]:
-    """vCPUs of one node, better two, of what other machines leave free. `ec2`: made here unless given."""
+    """Whether the quota has vCPUs for one node more than the run's, after other machines' use. `ec2` is made here by
+    default.
+    """
     if not (counted_in := definition.fleet.market.quotas):
         return
     others = _others(definition, ec2 or aws.client("ec2", definition.fleet.region))
@@ -100,8 +102,8 @@ def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = Non
 
 
 def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Iterator[Check]:
-    """Each stack that is up has a VPC of its own, and a region takes few. With one that the file names
-    nothing is to be counted.
+    """Whether the region has room for one more VPC: each stack that is up has its own, unless the file names an
+    existing VPC.
     """
     if definition.account.vpc:
         return
@@ -122,7 +124,7 @@ def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Ite
 
 
 def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
-    """A quota as it is for this account, which has only AWS's default where it never asked for more."""
+    """A quota's value for this account: AWS's default, unless the account has asked for more."""
     arguments = {"ServiceCode": service, "QuotaCode": code}
     try:
         found: dict[str, Any] = service_quotas.get_service_quota(**arguments)["Quota"]
@@ -134,7 +136,7 @@ def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
 
 
 def _increase(definition: StackDefinition, service: str, code: str, wanted: int) -> str:
-    """The command that asks for more."""
+    """The command that asks AWS for a higher quota."""
     return (
         f"aws service-quotas request-service-quota-increase --region {definition.fleet.region} "
         f"--service-code {service} --quota-code {code} --desired-value {wanted}"
@@ -142,8 +144,8 @@ def _increase(definition: StackDefinition, service: str, code: str, wanted: int)
 
 
 def _others(definition: StackDefinition, ec2: Any) -> dict[str, dict[str, int]]:
-    """By quota the vCPUs that each machine in the region takes of it, by its id and type. This stack's own are left
-    out: a new run takes their place.
+    """For each quota, the vCPUs that each machine of the region uses, by its id and type. This stack's own machines are
+    left out, because a new run takes their place.
     """
     states = [("instance-state-name", ["pending", "running"])]
     machines = [

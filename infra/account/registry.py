@@ -1,7 +1,7 @@
 """From an image's tag to its digest, without docker.
 
-Of a private repository of Amazon ECR by its own API; of any other over the registry's HTTP API (OCI distribution
-specification 1.1), with the token that a stranger gets, since a node has no login there.
+A private repository of Amazon ECR is asked by its own API, any other registry by HTTP (OCI distribution specification
+1.1) with an anonymous token, because a node has no login there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpufleet.infra.account import aws, refusals
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.program import ecr
 
-# Index types first: the digest of the index is what `docker pull` of a tag resolves.
+# Index types come first, because `docker pull` of a tag resolves to the digest of the index.
 _ACCEPT = ", ".join(
     (
         "application/vnd.oci.image.index.v1+json",

@@ -1,8 +1,8 @@
-"""Fleets of a stack that its state does not know of: an `up` that was killed has made them, and the engine forgot.
+"""Fleets of a stack that are not in its Pulumi state: an `up` that was killed made them, and the engine forgot them.
 
-Asked before anything is declared, with the shell's credentials: by the whole program, not by a component, whose
-provider may have others. A second fleet of the run is refused: both would train it, and each is billed. One of another
-run is a warning: it may be that of another Pulumi stack with the same file.
+The whole program asks for them before anything is declared, with the shell's credentials. A component does not, because
+its provider may have other credentials. A second fleet of the run is refused: both would train it, and both would be
+billed. A fleet of another run is only a warning, since it may belong to another Pulumi stack with the same file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def look(
     *,
     preview: bool,
 ) -> list[str]:
-    """What is to be warned of. `known`: the ids in the stack's state. Raises GpufleetError where `up` would make a
+    """Warnings about such fleets. `known` are the ids in the stack's state. Raises GpufleetError when `up` would make a
     second fleet of the run.
     """
     try:
