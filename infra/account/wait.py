@@ -286,7 +286,7 @@ class Reason:
     final: bool = False
 
 
-# Codes with which a running node ends (EC2 API, StateReason, read 2026-11-25). Any other code says why it did not start.
+# Codes with which a running node ends (EC2 API, StateReason, read 2026-11-25). Other codes say why it did not start.
 ENDS_OF_RUNNING = (
     "Server.ScheduledStop", "Server.SpotInstanceShutdown", "Server.SpotInstanceTermination",
     "Client.InstanceInitiatedShutdown", "Client.InstanceTerminated",
