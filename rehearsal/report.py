@@ -1,4 +1,4 @@
-"""The closing report of a rehearsal, and what is saved of one that failed."""
+"""The closing report of a rehearsal, and what a failed one keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.evidence import Evidence, Promise
 from gpufleet.rehearsal.timeline import clock
 
-BAR_S = 300.0  # of a whole rehearsal, on two cores that do nothing else: the bar that the project sets itself
+BAR_S = 300.0  # seconds: the project's bar for a whole rehearsal on two idle cores
 TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "results", "destroy")
 
 
@@ -59,14 +59,14 @@ def write(
 
 
 def duration_check(seconds: float) -> Promise:
-    """How long all of it took; a busy machine fails nothing."""
+    """How long the rehearsal took. On a busy machine it takes longer, so this fails no rehearsal."""
     figure = f"{seconds:.0f} s (bar {BAR_S:.0f})"
     return Promise(name="the whole rehearsal", figure=figure, held=seconds <= BAR_S, required=False)
 
 
 def closing(checks: Sequence[Promise], seconds: float) -> str:
-    """The last line: nothing that was promised has failed, or this would not be printed; something may not have been
-    shown, and how fast it was may still miss a bar.
+    """The last line of a rehearsal in which no promise was broken: whether something was not shown, and whether a time
+    misses its bar.
     """
     if unshown := [f"{check.name}: {check.figure}" for check in checks if not check.shown]:
         return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. All else held."
@@ -117,7 +117,7 @@ def losses(evidence: Evidence) -> Iterator[str]:
 
 
 def save_bucket(cloud: Cloud, folder: Path) -> None:
-    """The small objects of every bucket, for whoever looks into a failure: the bucket itself dies with the process."""
+    """Saves the small objects of every bucket for whoever looks into a failure: the buckets end with the process."""
     s3 = cloud.client("s3")
     for bucket in s3.list_buckets()["Buckets"]:
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket["Name"]):
