@@ -68,8 +68,8 @@ class Charged:
 
 def require_tags(ce: Any) -> None:
     """Raises AwsRefused, with instructions, when the account has not activated the tags."""
-    told = ce.list_cost_allocation_tags(TagKeys=list(TAGS), Type="UserDefined")["CostAllocationTags"]
-    status = {each["TagKey"]: each["Status"] for each in told}
+    tags = ce.list_cost_allocation_tags(TagKeys=list(TAGS), Type="UserDefined")["CostAllocationTags"]
+    status = {each["TagKey"]: each["Status"] for each in tags}
     if lacking := [f"{tag} ({status.get(tag, 'not seen yet')})" for tag in TAGS if status.get(tag) != "Active"]:
         raise AwsRefused(f"the cost allocation tags {', '.join(lacking)} are not active; {ACTIVATE}")
 
@@ -115,14 +115,14 @@ def line_of(service: str, usage_type: str) -> str:
     return next((name for name, pattern in _LINES if re.search(pattern, usage_type)), f"{service}, {usage_type}")
 
 
-def compared(receipt: Receipt, told: Charged, today: date) -> Iterator[str]:
+def compared(receipt: Receipt, charges: Charged, today: date) -> Iterator[str]:
     """The lines of the receipt next to AWS's charges, and reasons for the differences."""
     counted = dict[str, Decimal]()
     for line in receipt.lines:
         name = _MERGED.get(line.name, line.name)
         counted[name] = counted.get(name, Decimal(0)) + line.actual
     yield f"{receipt.stack}, run {receipt.run}, counted until {receipt.at}:"
-    if not told.usd:
+    if not charges.usd:
         late = "AWS tells a day later" if today <= date.fromisoformat(receipt.at[:10]) + timedelta(days=DELAY) else ""
         yield f"  nothing is tagged with it: {late or 'its tags were not active then, or it cost nothing'}"
         return
@@ -130,7 +130,7 @@ def compared(receipt: Receipt, told: Charged, today: date) -> Iterator[str]:
     total = ReceiptLine(name="total", estimate=receipt.actual, actual=told.total)
     for row in Sheet.build(_COLUMNS, [*rows, total]).text():
         yield f"  {row}"
-    if told.estimated:
+    if charges.estimated:
         yield "  AWS calls some of it estimated: it may still change."
 
 

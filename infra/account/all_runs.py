@@ -35,17 +35,17 @@ def all_runs(
     now: datetime,
 ) -> list[ListedRun]:
     """First the runs with a fleet or a node in `regions`, then those that ended, then files that were not launched."""
-    found = [run for region in regions for run in _in_region(client("ec2", region), region, now)]
-    known = {(run.stack, run.run) for run in found}
+    runs = [run for region in regions for run in _in_region(client("ec2", region), region, now)]
+    known = {(run.stack, run.run) for run in runs}
     for receipt in sorted(receipts, key=lambda receipt: receipt.at, reverse=True):
         if (receipt.stack, receipt.run) not in known:
             known.add((receipt.stack, receipt.run))
             state = f"ended: {receipt.reason}, {receipt.actual:.2f} USD"
-            found.append(ListedRun(receipt.stack, receipt.run, "", "", state, receipt.at[:16].replace("T", " ")))
+            runs.append(ListedRun(receipt.stack, receipt.run, "", "", state, receipt.at[:16].replace("T", " ")))
     for each in definitions:
         if (each.name, each.run.id) not in known:
-            found.append(ListedRun(each.name, each.run.id, each.fleet.region, each.run.owner, "not launched", ""))
-    return found
+            runs.append(ListedRun(each.name, each.run.id, each.fleet.region, each.run.owner, "not launched", ""))
+    return runs
 
 
 def _in_region(ec2: Any, region: str, now: datetime) -> Iterable[ListedRun]:

@@ -103,20 +103,20 @@ def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     """Whether the Capacity Block belongs to the account, is as the file says, and has room for the run's nodes."""
-    fleet, said = definition.fleet, definition.fleet.block
-    if said is None or said.reservation is None:
+    fleet, declared = definition.fleet, definition.fleet.block
+    if declared is None or declared.reservation is None:
         return
-    name, place = said.reservation, f"in {fleet.region}, for this account"
+    name, place = declared.reservation, f"in {fleet.region}, for this account"
     try:
-        found = ec2.describe_capacity_reservations(CapacityReservationIds=[name])["CapacityReservations"][0]
+        reservation = ec2.describe_capacity_reservations(CapacityReservationIds=[name])["CapacityReservations"][0]
     except ClientError as error:
         if not refusals.code(error).startswith("InvalidCapacityReservationId"):
             raise
         fix = "Put fleet.block.reservation or fleet.region right."
         yield Check(name="block", state="problem", found=f"{name} does not exist {place}", fix=fix)
         return
-    state = str(found["State"])
-    if found.get("ReservationType") != "capacity-block":
+    state = str(reservation["State"])
+    if reservation.get("ReservationType") != "capacity-block":
         fix = "Write fleet.capacity: on-demand: nodes use a reservation that is open by themselves."
         yield Check(name="block", state="problem", found=f"{name} is another reservation than a block", fix=fix)
         return
@@ -124,22 +124,22 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         fix = "Name another block, or write another fleet.capacity."
         yield Check(name="block", state="problem", found=f"{name} is {state}", fix=fix)
         return
-    zone = str(found["AvailabilityZoneId" if fleet.zone_ids else "AvailabilityZone"])
-    told = {
-        "fleet.block.start": (stamp(said.start), stamp(found["StartDate"])),
-        "fleet.block.end": (stamp(said.end), stamp(found["EndDate"])),
-        "fleet.instance_types": (", ".join(fleet.instance_types), str(found["InstanceType"])),
+    zone = str(reservation["AvailabilityZoneId" if fleet.zone_ids else "AvailabilityZone"])
+    both = {
+        "fleet.block.start": (stamp(declared.start), stamp(reservation["StartDate"])),
+        "fleet.block.end": (stamp(declared.end), stamp(reservation["EndDate"])),
+        "fleet.instance_types": (", ".join(fleet.instance_types), str(reservation["InstanceType"])),
         "fleet.zones": (", ".join(fleet.zones), zone),
     }
-    wrong = {key: theirs for key, (ours, theirs) in told.items() if ours != theirs}
+    wrong = {key: theirs for key, (ours, theirs) in both.items() if ours != theirs}
     for key, theirs in wrong.items():
-        said_so = f"{key} says {told[key][0]}, {name} is of {theirs}"
+        said_so = f"{key} says {both[key][0]}, {name} is of {theirs}"
         yield Check(name="block", state="problem", found=said_so, fix=f"Write {theirs}.")
     own = sum(
         each.get("InstanceLifecycle") == "capacity-block" and each["State"]["Name"] in ("pending", "running")
         for each in nodes_of(ec2, definition)
     )
-    total, free = int(found["TotalInstanceCount"]), int(found["AvailableInstanceCount"]) + own
+    total, free = int(reservation["TotalInstanceCount"]), int(reservation["AvailableInstanceCount"]) + own
     if total < definition.nodes or (state == "active" and free < definition.nodes):
         room = (
             f"{name} has {counted(total, 'instance')}, {free} of them free or its own; the run wants {definition.nodes}"
@@ -147,7 +147,9 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         fix = "End what runs in it (what has ended counts for minutes more), or write fewer fleet.nodes."
         yield Check(name="block", state="problem", found=room, fix=fix)
     elif not wrong:
-        what = f"{total} x {fleet.instance_types[0]} in {fleet.zones[0]}, {stamp(said.start)} to {stamp(said.end)}"
+        what = (
+            f"{total} x {fleet.instance_types[0]} in {fleet.zones[0]}, {stamp(declared.start)} to {stamp(declared.end)}"
+        )
         yield Check(name="block", found=f"{name}, {state}: {what}")
 
 
@@ -268,14 +270,14 @@ def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"])["Statement"]
     root = f"arn:aws:iam::{key.split(':')[4]}:root"
     context = {"kms:ViaService": f"s3.{definition.fleet.region}.amazonaws.com", "kms:CallerAccount": key.split(":")[4]}
-    left = [
+    delegated = [
         iam_policy.allowed(
             policy,
             iam_policy.AccessRequest(action=action, resource=key, principal=root, context=context, complete=False),
         )
         for action in ("kms:Decrypt", "kms:GenerateDataKey")
     ]
-    if all(left):
+    if all(delegated):
         return Check(name="bucket key", found=f"{key} is yours, and its policy leaves it to IAM who may use it")
     return Check(
         name="bucket key",
@@ -344,12 +346,12 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator
 def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
     """EC2's description of the snapshot; None when it does not exist."""
     try:
-        found: dict[str, Any] = ec2.describe_snapshots(SnapshotIds=[name])["Snapshots"][0]
+        snapshot: dict[str, Any] = ec2.describe_snapshots(SnapshotIds=[name])["Snapshots"][0]
     except ClientError as error:
         if not refusals.code(error).startswith("InvalidSnapshot"):
             raise
         return None
-    return found
+    return snapshot
 
 
 def _first(place: str, s3: Any) -> str:
@@ -385,23 +387,23 @@ def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> I
 def _parameter(name: str, ssm: Any) -> str | None:
     """The customer key that encrypts a parameter; empty for AWS's own key, None when there is no such parameter."""
     wanted = {"Key": "Name", "Option": "Equals", "Values": [name]}
-    found = next(iter(pages(ssm, "describe_parameters", "Parameters", ParameterFilters=[wanted])), None)
-    if found is None:
+    parameter = next(iter(pages(ssm, "describe_parameters", "Parameters", ParameterFilters=[wanted])), None)
+    if parameter is None:
         return None
-    key = str(found.get("KeyId") or "")
+    key = str(parameter.get("KeyId") or "")
     return "" if key == "alias/aws/ssm" else key
 
 
 def _secret(name: str, manager: Any) -> str | None:
     """The customer key that encrypts a secret, as for _parameter; None also while the secret is being deleted."""
     try:
-        found = manager.describe_secret(SecretId=name)
+        secret = manager.describe_secret(SecretId=name)
     except ClientError as error:
         if refusals.code(error) != "ResourceNotFoundException":
             raise
         return None
-    key = str(found.get("KmsKeyId") or "")
-    return None if found.get("DeletedDate") else "" if key == "alias/aws/secretsmanager" else key
+    key = str(secret.get("KmsKeyId") or "")
+    return None if secret.get("DeletedDate") else "" if key == "alias/aws/secretsmanager" else key
 
 
 def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: Any) -> Check:
@@ -410,7 +412,7 @@ def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: A
     """
     bucket, _, prefix = place.removeprefix("s3://").partition("/")
     try:
-        found = s3.head_object(Bucket=bucket, Key=f"{prefix}/{listing}".lstrip("/"))
+        listed = s3.head_object(Bucket=bucket, Key=f"{prefix}/{listing}".lstrip("/"))
     except ClientError as error:
         if refusals.code(error) not in ("NoSuchBucket", "NoSuchKey", "404"):
             raise
@@ -418,7 +420,7 @@ def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: A
         if listing in (DATASET, WEIGHTS):
             fix = f"Put storage.{key} right; what `gpufleet prepare` lists goes there whole, {listing} included."
         return Check(name=key, state="problem", found=f"{place}/{listing} is not there", fix=fix)
-    used = found.get("SSEKMSKeyId")
+    used = listed.get("SSEKMSKeyId")
     manager = _manager(used, kms) if used and used != own else "AWS"
     if manager != "AWS":
         doubt = "" if manager else "cannot tell whose key that is, and "

@@ -114,8 +114,8 @@ def has_expired(fleet: dict[str, Any], now: datetime) -> bool:
 def find_instances(ec2: Any, filters: Iterable[tuple[str, list[str]]]) -> list[dict[str, Any]]:
     """Instances by filter, oldest first."""
     named = [{"Name": name, "Values": values} for name, values in filters]
-    found = [i for r in pages(ec2, "describe_instances", "Reservations", Filters=named) for i in r["Instances"]]
-    return sorted(found, key=lambda instance: instance["LaunchTime"])
+    instances = [i for r in pages(ec2, "describe_instances", "Reservations", Filters=named) for i in r["Instances"]]
+    return sorted(instances, key=lambda instance: instance["LaunchTime"])
 
 
 def nodes_of(ec2: Any, definition: StackDefinition) -> list[dict[str, Any]]:

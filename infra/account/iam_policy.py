@@ -31,8 +31,8 @@ class AccessRequest:
 
 def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool | None:
     """Whether a statement allows the request and no statement denies it."""
-    said = [(str(each["Effect"]), speaks_of(each, wish)) for each in statements]
-    denied, permitted = ({answer for effect, answer in said if effect == which} for which in ("Deny", "Allow"))
+    answers = [(str(each["Effect"]), speaks_of(each, wish)) for each in statements]
+    denied, permitted = ({answer for effect, answer in answers if effect == which} for which in ("Deny", "Allow"))
     if True in denied or not permitted - {False}:
         return False
     return None if None in denied or True not in permitted else True

@@ -66,12 +66,12 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
 
     def collect_visible(what: str, part: Callable[[], Iterable[_T]]) -> list[_T]:
         """What `part` yields, as far as AWS shows it. A refusal goes into `unseen`."""
-        found = list[_T]()
+        visible = list[_T]()
         try:
-            found.extend(part())
+            visible.extend(part())
         except ClientError as error:
             unseen.append(Left(kind=what, id=str(refusals.refusal(error)), unseen=True))
-        return found
+        return visible
 
     vpcs = collect_visible("VPCs", lambda: aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=_tagged(definition)))
     subnets = collect_visible("subnets", lambda: _resources_in(ec2, "describe_subnets", "Subnets", "vpc-id", vpcs))

@@ -19,11 +19,11 @@ def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     if (vpc := definition.account.vpc) is None:
         return
     wanted = [{"Name": "subnet-id", "Values": list(vpc.subnets.values())}]
-    found = {each["SubnetId"]: each for each in pages(ec2, "describe_subnets", "Subnets", Filters=wanted)}
+    subnets = {each["SubnetId"]: each for each in pages(ec2, "describe_subnets", "Subnets", Filters=wanted)}
     inside = [{"Name": "vpc-id", "Values": [vpc.id]}]
     tables = list(pages(ec2, "describe_route_tables", "RouteTables", Filters=inside))
     for zone, name in vpc.subnets.items():
-        subnet = found.get(name)
+        subnet = subnets.get(name)
         if wrong := _misplaced(subnet, vpc.id, zone):
             fix = "Put account.vpc right."
             yield Check(name="network", state="problem", found=f"{name} {wrong}", fix=fix)

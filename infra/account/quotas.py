@@ -62,12 +62,12 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
         else:
             by_code.setdefault(code, []).append(name)
     catalog = load_catalog()
-    found = []
+    needed = []
     for code, names in by_code.items():
         sizes = [kind.vcpu for name in names if (kind := catalog.instances.get(name))]
         least, most = min(sizes, default=0), max(sizes, default=0)
         count = fleet.nodes
-        found.append(
+        needed.append(
             Need(
                 code=code,
                 types=tuple(names),
@@ -76,7 +76,7 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
                 recommended=(count + 1) * most,
             )
         )
-    return found, unknown
+    return needed, unknown
 
 
 def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = None) -> Iterator[Check]:
@@ -88,8 +88,8 @@ def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = Non
     others = _others(definition, ec2 or aws.client("ec2", definition.fleet.region))
     unknown = list[str]()
     for market in counted_in:
-        found, unknown = needs(definition.fleet, market)
-        checks = [_quota(definition, need, others.get(need.code, {}), service_quotas) for need in found]
+        needed, unknown = needs(definition.fleet, market)
+        checks = [_quota(definition, need, others.get(need.code, {}), service_quotas) for need in needed]
         if all(check.state == "problem" for check in checks):
             yield from checks
         else:  # one type that can launch is enough for a fleet
@@ -127,12 +127,12 @@ def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
     """A quota's value for this account: AWS's default, unless the account has asked for more."""
     arguments = {"ServiceCode": service, "QuotaCode": code}
     try:
-        found: dict[str, Any] = service_quotas.get_service_quota(**arguments)["Quota"]
+        quota: dict[str, Any] = service_quotas.get_service_quota(**arguments)["Quota"]
     except ClientError as error:
         if refusals.code(error) != "NoSuchResourceException":
             raise
-        found = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
-    return found
+        quota = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
+    return quota
 
 
 def _increase(definition: StackDefinition, service: str, code: str, wanted: int) -> str:
@@ -159,12 +159,12 @@ def _others(definition: StackDefinition, ec2: Any) -> dict[str, dict[str, int]]:
         for start in range(0, len(types), TYPES_PER_CALL)
         for each in ec2.describe_instance_types(InstanceTypes=types[start : start + TYPES_PER_CALL])["InstanceTypes"]
     }
-    found: dict[str, dict[str, int]] = {}
+    vcpus_by_quota: dict[str, dict[str, int]] = {}
     for each in machines:
         kind, capacity = each["InstanceType"], each.get("InstanceLifecycle", "on-demand")
         if code := quota_code(kind, capacity):
-            found.setdefault(code, {})[f"{each['InstanceId']} ({kind})"] = vcpus[kind]
-    return found
+            vcpus_by_quota.setdefault(code, {})[f"{each['InstanceId']} ({kind})"] = vcpus[kind]
+    return vcpus_by_quota
 
 
 def _quota(definition: StackDefinition, need: Need, others: dict[str, int], service_quotas: Any) -> Check:

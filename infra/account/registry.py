@@ -52,10 +52,10 @@ def digest(image: str) -> str:
         raise AwsRefused(
             f"the registry of {image} cannot be asked ({error}). Check the network and the image's name."
         ) from None
-    found = headers.get("Docker-Content-Digest") or pinned
-    if not re.fullmatch(r"sha256:[0-9a-f]{64}", found):
+    answered = headers.get("Docker-Content-Digest") or pinned
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", answered):
         raise AwsRefused(f"the registry of {image} gives no digest for it; write it by hand: {name}@sha256:...")
-    return found
+    return answered
 
 
 def _of_ecr(image: str, repository: ecr.Repository) -> str:

@@ -89,7 +89,7 @@ def fetch(
         if not each.name.startswith((CHECKPOINTS, bucket.FLEETS)) and _is_file(each.name, say)
     ]
     wanted = [each for each in objects if not (each.name.startswith(folders) and each.name.endswith(WEIGHTS))]
-    left = sum(each.bytes for each in objects) - sum(each.bytes for each in wanted)
+    remaining = sum(each.bytes for each in objects) - sum(each.bytes for each in wanted)
     missing = [each for each in wanted if not _same(target / each.name, each)]
     total = sum(each.bytes for each in missing)
     cost = Decimal(total) / 10**9 * load_catalog().price("transfer_out", definition.fleet.region).amount
@@ -98,8 +98,8 @@ def fetch(
     if folder.others:
         say(f"A run of this name lies elsewhere too: {folder.others}, {definition.run.owner}.")
     say(f"{counted(len(missing), 'file')}, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
-    if left:
-        say(f"left in the bucket: {_readable(left)} of weights{'' if light else ' (--exports brings them)'}")
+    if remaining:
+        say(f"left in the bucket: {_readable(remaining)} of weights{'' if light else ' (--exports brings them)'}")
     with progress.shown("downloading", total) as advance:
         for each in missing:
             _download(folder, each, target / each.name, advance)
@@ -185,13 +185,13 @@ def _download(folder: RunFolder, each: StoredObject, target: Path, advance: prog
     except OSError as error:  # a write to a full disk names no file, and it need not be the project's
         error.filename = error.filename or str(part.parent)
         raise
-    found = part.stat().st_size
-    if found != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
+    received = part.stat().st_size
+    if received != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
         each = next((now for now in folder.objects(each.name) if now.name == each.name), each)
-    if found != each.bytes:
+    if received != each.bytes:
         part.unlink()
         raise AwsRefused(
-            f"{each.name} came with {found} bytes instead of {each.bytes}: it changed meanwhile. Run the command again."
+            f"{each.name} came with {received} bytes, not {each.bytes}: it changed meanwhile. Run the command again."
         )
     os.utime(part, (each.written.timestamp(),) * 2)
     part.replace(target)
@@ -210,8 +210,8 @@ def _same(path: Path, each: StoredObject) -> bool:
     """
     if path.suffix not in WEIGHTS or not path.is_file():
         return False
-    found = path.stat()
-    return found.st_size == each.bytes and int(found.st_mtime) == int(each.written.timestamp())
+    status = path.stat()
+    return status.st_size == each.bytes and int(status.st_mtime) == int(each.written.timestamp())
 
 
 def _readable(size: int) -> str:

@@ -44,7 +44,7 @@ class Buckets(NamedTuple):
 
 def find_buckets(s3: Any, stack: str) -> Buckets:
     """The stack's buckets, by name prefix and tag."""
-    found = Buckets([], {}, [])
+    buckets = Buckets([], {}, [])
     for bucket in pages(s3, "list_buckets", "Buckets", Prefix=name_prefix(stack), PaginationConfig={"PageSize": 1000}):
         name = str(bucket["Name"])
         of_longer_name = "-" in name.removeprefix(name_prefix(stack))
@@ -53,7 +53,7 @@ def find_buckets(s3: Any, stack: str) -> Buckets:
         except exceptions.ClientError as error:
             if refusals.denied(error):
                 if not of_longer_name:
-                    found.closed[name] = refusals.client_refusal(error)
+                    buckets.closed[name] = refusals.client_refusal(error)
                 continue
             if refusals.code(error) == "NoSuchBucket":  # a deleted one stays listed for a while
                 continue
@@ -61,11 +61,11 @@ def find_buckets(s3: Any, stack: str) -> Buckets:
                 raise
             tagged = bucket
         if tags_of(tagged).get(STACK_TAG) == stack:
-            found.ours.append(tagged)
+            buckets.ours.append(tagged)
         elif STACK_TAG not in tags_of(tagged) and not of_longer_name:
-            found.untagged.append(name)
-    found.ours.sort(key=lambda bucket: bucket["CreationDate"], reverse=True)
-    return found
+            buckets.untagged.append(name)
+    buckets.ours.sort(key=lambda bucket: bucket["CreationDate"], reverse=True)
+    return buckets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,13 +129,13 @@ def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
     Raises AwsRefused when the only buckets that could have it do not show their tags.
     """
     run = definition.run
-    found, closed, _ = find_buckets(s3, definition.name)
+    buckets, closed, _ = find_buckets(s3, definition.name)
     holds = [
         bucket
-        for bucket in found
+        for bucket in buckets
         if s3.list_objects_v2(Bucket=bucket["Name"], Prefix=f"{run.id}/", MaxKeys=1).get("KeyCount")
     ]
-    if closed and not found:
+    if closed and not buckets:
         raise AwsRefused(f"cannot tell whether a bucket belongs to {definition.name}: {_closed(closed)}")
     if not holds:
         return None
@@ -148,10 +148,10 @@ def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
 def no_run(s3: Any, definition: StackDefinition) -> AwsRefused:
     """The error for a run that does not exist; it names the runs that the stack's buckets have."""
     name, run = definition.name, definition.run.id
-    found, closed, _ = find_buckets(s3, name)
+    buckets, closed, _ = find_buckets(s3, name)
     folders = {
         item["Prefix"].removesuffix("/")
-        for bucket in found
+        for bucket in buckets
         for item in pages(s3, "list_objects_v2", "CommonPrefixes", Bucket=bucket["Name"], Delimiter="/")
     }
     ids = sorted(folder for folder in folders if folder not in NO_RUN)

@@ -101,24 +101,24 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
 
 def headline(lines: Sequence[str]) -> str:
     """The answer that stands above a report's lines: how the run ended or what it is doing, and what it has spent."""
-    told = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # the first of each kind
-    state = told.get("done") or told.get("progress") or "a node is there, and has not told of itself yet"
-    if told["node"] == "none" and "done" not in told:
-        state = f"no node; last {told['progress']}" if "progress" in told else "no node"
-    spent = "" if "spent" not in told else f", {told['spent'].replace('$', '')} USD spent"
+    texts = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # the first of each kind
+    state = texts.get("done") or texts.get("progress") or "a node is there, and has not told of itself yet"
+    if texts["node"] == "none" and "done" not in texts:
+        state = f"no node; last {texts['progress']}" if "progress" in texts else "no node"
+    spent = "" if "spent" not in texts else f", {texts['spent'].replace('$', '')} USD spent"
     return f"{lines[0]}: {state.removesuffix('.')}{spent}"
 
 
 def short(lines: Sequence[str], command: str) -> Iterator[str]:
     """The lines of a report that matter now and add to its headline. `command` with --all shows all of them."""
-    matters, left = False, 0
+    matters, hidden = False, 0
     for line in lines:
         matters = line[:12].strip() not in DETAILS if line[:1] != " " else matters
-        left += not matters
+        hidden += not matters
         if matters:
             yield line
-    if left:
-        yield f"all         {counted(left, 'more line')}: `{command} --all`"
+    if hidden:
+        yield f"all         {counted(hidden, 'more line')}: `{command} --all`"
 
 
 def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[str]:
@@ -145,10 +145,10 @@ def _switch(scheduler: Any, definition: StackDefinition, now: datetime) -> Itera
             tagged = scheduler.list_tags_for_resource(ResourceArn=group["Arn"])
             if aws.tags_of(tagged).get(STACK_TAG) != definition.name or aws.owner_of(tagged) != definition.run.owner:
                 continue
-            found = scheduler.get_schedule(GroupName=group["Name"], Name=SWITCH)
-            at = epoch(found["ScheduleExpression"][3:-1] + "Z") or 0.0
+            schedule = scheduler.get_schedule(GroupName=group["Name"], Name=SWITCH)
+            at = epoch(schedule["ScheduleExpression"][3:-1] + "Z") or 0.0
             hour = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
-            if found["State"] == "DISABLED":
+            if schedule["State"] == "DISABLED":
                 yield "switch      to on demand: off, as the run is over or its limits do not pay for it"
             elif at <= now.timestamp():
                 yield f"switch      to on demand: since {hour}, unless it has no capacity"

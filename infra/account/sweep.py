@@ -96,11 +96,11 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     where = f"{definition.name} in {definition.fleet.region}"
     own = " of its own" if foreign else ""
     nothing = f"nothing billable{own} is " + ("in sight, of what could be looked at." if unseen else "left over.")
-    said = f"{_monthly(billed)} nobody asked for." if billed else nothing
-    said += f" {counted(len(free), 'part')} free of charge still there." if free else ""
-    said += f" {counted(len(foreign), 'part')} of others in its VPC, perhaps billed." if foreign else ""
-    said += _may_launch(billed)
-    yield f"{where}: {said}" + (f" Another owner's: {_monthly(theirs)}.{_may_launch(theirs)}" if theirs else "")
+    summary = f"{_monthly(billed)} nobody asked for." if billed else nothing
+    summary += f" {counted(len(free), 'part')} free of charge still there." if free else ""
+    summary += f" {counted(len(foreign), 'part')} of others in its VPC, perhaps billed." if foreign else ""
+    summary += _may_launch(billed)
+    yield f"{where}: {summary}" + (f" Another owner's: {_monthly(theirs)}.{_may_launch(theirs)}" if theirs else "")
 
 
 def _monthly(group: list[Left]) -> str:

@@ -38,21 +38,21 @@ def look(
         return []
     except (ClientError, BotoCoreError) as error:
         return [f"Whether there are fleets that this stack's state does not know of was not seen: {refusal(error)}"]
-    found = [
+    unknown = [
         fleet
         for fleet in fleets
         if fleet["FleetId"] not in known and owner_of(fleet) == definition.run.owner and not is_over(fleet, now)
     ]
-    said = [
+    warnings = [
         f"{fleet['FleetId']} of run {_run(fleet)} is in {definition.fleet.region}, and this stack's state does not "
         f"know of it: an `up` that was killed has made it, or another Pulumi stack. End it and its nodes: "
         f"`{end_command(fleet, definition.fleet.region)}`; or all that a killed command has left: "
         f"`gpufleet sweep {definition.argument} --delete`."
-        for fleet in found
+        for fleet in unknown
     ]
-    if not preview and any(_run(fleet) == definition.run.id for fleet in found):
-        raise GpufleetError("\n".join(said))
-    return said
+    if not preview and any(_run(fleet) == definition.run.id for fleet in unknown):
+        raise GpufleetError("\n".join(warnings))
+    return warnings
 
 
 def _run(fleet: dict[str, Any]) -> str:

@@ -209,8 +209,8 @@ class WaitLoop:
         if sub_type != "terminated" or not node or node in self.ended:
             return
         self.ended.add(node)
-        found = find_instances(self.ec2, [("instance-id", [node])])
-        why = (found[0].get("StateReason") or {}) if found else {}
+        instances = find_instances(self.ec2, [("instance-id", [node])])
+        why = (instances[0].get("StateReason") or {}) if instances else {}
         code, message = str(why.get("Code", "")), str(why.get("Message", ""))
         self.say(f"node {node} has ended{': ' + message if message else ''}.")
         if code and code not in ENDS_OF_RUNNING:

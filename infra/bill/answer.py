@@ -85,10 +85,10 @@ def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
     end = max(usd.p90 * Decimal("1.1"), Decimal(most or 0))
     if end <= 0:
         return
-    left, right = "  0 ", f" {end:.0f} USD" if end >= 10 else f" {end:.2f} USD"
+    start, right = "  0 ", f" {end:.0f} USD" if end >= 10 else f" {end:.2f} USD"
     if most:
         right += " (limit)" if end == most else " (! limit)"
-    width = min(columns(), 80) - len(left) - len(right)
+    width = min(columns(), 80) - len(start) - len(right)
     at = [min(width - 1, int(value / end * width)) for value in (usd.p10, usd.p50, usd.p90)]
     low, high = min(at[0], width - 3), max(at[2], at[0] + 2)
     middle = min(max(at[1], low + 1), high - 1)
@@ -97,16 +97,16 @@ def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
     if most is not None and end > most:
         bar[min(width - 1, int(most / end * width))] = "!"  # the limit, within the range or just beyond it
     bar[low], bar[middle], bar[high] = "[", "|", "]"
-    yield f"{left}{''.join(bar)}{right}"
+    yield f"{start}{''.join(bar)}{right}"
 
 
 def grouped(warnings: Iterable[str]) -> list[str]:
     """What to do, one line for each command: two warnings that ask for the same command share a line."""
-    found: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for warning in warnings:
         match = _RUN.fullmatch(warning)
-        found.setdefault(match[2] if match else warning, []).extend([match[1]] if match else [])
-    return [f"{what}: {', and '.join(why)}" if why else what for what, why in found.items()]
+        reasons.setdefault(match[2] if match else warning, []).extend([match[1]] if match else [])
+    return [f"{what}: {', and '.join(why)}" if why else what for what, why in reasons.items()]
 
 
 def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:

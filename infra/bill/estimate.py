@@ -106,8 +106,8 @@ def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:
     """Reasons to refuse the definition at this bill: the job does not fit on a listed type, a listed type has no price,
     a limit is below p50, or no limit lets the run on a listed type end.
     """
-    found = [*options.fit_problems(definition, bill.types), *options.unpriced(definition, bill.types)]
-    return found if bill.only_priced else [*found, *limits.problems(definition, bill)]
+    refused = [*options.fit_problems(definition, bill.types), *options.unpriced(definition, bill.types)]
+    return refused if bill.only_priced else [*refused, *limits.problems(definition, bill)]
 
 
 def _interruptions(side: Side) -> Line:

@@ -135,11 +135,13 @@ def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, floa
     the listed type with the lowest hourly price: that is a fleet's default, which the provider cannot change.
     """
     able = [each for each in bill.types if each.on_demand and each.runtime and each.holds_the_job]
-    found = min(able, key=lambda each: each.on_demand.amount if each.on_demand else Decimal(0), default=dearest.option)
-    runtime, price = found.runtime or dearest.runtime, found.on_demand or dearest.price
+    cheapest = min(
+        able, key=lambda each: each.on_demand.amount if each.on_demand else Decimal(0), default=dearest.option
+    )
+    runtime, price = cheapest.runtime or dearest.runtime, cheapest.on_demand or dearest.price
     train_h = sum(phase.seconds for phase in runtime.phases if phase.steps) / 3600
-    if found.type == dearest.type:
-        return found.type, dearest.exposure, train_h
+    if cheapest.type == dearest.type:
+        return cheapest.type, dearest.exposure, train_h
     ends = [sum(phase.seconds for phase in runtime.phases[: at + 1]) / 3600 for at in range(len(runtime.phases))]
     sure = replace(
         dearest.exposure,
@@ -148,22 +150,24 @@ def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, floa
         phase_ends_h=tuple(ends),
         compute_usd_h=float(price.amount),
     )
-    return found.type, sure, train_h
+    return cheapest.type, sure, train_h
 
 
-def fallback_problems(definition: StackDefinition, bill: Bill, found: Fallback | None) -> Iterator[Problem]:
+def fallback_problems(definition: StackDefinition, bill: Bill, fallback: Fallback | None) -> Iterator[Problem]:
     """Problems of a fallback: no on-demand price, or limits that do not pay for half of the runs."""
     if not definition.fleet.market.stands_by or bill.only_priced:
         return
     if bill.on_demand is None:
         yield definition.problem("fleet.fallback", "on-demand", "types with an on-demand price: none of the listed has")
-    elif found is not None and definition.limits.max_usd < found.metered_usd.p50:
-        allowed = f"at least {enough(found.metered_usd.p50)} USD with fleet.fallback: half of the simulated runs need"
-        hint = f"{enough(found.metered_usd.p90)} suffices for nine in ten."
+    elif fallback is not None and definition.limits.max_usd < fallback.metered_usd.p50:
+        allowed = (
+            f"at least {enough(fallback.metered_usd.p50)} USD with fleet.fallback: half of the simulated runs need"
+        )
+        hint = f"{enough(fallback.metered_usd.p90)} suffices for nine in ten."
         yield definition.problem("limits.max_usd", str(definition.limits.max_usd), f"{allowed} that {AS_COUNTED}", hint)
 
 
-def switch_at(found: Fallback, deadline: datetime, now: datetime) -> datetime:
+def switch_at(fallback: Fallback, deadline: datetime, now: datetime) -> datetime:
     """The hour of the switch to declare, for a run that has done nothing. It is never before `up` can have made the
     schedule, because AWS refuses an hour that has passed.
     """

@@ -83,10 +83,10 @@ def notices(
     """One Notice per phase. `stop_s`: the measured seconds from a stop request to the whole checkpoint, for a job of
     one phase.
     """
-    found = []
+    times = []
     for index, phase in enumerate(runtime.phases):
         size_gb = config.sizes().checkpoints[index] / 1e9
-        found.append(
+        times.append(
             Notice(
                 type=instance.type,
                 phase=phase.name,
@@ -98,7 +98,7 @@ def notices(
                 saves=config.saves_on_signal is True,  # until a rehearsal has shown it, it does not
             )
         )
-    return found
+    return times
 
 
 def _save_s(predicted_s: float, step_s: float, stop_s: float | None, runtime: Runtime) -> float:

@@ -154,10 +154,10 @@ def expiry_warning(bill: Bill) -> str:
     late = float((unstopped & (needed.wall_hours + stop_h > lives_h)).mean())
     if late < 0.01:
         return ""
-    said = f"limits.max_hours / {bill.market.nodes}".removesuffix(" / 1")
+    formula = f"limits.max_hours / {bill.market.nodes}".removesuffix(" / 1")
     return (
         f"{late:.0%} of runs wait so long for capacity that they are not done when their fleet expires,"
-        f" {said} + {WAITING_TIME / timedelta(hours=1):.0f} h after `up`; limits.deadline sets another time"
+        f" {formula} + {WAITING_TIME / timedelta(hours=1):.0f} h after `up`; limits.deadline sets another time"
     )
 
 

@@ -117,10 +117,10 @@ def line(name: str, quantity: float, price: Price, kind: Kind, item: str = "") -
     )
 
 
-def account_discount(found: Iterable[Line]) -> Decimal:
+def account_discount(lines: Iterable[Line]) -> Decimal:
     """USD that an account saves when it has used nothing of the month's free quantities."""
     free = (
-        min(each.quantity, FREE_A_MONTH[each.item]) * each.unit_price for each in found if each.item in FREE_A_MONTH
+        min(each.quantity, FREE_A_MONTH[each.item]) * each.unit_price for each in lines if each.item in FREE_A_MONTH
     )
     return sum(free, Decimal(0)).quantize(CENT_100)
 

@@ -104,8 +104,8 @@ def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float =
         return (float(price.amount) + extras_usd_h) * runtime.total_s if price and runtime else -1.0
 
     holding = [option for option in types if option.holds_the_job] or list(types)
-    found = max(holding, key=usd, default=None)
-    return found if found and usd(found) >= 0 else None
+    most = max(holding, key=usd, default=None)
+    return most if most and usd(most) >= 0 else None
 
 
 def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetError:
@@ -113,8 +113,10 @@ def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetEr
     problems = fit_problems(definition, types)
     if problems:
         return DefinitionError(str(definition.source), problems)
-    found = unpriced(definition, types)
-    return DefinitionError(str(definition.source), found) if found else GpufleetError("fleet.instance_types is empty")
+    reasons = unpriced(definition, types)
+    return (
+        DefinitionError(str(definition.source), reasons) if reasons else GpufleetError("fleet.instance_types is empty")
+    )
 
 
 def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:
@@ -123,7 +125,7 @@ def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Pro
     if types and all(option.offers[capacity].left_out for option in types):
         reasons = "; ".join(option.offers[capacity].left_out for option in types)
         return [definition.problem("limits.usd_per_hour", str(definition.limits.usd_per_hour), CEILING, f"{reasons}.")]
-    found = []
+    problems = []
     for index, option in enumerate(types):
         if option.why and not option.offers[capacity].left_out:
             instead = next(market for market in COMPARED if market != capacity)
@@ -132,8 +134,8 @@ def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Pro
             other = f", write fleet.capacity: {instead}" if known and not priced else ""
             read = "" if priced else f", or ask AWS: `gpufleet prices refresh --region {definition.fleet.region}`"
             hint = f"{option.why}. Take it out{other}{read}."
-            found.append(definition.problem(listed(index), option.type, allowed, hint))
-    return found
+            problems.append(definition.problem(listed(index), option.type, allowed, hint))
+    return problems
 
 
 def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:

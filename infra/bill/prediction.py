@@ -32,8 +32,8 @@ def predict(definition: StackDefinition, root: Path, now: datetime, say: Say) ->
     for doubt in (*doubts.schedule(definition.job.parameters, bill.chosen.runtime), doubts.cut_short(bill)):
         if doubt:
             say(f"warning: {doubt}")
-    found = [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]
-    if found:
-        raise DefinitionError(str(definition.source), found)
+    refused = [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]
+    if refused:
+        raise DefinitionError(str(definition.source), refused)
     for late in limits.deadline_warnings(definition, bill, now):
         say(f"warning: {late}")

@@ -62,8 +62,8 @@ def bill_basis(
 
 def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> StackDefinition:
     """The definition with the saves as the newest measurement found them."""
-    found = [each for each in calibrations.values() if isinstance(each, Calibration)]
-    if not found:
+    measured = [each for each in calibrations.values() if isinstance(each, Calibration)]
+    if not measured:
         return definition
     newest = max(found, key=lambda each: each.at)
     parameters = definition.job.parameters.completed(

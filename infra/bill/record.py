@@ -99,15 +99,15 @@ def rates(bill: Bill) -> dict[str, Any]:
     """Hourly prices of the types for the meter, which falls back to the on-demand price; a type without one meters at
     spot. `gpus` is how many a node must have: one with fewer is refused.
     """
-    found: dict[str, Any] = {}
+    prices: dict[str, Any] = {}
     for option in bill.types:
         most, spot = bill.market.metered(option.offers)
         if most is None:
             continue
         by_zone = {zone: str(spot.amount) for zone in bill.zones} if spot else {}
         gpus = option.instance.gpu_count
-        found[option.type] = {"on_demand": str(most.amount), "spot": by_zone, "gpus": gpus}
-    return found
+        prices[option.type] = {"on_demand": str(most.amount), "spot": by_zone, "gpus": gpus}
+    return prices
 
 
 def extras(bill: Bill) -> dict[str, Any]:
@@ -157,12 +157,12 @@ def _hazard(chance: Hazard) -> dict[str, Any]:
     return {"median": round(chance.median, 4), "p10": round(p10, 4), "p90": round(p90, 4), "source": chance.source}
 
 
-def _cadence(found: BestInterval) -> dict[str, Any]:
+def _cadence(best: BestInterval) -> dict[str, Any]:
     return {
-        "interval_s": round(found.interval_s, 1),
-        "present_s": round(found.present_s, 1),
-        "saved_usd": f"{found.saved_usd:.4f}",
-        "saved_hours": f"{found.saved_h:.4f}",
+        "interval_s": round(best.interval_s, 1),
+        "present_s": round(best.present_s, 1),
+        "saved_usd": f"{best.saved_usd:.4f}",
+        "saved_hours": f"{best.saved_h:.4f}",
     }
 
 

@@ -187,7 +187,7 @@ def cadence(side: Side) -> BestInterval | None:
 def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
     """(p10, p90) of USD to finish without interruptions when only `speed` or only `price` is unknown."""
     of, total = side.exposure, side.total
-    found = {}
+    ranges = {}
     ends_h, compute_usd = of.phase_ends_h[-1], of.uninterrupted_h * of.compute_usd_h
 
     def at_speed(factor: float) -> float:
@@ -198,8 +198,8 @@ def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
     fast, slow = at_speed(unknown.span(of.unknown.faster)[0]), at_speed(unknown.span(of.unknown.slower)[1])
     for name, low, high in (("speed", fast, slow), ("price", cheap, dear)):
         if low or high:
-            found[name] = (total + exact(low), total + exact(high))
-    return found
+            ranges[name] = (total + exact(low), total + exact(high))
+    return ranges
 
 
 def supposed(

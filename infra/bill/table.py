@@ -257,8 +257,8 @@ def _setup_and_idle(bill: Bill) -> str:
 def _rest(bill: Bill, today: date | None, accuracy: object, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     yield from wrap(_interruptions(bill))
     if bill.cadence is not None:
-        said = bill.cadence.sentence()
-        yield from wrap(f"{said[0].upper()}{said[1:]}.")
+        cadence = bill.cadence.sentence()
+        yield from wrap(f"{cadence[0].upper()}{cadence[1:]}.")
     yield from wrap(_limits(bill, fallbacks))
     yield from wrap(kept_sentence(bill))
     days = [line.as_of for line in bill.lines]
@@ -281,8 +281,8 @@ def _rest(bill: Bill, today: date | None, accuracy: object, fallbacks: Sequence[
 def kept_sentence(bill: Bill) -> str:
     """A sentence about what stays in the bucket and its price."""
     kept = bill.kept
-    left = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
-    return f"Kept after destroy: {left if kept.days else 'nothing'}."
+    stored = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
+    return f"Kept after destroy: {stored if kept.days else 'nothing'}."
 
 
 def price_age(bill: Bill, today: date) -> str:
@@ -290,9 +290,9 @@ def price_age(bill: Bill, today: date) -> str:
 
     It is a share of the uninterrupted run's dollars, because the line `interruptions` has no price of its own.
     """
-    said = bill.market.price_age((today - bill.chosen.price.as_of).days)
+    age = bill.market.price_age((today - bill.chosen.price.as_of).days)
     old = stale_prices(bill, today)
-    return f"{said}; {old}: `gpufleet prices refresh`" if old else said
+    return f"{age}; {old}: `gpufleet prices refresh`" if old else age
 
 
 def stale_prices(bill: Bill, today: date) -> str:

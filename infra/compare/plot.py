@@ -47,10 +47,11 @@ def fill(figure: Any, rows: Sequence[Row], frontier: Sequence[Row], *, spot: str
         (panels[1], "hours by the wall", [row.wall_hours for row in shown]),
     ):
         for place, (row, quantiles, colour) in enumerate(zip(shown, values, colours, strict=True)):
+            assert quantiles is not None  # or the row would not be shown
             strength = {"color": colour, "alpha": 1.0 if id(row) in edge else 0.45}
             axes.plot([float(quantiles.p10), float(quantiles.p90)], [place] * 2, lw=2, **strength)
             axes.plot([float(quantiles.p50)], [place], "o", ms=5, **strength)
-        _scale(axes, [float(each) for quantiles in values for each in (quantiles.p10, quantiles.p90)])
+        _scale(axes, [float(end) for quantiles in values if quantiles for end in (quantiles.p10, quantiles.p90)])
         axes.set_xlabel(unit)
         axes.grid(visible=True, axis="x", linewidth=0.4)
         axes.grid(visible=False, axis="y")

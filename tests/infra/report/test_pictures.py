@@ -92,8 +92,8 @@ def test_lines_are_named_apart(seed: int, overlaps: list[str]) -> None:
 def test_options_stand_apart(seed: int, overlaps: list[str], tmp_path: Path) -> None:
     draw = random.Random(seed)
     least, spread = 10 ** draw.uniform(-1.5, 3), 10 ** draw.uniform(0.1, 2.5)
-    rows = [Option(draw, least, spread) for _ in range(draw.randint(1, 60))]
-    rows = sorted(rows, key=lambda row: row.usd.p50)
+    rows: list[Any] = [Option(draw, least, spread) for _ in range(draw.randint(1, 60))]
+    rows.sort(key=lambda row: row.usd.p50)
     edge = [
         row for row in rows if row.wall_hours.p50 <= min(each.wall_hours.p50 for each in rows[: rows.index(row) + 1])
     ]
