@@ -1,4 +1,4 @@
-"""`gpufleet new NAME --code DIR`: looks at a folder of training code and writes the definition file for it."""
+"""`gpufleet new NAME`: looks at a folder of training code and writes the definition file for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpufleet.job.text import counted
 def arguments(parser: argparse.ArgumentParser) -> None:
     """NAME and where the code is."""
     parser.add_argument("name", metavar="NAME", help="of the stack: stacks/NAME.yaml is written")
-    parser.add_argument("--code", metavar="DIR", type=Path, required=True, help="the folder of your training code")
+    parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
     parser.add_argument("--command", metavar="TEXT", default="", help="how it is started there, as you would type it")
     parser.add_argument(
         "--try", dest="tries", action="store_true", help="run it for a minute on this CPU, and watch it"
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_definition(root: Path, name: str, code: Path, command: str, *, tries: bool = False) -> None:
-    """The file of stack `name` in the project `root`, and what to know of it, printed. `tries`: the command is run in a
-    copy of the folder, and watched. Raises GpufleetError.
+    """Writes the definition file of stack `name` in the project `root`, and prints what to know about it. `tries`: runs
+    the command in a copy of the folder, and watches it. Raises GpufleetError.
     """
     path = named(root, name)
     if path.exists():
