@@ -155,9 +155,7 @@ class Cloud:
         }
 
     def client(self, service: str, region: str | None = None) -> Any:
-        """A boto3 client of this Cloud with the user's dummy credentials. It is cached: making one for EC2
-        takes 50 ms.
-        """
+        """A boto3 client of this Cloud with the dummy credentials. It is cached: making one for EC2 takes 50 ms."""
         import boto3
 
         key = service, region or self.region
@@ -259,9 +257,7 @@ class Cloud:
         return account.inventory(self.account, self._fleet_tags)
 
     def leftovers(self, tags: Mapping[str, str] | None = None) -> dict[account.Resource, dict[str, str]]:
-        """Everything that exists in addition to what the account began with; with `tags`, only what carries all of
-        them.
-        """
+        """Everything that exists beyond what the account began with; with `tags`, only what carries all of them."""
         wanted = dict(tags or {}).items()
         return {
             key: has for key, has in self.inventory().items() if key not in self._baseline and wanted <= has.items()

@@ -278,9 +278,7 @@ class FleetController:
             self._launched(fleet, node)
 
     def _launch_at_once(self, fleet: CloudFleet, now: datetime) -> None:
-        """Launches as many nodes of an instant fleet as possible; the reason for a missing one is an error in the
-        answer.
-        """
+        """Launches as many nodes of an instant fleet as possible; the answer has the errors of the others."""
         while len(self.living(fleet.id)) < fleet.target:
             try:
                 self._launched(fleet, self._launch(fleet, now))
@@ -318,9 +316,7 @@ class FleetController:
             del self.fleets[fleet.id]
 
     def _pools(self, fleet: CloudFleet) -> list[Pool]:
-        """The fleet's pools, cheapest first. Recently interrupted ones come last, because AWS prefers pools with
-        capacity.
-        """
+        """The fleet's pools, cheapest first. Recently interrupted ones come last, as AWS prefers capacity."""
         pools = self.launcher.pools(fleet.region, fleet.configs)
         ended = [(i.type, i.zone) for i in self.instances.values() if i.fleet_id == fleet.id and i.notice_at]
         return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price))

@@ -299,9 +299,7 @@ def streamed(command: list[str], *, folder: Path | None, environment: Mapping[st
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the engine, at first by asking it: its plugins are in their own process groups, which only the
-    engine knows.
-    """
+    """Ends the engine, at first by asking it: only the engine knows its plugins' process groups."""
     process.send_signal(signal.SIGINT)
     try:
         process.communicate(timeout=END_S)

@@ -255,9 +255,7 @@ def _fallback(evidence: Evidence) -> Promise:
 
 
 def _messages(rehearsal: Rehearsal) -> Promise:
-    """The promise that people were told that the run trains and how it ended. A node that is lost seconds after it
-    began sends no message.
-    """
+    """The promise of messages that the run trains and how it ended; a node lost in its first seconds sends none."""
     begun = f"gpufleet {rehearsal.name}, run {rehearsal.definition.run.id}: "
     told = [each.removeprefix(begun) for each in account.messages(rehearsal.cloud.account)]
     held = all(any(each.startswith(what) for each in told) for what in ("it trains", "it is over"))
@@ -297,9 +295,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
 
 
 def _logged(rehearsal: Rehearsal) -> set[str]:
-    """Log streams with content. An empty stream shows nothing: a container makes it before it prints, by
-    another right.
-    """
+    """Log streams with content. An empty one shows nothing: a container makes it before it prints."""
     logs, group = rehearsal.cloud.client("logs"), str(rehearsal.engine.outputs()["log_group"])
     names = [stream["logStreamName"] for stream in logs.describe_log_streams(logGroupName=group)["logStreams"]]
     first = {"logGroupName": group, "startFromHead": True, "limit": 1}

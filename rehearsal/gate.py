@@ -239,9 +239,7 @@ class Gate:
     def _of_node(
         self, environ: dict[str, Any], start: Callable[..., Any], service: str, region: str, action: str
     ) -> Iterable[bytes]:
-        """The refusal for a node's request, if its role lacks a right. Without the right to list, a missing object is
-        refused too.
-        """
+        """The refusal for a node's request without a right. Without the right to list, a missing object is refused."""
         statements = self.statements(str(environ.get("HTTP_X_AMZ_SECURITY_TOKEN", "")))
         if statements is None:
             return _send(start, environ, *_refusal(service, NODE_KEY))

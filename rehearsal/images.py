@@ -37,9 +37,7 @@ if found and found.origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Docker:
-    """This machine's docker. `digests` are those of the images that it has pulled; `supervisor` is gpufleet's own
-    image.
-    """
+    """This machine's docker. `digests` are those of pulled images; `supervisor` is gpufleet's own image."""
 
     program: str
     digests: Mapping[str, str]

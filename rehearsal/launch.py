@@ -124,9 +124,7 @@ class Launcher:
         return pools
 
     def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> CloudInstance:
-        """Launches one instance in the first pool with capacity. Raises LaunchFailedError with the events for the
-        history.
-        """
+        """Launches one instance in the first pool with capacity. Raises LaunchFailedError with the events."""
         launches = not any(_block(pool.spec) for pool in pools)  # that role; into a block the caller does
         if launches and FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
             raise LaunchFailedError("iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist")
@@ -197,9 +195,7 @@ class Launcher:
         return None
 
     def _obstacle(self, region: str, pool: Pool, spot: bool, now: datetime) -> str | None:
-        """Why an instance cannot be launched in this pool; None when it can. Raises LaunchFailedError for an obstacle
-        in every pool.
-        """
+        """Why this pool takes no instance, or None. Raises LaunchFailedError for an obstacle in every pool."""
         backend = ec2_backends[self.account][region]
         if pool.spec.get("ImageId") not in backend.amis:
             return f"The image id '[{pool.spec.get('ImageId')}]' does not exist (InvalidAMIID.NotFound)"
@@ -307,9 +303,7 @@ def _aws_tags(fleet_id: str, pool: Pool) -> dict[str, str]:
 
 
 def _attach_disks(backend: Any, instance: Any, spec: Mapping[str, Any], tags: dict[str, str]) -> dict[str, str | None]:
-    """Attaches the image's root disk and the template's disks. Disks of spot nodes get no tags from the template (User
-    Guide, June 2023).
-    """
+    """Attaches root and template disks. Those of spot nodes get no template tags (User Guide, June 2023)."""
     root = backend.amis[instance.image_id].root_device_name
     disks: dict[str, dict[str, Any]] = {root: {"VolumeSize": 40, "VolumeType": "gp3", "DeleteOnTermination": True}}
     for mapping in spec.get("BlockDeviceMappings") or []:

@@ -179,9 +179,7 @@ class NodeRunner:
 
 
 def _disks(root: Path, instance: CloudInstance) -> None:
-    """Makes the node's disks as empty files: instance store by the instance type, the data volume by its
-    device name.
-    """
+    """Makes the node's disks as empty files: instance store by the type, the data volume by its device name."""
     store = INSTANCE_TYPES[instance.type].get("InstanceStorageInfo") or {}
     lines = []
     for number in range(1, 1 + sum(disk["Count"] for disk in store.get("Disks", []))):
@@ -197,9 +195,7 @@ def _disks(root: Path, instance: CloudInstance) -> None:
 
 
 def _marked(instance_id: str) -> list[int]:
-    """Ids of processes whose environment names the node: some may have left its process group. Empty
-    except on Linux.
-    """
+    """Ids of processes whose environment names the node; some may have left its group. Empty except on Linux."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

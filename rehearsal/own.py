@@ -64,9 +64,7 @@ def _contents(files: Iterable[Path]) -> Listing:
 
 
 def code_is_untouched(before: Listing, root: Path) -> Promise:
-    """The promise that the shipped files are unchanged. Commits, new files and the rest of the repository do not
-    matter.
-    """
+    """The promise that the shipped files are unchanged. Commits and other files do not matter."""
     after = _contents(before)
     changed = sorted(
         os.path.relpath(path, root) + ("" if after[path] else " (gone)")
@@ -150,9 +148,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
 
 
 def trains_together(nodes: Sequence[Observed]) -> Promise:
-    """The promise that the ranks of several nodes train together. If it shows that they train alone, the
-    run has ended.
-    """
+    """The promise that the ranks of several nodes train together. A run that trains alone has ended."""
     name, figure = "nodes train together", next((each.met for each in nodes if each.met), "")
     if figure:
         return Promise(name=name, figure=figure, held=True)

@@ -46,9 +46,7 @@ def _with_integers(value: Any) -> Any:
 
 
 def _explained(method: Any) -> Any:
-    """Turns refusals, AWS's and gpufleet's, into one sentence for the user. Any other error is a fault of this program
-    and keeps its traceback.
-    """
+    """Turns refusals into one sentence for the user. Any other error is a fault and keeps its traceback."""
 
     @wraps(method)
     def call(self: Provider, request: Any, context: grpc.ServicerContext) -> Any:
@@ -61,9 +59,7 @@ def _explained(method: Any) -> Any:
 
 
 class Provider(provider_pb2_grpc.ResourceProviderServicer):
-    """The provider for one account. Each provider resource of the engine has its own connection, and so
-    its own region.
-    """
+    """The provider for one account. Each provider resource has its own connection, and so its own region."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment

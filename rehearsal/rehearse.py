@@ -347,9 +347,7 @@ def step(rehearsal: Rehearsal, name: str) -> Iterator[None]:
 
 
 def command(rehearsal: Rehearsal, *words: str) -> str:
-    """Runs `gpufleet WORDS` in the scratch project as a user would; its standard output. Raises AnswerError when it
-    fails.
-    """
+    """Runs `gpufleet WORDS` in the scratch project; its standard output. Raises AnswerError when it fails."""
     with _started(rehearsal, *words) as process:
         return _answer(rehearsal, process, words)
 

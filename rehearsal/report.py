@@ -28,9 +28,7 @@ def write(
     *,
     checks: Sequence[Promise],
 ) -> None:
-    """Writes the page, receipt.json and summary.json beside the results, and prints the report, whether or not all of
-    it has held.
-    """
+    """Writes the page, receipt.json and summary.json beside the results, and prints the report."""
     rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
     (folder / RECEIPT).write_bytes((folder / "results" / RECEIPT).read_bytes())
     (folder / NAME).write_text(report.html(report.read(folder / "results")), encoding="utf-8")
@@ -65,9 +63,7 @@ def duration_check(seconds: float) -> Promise:
 
 
 def closing(checks: Sequence[Promise], seconds: float) -> str:
-    """The last line of a rehearsal in which no promise was broken: whether something was not shown, and whether a time
-    misses its bar.
-    """
+    """The last line when no promise was broken: what was not shown, and which times miss their bar."""
     if unshown := [f"{check.name}: {check.figure}" for check in checks if not check.shown]:
         return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. All else held."
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]

@@ -22,9 +22,7 @@ FULL_BYTES = 100_000_000  # a rehearsal writes 10 to 60 MB, and its bucket lies 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks `folder` for this process. Raises GpufleetError when another process rehearses in it, or it cannot be
-    written.
-    """
+    """Locks `folder`. Raises GpufleetError when another process rehearses in it, or it cannot be written."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,9 +58,7 @@ def make(folder: Path, definitions: Mapping[str, str]) -> Path:
 
 
 def full_disks(*folders: Path) -> Iterator[str]:
-    """Sentences about full disks: a failure may come from one without saying so, when a node gets only
-    part of a file.
-    """
+    """Sentences about full disks: a failure may come from one without saying so, when a file is cut."""
     for folder in folders:
         free = shutil.disk_usage(folder).free
         if free < FULL_BYTES:

@@ -30,9 +30,7 @@ class Moment:
 
 
 class Timeline:
-    """The moments of a rehearsal. `log` is written line by line, so that a rehearsal that dies leaves what
-    it has seen.
-    """
+    """The moments of a rehearsal. `log` is written line by line, so that a rehearsal that dies leaves it."""
 
     def __init__(self, log: Path, *, out: Callable[[str], None] = say) -> None:
         self._log = log

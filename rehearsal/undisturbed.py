@@ -31,9 +31,7 @@ def without_interruptions(definition: StackDefinition) -> StackDefinition:
 
 
 def limited(definition: StackDefinition, held: Path, changed: pace.Change | None) -> pace.Change:
-    """A change of the definition that sets a limit which a run as fast as the one in `held` meets midway. Raises
-    GpufleetError.
-    """
+    """Sets a limit that a run as fast as the one in `held` meets midway. Raises GpufleetError."""
     config = cast(CommandConfig, definition.job.parameters)
     moments = [json.loads(line) for line in (held / "timeline.jsonl").read_text(encoding="utf-8").splitlines()]
     launched, trains = (

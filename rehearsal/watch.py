@@ -343,9 +343,7 @@ class Watch:
             self._news = time.monotonic()
 
     def _observe(self, view: NodeView) -> None:
-        """Reads what a command's host has observed. Raises RunFailedError as soon as it is certain that the run will
-        not hold.
-        """
+        """Reads what a command's host has observed. Raises RunFailedError when the run certainly fails."""
         for path in _job_files(view, Observed.FILE):
             view.observed = Observed.read(path.parent) or view.observed
         doubt, now = self._doubts(view.observed, view.last_step), time.monotonic()

@@ -50,9 +50,7 @@ def identity(sts: Any) -> Check:
 
 
 def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
-    """Whether the account has the service-linked roles with which a fleet launches: making a fleet by the API creates
-    none.
-    """
+    """Whether the service-linked roles of fleets exist: making a fleet by the API creates none."""
     for role, service in definition.fleet.market.roles.items():
         try:
             iam.get_role(RoleName=role)
@@ -407,9 +405,7 @@ def _secret(name: str, manager: Any) -> str | None:
 
 
 def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: Any) -> Check:
-    """Whether the list of files at a prefix is there, which a node reads first; `prepare` writes it next
-    to the files.
-    """
+    """Whether the list of files at a prefix exists, which a node reads first; `prepare` writes it there."""
     bucket, _, prefix = place.removeprefix("s3://").partition("/")
     try:
         listed = s3.head_object(Bucket=bucket, Key=f"{prefix}/{listing}".lstrip("/"))

@@ -145,9 +145,7 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
 
 
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
-    """What else `up` needs from the project itself and would refuse to start without; AMI and image have their own
-    checks.
-    """
+    """What else `up` would refuse to start without; AMI and image have their own checks."""
     for sentence in [*map(str, code_problems(definition, root)), *not_ready(definition, root)]:
         if sentence.startswith("storage.") or ".code." in sentence:
             found, _, fix = sentence.partition(": ")

@@ -88,9 +88,7 @@ def is_over(fleet: dict[str, Any], now: datetime) -> bool:
 
 
 def why_needless(fleet: dict[str, Any], done: Done, now: datetime) -> str:
-    """A sentence about a fleet that still launches nodes for a run that is over; empty while its node may
-    yet end it.
-    """
+    """A sentence about a fleet that launches nodes for a run that is over; empty while its node may yet end it."""
     at = epoch(done.at)
     if (at is not None and now.timestamp() - at <= ENDING_S) or not may_launch(fleet, now):
         return ""

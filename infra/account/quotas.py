@@ -80,9 +80,7 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
 
 
 def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = None) -> Iterator[Check]:
-    """Whether the quota has vCPUs for one node more than the run's, after other machines' use. `ec2` is made here by
-    default.
-    """
+    """Whether the quota has vCPUs for one node more than the run's, after other machines' use."""
     if not (counted_in := definition.fleet.market.quotas):
         return
     others = _others(definition, ec2 or aws.client("ec2", definition.fleet.region))
@@ -102,9 +100,7 @@ def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = Non
 
 
 def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Iterator[Check]:
-    """Whether the region has room for one more VPC: each stack that is up has its own, unless the file names an
-    existing VPC.
-    """
+    """Whether the region has room for one more VPC, which each stack makes unless the file names one."""
     if definition.account.vpc:
         return
     vpcs = list(aws.pages(ec2, "describe_vpcs", "Vpcs"))

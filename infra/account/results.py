@@ -205,9 +205,7 @@ def _is_file(name: str, say: Callable[[str], None]) -> bool:
 
 
 def _same(path: Path, each: StoredObject) -> bool:
-    """Whether the file is already there. Size alone is not enough: after a destroy, another run may have
-    the same id.
-    """
+    """Whether the file is there already. Size alone is not enough: another run may have had the same id."""
     if path.suffix not in WEIGHTS or not path.is_file():
         return False
     status = path.stat()

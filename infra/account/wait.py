@@ -126,9 +126,7 @@ class WaitLoop:
         return may_launch(fleet, self.now()) and aws.owner_of(fleet) == self.definition.run.owner
 
     def _report_second_fleet(self, fleets: list[dict[str, Any]]) -> None:
-        """Warns of a second fleet: when an `up` is killed, the engine forgets what it was making, and the next `up`
-        makes another.
-        """
+        """Warns of a second fleet: after a killed `up` the engine forgets what it made, and makes another."""
         run = self.definition.run.id
         self.say(
             f"{len(fleets)} fleets of run {run} launch nodes, each billed. An `up` that was cut short leaves one "

@@ -31,9 +31,7 @@ _RUN = re.compile(r"(.*): run (`[^`]+`)\.")  # a warning that names its command
 def answer(
     bill: Bill, command: str, *, today: date, cheaper: str = "", fallback: Fallback | None = None
 ) -> Iterator[str]:
-    """The lines. `command` is the one that shows the whole bill; `cheaper` is the line of infra.compare.cheaper, or
-    empty.
-    """
+    """The lines. `command` shows the whole bill; `cheaper` is the line of infra.compare.cheaper, or empty."""
     usd = bill.usd if fallback is None else fallback.usd
     lines = [*wrap(f"{bill.title}: {headline(bill, fallback)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
     lines += _charges(bill, usd)

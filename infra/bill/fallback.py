@@ -78,9 +78,7 @@ class Fallback:
         return found
 
     def run_json(self) -> dict[str, Any]:
-        """The `fallback` of run.json: the seconds that a node needs to move the hour of the switch, and what a policy
-        checks.
-        """
+        """The `fallback` of run.json: seconds that a node needs to move the hour, and what a policy checks."""
         parts = {"work": self.work_h, "train": self.train_h, "start": self.start_h, "margin": self.margin_h}
         return {
             "usd_p90": str(self.usd.p90),

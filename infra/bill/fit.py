@@ -80,9 +80,7 @@ def notices(
     root: Disk,
     stop_s: float | None = None,
 ) -> list[Notice]:
-    """One Notice per phase. `stop_s`: the measured seconds from a stop request to the whole checkpoint, for a job of
-    one phase.
-    """
+    """One Notice per phase. `stop_s`: measured seconds from a stop request to the whole checkpoint."""
     times = []
     for index, phase in enumerate(runtime.phases):
         size_gb = config.sizes().checkpoints[index] / 1e9
@@ -160,9 +158,7 @@ def _narrower(config: JobConfig, instance: Instance) -> str:
 
 
 def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
-    """The cheapest on-demand type of the region that holds the job as it is, in words. Only types of known speed count:
-    others have no bill.
-    """
+    """The cheapest on-demand type of known speed in the region that holds the job as it is, in words."""
     priced = []
     for type_, other in catalog.instances.items():
         if other.unusable or not other.gpu.has_a_roofline(config.products()) or not _holds(config, other):

@@ -174,9 +174,7 @@ def slowest(side: Side, by_h: float) -> float:
 
 
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
-    """Problems of the listed types other than the dearest, whose p50 is compared above: it is no less than the cost of
-    an uninterrupted run.
-    """
+    """Problems of the listed types other than the dearest, whose p50 is compared above."""
     limits = definition.limits
     extras = float(sum(bill.hourly_usd.values()))
     for index, option in enumerate(bill.types):

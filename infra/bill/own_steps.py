@@ -73,9 +73,7 @@ def known_steps(
 
 
 def step_time(known: Iterable[StepTime], instance: Instance, ranks: int, speeds: Speeds | None) -> StepTime | None:
-    """The step time on `ranks` GPUs of a type, from the figure with the least uncertainty; None without a
-    usable one.
-    """
+    """The step time on `ranks` GPUs of a type, from the least uncertain figure; None without a usable one."""
     there = (each.carried_over(instance.gpu, ranks, speeds or shipped()) for each in known)
     return min(filter(None, there), key=lambda each: each.faster + each.slower, default=None)
 

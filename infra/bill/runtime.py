@@ -208,9 +208,7 @@ def hours(
 
 
 def upload_rate(instance: Instance, estimate: Estimate) -> float:
-    """GB/s from node to S3: the definition's figure, else the measured one, at most the type's sustained
-    network rate.
-    """
+    """GB/s from node to S3: the definition's figure, else the measured one, at most the sustained network rate."""
     if estimate.upload_gb_per_s is not None:
         return float(estimate.upload_gb_per_s)
     return min(UPLOAD_GB_S, instance.network_gbps / 8)
@@ -274,9 +272,7 @@ def _step_ms(
     seen: PhaseSpeed | None,
     own: StepTime | None,
 ) -> float:
-    """Milliseconds per optimizer step of a phase; for a phase without steps, those that a step of its
-    shape would take.
-    """
+    """Milliseconds per optimizer step of a phase; without steps, those of a step of its shape."""
     if estimate.step_ms is not None:
         training = [place for place, size in enumerate(sizes) if size.steps and place <= index]
         return float(estimate.step_ms[len(training) - 1])

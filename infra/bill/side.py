@@ -46,9 +46,7 @@ class Quantiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A side before its runs are simulated: type, zone and price, its lines, and the run's exposure to
-    interruptions.
-    """
+    """A side before its runs are simulated: type, zone, price, lines, and the run's exposure to interruptions."""
 
     option: TypeCost
     zone: str | None  # a zone id; None when one price holds in all zones
@@ -175,9 +173,7 @@ def settle(
 
 
 def cadence(side: Side) -> BestInterval | None:
-    """The checkpoint interval that costs least. None for a run without interruptions or saves, or one that
-    never ends.
-    """
+    """The checkpoint interval that costs least. None without interruptions or saves, or if the run never ends."""
     saves = sum(phase.saves for phase in side.runtime.phases)
     if not side.exposure.chance.median or not saves or not side.exposure.phase_ends_h[-1]:
         return None

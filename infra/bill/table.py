@@ -85,9 +85,7 @@ def _lines(bill: Bill) -> Iterator[str]:
 
 
 def interruptions_usd(bill: Bill) -> Decimal:
-    """What interruptions add to a run that finishes. The line `interruptions` of the bill also counts runs that a limit
-    stops.
-    """
+    """What interruptions add to a run that finishes. The bill's own line also counts runs that a limit stops."""
     return bill.chosen.alone_usd.p50 - bill.chosen.total
 
 
@@ -127,9 +125,7 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
 
 
 def _parts(bill: Bill) -> Iterator[tuple[str, ...]]:
-    """The parts of the range, each with everything else as in the lines; and the range that a calibration
-    would leave.
-    """
+    """The parts of the range, each with everything else as in the lines; and the range after a calibration."""
     if bill.market.is_interrupted:
         yield figures("  interruptions alone", bill.chosen.alone_usd)
     if bill.chosen.idle_usd.mean:

@@ -79,9 +79,7 @@ def has(path: str, value: Schema | None = None) -> Schema:
 
 
 def each_of(path: str, value: Schema, *, one: bool = False) -> Schema:
-    """The condition that the text at `path`, or each text of a list there, matches `value`; `one`: at
-    least one does.
-    """
+    """The condition that the text at `path`, or each of a list of texts, matches `value`; `one`: at least one does."""
     text = {"type": "string", **value}
     return limited(path, {"if": {"type": "array"}, "then": {"contains" if one else "items": text}, "else": text})
 

@@ -242,9 +242,7 @@ def _disk(path: str, disk: Disk, findings: Findings) -> None:
 
 
 def _place_problem(place: str, *, anywhere: bool = False) -> str:
-    """Why `place` is no folder of the project (with `anywhere`: of this machine) and no s3:// prefix; empty when it is
-    one.
-    """
+    """Why `place` is no folder of the project (`anywhere`: of this machine) and no s3:// prefix; or empty."""
     if place.startswith("s3://"):
         return (
             ""

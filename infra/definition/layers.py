@@ -167,9 +167,7 @@ def _same_job(entries: dict[str, Node], under: Mapping, where: str, findings: Fi
 
 
 def _laid_over(section: str, overlay: Node, under: Node | None) -> Node:
-    """The overlay, reduced for `job` to what a rehearsal or scenario may change: it runs the same job in the same
-    image.
-    """
+    """The overlay, reduced for `job` to what may change: a rehearsal or scenario runs the same job and image."""
     if section != "job" or not isinstance(overlay, Mapping):
         return overlay
     known = job_keys(under, laid_over=True)

@@ -62,9 +62,7 @@ def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
 
 
 def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:
-    """The file's scenario `name`, if its work can be priced on other types; without a name, all scenarios. Raises
-    GpufleetError.
-    """
+    """The scenario `name`, if it can be priced on other types; all without a name. Raises GpufleetError."""
     if name is None:
         return variants
     found = tuple(variant for variant in variants if variant.scenario == name)

@@ -196,9 +196,7 @@ def _job(node: Node | None, findings: Findings) -> Job:
 
 
 def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
-    """The keys that `job` may have, given its `node`. `laid_over`: in a rehearsal or scenario, which runs the same job
-    in the same image.
-    """
+    """The keys that `job` may have, given its `node`; `laid_over`: in a rehearsal or scenario."""
     if not _is_command(node):
         return ["parameters"] if laid_over else list(READY_MADE)
     return _OF_COMMAND if laid_over else ["image", "supervisor_image", *_OF_COMMAND]

@@ -126,9 +126,7 @@ def left_share(nodes: int) -> float:
 
 
 def wait(zones: int, nodes: int) -> tuple[float, float]:
-    """Median hours and sigma of the wait for a node in any of `zones` zones, or for all of several nodes
-    in one zone.
-    """
+    """Median hours and sigma of the wait for a node in any of `zones` zones, or for all of several in one zone."""
     alone = {1: (ZONE_WAIT_H, ZONE_WAIT_SIGMA), 2: (ZONES_WAIT_H, ZONES_WAIT_SIGMA)}  # by zones
     return {1: alone[min(zones, 2)]}.get(nodes, (GANG_WAIT_H, GANG_WAIT_SIGMA))
 

@@ -201,9 +201,7 @@ def quantiles(values: Floats) -> tuple[float, float, float, float]:
 
 
 def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
-    """`runs` independent runs. A run that is not done after `attempts` nodes is extrapolated from what it
-    did so far.
-    """
+    """`runs` independent runs. A run that is not done after `attempts` nodes is extrapolated."""
     return simulate_each([exposure], runs=runs, seed=seed, attempts=attempts)[0]
 
 
@@ -301,9 +299,7 @@ class _Nodes:
         self._ahead: tuple[int, Indices, NextNode] | None = None  # from which attempt, of which runs
 
     def __call__(self, active: Indices, attempt: int, wall_h: Floats) -> NextNode:
-        """The nodes of the runs `active`. From attempt ATTEMPTS_IN_STEP on, these are a subset of the
-        attempt before.
-        """
+        """The nodes of the runs `active`. From attempt ATTEMPTS_IN_STEP on, these are fewer with each attempt."""
         if attempt < ATTEMPTS_IN_STEP:
             return self._nodes(active, self._luck.draw(active, attempt), first=attempt == 0)
         if self._ahead is None or attempt >= self._ahead[0] + len(self._ahead[2].life_h):
@@ -492,9 +488,7 @@ def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floa
 def _hours_left(
     exposure: Exposure | None, wall: Floats, done: Floats, start_h: Floats | float, work_h: Floats | float
 ) -> Floats | float:
-    """Hours until the owner ends the run, for a node launched now. The work that is left shrinks while the
-    node works.
-    """
+    """Hours until the owner ends the run, for a node launched now. The remaining work shrinks meanwhile."""
     if exposure is None or exposure.leave is None:
         return math.inf
     left = exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall
@@ -578,9 +572,7 @@ class Luck:
 
 
 def _luck(seed: int, part: int, runs: int) -> Luck:
-    """The luck of the `part`-th group of runs that are simulated together; cached when it has as many runs
-    as a bill.
-    """
+    """The luck of the `part`-th group of runs simulated together; cached when it has as many runs as a bill."""
     return _kept_luck(seed, part, runs) if runs <= RUNS else _new_luck(seed, part, runs)
 
 

@@ -201,9 +201,7 @@ class CommandCheckpoints:
         return self.names.lacks(found, is_part=self._node > 0)
 
     def find(self) -> list[FoundCheckpoint]:
-        """Every checkpoint in the command's folder that has begun, the newest last. Warns of those that can never be
-        published.
-        """
+        """Every checkpoint that has begun, the newest last. Warns of those that can never be published."""
         found = self.names.find(self.folder, self._user)
         for what, why in self.names.unfit.items():
             self._say_once(f"warning: {what} does not count, and is never published: {why}")
@@ -214,9 +212,7 @@ class CommandCheckpoints:
         return [each for each in found if (before := self._put_back.get(each.key)) is None or each.is_anew(before)]
 
     def _find_part(self) -> list[FoundCheckpoint]:
-        """On a node that follows another: its part of the checkpoint that the leader announced last; it may have no
-        files.
-        """
+        """On a node that follows another: its part of the checkpoint announced last; it may have no files."""
         told = self._leader()
         named = None if told is None or told.step <= self.newest else self.names.named(told.named_by)
         if told is None or named is None:
@@ -298,9 +294,7 @@ class CommandCheckpoints:
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
 
     def prune(self, published: int) -> None:
-        """Deletes the command's older checkpoints: kept are as many as the definition asks for, and any not yet in the
-        bucket.
-        """
+        """Deletes the command's older checkpoints, but as many as the definition keeps, and unpublished ones."""
         keep = self._config.checkpoint.keep_on_disk
         if keep is None:
             return
@@ -447,9 +441,7 @@ class CommandCheckpoints:
         self._say(f"{what} is whole: {size}, copied in {took:.1f} s")
 
     def _in_unit(self, found: FoundCheckpoint) -> int | None:
-        """The number in the checkpoint's name in the run's unit, without `_offset`; None when it cannot be
-        converted.
-        """
+        """The number in the checkpoint's name in the run's unit, without `_offset`; None if it cannot be converted."""
         each = self._config.work.steps_per_epoch
         if self._config.unit == "step" and "step" not in found.counts and each is not None and "epoch" in found.counts:
             return found.counts["epoch"] * each
@@ -474,9 +466,7 @@ class CommandCheckpoints:
         return max(-1 if known is None else known, self.newest + 1), known is not None
 
     def _take_evaluation(self) -> None:
-        """Takes an evaluation that was told after its checkpoint was committed; the supervisor then sends the manifest
-        again.
-        """
+        """Takes an evaluation told after its checkpoint's commit; the supervisor sends the manifest again."""
         if self.newest in self._evaluated or (val := self._lines.val.get(self.newest)) is None:
             return
         self._evaluated.add(self.newest)

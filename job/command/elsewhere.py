@@ -99,9 +99,7 @@ class Search:
             yield from sorted(new, key=lambda path: (path.parent.parts, path.name))
 
     def _matching(self, path: Path) -> str | None:
-        """The folder, as a definition would name it, below which the path matches the declared checkpoints; None: no
-        such folder.
-        """
+        """The folder, in a definition's words, below which the path matches the declared checkpoints, or None."""
         for text, root in self._roots():
             if path.is_relative_to(root):
                 parts = path.relative_to(root).parts

@@ -87,9 +87,7 @@ def _plain(text: str) -> str:
 
 
 def judge(config: CommandConfig, end: End, before: Sequence[End], *, stopped: bool) -> tuple[Verdict, str]:
-    """The verdict, with a sentence of reasons. `before` are earlier ends on this node; `stopped`: a stop
-    had been sent.
-    """
+    """The verdict and its reason. `before` are earlier ends on this node; `stopped`: a stop had been sent."""
     if stopped:
         return ("finished" if _is_finished_by_stop(config, end) else "stopped"), end.sentence
     if end.code == 0 and not end.why:

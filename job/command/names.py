@@ -101,9 +101,7 @@ class FoundCheckpoint:
         return replace(self, files=files, inner={name: self.inner[name] for name in files}, places=outer)
 
     def is_anew(self, before: FoundCheckpoint) -> bool:
-        """Whether it was written again after `before` was seen. A file that was only added to its folder does not
-        count.
-        """
+        """Whether it was written again after `before` was seen. A file added to its folder does not count."""
         changed = any(name in before.files and before.files[name] != look for name, look in self.files.items())
         return changed or bool(self.places - before.places)
 

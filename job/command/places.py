@@ -61,9 +61,7 @@ class GoneError(Exception):
 
 
 class Scripts:
-    """The folder of scripts and pipes. The command can write to it too, so command and environment are never in a file:
-    they go through a pipe.
-    """
+    """The folder of scripts and pipes. The command can write there, so secrets go through pipes only."""
 
     def __init__(self, workdir: Path) -> None:
         self.folder = workdir / CONTROL / SCRIPTS
@@ -100,9 +98,7 @@ class Scripts:
         return self.folder / name
 
     def offer(self) -> None:
-        """Writes as much into each waiting pipe as it takes. Raises GoneError when something else is in a
-        pipe's place.
-        """
+        """Writes as much into each waiting pipe as it takes. Raises GoneError when a pipe has been replaced."""
         while self._waiting:
             path, content = self._waiting[0]
             try:

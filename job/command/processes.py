@@ -200,9 +200,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def guard(parent: int, argv: list[str], die: Callable[[int], None] = os._exit) -> int:
-    """Runs `argv` in a process group of its own, with this process as the parent of its orphans; the exit code, as in a
-    shell.
-    """
+    """Runs `argv` in a group of its own, as the parent of its orphans; the exit code, as in a shell."""
 
     def end(*_: object) -> None:
         kill(os.getpid())
@@ -248,9 +246,7 @@ def connect(folder: Path) -> socket.socket:
 
 
 def _reach(folder: Path, act: Callable[[str], object]) -> None:
-    """Calls `act` with a short address of the socket: the kernel takes 107 bytes, and the folder's path
-    may be longer.
-    """
+    """Calls `act` with a short address of the socket: the kernel takes 107 bytes, the path may be longer."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         act(f"/proc/self/fd/{at}/{SOCKET}" if KNOWN else str(folder / SOCKET))

@@ -44,9 +44,7 @@ class Metrics:
         self._path = path
 
     def resume(self, step: int) -> int | None:
-        """Cuts off the lines after `step`, which will be repeated. The usual number of steps between lines; None: not
-        known.
-        """
+        """Cuts off the lines after `step`. The usual number of steps between lines; None: not known."""
         with suppress(FileNotFoundError):
             lines = self._path.read_bytes().splitlines(keepends=True)
             kept = [(each, found) for each in lines if (found := metrics.line(each)) and found["step"] <= step]
@@ -65,9 +63,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldProgress:
-    """What the lines of a start had told by a moment. `step` is the run's; None: no line of this start has
-    given one.
-    """
+    """What the lines of a start had told by a moment. `step` is the run's; None: no line has given one."""
 
     step: int | None
     counting: Counting
@@ -164,9 +160,7 @@ class StepReader:
 
     @property
     def is_believed(self) -> bool:
-        """Whether a line of this start has given a step of the run, and no line has shown that it counts something
-        else.
-        """
+        """Whether a line of this start has given a step, and none has shown that it counts something else."""
         return self._is_told and not self._counts_else
 
     def told_by(self, moment: float) -> ToldProgress:
@@ -281,9 +275,7 @@ class StepReader:
             self._history.append((at, self.step if self._is_told else None, self.counting))
 
     def _is_of_training(self, line: OutputLine) -> bool:
-        """Whether the bar is the training's, by the words before it and by its total: the declared one, else the
-        longest.
-        """
+        """Whether the bar is the training's, by its words and by its total: the declared one, else the longest."""
         if line.is_other:
             return False
         tells_steps = line.place is not None and line.place.step is not None
@@ -305,9 +297,7 @@ class StepReader:
         return line.total is None or line.total == self._longest
 
     def _is_beyond(self, line: OutputLine, position: int) -> bool:
-        """Whether the step is beyond the declared end. The second such step shows that all lines count
-        something else.
-        """
+        """Whether the step is beyond the declared end. The second such step shows that lines count something else."""
         total = self._config.total
         if total is None or position <= total * (1 + SLACK) + self.spread:
             return False

@@ -45,9 +45,7 @@ class ResumeCheck:
 
     @property
     def expects_lines(self) -> bool:
-        """Whether a line had told a position when the checkpoint was begun, so that a later one can be compared with
-        it.
-        """
+        """Whether a line had told a position when the checkpoint was begun, to compare a later one with."""
         return self._counting.newest is not None and self._reads_lines
 
     @property
@@ -85,9 +83,7 @@ class ResumeCheck:
     def _files(
         self, anew: list[FoundCheckpoint]
     ) -> tuple[FoundCheckpoint | None, FoundCheckpoint | None, FoundCheckpoint | None]:
-        """What this start has written: (a checkpoint before the restored one, the restored one, the next one), each
-        None if it has not.
-        """
+        """(an earlier checkpoint, the restored one, the next one) that this start has written, or None each."""
         kept = self._checkpoint
         if kept is None or kept.number is None:
             return None, None, None

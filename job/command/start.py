@@ -69,9 +69,7 @@ class CommandStart:
         return self.meeting.why or (found.why if found is not None and found.verdict == "begins anew" else "")
 
     def look(self, *, commit: bool = True) -> str:
-        """Looks at files and lines; gives the reason to end the start, or an empty text. `commit`: saves may be
-        committed.
-        """
+        """Looks at files and lines; the reason to end the start, or empty. `commit`: saves may be committed."""
         found, now = None, self._clock()
         if self._resumption is not None and (self._resumption.is_open or now >= self._looked_at + LOOK_S):
             found, self._looked_at = self._checkpoints.find(), now
@@ -135,9 +133,7 @@ class CommandStart:
         return ("stopped" if leaving is not None and verdict != "finished" else verdict), why
 
     def _delivers_after(self, moment: float) -> bool:
-        """Whether something was written to the outputs after `moment`, apart from files that a training writes all
-        along.
-        """
+        """Whether an output was written after `moment`, apart from files that a training writes all along."""
         own = self._folders.own
         for text in self._config.outputs:
             with suppress(ValueError):
@@ -151,9 +147,7 @@ class CommandStart:
         return False
 
     def observe(self, *, is_over: bool = False) -> Observed | None:
-        """The observations of this start when there is news, else None. `is_over`: give all of them, since nothing more
-        comes.
-        """
+        """New observations of this start, else None. `is_over`: all of them, since nothing more comes."""
         now = self._clock()
         if now < self._observed_at + LOOK_S and not is_over:
             return None

@@ -17,9 +17,7 @@ FIRST_LATE_S = 1800.0  # the same when the interval is in steps and their time i
 
 
 class StartWatch:
-    """The watch over one start. `spent` gives the dollars so far, None when they are not known. `folders` are below
-    `own`.
-    """
+    """The watch over one start. `spent` gives the dollars so far, None if unknown. `folders` are below `own`."""
 
     def __init__(
         self,
@@ -42,9 +40,7 @@ class StartWatch:
         self._idle_told = self._late_told = False
 
     def stuck(self, output_at: float, step_at: float) -> str:
-        """Why the command counts as stuck: no byte, step or file for too long, and no GPU in use. Empty when it is not
-        stuck.
-        """
+        """Why the command counts as stuck: no byte, step or file for too long, and no GPU in use. Else empty."""
         now = self._clock()
         quiet = now - max(self._began, output_at, step_at)
         if quiet < ALIVE_S and quiet < self._silence_s / 2:
