@@ -206,8 +206,9 @@ def _training(run: RunResults) -> Iterator[str]:
         for (name, series, unit), (_, figure, _) in zip(figures, steady, strict=True)
         if figure is None
     ]
-    yield page.charts(drawn)
-    yield page.key({mark.name: mark.colour for mark in marks})
+    pictures = page.charts(drawn)
+    yield pictures
+    yield page.key({mark.name: mark.colour for mark in marks}) if pictures else ""
     same = ", ".join(f"{name} {figure:g} {unit}" for name, figure, unit in steady if figure is not None)
     yield page.paragraph(f"The same at every step: {same}.") if same else ""
 
@@ -252,7 +253,8 @@ def _nodes(run: RunResults) -> Iterator[str]:
     yield page.charts([("Nodes over time", drawn), ("What each save kept training waiting", waits)])
     kinds = dict.fromkeys([*(bar.kind for bar in bars), *(kind for _, _, kind in marks)])
     yield page.key({kind: charts.KINDS[kind] for kind in kinds}) if drawn else ""
-    yield page.paragraph(f"A save kept training waiting for {longest:.2g} s at most.") if saves and not varies else ""
+    most = f"less than {SHORT_S:g} s" if longest < SHORT_S else f"{longest:.2g} s at most"
+    yield page.paragraph(f"A save kept training waiting for {most}.") if saves and not varies else ""
 
 
 _ATTEMPT = (

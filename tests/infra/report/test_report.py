@@ -116,6 +116,16 @@ def test_a_chart_that_would_be_a_straight_line_is_a_sentence(tmp_path: Path) -> 
     assert "Time of a step" in Seen(run.html(run.read(tmp_path / "r1"))).texts
 
 
+def test_a_run_that_printed_nothing_and_saved_at_once_has_neither_charts_of_it_nor_their_key(tmp_path: Path) -> None:
+    folder = results(tmp_path / "r1")
+    line = {"ts": BEGAN + 60, "phase": "train", "step": 1}
+    saved = {"step": 1, "reason": "timed", "bytes": 10, "blocked_s": 0.0}
+    (folder / "metrics.jsonl").write_bytes(metrics.write({**line, "saves": [saved]}))
+    texts = Seen(run.html(run.read(folder))).texts
+    assert not {"Training", "Loss", "node gone without one"} & {*texts}
+    assert "A save kept training waiting for less than 0.1 s." in texts
+
+
 def test_an_error_of_the_driver_is_marked_at_its_step(tmp_path: Path) -> None:
     folder = results(tmp_path / "r1")
     with (folder / "metrics.jsonl").open("ab") as file:
