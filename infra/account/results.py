@@ -185,13 +185,13 @@ def _download(folder: RunFolder, each: StoredObject, target: Path, advance: prog
     except OSError as error:  # a write to a full disk names no file, and it need not be the project's
         error.filename = error.filename or str(part.parent)
         raise
-    received = part.stat().st_size
-    if received != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
+    size = part.stat().st_size
+    if size != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
         each = next((now for now in folder.objects(each.name) if now.name == each.name), each)
-    if received != each.bytes:
+    if size != each.bytes:
         part.unlink()
         raise AwsRefused(
-            f"{each.name} came with {received} bytes, not {each.bytes}: it changed meanwhile. Run the command again."
+            f"{each.name} came with {size} bytes instead of {each.bytes}: it changed meanwhile. Run the command again."
         )
     os.utime(part, (each.written.timestamp(),) * 2)
     part.replace(target)
