@@ -126,8 +126,10 @@ def compared(receipt: Receipt, charges: Charged, today: date) -> Iterator[str]:
         late = "AWS tells a day later" if today <= date.fromisoformat(receipt.at[:10]) + timedelta(days=DELAY) else ""
         yield f"  nothing is tagged with it: {late or 'its tags were not active then, or it cost nothing'}"
         return
-    rows = [_compared(name, counted.get(name), told.usd.get(name, Decimal(0))) for name in {**counted, **told.usd}]
-    total = ReceiptLine(name="total", estimate=receipt.actual, actual=told.total)
+    rows = [
+        _compared(name, counted.get(name), charges.usd.get(name, Decimal(0))) for name in {**counted, **charges.usd}
+    ]
+    total = ReceiptLine(name="total", estimate=receipt.actual, actual=charges.total)
     for row in Sheet.build(_COLUMNS, [*rows, total]).text():
         yield f"  {row}"
     if charges.estimated:

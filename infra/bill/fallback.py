@@ -169,4 +169,4 @@ def switch_at(fallback: Fallback, deadline: datetime, now: datetime) -> datetime
     """The hour of the switch to declare, for a run that has done nothing. It is never before `up` can have made the
     schedule, because AWS refuses an hour that has passed.
     """
-    return max(deadline - timedelta(hours=found.needed_h), now + SOONEST).replace(microsecond=0)
+    return max(deadline - timedelta(hours=fallback.needed_h), now + SOONEST).replace(microsecond=0)

@@ -53,15 +53,15 @@ def run(args: argparse.Namespace) -> int:
 
         atomic.write_bytes(args.html, comparison.html(result).encode())
     if args.json:
-        sys.stdout.write(json.dumps(compare_table.record(found), indent=2) + "\n")
-        return 0 if found.runnable else 1
+        sys.stdout.write(json.dumps(compare_table.record(result), indent=2) + "\n")
+        return 0 if result.runnable else 1
     name = f" --scenario {shlex.quote(args.scenario)}" if args.scenario else ""
     within = f" --within {args.within:g}" if args.within is not None else ""
-    command = f"gpufleet compare {found.definition.argument}{name}{within}"
+    command = f"gpufleet compare {result.definition.argument}{name}{within}"
     today = now.date()
-    lines = [compare_table.full_text(found, today)] if args.all else compare_table.answer(found, command, today)
+    lines = [compare_table.full_text(result, today)] if args.all else compare_table.answer(result, command, today)
     print("\n".join(lines))
-    return _drawn(found, args)
+    return _drawn(result, args)
 
 
 def _drawn(compared: Comparison, args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from gpufleet.infra.definition.loader import project_root, stacks_of
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.evidence import receipts
 from gpufleet.infra.evidence.receipts import Accuracy
+from gpufleet.infra.report import band
 from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.job.contract.receipt import CAUSES, Receipt
 from gpufleet.job.text import counted
@@ -73,7 +74,10 @@ def _name(stack: str, root: Path) -> str:
 
 
 def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
-    """One line per run, with what each of the causes added; `-` in `graded` where it does not count."""
+    """A line for each run with what each of `causes` added, or, without them, the receipt in the range of its bill;
+    `-` in `graded` where the run does not count.
+    """
+    causes = tuple(causes)
     columns = (
         Column("stack"),
         Column("run"),
@@ -83,8 +87,13 @@ def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
         Column("error", unit="%", of=lambda found: f"{found.error_percent:+.1f}%"),
         *(Column(name, None, "USD", "{:+.4f}".format, _cause(name)) for name in causes),
         Column("graded", of=_graded),
+        *(() if causes else (Column(band.SCALE, of=_in_range),)),
     )
     return Sheet.build(columns, found, spare=("ended by", "stack")).text()
+
+
+def _in_range(receipt: Receipt) -> str:
+    return "" if receipts.is_rehearsal(receipt) else band.characters(receipt)
 
 
 def _cause(name: str) -> Callable[[Receipt], Decimal]:

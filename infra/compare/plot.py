@@ -24,10 +24,9 @@ def drawn(rows: Sequence[Row], frontier: Sequence[Row], title: str, kind: str) -
         from matplotlib.figure import Figure  # not pyplot: it would choose a backend for a whole notebook
     except ImportError as error:
         raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
-    figure, into = Figure(figsize=(10, 6.2), layout="constrained"), io.BytesIO()
-    axes = figure.subplots()
-    fill(axes, rows, frontier, spot="#1f77b4", on_demand="#d62728", ink="black")
-    axes.set_title(title)
+    figure, into = Figure(figsize=(10, height(rows, frontier)), layout="constrained"), io.BytesIO()
+    fill(figure, rows, frontier, spot="#1f77b4", on_demand="#c03a2b")
+    figure.suptitle(f"{title}\n{CAPTION}", fontsize=11)
     figure.savefig(into, dpi=130, format=kind.removeprefix("."))
     return into.getvalue()
 

@@ -20,7 +20,7 @@ def html(found: Comparison) -> str:
         "hours by the wall: with waits for capacity",
         (
             "" if charts.drawable() else paragraph(charts.LACKING),
-            page.charts([("The cheapest that can be run, and the frontier", _picture(found))]),
+            page.charts([(f"The cheapest that can be run ({plot.CAPTION})", _picture(found))]),
             page.section("Frontier: nothing is cheaper and sooner", _options(frontier)),
             page.section("All options for this work", _options(row for row in found.own_rows if row.usd)),
             page.section("What cannot be run or priced", _refused(found.own_rows)),

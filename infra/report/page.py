@@ -84,6 +84,14 @@ def charts(drawn: Iterable[tuple[str, str]]) -> str:
     return f'<div class="charts">{"".join(cells)}</div>' if cells else ""
 
 
+def key(colours: Mapping[str, str]) -> str:
+    """What each colour of the charts of a section stands for; nothing for none."""
+    names = "".join(
+        f'<span><i style="background:var(--{colour})"></i>{escape(name)}</span>' for name, colour in colours.items()
+    )
+    return f'<p class="key">{names}</p>' if names else ""
+
+
 def table(found: Sheet, *, total: bool = False) -> str:
     """With `total` the last row is one. Nothing for no rows."""
     return f'<div class="wide">{html.table(found, total=total)}</div>' if found.rows else ""

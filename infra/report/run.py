@@ -16,7 +16,7 @@ from typing import Any
 from gpufleet.infra.bill.answer import amount_within, figures_within
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.receipts import LINES, is_rehearsal
-from gpufleet.infra.report import charts, page
+from gpufleet.infra.report import band, charts, page
 from gpufleet.infra.report.charts import Bar, Mark, Point, Series
 from gpufleet.infra.show.html import paragraph
 from gpufleet.infra.show.sheet import Column, Sheet
@@ -93,6 +93,9 @@ def html(run: RunResults) -> str:
         (
             page.figures(list(_figures(run))),
             "" if charts.drawable() else paragraph(charts.LACKING),
+            "" if is_rehearsal(receipt) else page.section("Bill against receipt", _money(run), _lines_table(receipt)),
+            page.section("Training", *_training(run)),
+            page.section("Nodes", *_nodes(run), _attempts_table(receipt)),
             page.section("Dollars", _rehearsed_money(run))
             if is_rehearsal(receipt)
             else page.section("Predicted and measured", _speeds(run)),
@@ -130,9 +133,15 @@ def _money(run: RunResults) -> str:
     """The receipt in the bill's range, the way from one to the other by its causes, and the dollars over the hours."""
     receipt = run.receipt
     by_cause = {name: float(usd) for name, usd in receipt.causes.items()}
-    whole = charts.steps_to(("bill", float(receipt.estimate)), by_cause, ("receipt", float(receipt.actual)), unit="USD")
-    return page.charts([("Why the receipt is not the bill", whole), ("Dollars spent", _spent(run))]) + paragraph(
-        "Dollars spent are as the meter counts: with interrupted first hours, which AWS does not charge."
+    ends = ("bill", float(receipt.estimate)), ("receipt", float(receipt.actual))
+    digits = len(_usd(receipt).partition(".")[2])
+    drawn = [
+        ("What it cost, in the range of the bill", band.svg(band.of_receipt(receipt), receipt.actual)),
+        ("Why the receipt is not the bill", charts.steps_to(ends[0], by_cause, ends[1], unit="USD", digits=digits)),
+        ("Dollars spent", _spent(run)),
+    ]
+    return page.charts(drawn) + paragraph(
+        "The meter also counts first hours that AWS interrupted and does not charge, so it may end above the receipt."
     )
 
 
@@ -210,7 +219,7 @@ def _training(run: RunResults) -> Iterator[str]:
     yield pictures
     yield page.key({mark.name: mark.colour for mark in marks}) if pictures else ""
     same = ", ".join(f"{name} {figure:g} {unit}" for name, figure, unit in steady if figure is not None)
-    yield page.paragraph(f"The same at every step: {same}.") if same else ""
+    yield paragraph(f"The same at every step: {same}.") if same else ""
 
 
 def _points(records: Sequence[Mapping[str, Any]], phase: str, key: str) -> list[Point]:
@@ -254,7 +263,7 @@ def _nodes(run: RunResults) -> Iterator[str]:
     kinds = dict.fromkeys([*(bar.kind for bar in bars), *(kind for _, _, kind in marks)])
     yield page.key({kind: charts.KINDS[kind] for kind in kinds}) if drawn else ""
     most = f"less than {SHORT_S:g} s" if longest < SHORT_S else f"{longest:.2g} s at most"
-    yield page.paragraph(f"A save kept training waiting for {most}.") if saves and not varies else ""
+    yield paragraph(f"A save kept training waiting for {most}.") if saves and not varies else ""
 
 
 _ATTEMPT = (
