@@ -65,7 +65,7 @@ def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> Sta
     measured = [each for each in calibrations.values() if isinstance(each, Calibration)]
     if not measured:
         return definition
-    newest = max(found, key=lambda each: each.at)
+    newest = max(measured, key=lambda each: each.at)
     parameters = definition.job.parameters.completed(
         save_bytes=newest.phases[-1].save_bytes,
         save_steps=newest.phases[-1].save_steps,
